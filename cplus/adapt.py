@@ -1,0 +1,183 @@
+"""The adaptation loop: a generator of events. Whoever reads them cannot change the training."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from cplus.attach import Guard
+from cplus.cost import Work
+from cplus.data.encoded import Encoded
+from cplus.methods import Material, Method
+from cplus.objectives import Backward, check_finite
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How the new data is gone through."""
+
+    epochs: int
+    batch_size: int = 1
+    order: Literal["file", "shuffled"] = "file"
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or self.batch_size < 1:
+            raise ValueError(f"expected at least one epoch and one row a batch, got {self.epochs}, {self.batch_size}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refreshed:
+    """The evidence was computed anew."""
+
+    epoch: int
+    step: int
+    losses: dict[str, float]
+    work: Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stepped:
+    """One update was applied; `batch` counts inside the epoch, `step` over all epochs, both from 1."""
+
+    epoch: int
+    batch: int
+    step: int
+    loss: float
+    work: Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochEnded:
+    """Every batch of the epoch has been used."""
+
+    epoch: int
+    step: int
+
+
+Event: TypeAlias = Refreshed | Stepped | EpochEnded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cursor:
+    """Where a run stands: the epoch, the batches of it already used, and the steps taken in all."""
+
+    epoch: int = 1
+    batch: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A method bound to a model, an optimizer and its material, before the first step or a resumed one."""
+
+    method: Method
+    material: Material
+    backward: Backward
+    guard: Guard | None
+
+
+def prepare(method: Method, optimizer: Optimizer, model: nn.Module, material: Material, *, seed: int) -> Prepared:
+    """Check the material, take what the objective needs of the base model, put the guard on the optimizer.
+
+    Call it while the model still is the base model: a checkpoint is loaded after it.
+    """
+    method.check(material)
+    backward = method.objective(model, material.rows("anchors"))
+    guard = None
+    if method.evidence:
+        guard = Guard(
+            optimizer,
+            model,
+            evidence=method.reduction(model, method.sources(material)),
+            gate=None if method.gate is None else method.gate(seed),
+            projection=method.projection,
+        )
+    return Prepared(method=method, material=material, backward=backward, guard=guard)
+
+
+def adapt(
+    model: nn.Module,
+    optimizer: Optimizer,
+    prepared: Prepared,
+    *,
+    schedule: Schedule,
+    seed: int,
+    scheduler: LRScheduler | None = None,
+    start: Cursor | None = None,
+) -> Iterator[Event]:
+    """Train, yielding what happened after it happened; closing the generator stops between two steps."""
+    cursor = start or Cursor()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    method, guard = prepared.method, prepared.guard
+    step = cursor.step
+    model.train()
+    for epoch in range(cursor.epoch, schedule.epochs + 1):
+        batches = epoch_batches(method, prepared.material, schedule, seed=seed, epoch=epoch)
+        used = cursor.batch if epoch == cursor.epoch else 0
+        for number, rows in enumerate(batches[used:], start=used + 1):
+            if guard is not None and due(method, step=step, batch=number):
+                found = guard.refresh()
+                yield Refreshed(epoch=epoch, step=step, losses=found.losses, work=found.work)
+            optimizer.zero_grad(set_to_none=True)
+            loss, work = prepared.backward(rows)
+            check_finite(loss, step + 1)
+            if schedule.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(params, schedule.clip_norm)
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            step += 1
+            yield Stepped(epoch=epoch, batch=number, step=step, loss=loss, work=work)
+        yield EpochEnded(epoch=epoch, step=step)
+    optimizer.zero_grad(set_to_none=True)
+
+
+def due(method: Method, *, step: int, batch: int) -> bool:
+    """Whether the evidence is refreshed before this batch."""
+    if method.refresh == "once":
+        return step == 0
+    if method.refresh == "epoch":
+        return batch == 1
+    return step % method.refresh == 0
+
+
+def epoch_batches(
+    method: Method, material: Material, schedule: Schedule, *, seed: int, epoch: int
+) -> list[list[Encoded]]:
+    """One epoch's batches, a pure function of the seed and the epoch.
+
+    Every method makes as many updates as SFT. Replayed rows ride along: the union of new and replayed rows,
+    shuffled once an epoch, is cut into that many batches.
+    """
+    shuffle = random.Random(f"{seed}/{epoch}").shuffle
+    rows = material.rows("new")
+    updates = math.ceil(len(rows) / schedule.batch_size)
+    if method.train_on == ("new",):
+        if schedule.order == "shuffled":
+            shuffle(rows)
+        return [rows[i * schedule.batch_size : (i + 1) * schedule.batch_size] for i in range(updates)]
+    weight = max(len(material.rows(kind)) for kind in method.train_on if kind != "anchors")
+    for kind in method.train_on[1:]:
+        rows += (
+            repeated(material.rows(kind), weight, seed=seed, epoch=epoch) if kind == "anchors" else material.rows(kind)
+        )
+    shuffle(rows)
+    cuts = [len(rows) * i // updates for i in range(updates + 1)]
+    return [rows[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+def repeated(rows: Sequence[Encoded], count: int, *, seed: int, epoch: int) -> list[Encoded]:
+    """Exactly `count` rows, each used as often as any other up to one; which have one more turns with the epoch."""
+    order = list(rows)
+    random.Random(f"{seed}/{epoch}/repeat").shuffle(order)
+    return [order[i % len(order)] for i in range(count)]

@@ -1,0 +1,216 @@
+"""`protect`: the gate on any torch optimizer, by step hooks. The optimizer stays what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cplus import algorithm
+from cplus.data.encoded import Encoded
+from cplus.evidence import Evidence, MeanGradient, Reference, Source
+from cplus.gates import Collaborative, Gate, Proposal
+
+Projection = Callable[[Sequence[Tensor], Sequence[Sequence[Tensor]]], None]
+
+REFUSED = {
+    "schedulefree": "schedule-free optimizers keep a second iterate the gate cannot see; use AdamW with a schedule",
+    "deepspeed": "DeepSpeed ZeRO steps a flat copy of the parameters; use FSDP2 (fully_shard) instead",
+}
+
+
+def protect(
+    optimizer: Optimizer,
+    model: nn.Module,
+    *,
+    anchors: Sequence[Encoded] = (),
+    probes: Sequence[Encoded] = (),
+    anchor_weight: float = 0.5,
+    beta: float = 0.9,
+    refresh_every: int | None = None,
+    allow_16bit: bool = False,
+) -> Guard:
+    """CPLUS on this optimizer: call `guard.refresh()` at each epoch's start, then train as before.
+
+    Only one of anchors and probes may be empty; the other then has all the weight. `refresh_every=n` refreshes
+    by itself before the first and every n-th step.
+    """
+    if not 0.0 <= anchor_weight <= 1.0:
+        raise ValueError(f"anchor_weight must lie in [0, 1], got {anchor_weight}")
+    if not anchors and not probes:
+        raise ValueError("protect needs evidence of past behaviour: give anchors, probes or both; got neither")
+    weight = anchor_weight if anchors and probes else float(bool(anchors))
+    parts = (("anchors", weight, anchors), ("probes", 1.0 - weight, probes))
+    sources = tuple(Source(name=name, weight=w, rows=rows) for name, w, rows in parts if rows)
+    return Guard(
+        optimizer,
+        model,
+        evidence=MeanGradient(model=model, sources=sources),
+        gate=Collaborative(beta=beta),
+        refresh_every=refresh_every,
+        allow_16bit=allow_16bit,
+    )
+
+
+class Guard:
+    """Evidence, projection and gate around one optimizer's step; owns all of its state."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        evidence: Evidence,
+        gate: Gate | None = None,
+        projection: Projection | None = None,
+        refresh_every: int | None = None,
+        allow_16bit: bool = False,
+    ) -> None:
+        self.optimizer = unwrapped(optimizer)
+        self.model, self.evidence, self.gate, self.projection = model, evidence, gate, projection
+        if refresh_every is not None and refresh_every < 1:
+            raise ValueError(f"refresh_every must be at least 1, got {refresh_every}")
+        self.refresh_every = refresh_every
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.params = trainable(self.optimizer)
+        for p in self.params:
+            check_supported(p, self.names.get(id(p), "a parameter outside the model"), allow_16bit=allow_16bit)
+        self.refreshes = 0
+        self.steps = 0
+        self.vectors: list[list[Tensor]] = []
+        self.theta: list[Tensor] = []
+        self.hooks = [
+            self.optimizer.register_step_pre_hook(self._before),
+            self.optimizer.register_step_post_hook(self._after),
+        ]
+
+    def refresh(self) -> Reference:
+        """Compute the evidence at the current parameters and use it until the next refresh."""
+        reference = self.evidence(self.params, self.refreshes)
+        self.vectors = reference.vectors
+        self.refreshes += 1
+        return reference
+
+    def detach(self) -> None:
+        """Take the hooks off: the optimizer is plain again."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+        self.theta = []
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a continued run needs besides the model's and the optimizer's own state."""
+        return {
+            "gate": None if self.gate is None else self.gate.state_dict(),
+            "vectors": [[g.clone() for g in vector] for vector in self.vectors],
+            "refreshes": self.refreshes,
+            "steps": self.steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a kept state; it must belong to parameters of the same shapes."""
+        shapes = [p.shape for p in self.params]
+        for vector in state["vectors"]:
+            if [g.shape for g in vector] != shapes:
+                raise ValueError("the kept guard state belongs to other parameters: their shapes differ")
+        if self.gate is not None:
+            self.gate.load_state_dict(state["gate"])
+        self.vectors = [[g.clone() for g in vector] for vector in state["vectors"]]
+        self.refreshes, self.steps = int(state["refreshes"]), int(state["steps"])
+
+    @torch.no_grad()
+    def _before(self, *_: object) -> None:
+        if len(trainable(self.optimizer)) != len(self.params):
+            raise ValueError("the optimizer's parameters changed after protect(); detach and protect it again")
+        self._check_gradients()
+        if self.refresh_every is not None and self.steps % self.refresh_every == 0:
+            with torch.enable_grad():
+                self.refresh()
+        if not self.vectors:
+            raise RuntimeError("no evidence yet: call guard.refresh() before the first step, or pass refresh_every=n")
+        if self.projection is not None:
+            self._project(self.projection)
+        if self.gate is not None:
+            # Without a gradient the optimizer leaves a parameter alone: it is its own copy, and delta is 0.
+            self.theta = [p.detach() if p.grad is None else p.detach().clone() for p in self.params]
+
+    @torch.no_grad()
+    def _after(self, *_: object) -> None:
+        """Line 9 of the algorithm has happened inside the optimizer; apply lines 10-13 to what it proposed.
+
+        Paper: Algorithm 1, line 9.    delta = proposed - theta, momentum and weight decay included
+        """
+        theta, self.theta = self.theta, []
+        if self.gate is None:
+            self.steps += 1
+            return
+        proposals = [
+            Proposal(theta=t, proposed=p.detach(), g_hat=g)
+            for t, p, g in zip(theta, self.params, self.vectors[0], strict=True)
+        ]
+        if all(torch.equal(x.theta, x.proposed) for x in proposals):
+            return  # a step that a gradient scaler skipped inside a fused optimizer is not a step
+        for p, proposal, c in zip(self.params, proposals, self.gate.coefficients(proposals), strict=True):
+            p.copy_(algorithm.apply(proposal.theta, proposal.proposed, c))
+        self.steps += 1
+
+    def _project(self, projection: Projection) -> None:
+        used = [i for i, p in enumerate(self.params) if p.grad is not None]
+        gradients = [g for i in used if (g := self.params[i].grad) is not None]
+        projection(gradients, [[vector[i] for i in used] for vector in self.vectors])
+
+    def _check_gradients(self) -> None:
+        if getattr(self.optimizer, "found_inf", None) is not None:
+            return  # a gradient scaler watches over these and skips the step itself
+        gradients = [(p, p.grad) for p in self.params if p.grad is not None]
+        if not gradients:
+            return
+        norms = torch._foreach_norm([g for _, g in gradients])
+        if bool(torch.isfinite(torch.stack([n.float() for n in norms]).sum())):
+            return
+        for p, g in gradients:
+            if not bool(torch.isfinite(g).all()):
+                name = self.names.get(id(p), "a parameter")
+                raise FloatingPointError(
+                    f"the gradient of {name} is not finite at step {self.steps + 1}; nothing was changed. Lower the "
+                    "learning rate, clip the gradient or check the batch"
+                )
+
+
+def unwrapped(optimizer: object) -> Optimizer:
+    """The torch optimizer inside Accelerate's wrapper, or the object itself; others are refused by name."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for package, reason in REFUSED.items():
+        if any(package in kind.__module__ for kind in (*type(optimizer).__mro__, *type(inner).__mro__)):
+            raise TypeError(f"{type(optimizer).__name__} cannot be protected: {reason}")
+    if not isinstance(inner, Optimizer):
+        raise TypeError(f"protect needs a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    return inner
+
+
+def trainable(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The optimizer's parameters that can move, each once, in its own order."""
+    params = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    return list({id(p): p for p in params}.values())
+
+
+def check_supported(p: nn.Parameter, name: str, *, allow_16bit: bool) -> None:
+    """Refuse what would give wrong numbers, with the way out."""
+    if type(p).__name__ == "FlatParameter":
+        raise TypeError(f"{name!r} is a flat FSDP1 parameter; use FSDP2 (torch.distributed.fsdp.fully_shard)")
+    if p.is_sparse or p.is_complex():
+        raise TypeError(f"{name!r} is {'sparse' if p.is_sparse else 'complex'}; the gate needs dense real parameters")
+    if p.element_size() < 4 and not allow_16bit:
+        raise TypeError(
+            f"{name!r} is {str(p.dtype).removeprefix('torch.')}: steps below one ulp read back as zero; load float32 "
+            "masters or pass allow_16bit=True"
+        )

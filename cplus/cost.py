@@ -1,0 +1,33 @@
+"""The ledger: rows, tokens and FLOPs by the paper's leading dense-transformer approximation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What passed through the model: `padded` with forward and backward, `forward` (padded) without."""
+
+    rows: int = 0
+    tokens: int = 0
+    padded: int = 0
+    forward: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.rows + other.rows,
+            self.tokens + other.tokens,
+            self.padded + other.padded,
+            self.forward + other.forward,
+        )
+
+    def flops(self, parameters: int) -> int:
+        """Training FLOPs; elapsed time is another matter.
+
+        Paper: App. E.12.    6 P L forward and backward, 2 P L forward alone, L padded tokens
+
+        >>> Work(rows=1, tokens=9, padded=10).flops(100)
+        6000
+        """
+        return parameters * (6 * self.padded + 2 * self.forward)

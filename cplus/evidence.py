@@ -1,0 +1,243 @@
+"""Evidence: gradients of past behaviour, taken at the current parameters, never used as a training target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from cplus.cost import Work
+from cplus.data.encoded import Encoded, length_sorted_batches
+from cplus.losses import answer_losses, target_logits
+from cplus.projections import dot, orthonormal
+
+Losses = Callable[[nn.Module, Sequence[Encoded]], Tensor]
+MAX_TOKENS = 4096  # padded tokens in one pass; a bound on memory that never changes the gradient
+MAX_ROWS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Rows of past behaviour and their weight in the blend; `parts` > 1 shows one part a refresh, in turn."""
+
+    name: str
+    weight: float
+    rows: Sequence[Encoded]
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.weight <= 1.0:
+            raise ValueError(f"the weight of source {self.name!r} must lie in [0, 1], got {self.weight}")
+        if not self.rows:
+            raise ValueError(f"source {self.name!r} is empty; give at least one example or leave the source out")
+        if not 1 <= self.parts <= len(self.rows):
+            raise ValueError(f"source {self.name!r} has {len(self.rows)} rows, too few for {self.parts} parts")
+
+    def at(self, refresh: int) -> Sequence[Encoded]:
+        """The rows seen at the given refresh."""
+        return self.rows[refresh % self.parts :: self.parts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What a refresh found: one or more vectors in the order of the parameters, and what it cost."""
+
+    vectors: list[list[Tensor]]
+    losses: dict[str, float] = field(default_factory=dict)
+    work: Work = field(default_factory=Work)
+
+
+class Evidence(Protocol):
+    """Anything that computes a reference for these parameters at the n-th refresh."""
+
+    def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
+        """Compute the reference at the parameters' current values."""
+        ...
+
+
+@contextmanager
+def borrowed_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Run in evaluation mode on empty `.grad` fields, then give back the user's gradients and mode."""
+    kept, training = [p.grad for p in params], model.training
+    for p in params:
+        p.grad = None
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+        for p, grad in zip(params, kept, strict=True):
+            p.grad = grad
+
+
+def take_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Move the `.grad` fields out; a parameter the evidence does not reach is named."""
+    missing = [p for p in params if p.grad is None]
+    if missing:
+        names = {id(p): name for name, p in model.named_parameters()}
+        shown = ", ".join(names.get(id(p), "a parameter outside the model") for p in missing[:3])
+        raise ValueError(
+            f"{len(missing)} of {len(params)} protected parameters get no evidence (first: {shown}): they take no "
+            "part in the anchors' and probes' loss; freeze them with requires_grad_(False) or leave them out of the "
+            "optimizer"
+        )
+    gradients: list[Tensor] = []
+    for p in params:
+        assert p.grad is not None
+        gradients.append(p.grad)
+        p.grad = None
+    return gradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanGradient:
+    """The weighted sum of each source's mean gradient, accumulated in one buffer.
+
+    Paper: Eq. 1; Algorithm 1, lines 5-6.    g_hat = sum_s w_s * grad( mean_{i in s} loss_i )
+
+    By linearity one backward pass over the weighted loss gives the blend; no source's own gradient is held.
+    The mean is over examples, each the mean over its target tokens, whatever the batching.
+    """
+
+    model: nn.Module
+    sources: tuple[Source, ...]
+    losses: Losses = answer_losses
+    max_tokens: int = MAX_TOKENS
+
+    def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
+        """One pass over every source at the current parameters."""
+        means: dict[str, float] = {}
+        work = Work()
+        with borrowed_gradients(self.model, params):
+            for source in self.sources:
+                seen = source.at(refresh)
+                total = 0.0
+                for batch in batched(seen, self.max_tokens):
+                    loss = self.losses(self.model, batch).sum()
+                    total += float(loss.detach())
+                    (loss * (source.weight / len(seen))).backward()  # type: ignore[no-untyped-call]
+                    work += measured(batch)
+                means[source.name] = total / len(seen)
+            vector = take_gradients(self.model, params)
+        check_finite(self.model, params, vector, means)
+        return Reference(vectors=[vector], losses=means, work=work)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormAligned:
+    """Ablation: each source's gradient is scaled to the first source's norm before the blend.
+
+    Paper: Sec. 3.2.2 and App. C.4, norm alignment.    g_hat = sum_s w_s * g_s * ||g_1|| / ||g_s||
+    """
+
+    model: nn.Module
+    sources: tuple[Source, ...]
+
+    def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
+        """One pass a source, then the scaled sum."""
+        parts = [
+            MeanGradient(model=self.model, sources=(Source(name=s.name, weight=1.0, rows=s.rows, parts=s.parts),))
+            for s in self.sources
+        ]
+        found = [part(params, refresh) for part in parts]
+        norms = [dot(f.vectors[0], f.vectors[0]) ** 0.5 for f in found]
+        scales = [s.weight * (norms[0] / n if n else 0.0) for s, n in zip(self.sources, norms, strict=True)]
+        vector = [
+            sum((scale * g for scale, g in zip(scales, gs, strict=True)), torch.zeros_like(gs[0]))
+            for gs in zip(*(f.vectors[0] for f in found), strict=True)
+        ]
+        losses = {name: loss for f in found for name, loss in f.losses.items()}
+        return Reference(vectors=[vector], losses=losses, work=sum((f.work for f in found), Work()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tail:
+    """Ablation: each source's mean is taken over its worst share of examples only.
+
+    Paper: App. E.2, CVaR reduction.    g_s = grad( mean of the `share` largest losses of s )
+    """
+
+    model: nn.Module
+    sources: tuple[Source, ...]
+    share: float = 0.25
+
+    def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
+        """A forward pass ranks the examples; a second pass over the worst takes the gradient."""
+        worst, work = [], Work()
+        for source in self.sources:
+            seen = source.at(refresh)
+            losses = example_losses(self.model, seen)
+            order = sorted(range(len(seen)), key=losses.__getitem__, reverse=True)
+            keep = order[: max(1, round(self.share * len(seen)))]
+            worst.append(Source(name=source.name, weight=source.weight, rows=[seen[i] for i in keep]))
+            work += Work(forward=sum(measured(batch).padded for batch in batched(seen, MAX_TOKENS)))
+        found = MeanGradient(model=self.model, sources=tuple(worst))(params, refresh)
+        return Reference(vectors=found.vectors, losses=found.losses, work=found.work + work)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitBasis:
+    """An orthonormal basis of the anchors' ground-truth-logit gradients, for OGD-GTL.
+
+    Source: Farajtabar et al. 2020, Sec. 4.    v_i = grad( mean over target tokens of the logit of the target )
+    """
+
+    model: nn.Module
+    rows: Sequence[Encoded]
+    max_bytes: int = 8 << 30
+
+    def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
+        """One backward pass an anchor."""
+        need = len(self.rows) * sum(p.numel() * p.element_size() for p in params)
+        if need > self.max_bytes:
+            raise ValueError(
+                f"OGD keeps one gradient an anchor: {len(self.rows)} anchors need {need / 2**30:.1f} GiB, more than "
+                f"the {self.max_bytes / 2**30:.1f} GiB allowed; use fewer anchors"
+            )
+        vectors = []
+        with borrowed_gradients(self.model, params):
+            for row in self.rows:
+                logits, labels = target_logits(self.model, [row])
+                logits[0].gather(1, labels[0].unsqueeze(1)).mean().backward()  # type: ignore[no-untyped-call]
+                vectors.append(take_gradients(self.model, params))
+        return Reference(vectors=orthonormal(vectors), work=sum((measured([row]) for row in self.rows), Work()))
+
+
+@torch.no_grad()
+def example_losses(model: nn.Module, rows: Sequence[Encoded]) -> list[float]:
+    """Every row's own loss, in the order of the rows, in evaluation mode."""
+    losses, training = [0.0] * len(rows), model.training
+    model.eval()
+    for batch in length_sorted_batches([len(r) for r in rows], max_tokens=MAX_TOKENS, max_rows=MAX_ROWS):
+        for i, loss in zip(batch, answer_losses(model, [rows[i] for i in batch]).tolist(), strict=True):
+            losses[i] = loss
+    model.train(training)
+    return losses
+
+
+def measured(batch: Sequence[Encoded]) -> Work:
+    """The work of one forward and backward pass over a padded batch."""
+    return Work(rows=len(batch), tokens=sum(map(len, batch)), padded=len(batch) * max(map(len, batch)))
+
+
+def batched(rows: Sequence[Encoded], max_tokens: int) -> Iterator[list[Encoded]]:
+    """Rows in batches of like length."""
+    for batch in length_sorted_batches([len(r) for r in rows], max_tokens=max_tokens, max_rows=MAX_ROWS):
+        yield [rows[i] for i in batch]
+
+
+def check_finite(
+    model: nn.Module, params: Sequence[nn.Parameter], vector: Sequence[Tensor], losses: dict[str, float]
+) -> None:
+    """Refuse evidence that is not a number: it would gate every coordinate at random."""
+    bad = [name for name, loss in losses.items() if not torch.isfinite(torch.tensor(loss))]
+    if bad:
+        raise FloatingPointError(f"the loss of the {bad[0]} is {losses[bad[0]]}: evidence must be finite")
+    for p, g in zip(params, vector, strict=True):
+        if not bool(torch.isfinite(g).all()):
+            name = next((n for n, q in model.named_parameters() if q is p), "a parameter")
+            raise FloatingPointError(f"the evidence for {name} is not finite; check the anchors and the precision")

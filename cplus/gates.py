@@ -1,0 +1,138 @@
+"""Gates: from an optimizer's proposal to coefficients in [0, 1], and nothing else.
+
+A gate never writes a parameter. `cplus.attach` applies what it returns, in one place, so a probe can
+attenuate an update and can never introduce, amplify or reverse one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cplus import algorithm
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """One tensor's step: where it stands, where the optimizer wants it, and the evidence about it."""
+
+    theta: Tensor
+    proposed: Tensor
+    g_hat: Tensor
+
+    @property
+    def delta(self) -> Tensor:
+        """What the optimizer wants to add, computed anew at each call so that nothing is kept."""
+        return self.proposed - self.theta
+
+
+class Gate(Protocol):
+    """Owned state and one coefficient tensor per proposal, yielded in order."""
+
+    def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
+        """One step's coefficients; every proposal of the step is given, so a gate may look twice."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be kept to go on bitwise."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a kept state."""
+        ...
+
+
+class Collaborative:
+    """The paper's gate: the sign mask, smoothed over steps. beta = 0 with anchors alone is CPL."""
+
+    def __init__(self, *, beta: float) -> None:
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"beta must lie in [0, 1), got {beta}")
+        self.beta = beta
+        self.step = 0
+        self.ema: list[Tensor] = []
+
+    def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
+        """Lines 10-12 of Algorithm 1, one tensor at a time."""
+        self.step += 1
+        if self.beta == 0.0:  # ema = mask and the correction is 1: nothing needs to be remembered
+            for proposal in proposals:
+                yield algorithm.collaborates(proposal.g_hat, proposal.delta)
+            return
+        if not self.ema:
+            self.ema = [algorithm.zeros(p.theta) for p in proposals]
+        for i, proposal in enumerate(proposals):
+            mask = algorithm.collaborates(proposal.g_hat, proposal.delta)
+            self.ema[i] = algorithm.smooth(self.ema[i], mask, self.beta)
+            yield algorithm.coefficient(self.ema[i], self.beta, self.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step count and the moving average."""
+        return {"step": self.step, "ema": [e.clone() for e in self.ema]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a kept step count and moving average."""
+        if self.ema and [e.shape for e in self.ema] != [e.shape for e in state["ema"]]:
+            raise ValueError("the kept gate state belongs to parameters of other shapes")
+        self.step = int(state["step"])
+        self.ema = [e.clone() for e in state["ema"]]
+
+
+class NormMatched:
+    """Control: the whole proposal's direction at the norm the inner gate would have applied.
+
+    Paper: App. E.7, norm-matched SFT.    c = ||c_inner * delta|| / ||delta||, one number for all tensors
+    """
+
+    def __init__(self, inner: Gate) -> None:
+        self.inner = inner
+
+    def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
+        """One constant tensor per proposal."""
+        whole = kept = 0.0
+        for proposal, c in zip(proposals, self.inner.coefficients(proposals), strict=True):
+            delta = proposal.delta.double()
+            whole += float(delta.square().sum())
+            kept += float((delta * c).square().sum())
+        # The square root of a ratio <= 1 rounds to at most 1, so the coefficient stays in [0, 1].
+        ratio = (kept / whole) ** 0.5 if whole else 1.0
+        for proposal in proposals:
+            yield torch.full_like(proposal.theta, ratio, dtype=torch.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner gate's."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inner gate's."""
+        self.inner.load_state_dict(state)
+
+
+class Shuffled:
+    """Control: the inner gate's coefficients, permuted inside each tensor at every step.
+
+    Paper: App. E.7, randomized mask. The multiset of each tensor is kept; its placement is broken.
+    """
+
+    def __init__(self, inner: Gate, *, seed: int) -> None:
+        self.inner = inner
+        self.random = torch.Generator().manual_seed(seed)
+
+    def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
+        """The inner gate's coefficients in another order."""
+        for c in self.inner.coefficients(proposals):
+            order = torch.randperm(c.numel(), generator=self.random).to(c.device)
+            yield c.flatten()[order].view_as(c)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner gate's and the generator's."""
+        return {"inner": self.inner.state_dict(), "random": self.random.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inner gate's and the generator's."""
+        self.inner.load_state_dict(state["inner"])
+        self.random.set_state(state["random"])

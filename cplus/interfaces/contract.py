@@ -1,0 +1,46 @@
+"""What an interface is: how a task asks, answers, is scored, and is written anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cplus.data.encoded import Encoded
+from cplus.data.examples import Example
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Why a generated text is not an example of the task."""
+
+    reason: str
+
+
+class Interface(Protocol):
+    """Bound to one tokenizer; pure: the same example always gives the same tokens."""
+
+    @property
+    def name(self) -> str:
+        """`letter`, `cloze` or `freeform`."""
+        ...
+
+    def encode(self, example: Example) -> Encoded:
+        """The prompt and the right target's tokens: what training and evidence see."""
+        ...
+
+    def candidates(self, example: Example) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each answer that can be given; empty where answers are free text."""
+        ...
+
+    def request(self, shots: Sequence[Example], topic: str | None) -> tuple[int, ...]:
+        """The tokens that ask the frozen model for one new input like the shots."""
+        ...
+
+    def parse(self, text: str, shots: Sequence[Example]) -> Example | Rejected:
+        """Read a generation into an example whose answer is not set yet (index 0 or an empty response)."""
+        ...
+
+    def with_answer(self, example: Example, answer: int | str) -> Example:
+        """The example with the frozen model's own answer as its target."""
+        ...

@@ -1,0 +1,78 @@
+"""The answer's cross-entropy, at the answer's positions only, and the divergence from the frozen model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cplus.data.encoded import Encoded
+
+
+def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
+    """Rows of tokens as one batch that ends together: ids, attention mask and position ids.
+
+    >>> left_padded([(5, 6), (7,)], torch.device("cpu"))["position_ids"].tolist()
+    [[0, 1], [0, 0]]
+    """
+    width = max(map(len, rows))
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    mask = torch.zeros(len(rows), width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, width - len(row) :] = torch.tensor(row)
+        mask[i, width - len(row) :] = 1
+    positions = (mask.cumsum(1) - 1).clamp_(min=0)
+    return {
+        "input_ids": ids.to(device),
+        "attention_mask": mask.to(device),
+        "position_ids": positions.to(device),
+    }
+
+
+@cache
+def _accepts_logits_to_keep(forward: Callable[..., object]) -> bool:
+    return "logits_to_keep" in inspect.signature(forward).parameters
+
+
+def last_logits(model: nn.Module, batch: dict[str, Tensor], keep: int) -> Tensor:
+    """The logits at the last `keep` positions, never the whole `T x V` where the model can help it."""
+    if _accepts_logits_to_keep(type(model).forward):
+        return model(**batch, use_cache=False, logits_to_keep=keep).logits.float()  # type: ignore[no-any-return]
+    return model(**batch, use_cache=False).logits[:, -keep:].float()  # type: ignore[no-any-return]
+
+
+def target_logits(model: nn.Module, rows: Sequence[Encoded]) -> tuple[Tensor, Tensor]:
+    """Logits that predict each row's target, and the target ids, both aligned at the end; -100 is no target."""
+    device = next(model.parameters()).device
+    # The last target token is predicted, never read, so it is not an input.
+    batch = left_padded([(*row.prompt, *row.target[:-1]) for row in rows], device)
+    keep = max(len(row.target) for row in rows)
+    labels = torch.full((len(rows), keep), -100, dtype=torch.long)
+    for i, row in enumerate(rows):
+        labels[i, keep - len(row.target) :] = torch.tensor(row.target)
+    return last_logits(model, batch, keep), labels.to(device)
+
+
+def answer_losses(model: nn.Module, rows: Sequence[Encoded]) -> Tensor:
+    """Each example's loss: the mean cross-entropy over its target tokens, full vocabulary.
+
+    Paper: l in App. C.4; protocol section 1.
+    """
+    logits, labels = target_logits(model, rows)
+    token = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+    counts = (labels != -100).sum(1)
+    return token.view_as(labels).sum(1) / counts
+
+
+def divergences(model: nn.Module, frozen: nn.Module, rows: Sequence[Encoded]) -> Tensor:
+    """Each example's mean KL(frozen || model) over the target positions: frozen distillation."""
+    with torch.no_grad():
+        teacher = target_logits(frozen, rows)[0].log_softmax(-1)
+    logits, labels = target_logits(model, rows)
+    kl = F.kl_div(logits.log_softmax(-1), teacher, log_target=True, reduction="none").sum(-1)
+    inside = labels != -100
+    return (kl * inside).sum(1) / inside.sum(1)

@@ -1,0 +1,20 @@
+"""Models by name, as values that know what they are."""
+
+from cplus.models.identity import fingerprint
+from cplus.models.loading import ALIASES, Loaded, as_dtype, choose_device, computing, load, resolve, save, window
+from cplus.models.presets import PRESETS, Preset
+
+__all__ = [
+    "ALIASES",
+    "PRESETS",
+    "Loaded",
+    "Preset",
+    "as_dtype",
+    "choose_device",
+    "computing",
+    "fingerprint",
+    "load",
+    "resolve",
+    "save",
+    "window",
+]

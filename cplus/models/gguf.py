@@ -1,0 +1,72 @@
+"""A GGUF file as a plain float32 model folder, converted once and kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from gguf import GGUFReader
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from cplus import files
+from cplus.terminal import console
+
+_FORMAT = 1  # raise when the conversion changes, so that folders of the old one are not taken
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: CPLUS_CACHE, else ~/.cache/cplus."""
+    return Path(os.environ.get("CPLUS_CACHE") or Path.home() / ".cache" / "cplus").expanduser()
+
+
+def converted(sha256: str, source: Callable[[], Path]) -> Path:
+    """The float32 folder of the GGUF file with this hash; `source` gives the file if it is not converted yet."""
+    folder = cache_folder() / "models" / f"gguf{_FORMAT}-{sha256[:32]}"
+    if folder.exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():  # another process may have been first
+            path = source()
+            console.print(f"converting {path.name} to float32, once, in {folder}")
+            with files.replacing_folder(folder) as part:
+                convert(path, part)
+    return folder
+
+
+def convert(path: Path, out: Path) -> None:
+    """Write a GGUF file's weights, dequantised, and its tokenizer as an ordinary model folder."""
+    pre_tokenizer = _pre_tokenizer(path)
+    packed = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    # A model that came from GGUF refuses to be saved; its weights in a fresh model of the same shape do not.
+    del packed.config.quantization_config
+    plain = type(packed)(packed.config)
+    plain.load_state_dict(packed.state_dict())
+    plain.generation_config = packed.generation_config
+    plain.save_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    if pre_tokenizer == "smollm":
+        # transformers knows no rule for this kind; without the step for digits "\n\n1" is cut wrongly.
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    tokenizer.save_pretrained(out)
+
+
+def _pre_tokenizer(path: Path) -> str | None:
+    """The kind of pre-tokenizer the file names; reading it also finds a file that is not whole."""
+    try:
+        field = GGUFReader(path).get_field("tokenizer.ggml.pre")
+    except (ValueError, LookupError, OverflowError) as error:
+        size = path.stat().st_size
+        raise ValueError(
+            f"{path}: expected a whole GGUF file, but its {size:,} bytes do not read as one ({error}); "
+            f"it may be cut short: fetch it again"
+        ) from error
+    return None if field is None else str(field.contents())

@@ -1,0 +1,178 @@
+"""From a name to a model ready to train: hub id, folder, GGUF file or built-in, with float32 master weights."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from cplus import files
+from cplus.models import smollm
+from cplus.models.gguf import converted
+from cplus.models.identity import fingerprint
+from cplus.models.presets import PRESETS
+
+TOYS = ("toy-s", "toy", "toy-l")
+ALIASES = (*TOYS, "smollm2-135m", *PRESETS)
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A model with its tokenizer, and the hash of its weights as they were when it was loaded."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    fingerprint: str
+    device: torch.device
+    window: int
+
+
+def load(
+    name: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> Loaded:
+    """Load a model by hub id, folder, GGUF file, built-in alias or preset name."""
+    where = resolve(str(name))
+    local = isinstance(where, Path)
+    if local and revision is not None:
+        raise ValueError(f"revision applies to hub ids, but {str(name)!r} is local; leave it out")
+    options = {"trust_remote_code": trust_remote_code, "revision": revision, "local_files_only": local}
+    target = choose_device(device)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, **options)
+        with _without_bars() if local else nullcontext():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                where, dtype=as_dtype(dtype), output_loading_info=True, **options
+            )
+    except OSError as error:
+        raise ValueError(f"could not load {str(name)!r}: {error}; built-in names are {', '.join(ALIASES)}") from error
+    # transformers would fill a weight the files lack with random numbers, and only warn.
+    lacking = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if lacking:
+        raise ValueError(
+            f"{str(name)!r} lacks {len(lacking)} of its weights or holds them in another shape, e.g. {lacking[0]}; "
+            f"expected a complete checkpoint of {type(model).__name__}"
+        )
+    model.to(target).eval()
+    return Loaded(
+        name=str(name),
+        model=model,
+        tokenizer=tokenizer,
+        fingerprint=fingerprint(model),
+        device=target,
+        window=window(model),
+    )
+
+
+def resolve(name: str) -> Path | str:
+    """Where a name leads: a folder on this machine, or a hub id."""
+    path = Path(name).expanduser()
+    if name in TOYS:
+        # The built-in world lies in a higher layer; only its weights' place is asked for, when its name is.
+        from cplus.toy import folder
+
+        return Path(folder(name))
+    if name == "smollm2-135m":
+        return smollm.folder()
+    if name in PRESETS:
+        return PRESETS[name].model
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"{name}: there is no such GGUF file")
+        return converted(files.sha256_file(path), lambda: path)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{name}: expected a model folder, but it holds no config.json")
+        return path
+    return _hub_id(name)
+
+
+def _hub_id(name: str) -> str:
+    if name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+        raise ValueError(f"{name}: there is no such model folder")
+    near = difflib.get_close_matches(name.lower(), ALIASES, n=3)
+    if "/" not in name and near:
+        raise ValueError(f"unknown model {name!r}; did you mean {' or '.join(near)}? Else give owner/name, or a folder")
+    return name
+
+
+def choose_device(device: str) -> torch.device:
+    """The device of this name; `auto` is the first of cuda, mps and cpu that is there."""
+    if device != "auto":
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def as_dtype(name: str) -> torch.dtype:
+    """The torch type of a name.
+
+    >>> as_dtype("bf16")
+    torch.bfloat16
+    """
+    if name not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
+    return _DTYPES[name]
+
+
+def computing(dtype: str, device: torch.device) -> AbstractContextManager[Any]:
+    """The context in which a float32 model computes in this type: autocast for bfloat16, nothing for float32.
+
+    Paper: App. "Additional Analyses" trains in BF16; protocol section 2 keeps float32 masters.
+    """
+    compute = as_dtype(dtype)
+    if compute is torch.float16:
+        raise ValueError("compute dtype must be float32 or bfloat16: float16 needs loss scaling; use bfloat16")
+    return nullcontext() if compute is torch.float32 else torch.autocast(device.type, dtype=compute)
+
+
+def window(model: nn.Module) -> int:
+    """The longest sequence the model reads, in tokens."""
+    config: Any = model.config
+    return int(config.get_text_config().max_position_embeddings)
+
+
+def save(model: nn.Module, tokenizer: Any, out: Path) -> None:
+    """Write a folder that plain transformers loads: safetensors and tokenizer, whole or not at all."""
+    if out.exists() and not (out / "config.json").is_file() and (out.is_file() or any(out.iterdir())):
+        raise ValueError(f"{out}: exists and is not a model folder, so it is not replaced; choose another place")
+    plain: Any = model
+    with files.replacing_folder(out) as part:
+        plain.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """transformers' bar for reading weights, off for the second it would show."""
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()

@@ -1,0 +1,98 @@
+"""Objectives: the scalar whose gradient the optimizer sees."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from cplus.cost import Work
+from cplus.data.encoded import Encoded
+from cplus.evidence import MAX_TOKENS, batched, measured
+from cplus.losses import answer_losses, divergences
+
+Kind: TypeAlias = Literal["new", "anchors", "probes", "synthetic"]
+Backward: TypeAlias = Callable[[Sequence[Encoded]], tuple[float, Work]]
+
+
+class Build(Protocol):
+    """Binds an objective to a model and the rows of past behaviour it uses."""
+
+    @property
+    def needs(self) -> tuple[Kind, ...]:
+        """The kinds of past rows it cannot do without."""
+        ...
+
+    def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
+        """A function that adds one batch's gradient to `.grad` and returns its loss and work."""
+        ...
+
+
+def mean_backward(
+    model: nn.Module,
+    rows: Sequence[Encoded],
+    losses: Callable[[nn.Module, Sequence[Encoded]], Tensor],
+    weight: float = 1.0,
+) -> tuple[float, Work]:
+    """Add the gradient of `weight` times the rows' mean loss, in passes of bounded memory."""
+    total, work = 0.0, Work()
+    for part in batched(rows, MAX_TOKENS):
+        loss = losses(model, part).sum() * (weight / len(rows))
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+        work += measured(part)
+    return total, work
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers' cross-entropy: SFT's objective, the mean over rows of each row's mean token loss."""
+
+    needs: tuple[Kind, ...] = ()
+
+    def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
+        """Nothing of the past is used."""
+        return lambda rows: mean_backward(model, rows, answer_losses)
+
+
+answers = Answers()
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """The answers' cross-entropy plus `weight` times KL(frozen || model) on the anchors.
+
+    Source: Hinton et al. 2015; the weight is ours (docs/interpretations.md).
+    """
+
+    weight: float
+    needs: tuple[Kind, ...] = ("anchors",)
+
+    def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
+        """The frozen model is a copy taken now."""
+        frozen = copy.deepcopy(model).eval().requires_grad_(False)
+
+        def divergence(student: nn.Module, rows: Sequence[Encoded]) -> Tensor:
+            return divergences(student, frozen, rows)
+
+        def backward(rows: Sequence[Encoded]) -> tuple[float, Work]:
+            loss, work = mean_backward(model, rows, answer_losses)
+            if self.weight:
+                extra, passed = mean_backward(model, anchors, divergence, self.weight)
+                loss, work = loss + extra, work + passed + Work(forward=passed.padded)
+            return loss, work
+
+        return backward
+
+
+def check_finite(loss: float, step: int) -> None:
+    """Stop before a loss that is not a number reaches the parameters."""
+    if not bool(torch.isfinite(torch.tensor(loss))):
+        raise FloatingPointError(
+            f"the loss is {loss} at step {step}; nothing was changed by this step. Lower the learning rate, clip the "
+            "gradient or check the batch"
+        )

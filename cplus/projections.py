@@ -1,0 +1,51 @@
+"""Projections: transforms of the new-data gradient before the optimizer sees it, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """The inner product of two gradients held as lists of tensors, summed in double precision."""
+    return sum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
+
+
+def agem(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> None:
+    """A-GEM, in place: where the gradient conflicts with the memory's, remove that component.
+
+    Source: Chaudhry et al. 2019, Eq. 11.    g <- g - (g.r / r.r) r    if g.r < 0
+    """
+    conflict = dot(gradient, reference)
+    if conflict < 0.0:
+        subtract(gradient, reference, conflict / dot(reference, reference))
+
+
+def ogd(gradient: Sequence[Tensor], basis: Sequence[Sequence[Tensor]]) -> None:
+    """OGD, in place: remove the gradient's component along each vector of an orthonormal basis.
+
+    Source: Farajtabar et al. 2020, Algorithm 1.    g <- g - sum_v (g.v) v
+    """
+    for vector in basis:
+        subtract(gradient, vector, dot(gradient, vector))
+
+
+def orthonormal(vectors: Sequence[Sequence[Tensor]], *, tolerance: float = 1e-6) -> list[list[Tensor]]:
+    """Modified Gram-Schmidt over gradients; a vector that depends on the earlier ones is left out."""
+    basis: list[list[Tensor]] = []
+    for vector in vectors:
+        rest = [v.clone() for v in vector]
+        norm = dot(rest, rest) ** 0.5
+        for _ in range(2):  # twice is enough: the second pass removes what rounding left of the first
+            ogd(rest, basis)
+        length = dot(rest, rest) ** 0.5
+        if length > tolerance * norm:
+            basis.append([v / length for v in rest])
+    return basis
+
+
+def subtract(gradient: Sequence[Tensor], vector: Sequence[Tensor], scale: float) -> None:
+    """In place: g <- g - scale * v."""
+    for g, v in zip(gradient, vector, strict=True):
+        g.sub_(v.to(g.dtype), alpha=scale)

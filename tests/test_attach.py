@@ -1,0 +1,360 @@
+"""The gate on torch optimizers: parity with the plain loop and the oracle, exact ends, state, refusals."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from quadratic import Bag, ConstantEvidence, PastEvidence, new_gradient, past_gradient
+from torch import nn
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from cplus import algorithm
+from cplus.attach import Guard, protect
+from cplus.data.encoded import Encoded
+from cplus.evidence import Reference
+from cplus.gates import Collaborative
+
+Make = Callable[[list[nn.Parameter]], Optimizer]
+EPS = float(np.finfo(np.float64).eps)
+
+OPTIMIZERS: dict[str, tuple[Make, Callable[[], oracle.Optimizer]]] = {
+    "sgd": (lambda p: SGD(p, lr=0.05), lambda: oracle.sgd(0.05)),
+    "sgd-decay": (lambda p: SGD(p, lr=0.05, weight_decay=0.1), lambda: oracle.sgd(0.05, weight_decay=0.1)),
+    "momentum": (lambda p: SGD(p, lr=0.05, momentum=0.9), lambda: oracle.sgd(0.05, 0.9)),
+    "nesterov": (lambda p: SGD(p, lr=0.05, momentum=0.9, nesterov=True), lambda: oracle.sgd(0.05, 0.9, nesterov=True)),
+    "adam": (lambda p: Adam(p, lr=0.01), lambda: oracle.adam(0.01)),
+    "adamw": (
+        lambda p: AdamW(p, lr=0.01, weight_decay=0.1, foreach=False),
+        lambda: oracle.adam(0.01, decoupled=0.1),
+    ),
+    "adamw-foreach": (
+        lambda p: AdamW(p, lr=0.01, weight_decay=0.1, foreach=True),
+        lambda: oracle.adam(0.01, decoupled=0.1),
+    ),
+    "adamw-fused": (
+        lambda p: AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
+        lambda: oracle.adam(0.01, decoupled=0.1),
+    ),
+    "adagrad": (lambda p: Adagrad(p, lr=0.05), lambda: oracle.adagrad(0.05)),
+    "rmsprop": (lambda p: RMSprop(p, lr=0.01, momentum=0.5), lambda: oracle.rmsprop(0.01, momentum=0.5)),
+    "adafactor": (lambda p: Adafactor(p, lr=0.05), lambda: oracle.adafactor(0.05, (EPS, 1e-3))),
+}
+STEPS, EPOCH = 24, 6
+each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def set_gradients(bag: Bag, batch: int) -> None:
+    for p, g in zip(bag.weights, new_gradient([p.detach() for p in bag.weights], batch), strict=True):
+        p.grad = g
+
+
+def guarded(make: Make, *, beta: float, dtype: torch.dtype = torch.float32) -> tuple[Bag, Optimizer, Guard]:
+    bag = Bag(dtype)
+    optimizer = make(list(bag.weights))
+    return bag, optimizer, Guard(optimizer, bag, evidence=PastEvidence(), gate=Collaborative(beta=beta))
+
+
+def train(bag: Bag, optimizer: Optimizer, guard: Guard, first: int = 1, last: int = STEPS) -> None:
+    for batch in range(first, last + 1):
+        if (batch - 1) % EPOCH == 0:
+            guard.refresh()
+        set_gradients(bag, batch)
+        optimizer.step()
+
+
+@each_optimizer
+@pytest.mark.parametrize("beta", [0.0, 0.9])
+def test_hooks_equal_the_numpy_oracle_step_by_step(name: str, beta: float) -> None:
+    make, reference = OPTIMIZERS[name]
+    bag, optimizer, guard = guarded(make, beta=beta, dtype=torch.float64)
+
+    def gradients(theta: list[np.ndarray], batch: int) -> list[np.ndarray]:
+        return [g.numpy() for g in new_gradient([torch.from_numpy(p) for p in theta], batch)]
+
+    expected = oracle.gated_steps(
+        [p.detach().numpy() for p in bag.weights],
+        reference(),
+        gradients,
+        lambda theta: [g.numpy() for g in past_gradient([torch.from_numpy(p) for p in theta])],
+        steps=STEPS,
+        refresh_every=EPOCH,
+        beta=beta,
+    )
+    for batch in range(1, STEPS + 1):
+        train(bag, optimizer, guard, batch, batch)
+        for p, q in zip(bag.weights, expected[batch - 1], strict=True):
+            np.testing.assert_allclose(p.detach().numpy(), q, rtol=1e-9, atol=1e-12)
+
+
+@each_optimizer
+@pytest.mark.parametrize("beta", [0.0, 0.9])
+def test_hooks_equal_the_plain_loop_bitwise(name: str, beta: float) -> None:
+    make, _ = OPTIMIZERS[name]
+    bag, optimizer, guard = guarded(make, beta=beta)
+    twin = Bag(torch.float32)
+    plain = make(list(twin.weights))
+
+    def propose(theta: list[torch.Tensor], batch: int) -> list[torch.Tensor]:
+        for p, value in zip(twin.weights, theta, strict=True):
+            p.data.copy_(value)
+        set_gradients(twin, batch)
+        plain.step()
+        return [p.detach().clone() for p in twin.weights]
+
+    def zero(theta: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.zeros_like(p) for p in theta]
+
+    epochs = [range(first, first + EPOCH) for first in range(1, STEPS + 1, EPOCH)]
+    expected = algorithm.run(
+        [p.detach() for p in twin.weights],
+        epochs=epochs,
+        propose=propose,
+        anchor_gradient=past_gradient,
+        probe_gradient=zero,
+        anchor_weight=1.0,
+        beta=beta,
+    )
+    train(bag, optimizer, guard)
+    for p, q in zip(bag.weights, expected, strict=True):
+        assert torch.equal(p.detach(), q)
+
+
+@each_optimizer
+def test_without_conflict_beta_zero_is_bitwise_the_plain_optimizer(name: str) -> None:
+    make, _ = OPTIMIZERS[name]
+    plain, gated = Bag(torch.float32), Bag(torch.float32)
+    plain_optimizer, optimizer = make(list(plain.weights)), make(list(gated.weights))
+    zero = ConstantEvidence([torch.zeros_like(p) for p in gated.weights])
+    guard = Guard(optimizer, gated, evidence=zero, gate=Collaborative(beta=0.0))
+    guard.refresh()
+    for batch in range(1, STEPS + 1):
+        for bag, opt in ((plain, plain_optimizer), (gated, optimizer)):
+            set_gradients(bag, batch)
+            opt.step()
+    for p, q in zip(plain.weights, gated.weights, strict=True):
+        assert torch.equal(p, q)
+
+
+@each_optimizer
+@pytest.mark.parametrize("beta", [0.0, 0.9])
+def test_all_conflict_is_bitwise_frozen(name: str, beta: float) -> None:
+    make, _ = OPTIMIZERS[name]
+
+    bag, optimizer, guard = guarded(make, beta=beta)
+    start = [p.detach().clone() for p in bag.weights]
+    for batch in range(1, 9):
+        twin = Bag(torch.float32)
+        twin_optimizer = make(list(twin.weights))
+        twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        set_gradients(twin, batch)
+        twin_optimizer.step()
+        guard.vectors = [[p.detach() - s for p, s in zip(twin.weights, start, strict=True)]]
+        assert all(bool((g != 0).any()) for g in guard.vectors[0])
+        set_gradients(bag, batch)
+        optimizer.step()
+        for p, s in zip(bag.weights, start, strict=True):
+            moved = p.detach() != s
+            assert not bool(moved.any())
+
+
+@each_optimizer
+def test_state_saved_and_loaded_mid_run_continues_bitwise(name: str) -> None:
+    make, _ = OPTIMIZERS[name]
+    bag, optimizer, guard = guarded(make, beta=0.9)
+    half = STEPS // 2 + 2  # inside an epoch, so the evidence must come from the kept state
+    train(bag, optimizer, guard, 1, half)
+    kept = copy.deepcopy((bag.state_dict(), optimizer.state_dict(), guard.state_dict()))
+    train(bag, optimizer, guard, half + 1, STEPS)
+    other, other_optimizer, other_guard = guarded(make, beta=0.9)
+    other.load_state_dict(kept[0])
+    other_optimizer.load_state_dict(kept[1])
+    other_guard.load_state_dict(kept[2])
+    train(other, other_optimizer, other_guard, half + 1, STEPS)
+    for p, q in zip(bag.weights, other.weights, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_detach_restores_the_plain_optimizer() -> None:
+    bag, optimizer, guard = guarded(lambda p: AdamW(p, lr=0.01), beta=0.9)
+    train(bag, optimizer, guard, 1, 3)
+    guard.detach()
+    twin = copy.deepcopy(bag)
+    twin_optimizer = AdamW(twin.weights, lr=0.01)
+    twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for b, o in ((bag, optimizer), (twin, twin_optimizer)):
+        set_gradients(b, 9)
+        o.step()
+    assert all(torch.equal(p, q) for p, q in zip(bag.weights, twin.weights, strict=True))
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_groups_schedulers_accumulation_and_clipping_act_as_without_the_gate() -> None:
+    def build() -> tuple[Bag, AdamW, torch.optim.lr_scheduler.LRScheduler]:
+        bag = Bag(torch.float32)
+        groups = [
+            {"params": [bag.weights[0]], "lr": 0.02, "weight_decay": 0.0},
+            {"params": list(bag.weights[1:]), "lr": 0.01},
+        ]
+        optimizer = AdamW(groups, weight_decay=0.1)
+        return bag, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
+
+    def step(bag: Bag, optimizer: AdamW, scheduler: torch.optim.lr_scheduler.LRScheduler, batch: int) -> None:
+        optimizer.zero_grad()
+        for micro in (batch, batch + 50):  # accumulate two micro-batches
+            for p, g in zip(bag.weights, new_gradient([p.detach() for p in bag.weights], micro), strict=True):
+                p.grad = g if p.grad is None else p.grad + g
+        torch.nn.utils.clip_grad_norm_(bag.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+
+    plain, gated = build(), build()
+    zero = ConstantEvidence([torch.zeros_like(p) for p in gated[0].weights])
+    Guard(gated[1], gated[0], evidence=zero, gate=Collaborative(beta=0.0)).refresh()
+    for batch in range(1, STEPS + 1):
+        step(*plain, batch)
+        step(*gated, batch)
+    assert all(torch.equal(p, q) for p, q in zip(plain[0].weights, gated[0].weights, strict=True))
+    assert plain[2].get_last_lr() == gated[2].get_last_lr()
+
+
+def test_missing_gradients_frozen_and_tied_parameters() -> None:
+    bag = Bag(torch.float32)
+    bag.weights[1].requires_grad_(False)
+    tied = nn.Module()
+    tied.a, tied.b, tied.bag = bag.weights[0], bag.weights[0], bag  # type: ignore[assignment]
+    optimizer = AdamW(tied.parameters(), lr=0.01)
+    guard = Guard(optimizer, tied, evidence=PastEvidenceOfFirst(), gate=Collaborative(beta=0.9))
+    assert len(guard.params) == 2  # one tied, one frozen
+    before = [p.detach().clone() for p in bag.weights]
+    guard.refresh()
+    bag.weights[0].grad = new_gradient([p.detach() for p in bag.weights], 1)[0]
+    optimizer.step()  # weights[2] has no gradient
+    assert torch.equal(bag.weights[1], before[1])
+    assert torch.equal(bag.weights[2], before[2])
+    assert not torch.equal(bag.weights[0], before[0])
+
+
+class PastEvidenceOfFirst(PastEvidence):
+    def __call__(self, params: list[nn.Parameter], refresh: int) -> object:
+        return Reference(vectors=[[torch.ones_like(p) for p in params]])
+
+
+def test_a_skipped_step_is_not_a_step() -> None:
+    bag, optimizer, guard = guarded(lambda p: AdamW(p, lr=0.0, weight_decay=0.0), beta=0.9)
+    train(bag, optimizer, guard, 1, 3)
+    assert guard.steps == 0
+    assert guard.gate is not None
+    assert guard.gate.state_dict()["step"] == 0
+
+
+def test_weight_decay_does_not_leak_past_the_gate() -> None:
+    # A coordinate in conflict from the first step on stays bitwise, although AdamW would decay it.
+    bag = Bag(torch.float32)
+    optimizer = AdamW(bag.weights, lr=0.01, weight_decay=0.5)
+    guard = Guard(
+        optimizer,
+        bag,
+        evidence=ConstantEvidence([-p.detach().sign() for p in bag.weights]),
+        gate=Collaborative(beta=0.9),
+    )
+    guard.refresh()
+    start = [p.detach().clone() for p in bag.weights]
+    for _ in range(5):
+        for p in bag.weights:
+            p.grad = torch.zeros_like(p)  # the proposal is decay alone, and the past wants larger weights
+        optimizer.step()
+    assert all(torch.equal(p, s) for p, s in zip(bag.weights, start, strict=True))
+
+
+def test_protect_refuses_what_it_cannot_serve() -> None:
+    bag = Bag(torch.float32)
+    rows = [Encoded((1,), (2,))]
+    with pytest.raises(TypeError, match=r"needs a torch.optim.Optimizer, got str"):
+        protect("adamw", bag, anchors=rows)  # type: ignore[arg-type]
+    optimizer = AdamW(bag.weights)
+    with pytest.raises(ValueError, match="got neither"):
+        protect(optimizer, bag)
+    with pytest.raises(ValueError, match=r"anchor_weight must lie in \[0, 1\], got 1.2"):
+        protect(optimizer, bag, anchors=rows, anchor_weight=1.2)
+    with pytest.raises(ValueError, match=r"beta must lie in \[0, 1\), got 1.0"):
+        protect(optimizer, bag, anchors=rows, beta=1.0)
+    with pytest.raises(ValueError, match="refresh_every must be at least 1"):
+        protect(optimizer, bag, anchors=rows, refresh_every=0)
+    assert not optimizer._optimizer_step_pre_hooks  # nothing was attached by the refused calls
+    half = Bag(torch.bfloat16)
+    with pytest.raises(TypeError, match=r"'weights.0' is bfloat16: steps below one ulp"):
+        protect(AdamW(half.weights), half, anchors=rows)
+    assert protect(AdamW(half.weights), half, anchors=rows, allow_16bit=True).params
+
+
+def test_foreign_optimizers_are_refused_by_name() -> None:
+    kind = type("AdamWScheduleFree", (SGD,), {"__module__": "schedulefree.adamw_schedulefree"})
+    bag = Bag(torch.float32)
+    with pytest.raises(TypeError, match="second iterate"):
+        Guard(kind(bag.weights, lr=0.1), bag, evidence=PastEvidence())
+
+
+def test_a_step_before_the_first_refresh_is_an_error_and_changes_nothing() -> None:
+    bag, optimizer, _ = guarded(lambda p: AdamW(p, lr=0.01), beta=0.9)
+    start = [p.detach().clone() for p in bag.weights]
+    set_gradients(bag, 1)
+    with pytest.raises(RuntimeError, match=r"call guard.refresh\(\) before the first step"):
+        optimizer.step()
+    assert all(torch.equal(p, s) for p, s in zip(bag.weights, start, strict=True))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(value: float) -> None:
+    bag, optimizer, guard = guarded(lambda p: AdamW(p, lr=0.01), beta=0.9)
+    train(bag, optimizer, guard, 1, 2)
+    start = [p.detach().clone() for p in bag.weights]
+    set_gradients(bag, 3)
+    assert bag.weights[1].grad is not None
+    bag.weights[1].grad[2] = value
+    with pytest.raises(FloatingPointError, match=r"gradient of weights.1 is not finite at step 3"):
+        optimizer.step()
+    assert all(torch.equal(p, s) for p, s in zip(bag.weights, start, strict=True))
+
+
+def test_huge_but_finite_gradients_pass() -> None:
+    bag, optimizer, guard = guarded(lambda p: AdamW(p, lr=0.01), beta=0.9)
+    guard.refresh()
+    for p in bag.weights:
+        p.grad = torch.full_like(p, 1e30)
+    optimizer.step()
+    assert guard.steps == 1
+
+
+def test_parameters_added_after_protect_are_noticed() -> None:
+    bag, optimizer, guard = guarded(lambda p: SGD(p, lr=0.01), beta=0.9)
+    guard.refresh()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    set_gradients(bag, 1)
+    with pytest.raises(ValueError, match="parameters changed after protect"):
+        optimizer.step()
+
+
+def test_refresh_every_counts_steps() -> None:
+    bag = Bag(torch.float32)
+    optimizer = SGD(bag.weights, lr=0.01)
+    guard = Guard(optimizer, bag, evidence=PastEvidence(), gate=Collaborative(beta=0.9), refresh_every=4)
+    for batch in range(1, 10):
+        set_gradients(bag, batch)
+        optimizer.step()
+    assert guard.refreshes == 3
+    assert guard.steps == 9
+
+
+def test_a_state_of_other_parameters_is_refused() -> None:
+    _, _, guard = guarded(lambda p: SGD(p, lr=0.01), beta=0.9)
+    guard.refresh()
+    state = guard.state_dict()
+    state["vectors"][0][0] = torch.zeros(9)
+    with pytest.raises(ValueError, match="belongs to other parameters"):
+        guard.load_state_dict(state)
