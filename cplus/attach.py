@@ -94,6 +94,17 @@ class Guard:
         self.refreshes += 1
         return reference
 
+    @property
+    def nbytes(self) -> int:
+        """The memory held from step to step: evidence and gate."""
+        evidence = sum(g.nbytes for vector in self.vectors for g in vector)
+        return evidence + (0 if self.gate is None else self.gate.nbytes)
+
+    @property
+    def step_nbytes(self) -> int:
+        """The memory held during a step on top: an opaque optimizer needs a copy of the parameters."""
+        return 0 if self.gate is None else sum(p.nbytes for p in self.params)
+
     def detach(self) -> None:
         """Take the hooks off: the optimizer is plain again."""
         for hook in self.hooks:

@@ -37,6 +37,11 @@ class Gate(Protocol):
         """One step's coefficients; every proposal of the step is given, so a gate may look twice."""
         ...
 
+    @property
+    def nbytes(self) -> int:
+        """The memory held from step to step."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """What must be kept to go on bitwise."""
         ...
@@ -69,6 +74,11 @@ class Collaborative:
             mask = algorithm.collaborates(proposal.g_hat, proposal.delta)
             self.ema[i] = algorithm.smooth(self.ema[i], mask, self.beta)
             yield algorithm.coefficient(self.ema[i], self.beta, self.step)
+
+    @property
+    def nbytes(self) -> int:
+        """The moving average."""
+        return sum(e.nbytes for e in self.ema)
 
     def state_dict(self) -> dict[str, Any]:
         """The step count and the moving average."""
@@ -103,6 +113,11 @@ class NormMatched:
         for proposal in proposals:
             yield torch.full_like(proposal.theta, ratio, dtype=torch.float32)
 
+    @property
+    def nbytes(self) -> int:
+        """The inner gate's."""
+        return self.inner.nbytes
+
     def state_dict(self) -> dict[str, Any]:
         """The inner gate's."""
         return self.inner.state_dict()
@@ -127,6 +142,11 @@ class Shuffled:
         for c in self.inner.coefficients(proposals):
             order = torch.randperm(c.numel(), generator=self.random).to(c.device)
             yield c.flatten()[order].view_as(c)
+
+    @property
+    def nbytes(self) -> int:
+        """The inner gate's."""
+        return self.inner.nbytes
 
     def state_dict(self) -> dict[str, Any]:
         """The inner gate's and the generator's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +39,29 @@ def length_sorted_batches(lengths: Sequence[int], *, max_tokens: int, max_rows: 
         batch.append(index)
     if batch:
         yield batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """Which rows, by position, the model's window holds and which it does not."""
+
+    kept: tuple[int, ...]
+    excluded: tuple[int, ...]
+
+
+def fit(rows: Sequence[Encoded], window: int, policy: Literal["refuse", "exclude"] = "refuse") -> Fitted:
+    """Count the rows longer than the window; refuse them all, or say which to leave out.
+
+    >>> fit([Encoded((1, 2), (3,)), Encoded((1, 2, 3), (4,))], window=2, policy="exclude")
+    Fitted(kept=(0,), excluded=(1,))
+    """
+    # The last target token is predicted, never read, so it needs no place.
+    lengths = [len(row) - 1 for row in rows]
+    excluded = tuple(i for i, length in enumerate(lengths) if length > window)
+    if excluded and policy == "refuse":
+        raise ValueError(
+            f"{len(excluded)} of {len(rows)} rows are longer than the model's window of {window} tokens "
+            f"(the longest has {max(lengths)}; the first is row {excluded[0] + 1}); "
+            f"shorten them, or exclude them by choice"
+        )
+    return Fitted(kept=tuple(i for i in range(len(rows)) if lengths[i] <= window), excluded=excluded)

@@ -71,7 +71,7 @@ def from_row(row: Mapping[str, Any], *, where: str, id: str) -> Example:
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    id = str(row.get("id", id))
+    id = _id(row.get("id", id), where)
     keys = set(row)
     if {"question", "choices", "answer"} <= keys:
         return _choice(row, where=where, id=id)
@@ -86,17 +86,25 @@ def from_row(row: Mapping[str, Any], *, where: str, id: str) -> Example:
     )
 
 
+def _id(value: object, where: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
+        raise ValueError(f"{where}: expected id to be a non-empty string or an integer, got {value!r:.60}")
+    return _text(str(value), f"{where}: id")
+
+
 def _text(value: object, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{where}: expected a non-empty string, got {value!r:.60}")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError(f"{where}: expected Unicode text, got half of a surrogate pair in {value!r:.60}")
     return value
 
 
 def _choice(row: Mapping[str, Any], *, where: str, id: str) -> Choice:
     question = _text(row["question"], f"{where}: question")
     choices, answer = row["choices"], row["answer"]
-    if not isinstance(choices, list | tuple) or len(choices) < 2:
-        raise ValueError(f"{where}: expected a list of at least two choices, got {choices!r:.60}")
+    if not isinstance(choices, list | tuple) or not choices:  # one choice is an open question's known answer
+        raise ValueError(f"{where}: expected a list of choices, got {choices!r:.60}")
     texts = tuple(_text(choice, f"{where}: choice {i}") for i, choice in enumerate(choices))
     if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(texts):
         raise ValueError(f"{where}: expected answer to be an index from 0 to {len(texts) - 1}, got {answer!r}")

@@ -25,6 +25,20 @@ class Interface(Protocol):
         """`letter`, `cloze` or `freeform`."""
         ...
 
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Texts at which the writing of a new input may stop; `parse` reads what came before and the stop itself."""
+        ...
+
+    @property
+    def answer_stop(self) -> tuple[str, ...]:
+        """Texts that end an answer in free text; none of them belongs to it."""
+        ...
+
+    def prompt(self, example: Example) -> tuple[int, ...]:
+        """The tokens of the question alone; the answer need not be known."""
+        ...
+
     def encode(self, example: Example) -> Encoded:
         """The prompt and the right target's tokens: what training and evidence see."""
         ...

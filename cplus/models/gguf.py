@@ -41,15 +41,11 @@ def converted(sha256: str, source: Callable[[], Path]) -> Path:
 def convert(path: Path, out: Path) -> None:
     """Write a GGUF file's weights, dequantised, and its tokenizer as an ordinary model folder."""
     pre_tokenizer = _pre_tokenizer(path)
-    packed = AutoModelForCausalLM.from_pretrained(
+    # Unpacked explicitly: a model that keeps its blocks can be neither trained nor saved.
+    model = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
-    # A model that came from GGUF refuses to be saved; its weights in a fresh model of the same shape do not.
-    del packed.config.quantization_config
-    plain = type(packed)(packed.config)
-    plain.load_state_dict(packed.state_dict())
-    plain.generation_config = packed.generation_config
-    plain.save_pretrained(out)
+    model.save_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     if pre_tokenizer == "smollm":
         # transformers knows no rule for this kind; without the step for digits "\n\n1" is cut wrongly.

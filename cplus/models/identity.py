@@ -14,7 +14,7 @@ from cplus import files
 
 # What saving, loading or the library's version may change without changing what the model computes.
 _VOLATILE = frozenset(
-    {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "return_dict"}
+    {"_model_name_or_path", "_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
 )
 
 
@@ -35,7 +35,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _digest(name: str, tensor: Tensor) -> tuple[str, str]:
     plain = tensor.detach().cpu().contiguous().reshape(-1)
     content = hashlib.sha256(f"{plain.dtype} {list(tensor.shape)}".encode())
-    content.update(plain.view(torch.uint8).numpy())
+    content.update(plain.view(torch.uint8).numpy().data)
     return name, content.hexdigest()
 
 

@@ -1,0 +1,1 @@
+"""Self-probe banks: generate, label, seal, audit."""

@@ -1,0 +1,42 @@
+"""The command line: few verbs, each in its own file under `cplus/commands`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from cplus.terminal import clean, console
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Fine-tune a language model without breaking it.",
+)
+
+
+def register() -> None:
+    """Every verb; their files import nothing heavy until they run."""
+    from cplus.commands.demo import demo
+    from cplus.commands.methods import methods
+
+    for command in (demo, methods):
+        app.command()(command)
+
+
+def main() -> None:
+    """Run the command line; an expected error is one sentence on standard error and exit code 1."""
+    register()
+    if os.environ.get("CPLUS_DEBUG"):
+        app()
+    try:
+        app()
+    except (ValueError, TypeError, OSError, ArithmeticError, ImportError) as error:
+        console.print("error:", style="bold red", end=" ")
+        console.print(clean(str(error)), markup=False, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        console.print("stopped")
+        sys.exit(130)

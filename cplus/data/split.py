@@ -1,0 +1,141 @@
+"""What the base model knew before: its past and the new, and the anchors drawn from them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from cplus import files, predictions
+from cplus.data.examples import Example
+from cplus.data.tasks import data_fingerprint
+from cplus.predictions import Prediction
+
+_STACK = ("torch", "transformers", "tokenizers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Examples the base model answers rightly (past) and wrongly (new), and under what this was found.
+
+    Paper: Experimental Setting; D_new and the past data of App. B. Protocol section 5: it depends on the numerics.
+    """
+
+    past: tuple[Example, ...]
+    new: tuple[Example, ...]
+    predictions: tuple[Prediction, ...]
+    model_fingerprint: str
+    data_fingerprint: str
+    interface: str
+    stack: Mapping[str, str]
+
+
+def stack(*, device: str = "cpu", compute_dtype: str = "float32") -> dict[str, str]:
+    """The versions and precision that a prediction depends on."""
+    return {**{name: version(name) for name in _STACK}, "device": device, "compute_dtype": compute_dtype}
+
+
+def split(
+    examples: Sequence[Example],
+    predicted: Sequence[Prediction],
+    *,
+    model_fingerprint: str,
+    interface: str,
+    stack: Mapping[str, str],
+) -> Split:
+    """Part the examples by whether the base model's predictions are right, each part in the examples' order."""
+    by_id = {prediction.id: prediction for prediction in predicted}
+    if len(by_id) != len(predicted) or set(by_id) != {example.id for example in examples}:
+        raise ValueError(
+            f"expected one prediction for each of {len(examples)} examples, got {len(predicted)} predictions "
+            f"of {len(by_id)} ids; predict exactly these examples"
+        )
+    return Split(
+        past=tuple(example for example in examples if by_id[example.id].right),
+        new=tuple(example for example in examples if not by_id[example.id].right),
+        predictions=tuple(by_id[example.id] for example in examples),
+        model_fingerprint=model_fingerprint,
+        data_fingerprint=data_fingerprint(list(examples)),
+        interface=interface,
+        stack=dict(stack),
+    )
+
+
+def save_split(split: Split, path: Path) -> None:
+    """Write a split: predictions and fingerprints, not the examples."""
+    files.write_json(
+        path,
+        {
+            "model_fingerprint": split.model_fingerprint,
+            "data_fingerprint": split.data_fingerprint,
+            "interface": split.interface,
+            "stack": dict(split.stack),
+            "predictions": [predictions.to_row(prediction) for prediction in split.predictions],
+        },
+    )
+
+
+def load_split(path: Path, examples: Sequence[Example], *, model_fingerprint: str) -> Split:
+    """Read a split of these examples by this model; one of another model or other data is refused."""
+    record = files.read_json(path)
+    for what, expected, remedy in (
+        ("model", model_fingerprint, "split again with this model"),
+        ("data", data_fingerprint(list(examples)), "split again with these examples"),
+    ):
+        found = record[f"{what}_fingerprint"]
+        if found != expected:
+            raise ValueError(f"{path}: made for another {what} ({found[:12]}, expected {expected[:12]}); {remedy}")
+    return split(
+        examples,
+        [predictions.from_row(row) for row in record["predictions"]],
+        model_fingerprint=model_fingerprint,
+        interface=record["interface"],
+        stack=record["stack"],
+    )
+
+
+def cached_split(
+    folder: Path,
+    examples: Sequence[Example],
+    predict: Callable[[], Sequence[Prediction]],
+    *,
+    model_fingerprint: str,
+    interface: str,
+    stack: Mapping[str, str],
+) -> Split:
+    """The stored split of exactly this model, data, interface and stack; predicted and stored if there is none."""
+    data = data_fingerprint(list(examples))
+    key = files.fingerprint([model_fingerprint, data, interface, dict(stack)])
+    path = folder / f"split-{key[:24]}.json"
+    if path.exists():
+        return load_split(path, examples, model_fingerprint=model_fingerprint)
+    made = split(examples, predict(), model_fingerprint=model_fingerprint, interface=interface, stack=stack)
+    save_split(made, path)
+    return made
+
+
+def draw_anchors(split: Split, num_anchors: int, seed: int) -> tuple[Example, ...]:
+    """The first `num_anchors` of one seeded permutation of the past, so that a larger budget holds the smaller.
+
+    Paper: the anchor set P_A, Experimental Setting.
+    """
+    return draw_mixture(split, correct=num_anchors, wrong=0, seed=seed)
+
+
+def draw_mixture(split: Split, *, correct: int, wrong: int, seed: int) -> tuple[Example, ...]:
+    """Anchors of which `correct` were answered rightly and `wrong` wrongly, each a prefix of its own permutation.
+
+    Paper: App. "Anchor Composition Across Tasks" (E7).
+    """
+    return (
+        *_prefix(split.past, correct, seed, "initially correct"),
+        *_prefix(split.new, wrong, seed, "initially wrong"),
+    )
+
+
+def _prefix(pool: tuple[Example, ...], count: int, seed: int, kind: str) -> list[Example]:
+    if not 0 <= count <= len(pool):
+        raise ValueError(f"asked for {count} {kind} examples as anchors, but there are {len(pool)}")
+    return random.Random(seed).sample(pool, len(pool))[:count]

@@ -1,0 +1,135 @@
+"""Tasks by name: the paper's four benchmarks, the external ones, the free-form sets, the toy world, a user's file."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from cplus import files
+from cplus.data import hub
+from cplus.data.examples import Choice, Example, to_row
+from cplus.data.readers import read_file
+
+InterfaceName: TypeAlias = Literal["letter", "cloze", "freeform"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What the table says of a named task: its usual interface and the wording its letter prompt ends with."""
+
+    interface: InterfaceName
+    wording: str = "standard"
+
+
+PAPER: dict[str, Known] = {
+    "csqa": Known(interface="letter"),
+    "arc_c": Known(interface="letter"),
+    "mmlu": Known(interface="letter"),
+    "medqa": Known(interface="letter", wording="medqa"),
+}
+# Half of the external sets are sentences to be ended, which lettered options turn into something else.
+_BY_TEXT = Known(interface="cloze")
+EXTERNAL: dict[str, Known] = {
+    "hellaswag": _BY_TEXT,
+    "piqa": _BY_TEXT,
+    "winogrande": _BY_TEXT,
+    "openbookqa": _BY_TEXT,
+    "boolq": _BY_TEXT,
+    "social_iqa": _BY_TEXT,
+    "arc_easy": _BY_TEXT,
+    "sciq": _BY_TEXT,
+    "truthfulqa": _BY_TEXT,
+    "logiqa": _BY_TEXT,
+    "copa": _BY_TEXT,
+}
+TRAINING: dict[str, Known] = {
+    "csqa_train": _BY_TEXT,
+    "arc_easy_train": _BY_TEXT,
+    "arc_challenge_train": _BY_TEXT,
+    "sciq_train": _BY_TEXT,
+    "openbookqa_train": _BY_TEXT,
+}
+_BY_RESPONSE = Known(interface="freeform")
+FREEFORM: dict[str, Known] = {"gsm8k": _BY_RESPONSE, "instruct": _BY_RESPONSE, "instruct_short": _BY_RESPONSE}
+TASKS: dict[str, Known] = {**PAPER, **EXTERNAL, **TRAINING, **FREEFORM}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Examples with the name they go by and the way they are usually asked."""
+
+    name: str
+    examples: tuple[Example, ...]
+    interface: InterfaceName
+    wording: str
+    source: str
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The hash of every row, in order."""
+        return data_fingerprint(self.examples)
+
+
+def data_fingerprint(examples: tuple[Example, ...] | list[Example]) -> str:
+    """The SHA-256 of the examples' rows, in order."""
+    return files.fingerprint([to_row(example) for example in examples])
+
+
+def load_task(name: str, data_dir: Path | None = None) -> Task:
+    """A named task from `data_dir`, CPLUS_DATA or the hub; a domain of the toy world; a file; a hub data set."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return _task(name, read_file(path), source=str(path))
+    if name in TASKS:
+        return _known(name, data_dir)
+    if name in _toy_domains():
+        # The built-in world lies in a higher layer; it is asked only when one of its domains is named.
+        from cplus.toy.world import examples
+
+        return _task(name, list(examples(name)), source="toy", known=_BY_TEXT)
+    if "/" in name and not name.startswith((".", "~", "/")) and not path.suffix:
+        place = hub.parse(name)
+        return _task(name, hub.read(place, name=place.path.rpartition("/")[2]), source=place.path)
+    near = difflib.get_close_matches(name, [*TASKS, *_toy_domains()], n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known names are {', '.join([*TASKS, *_toy_domains()])}."
+    raise ValueError(f"unknown task {name!r}; {hint} A task may also be a file (.jsonl, .csv, .parquet) or owner/name")
+
+
+def _toy_domains() -> tuple[str, ...]:
+    from cplus.toy.world import DOMAINS
+
+    return tuple(DOMAINS)
+
+
+def _known(name: str, data_dir: Path | None) -> Task:
+    folder = data_dir or (Path(os.environ["CPLUS_DATA"]) if os.environ.get("CPLUS_DATA") else None)
+    if folder is not None:
+        path = folder / f"{name}.jsonl"
+        if not path.is_file():
+            raise ValueError(f"{path}: task {name!r} is not there; expected one JSON row a line. {_remedy(name)}")
+        return _task(name, read_file(path), source=str(path), known=TASKS[name])
+    if name not in hub.BENCHMARKS:
+        raise ValueError(f"task {name!r} is not on the hub in a readable form. {_remedy(name)}")
+    place = hub.BENCHMARKS[name]
+    return _task(name, hub.read(place, name=name), source=place.path, known=TASKS[name])
+
+
+def _remedy(name: str) -> str:
+    give = f"Give the folder that holds {name}.jsonl with --data-dir or CPLUS_DATA"
+    return f"{give}, or neither to fetch it from the hub" if name in hub.BENCHMARKS else give
+
+
+def _task(name: str, examples: list[Example], *, source: str, known: Known | None = None) -> Task:
+    choice = isinstance(examples[0], Choice)
+    known = known or Known(interface="letter" if choice else "freeform")
+    return Task(
+        name=name,
+        examples=tuple(examples),
+        interface=known.interface,
+        wording=known.wording,
+        source=source,
+    )

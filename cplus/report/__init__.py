@@ -1,0 +1,1 @@
+"""Figures and pages from records; nothing here imports torch."""

@@ -1,0 +1,191 @@
+"""The contract every row of the table keeps, under three optimizers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import tiny
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from cplus.adapt import Cursor, EpochEnded, Event, Prepared, Refreshed, Schedule, Stepped, adapt, epoch_batches, prepare
+from cplus.data.encoded import Encoded
+from cplus.methods import METHODS, Material, Method, method
+from cplus.objectives import Distillation
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "sgd": lambda model: SGD(model.parameters(), lr=0.1),
+    "momentum": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "adamw": lambda model: AdamW(model.parameters(), lr=1e-2, weight_decay=0.1),
+}
+SCHEDULE = Schedule(epochs=3, batch_size=4, order="shuffled")
+contract = pytest.mark.parametrize("name", METHODS)
+each_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
+
+
+def start(row: Method, kind: str, material: Material) -> tuple[nn.Module, Optimizer, Prepared]:
+    model = tiny.lm()
+    optimizer = OPTIMIZERS[kind](model)
+    return model, optimizer, prepare(row, optimizer, model, material, seed=5)
+
+
+def train(row: Method, kind: str, material: Material, schedule: Schedule = SCHEDULE) -> tuple[nn.Module, list[Event]]:
+    model, optimizer, prepared = start(row, kind, material)
+    events = list(adapt(model, optimizer, prepared, schedule=schedule, seed=5))
+    return model, events
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@contract
+@each_optimizer
+def test_learns_is_deterministic_and_leaves_no_hook(name: str, kind: str) -> None:
+    material = tiny.material()
+    row = method(name)
+    model, optimizer, prepared = start(row, kind, material)
+    events = list(adapt(model, optimizer, prepared, schedule=dataclasses.replace(SCHEDULE, epochs=8), seed=5))
+    losses = [e.loss for e in events if isinstance(e, Stepped)]
+    assert sum(losses[-3:]) < sum(losses[:3])
+    again, _ = train(row, kind, material, dataclasses.replace(SCHEDULE, epochs=8))
+    assert same(model, again)
+    if prepared.guard is not None:
+        prepared.guard.detach()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+@contract
+@each_optimizer
+@pytest.mark.parametrize("stop", [4, 5])
+def test_resumes_bitwise(name: str, kind: str, stop: int) -> None:
+    material, row = tiny.material(), method(name)
+    whole, _ = train(row, kind, material)
+    model, optimizer, prepared = start(row, kind, material)
+    for event in adapt(model, optimizer, prepared, schedule=SCHEDULE, seed=5):
+        if isinstance(event, Stepped) and event.step == stop:
+            break
+    guard = prepared.guard
+    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict(), guard and guard.state_dict()))
+    cursor = Cursor(epoch=event.epoch, batch=event.batch, step=event.step)
+    other, other_optimizer, other_prepared = start(row, kind, material)
+    other.load_state_dict(kept[0])
+    other_optimizer.load_state_dict(kept[1])
+    if other_prepared.guard is not None:
+        other_prepared.guard.load_state_dict(kept[2])
+    list(adapt(other, other_optimizer, other_prepared, schedule=SCHEDULE, seed=5, start=cursor))
+    assert same(whole, other)
+
+
+@contract
+def test_uses_exactly_the_data_it_declares(name: str) -> None:
+    row, material = method(name), tiny.material()
+    _, events = train(row, "adamw", material)
+    steps = [e for e in events if isinstance(e, Stepped)]
+    assert len(steps) == 9  # ceil(10 / 4) updates in each of three epochs, for every method
+    new, anchors, probes, synthetic = 10, 4, 6, 5
+    expected = {
+        ("new",): new,
+        ("new", "anchors"): 2 * new,
+        ("new", "probes"): new + probes,
+        ("new", "probes", "anchors"): 2 * new + probes,
+        ("new", "synthetic"): new + synthetic,
+    }[row.train_on]
+    per_step = anchors if row.objective.needs else 0
+    assert sum(e.work.rows for e in steps) == 3 * (expected + 3 * per_step)
+    refreshes = [e for e in events if isinstance(e, Refreshed)]
+    assert len(refreshes) == {"once": 1, "epoch": 3}.get(str(row.refresh), 9) * bool(row.evidence)
+    assert sum(isinstance(e, EpochEnded) for e in events) == 3
+    if row.evidence and row.name != "cplus-cvar":
+        size = {"anchors": anchors, "probes": probes}
+        assert {e.work.rows for e in refreshes} == {sum(size[kind] for _, kind in row.evidence)}
+
+
+@contract
+def test_missing_rows_are_named(name: str) -> None:
+    row = method(name)
+    for kind in row.needs:
+        if kind == "new":
+            continue
+        past = dataclasses.replace(tiny.material().past[0], **{kind: ()})
+        model = tiny.lm()
+        optimizer = OPTIMIZERS["sgd"](model)
+        with pytest.raises(ValueError, match=f"method '{name}' needs {kind} and got none"):
+            prepare(row, optimizer, model, dataclasses.replace(tiny.material(), past=(past,)), seed=0)
+        assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_cpl_is_cplus_without_smoothing_and_with_one_source() -> None:
+    material = tiny.material()
+    variant = dataclasses.replace(METHODS["cplus-no-ema"], evidence=((1.0, "anchors"),))
+    assert same(train(METHODS["cpl"], "adamw", material)[0], train(variant, "adamw", material)[0])
+
+
+def test_distillation_with_zero_weight_is_sft_bitwise() -> None:
+    material = tiny.material()
+    variant = dataclasses.replace(METHODS["distillation"], objective=Distillation(weight=0.0))
+    assert same(train(METHODS["sft"], "adamw", material)[0], train(variant, "adamw", material)[0])
+
+
+def test_replay_weighs_both_sources_equally() -> None:
+    material = tiny.material(new=10, anchors=3)
+    batches = epoch_batches(METHODS["replay"], material, SCHEDULE, seed=0, epoch=1)
+    counts = Counter(id(row) for batch in batches for row in batch)
+    anchors = [counts[id(row)] for row in material.past[0].anchors]
+    assert len(batches) == 3
+    assert sum(anchors) == 10
+    assert max(anchors) - min(anchors) <= 1
+    assert all(counts[id(row)] == 1 for row in material.new)
+
+
+def test_anchor_probe_replay_repeats_the_anchors_to_the_probes_weight() -> None:
+    material = tiny.material(new=4, anchors=3, probes=20)
+    batches = epoch_batches(METHODS["anchor-probe-replay"], material, SCHEDULE, seed=0, epoch=1)
+    counts = Counter(id(row) for batch in batches for row in batch)
+    assert sum(counts[id(row)] for row in material.past[0].anchors) == 20
+    assert len(batches) == 1
+
+
+def test_past_tasks_weigh_the_same() -> None:
+    past = tiny.material().past[0]
+    two = dataclasses.replace(tiny.material(), past=(past, dataclasses.replace(past, name="older")))
+    sources = METHODS["cplus"].sources(two)
+    assert [s.weight for s in sources] == [0.25] * 4
+    assert [s.name for s in sources] == ["past anchors", "past probes", "older anchors", "older probes"]
+
+
+def test_file_order_and_batch_one_is_the_papers_protocol() -> None:
+    material = tiny.material()
+    batches = epoch_batches(METHODS["cplus"], material, Schedule(epochs=1), seed=0, epoch=1)
+    assert [batch[0] for batch in batches] == list(material.new)
+
+
+def test_empty_new_data_and_a_nan_loss_are_errors() -> None:
+    with pytest.raises(ValueError, match="no new data to learn"):
+        Material(new=[])
+    model, optimizer, prepared = start(METHODS["sft"], "adamw", tiny.material())
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(FloatingPointError, match="the loss is nan at step 1; nothing was changed"):
+        list(adapt(model, optimizer, prepared, schedule=SCHEDULE, seed=0))
+    after = model.state_dict()
+    assert all(torch.equal(before[k].nan_to_num(), after[k].nan_to_num()) for k in before)
+
+
+def test_an_unknown_method_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="unknown method 'cplu'; did you mean cplus"):
+        method("cplu")
+
+
+def test_learning_rate_zero_rows_of_one_length(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [Encoded((1, 2), (3,))] * 4
+    model, _ = train(METHODS["sft"], "sgd", Material(new=rows))
+    assert not same(model, tiny.lm())
+    assert capsys.readouterr().out == ""

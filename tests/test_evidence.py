@@ -1,0 +1,179 @@
+"""Evidence equals the paper's per-example definition whatever the batching, and leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import tiny
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from cplus.data.encoded import Encoded
+from cplus.evidence import LogitBasis, MeanGradient, NormAligned, Source, Tail, example_losses
+from cplus.losses import answer_losses, divergences, last_logits, left_padded
+from cplus.projections import dot
+
+
+def one_at_a_time(model: nn.Module, row: Encoded) -> Tensor:
+    """The definition: full logits, no padding, mean over the target's tokens."""
+    ids = torch.tensor([row.prompt + row.target])
+    logits = model(input_ids=ids).logits[0].float()
+    start = len(row.prompt)
+    return F.cross_entropy(logits[start - 1 : -1], ids[0, start:])
+
+
+def definition(model: nn.Module, sources: Sequence[Source]) -> list[Tensor]:
+    """The weighted sum of per-example gradients, one backward pass each."""
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for source in sources:
+        for row in source.rows:
+            model.zero_grad()
+            (one_at_a_time(model, row) * source.weight / len(source.rows)).backward()
+            for t, p in zip(total, model.parameters(), strict=True):
+                t += p.grad
+    model.zero_grad()
+    return total
+
+
+SOURCES = (
+    Source(name="anchors", weight=0.5, rows=tiny.rows(5, seed=1)),
+    Source(name="probes", weight=0.5, rows=tiny.rows(17, seed=2)),
+)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 24, 64, 4096])
+def test_mean_gradient_is_the_definition_whatever_the_batching(max_tokens: int) -> None:
+    model = tiny.lm()
+    expected = definition(model, SOURCES)
+    params = list(model.parameters())
+    found = MeanGradient(model=model, sources=SOURCES, max_tokens=max_tokens)(params, 0)
+    for g, e in zip(found.vectors[0], expected, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-7)
+    assert found.work.rows == 22
+    assert found.work.tokens == sum(len(row) for source in SOURCES for row in source.rows)
+    assert found.losses["anchors"] == pytest.approx(
+        sum(float(one_at_a_time(model, row)) for row in SOURCES[0].rows) / 5, rel=1e-5
+    )
+
+
+def test_a_model_without_logits_to_keep_gives_the_same_losses() -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=tiny.VOCABULARY, n_positions=64, n_embd=16, n_layer=2, n_head=2))
+    rows = tiny.rows(6)
+
+    class Bare(nn.Module):
+        """Hides the keyword."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, use_cache: bool) -> object:
+            return self.inner(
+                input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=use_cache
+            )
+
+    model.eval()
+    batch = left_padded([row.prompt for row in rows], torch.device("cpu"))
+    torch.testing.assert_close(last_logits(Bare(), batch, 2), last_logits(model, batch, 2))
+    expected = torch.stack([one_at_a_time(model, row) for row in rows])
+    torch.testing.assert_close(answer_losses(model, rows), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_refreshing_leaves_gradients_mode_and_weights_alone() -> None:
+    model = tiny.lm().train()
+    answer_losses(model, tiny.rows(3)).sum().backward()
+    before = copy.deepcopy([(p.detach(), p.grad) for p in model.parameters()])
+    MeanGradient(model=model, sources=SOURCES)(list(model.parameters()), 0)
+    assert model.training
+    for p, (value, grad) in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, value)
+        assert p.grad is not None
+        assert torch.equal(p.grad, grad)
+
+
+def test_a_parameter_without_evidence_is_named() -> None:
+    model = tiny.lm()
+    model.extra = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"2 of \d+ protected parameters get no evidence \(first: extra.weight"):
+        MeanGradient(model=model, sources=SOURCES)(list(model.parameters()), 0)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_evidence_that_is_not_finite_is_refused() -> None:
+    model = tiny.lm()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="the loss of the anchors is nan"):
+        MeanGradient(model=model, sources=SOURCES)(list(model.parameters()), 0)
+
+
+def test_empty_and_out_of_range_sources() -> None:
+    with pytest.raises(ValueError, match="source 'anchors' is empty"):
+        Source(name="anchors", weight=0.5, rows=[])
+    with pytest.raises(ValueError, match=r"must lie in \[0, 1\], got 1.5"):
+        Source(name="anchors", weight=1.5, rows=tiny.rows(1))
+    with pytest.raises(ValueError, match="too few for 3 parts"):
+        Source(name="probes", weight=0.5, rows=tiny.rows(2), parts=3)
+
+
+def test_rotating_parts_cover_the_bank_in_turn() -> None:
+    source = Source(name="probes", weight=1.0, rows=tiny.rows(10), parts=4)
+    seen = [row for refresh in range(4) for row in source.at(refresh)]
+    assert sorted(map(id, seen)) == sorted(map(id, source.rows))
+    assert source.at(4) == source.at(0)
+
+
+def test_norm_alignment_scales_each_source_to_the_first() -> None:
+    model = tiny.lm()
+    params = list(model.parameters())
+    alone = [
+        MeanGradient(model=model, sources=(Source(name=s.name, weight=1.0, rows=s.rows),))(params, 0).vectors[0]
+        for s in SOURCES
+    ]
+    ratio = (dot(alone[0], alone[0]) / dot(alone[1], alone[1])) ** 0.5
+    found = NormAligned(model=model, sources=SOURCES)(params, 0).vectors[0]
+    for g, a, b in zip(found, *alone, strict=True):
+        torch.testing.assert_close(g, 0.5 * a + 0.5 * ratio * b, rtol=1e-4, atol=1e-7)
+
+
+def test_the_tail_is_the_mean_over_the_worst_examples() -> None:
+    model = tiny.lm()
+    params = list(model.parameters())
+    losses = example_losses(model, SOURCES[1].rows)
+    worst = sorted(range(17), key=lambda i: -losses[i])[:4]
+    expected = definition(model, [Source(name="probes", weight=1.0, rows=[SOURCES[1].rows[i] for i in worst])])
+    probes = Source(name="probes", weight=1.0, rows=SOURCES[1].rows)
+    found = Tail(model=model, sources=(probes,), share=0.25)(params, 0)
+    for g, e in zip(found.vectors[0], expected, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-7)
+    assert found.work.rows == 4
+    assert found.work.forward >= sum(map(len, SOURCES[1].rows))
+
+
+def test_the_logit_basis_is_orthonormal_and_bounded_in_memory() -> None:
+    model = tiny.lm()
+    params = list(model.parameters())
+    rows = [*tiny.rows(4, seed=3), tiny.rows(4, seed=3)[0]]  # the last repeats the first
+    basis = LogitBasis(model=model, rows=rows)(params, 0).vectors
+    assert len(basis) == 4
+    for i, a in enumerate(basis):
+        for j, b in enumerate(basis):
+            assert dot(a, b) == pytest.approx(float(i == j), abs=1e-5)
+    with pytest.raises(ValueError, match="OGD keeps one gradient an anchor: 5 anchors need"):
+        LogitBasis(model=model, rows=rows, max_bytes=1000)(params, 0)
+
+
+def test_divergence_from_itself_is_zero_and_from_another_is_the_formula() -> None:
+    model, frozen = tiny.lm(0), tiny.lm(1)
+    rows = tiny.rows(5)
+    torch.testing.assert_close(divergences(model, model, rows), torch.zeros(5), atol=1e-6, rtol=0)
+    for row, found in zip(rows, divergences(model, frozen, rows), strict=True):
+        ids = torch.tensor([row.prompt + row.target])
+        p, q = (m(input_ids=ids).logits[0, len(row.prompt) - 1 : -1].softmax(-1) for m in (frozen, model))
+        expected = (p * (p.log() - q.log())).sum(-1).mean()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
