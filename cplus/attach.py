@@ -11,14 +11,19 @@ from torch.optim import Optimizer
 
 from cplus import algorithm
 from cplus.data.encoded import Encoded
-from cplus.evidence import Evidence, MeanGradient, Reference, Source
-from cplus.gates import Collaborative, Gate, Proposal
+from cplus.evidence import Evidence, MeanGradient, Reference, Source, named
+from cplus.gates import Collaborative, Gate, NormMatched, Proposal, Shuffled
+from cplus.ranks import Layout, layout, local
 
 Projection = Callable[[Sequence[Tensor], Sequence[Sequence[Tensor]]], None]
 
+IN_BACKWARD = "it updates inside the backward pass, before the gate could see a step; use AdamW"
 REFUSED = {
     "schedulefree": "schedule-free optimizers keep a second iterate the gate cannot see; use AdamW with a schedule",
     "deepspeed": "DeepSpeed ZeRO steps a flat copy of the parameters; use FSDP2 (fully_shard) instead",
+    "lomo": IN_BACKWARD,
+    "LayerWiseDummyOptimizer": IN_BACKWARD,
+    "OptimizerInBackward": IN_BACKWARD,
 }
 
 
@@ -45,6 +50,7 @@ def protect(
     weight = anchor_weight if anchors and probes else float(bool(anchors))
     parts = (("anchors", weight, anchors), ("probes", 1.0 - weight, probes))
     sources = tuple(Source(name=name, weight=w, rows=rows) for name, w, rows in parts if rows)
+    model = bare(model)
     return Guard(
         optimizer,
         model,
@@ -70,18 +76,18 @@ class Guard:
         allow_16bit: bool = False,
     ) -> None:
         self.optimizer = unwrapped(optimizer)
-        self.model, self.evidence, self.gate, self.projection = model, evidence, gate, projection
+        self.model, self.evidence, self.gate, self.projection = bare(model), evidence, gate, projection
         if refresh_every is not None and refresh_every < 1:
             raise ValueError(f"refresh_every must be at least 1, got {refresh_every}")
-        self.refresh_every = refresh_every
-        self.names = {id(p): name for name, p in model.named_parameters()}
-        self.params = trainable(self.optimizer)
-        for p in self.params:
-            check_supported(p, self.names.get(id(p), "a parameter outside the model"), allow_16bit=allow_16bit)
+        self.refresh_every, self.allow_16bit = refresh_every, allow_16bit
         self.refreshes = 0
         self.steps = 0
         self.vectors: list[list[Tensor]] = []
         self.theta: list[Tensor] = []
+        self.params: list[nn.Parameter] = []
+        self.names: dict[int, str] = {}
+        self.where = Layout()
+        self._bind()
         self.hooks = [
             self.optimizer.register_step_pre_hook(self._before),
             self.optimizer.register_step_post_hook(self._after),
@@ -89,6 +95,7 @@ class Guard:
 
     def refresh(self) -> Reference:
         """Compute the evidence at the current parameters and use it until the next refresh."""
+        self._bind()
         reference = self.evidence(self.params, self.refreshes)
         self.vectors = reference.vectors
         self.refreshes += 1
@@ -103,7 +110,7 @@ class Guard:
     @property
     def step_nbytes(self) -> int:
         """The memory held during a step on top: an opaque optimizer needs a copy of the parameters."""
-        return 0 if self.gate is None else sum(p.nbytes for p in self.params)
+        return 0 if self.gate is None else sum(local(p).nbytes for p in self.params)
 
     def detach(self) -> None:
         """Take the hooks off: the optimizer is plain again."""
@@ -121,6 +128,7 @@ class Guard:
     def state_dict(self) -> dict[str, Any]:
         """Everything a continued run needs besides the model's and the optimizer's own state."""
         return {
+            "ranks": self.where.world if self.where.sharded else 1,
             "gate": None if self.gate is None else self.gate.state_dict(),
             "vectors": [[g.clone() for g in vector] for vector in self.vectors],
             "refreshes": self.refreshes,
@@ -128,8 +136,15 @@ class Guard:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a kept state; it must belong to parameters of the same shapes."""
-        shapes = [p.shape for p in self.params]
+        """Take up a kept state; it must belong to parameters of the same shapes, spread over as many processes."""
+        self._bind()
+        ranks = self.where.world if self.where.sharded else 1
+        if state["ranks"] != ranks:
+            raise ValueError(
+                f"the kept guard state is one of {state['ranks']} shards and this run has {ranks}; keep and take up "
+                "states across world sizes with cplus.integrations.distributed.save and load"
+            )
+        shapes = [local(p).shape for p in self.params]
         for vector in state["vectors"]:
             if [g.shape for g in vector] != shapes:
                 raise ValueError("the kept guard state belongs to other parameters: their shapes differ")
@@ -138,21 +153,35 @@ class Guard:
         self.vectors = [[g.clone() for g in vector] for vector in state["vectors"]]
         self.refreshes, self.steps = int(state["refreshes"]), int(state["steps"])
 
+    def _bind(self) -> None:
+        """Take the optimizer's parameters; sharding may exchange them until the first refresh, nothing after it."""
+        params = trainable(self.optimizer)
+        if len(params) == len(self.params) and all(p is q for p, q in zip(params, self.params, strict=True)):
+            return
+        if self.vectors:
+            raise ValueError("the optimizer's parameters changed after protect(); detach and protect it again")
+        self.names, self.params = named(self.model), params
+        for p in params:
+            check_supported(p, self.names.get(id(p), "a parameter outside the model"), allow_16bit=self.allow_16bit)
+        self.where = layout(params, self.names)
+        check_engine(self.model, self.where, self.gate, self.projection)
+
     @torch.no_grad()
     def _before(self, *_: object) -> None:
-        if len(trainable(self.optimizer)) != len(self.params):
-            raise ValueError("the optimizer's parameters changed after protect(); detach and protect it again")
+        self._bind()
         self._check_gradients()
-        if self.refresh_every is not None and self.steps % self.refresh_every == 0:
+        # torch.distributed.checkpoint takes a step at learning rate 0 to make the optimizer create its state.
+        idle = all(group.get("lr") == 0 for group in self.optimizer.param_groups)
+        if not idle and self.refresh_every is not None and self.steps % self.refresh_every == 0:
             with torch.enable_grad():
                 self.refresh()
-        if not self.vectors:
+        if not idle and not self.vectors:
             raise RuntimeError("no evidence yet: call guard.refresh() before the first step, or pass refresh_every=n")
-        if self.projection is not None:
+        if self.projection is not None and self.vectors:
             self._project(self.projection)
         if self.gate is not None:
             # Without a gradient the optimizer leaves a parameter alone: it is its own copy, and delta is 0.
-            self.theta = [p.detach() if p.grad is None else p.detach().clone() for p in self.params]
+            self.theta = [local(p) if p.grad is None else local(p).clone() for p in self.params]
 
     @torch.no_grad()
     def _after(self, *_: object) -> None:
@@ -164,15 +193,24 @@ class Guard:
         if self.gate is None:
             self.steps += 1
             return
-        proposals = [
-            Proposal(theta=t, proposed=p.detach(), g_hat=g)
-            for t, p, g in zip(theta, self.params, self.vectors[0], strict=True)
-        ]
-        if all(torch.equal(x.theta, x.proposed) for x in proposals):
+        proposed = [local(p) for p in self.params]
+        if not self._moved(theta, proposed):
             return  # a step that a gradient scaler skipped inside a fused optimizer is not a step
-        for p, proposal, c in zip(self.params, proposals, self.gate.coefficients(proposals), strict=True):
-            p.copy_(algorithm.apply(proposal.theta, proposal.proposed, c))
+        if not self.vectors:
+            torch._foreach_copy_(proposed, theta)
+            raise RuntimeError("the optimizer moved parameters at learning rate 0; call guard.refresh() before it")
+        proposals = [
+            Proposal(theta=t, proposed=p, g_hat=g) for t, p, g in zip(theta, proposed, self.vectors[0], strict=True)
+        ]
+        for proposal, c in zip(proposals, self.gate.coefficients(proposals), strict=True):
+            proposal.proposed.copy_(algorithm.apply(proposal.theta, proposal.proposed, c))
         self.steps += 1
+
+    def _moved(self, theta: Sequence[Tensor], proposed: Sequence[Tensor]) -> bool:
+        moved = not all(torch.equal(t, p) for t, p in zip(theta, proposed, strict=True))
+        if not self.where.sharded:
+            return moved
+        return any(self.where.sums([moved], proposed[0].device))  # all processes count steps alike
 
     def _project(self, projection: Projection) -> None:
         used = [i for i, p in enumerate(self.params) if p.grad is not None]
@@ -182,26 +220,30 @@ class Guard:
     def _check_gradients(self) -> None:
         if getattr(self.optimizer, "found_inf", None) is not None:
             return  # a gradient scaler watches over these and skips the step itself
-        gradients = [(p, p.grad) for p in self.params if p.grad is not None]
+        gradients = [(p, local(p.grad)) for p in self.params if p.grad is not None]
         if not gradients:
             return
         norms = torch._foreach_norm([g for _, g in gradients])
-        if bool(torch.isfinite(torch.stack([n.float() for n in norms]).sum())):
+        total = torch.stack([n.float() for n in norms]).sum()
+        if self.where.sharded:
+            self.where.sum(total)  # one process's NaN stops them all, instead of leaving the others waiting
+        if bool(torch.isfinite(total)):
             return
-        for p, g in gradients:
-            if not bool(torch.isfinite(g).all()):
-                name = self.names.get(id(p), "a parameter")
-                raise FloatingPointError(
-                    f"the gradient of {name} is not finite at step {self.steps + 1}; nothing was changed. Lower the "
-                    "learning rate, clip the gradient or check the batch"
-                )
+        bad = [p for p, g in gradients if not bool(torch.isfinite(g).all())]
+        if bad or self.where.sharded:
+            name = self.names.get(id(bad[0]), "a parameter") if bad else "a parameter held by another process"
+            raise FloatingPointError(
+                f"the gradient of {name} is not finite at step {self.steps + 1}; nothing was changed. Lower the "
+                "learning rate, clip the gradient or check the batch"
+            )
 
 
 def unwrapped(optimizer: object) -> Optimizer:
     """The torch optimizer inside Accelerate's wrapper, or the object itself; others are refused by name."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    for package, reason in REFUSED.items():
-        if any(package in kind.__module__ for kind in (*type(optimizer).__mro__, *type(inner).__mro__)):
+    kinds = [f"{kind.__module__}.{kind.__qualname__}" for o in (optimizer, inner) for kind in type(o).__mro__]
+    for name, reason in REFUSED.items():
+        if any(name in kind for kind in kinds):
             raise TypeError(f"{type(optimizer).__name__} cannot be protected: {reason}")
     if not isinstance(inner, Optimizer):
         raise TypeError(f"protect needs a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -214,10 +256,33 @@ def trainable(optimizer: Optimizer) -> list[nn.Parameter]:
     return list({id(p): p for p in params}.values())
 
 
+def bare(model: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel, whose own reduction the evidence does not need."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def check_engine(model: nn.Module, where: Layout, gate: Gate | None, projection: Projection | None) -> None:
+    """Refuse engines whose steps or shards the guard would misread."""
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    if "FullyShardedDataParallel" in kinds:
+        raise TypeError("the model is wrapped by FSDP1; use FSDP2 (torch.distributed.fsdp.fully_shard) instead")
+    if not where.sharded:
+        return
+    if "FSDPModule" not in kinds:
+        raise TypeError("the parameters are sharded, but not by FSDP2; shard them with fully_shard instead")
+    whole = projection is not None
+    while gate is not None:
+        whole, gate = whole or isinstance(gate, NormMatched | Shuffled), getattr(gate, "inner", None)
+    if whole:
+        raise TypeError("this method compares whole vectors and the parameters are sharded; use DDP or one process")
+
+
 def check_supported(p: nn.Parameter, name: str, *, allow_16bit: bool) -> None:
     """Refuse what would give wrong numbers, with the way out."""
     if type(p).__name__ == "FlatParameter":
         raise TypeError(f"{name!r} is a flat FSDP1 parameter; use FSDP2 (torch.distributed.fsdp.fully_shard)")
+    if hasattr(p, "_in_backward_optimizers"):
+        raise TypeError(f"{name!r} has an optimizer of its own that cannot be protected: {IN_BACKWARD}")
     if p.is_sparse or p.is_complex():
         raise TypeError(f"{name!r} is {'sparse' if p.is_sparse else 'complex'}; the gate needs dense real parameters")
     if p.element_size() < 4 and not allow_16bit:

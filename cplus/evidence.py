@@ -14,6 +14,7 @@ from cplus.cost import Work
 from cplus.data.encoded import Encoded, length_sorted_batches
 from cplus.losses import answer_losses, target_logits
 from cplus.projections import dot, orthonormal
+from cplus.ranks import Layout, layout, local
 
 Losses = Callable[[nn.Module, Sequence[Encoded]], Tensor]
 MAX_TOKENS = 4096  # padded tokens in one pass; a bound on memory that never changes the gradient
@@ -75,10 +76,10 @@ def borrowed_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> Iter
 
 
 def take_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Move the `.grad` fields out; a parameter the evidence does not reach is named."""
+    """Move this process's part of the `.grad` fields out; a parameter the evidence does not reach is named."""
     missing = [p for p in params if p.grad is None]
     if missing:
-        names = {id(p): name for name, p in model.named_parameters()}
+        names = named(model)
         shown = ", ".join(names.get(id(p), "a parameter outside the model") for p in missing[:3])
         raise ValueError(
             f"{len(missing)} of {len(params)} protected parameters get no evidence (first: {shown}): they take no "
@@ -88,7 +89,7 @@ def take_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> list[Ten
     gradients: list[Tensor] = []
     for p in params:
         assert p.grad is not None
-        gradients.append(p.grad)
+        gradients.append(local(p.grad))
         p.grad = None
     return gradients
 
@@ -100,7 +101,8 @@ class MeanGradient:
     Paper: Eq. 1; Algorithm 1, lines 5-6.    g_hat = sum_s w_s * grad( mean_{i in s} loss_i )
 
     By linearity one backward pass over the weighted loss gives the blend; no source's own gradient is held.
-    The mean is over examples, each the mean over its target tokens, whatever the batching.
+    The mean is over examples, each the mean over its target tokens, whatever the batching and however many
+    processes share the rows.
     """
 
     model: nn.Module
@@ -110,20 +112,25 @@ class MeanGradient:
 
     def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
         """One pass over every source at the current parameters."""
-        means: dict[str, float] = {}
-        work = Work()
+        where = layout(params, named(self.model))
+        totals, work = [0.0] * len(self.sources), Work()
         with borrowed_gradients(self.model, params):
-            for source in self.sources:
+            for i, source in enumerate(self.sources):
                 seen = source.at(refresh)
-                total = 0.0
-                for batch in batched(seen, self.max_tokens):
+                # FSDP2 averages gradients over the processes; the mean over all rows is a sum over them.
+                weight = source.weight / len(seen) * (where.world if where.sharded else 1)
+                for batch, counts in dealt(seen, where, self.max_tokens):
                     loss = self.losses(self.model, batch).sum()
-                    total += float(loss.detach())
-                    (loss * (source.weight / len(seen))).backward()  # type: ignore[no-untyped-call]
+                    (loss * (weight * counts)).backward()  # type: ignore[no-untyped-call]
+                    totals[i] += float(loss.detach()) * counts
                     work += measured(batch)
-                means[source.name] = total / len(seen)
             vector = take_gradients(self.model, params)
-        check_finite(self.model, params, vector, means)
+        if not where.sharded:
+            vector = [where.sum(g) for g in vector]
+        rows, tokens, padded, *totals = where.sums([work.rows, work.tokens, work.padded, *totals], vector[0].device)
+        means = {s.name: total / len(s.at(refresh)) for s, total in zip(self.sources, totals, strict=True)}
+        check_finite(self.model, params, vector, means, where)
+        work = Work(rows=int(rows), tokens=int(tokens), padded=int(padded))
         return Reference(vectors=[vector], losses=means, work=work)
 
 
@@ -144,7 +151,7 @@ class NormAligned:
             for s in self.sources
         ]
         found = [part(params, refresh) for part in parts]
-        norms = [dot(f.vectors[0], f.vectors[0]) ** 0.5 for f in found]
+        norms = [norm(f.vectors[0], layout(params, named(self.model))) for f in found]
         scales = [s.weight * (norms[0] / n if n else 0.0) for s, n in zip(self.sources, norms, strict=True)]
         vector = [
             sum((scale * g for scale, g in zip(scales, gs, strict=True)), torch.zeros_like(gs[0]))
@@ -167,10 +174,11 @@ class Tail:
 
     def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
         """A forward pass ranks the examples; a second pass over the worst takes the gradient."""
-        worst, work = [], Work()
+        worst, work, where = [], Work(), layout(params, named(self.model))
         for source in self.sources:
             seen = source.at(refresh)
-            losses = example_losses(self.model, seen)
+            # Summed over processes that computed the same losses up to rounding, so that all rank alike.
+            losses = where.sums(example_losses(self.model, seen), params[0].device)
             order = sorted(range(len(seen)), key=losses.__getitem__, reverse=True)
             keep = order[: max(1, round(self.share * len(seen)))]
             worst.append(Source(name=source.name, weight=source.weight, rows=[seen[i] for i in keep]))
@@ -198,12 +206,18 @@ class LogitBasis:
                 f"OGD keeps one gradient an anchor: {len(self.rows)} anchors need {need / 2**30:.1f} GiB, more than "
                 f"the {self.max_bytes / 2**30:.1f} GiB allowed; use fewer anchors"
             )
+        where = layout(params, named(self.model))
+        if where.sharded:
+            raise TypeError("OGD needs whole vectors and the parameters are sharded; train with DDP or in one process")
         vectors = []
         with borrowed_gradients(self.model, params):
             for row in self.rows:
                 logits, labels = target_logits(self.model, [row])
-                logits[0].gather(1, labels[0].unsqueeze(1)).mean().backward()  # type: ignore[no-untyped-call]
-                vectors.append(take_gradients(self.model, params))
+                inside = labels[0] != -100
+                logit = logits[0][inside].gather(1, labels[0][inside].unsqueeze(1)).mean()
+                (logit / where.world).backward()  # type: ignore[no-untyped-call]
+                # Every process has the same vector up to rounding; after the sum it is the same to the bit.
+                vectors.append([where.sum(g) for g in take_gradients(self.model, params)])
         return Reference(vectors=orthonormal(vectors), work=sum((measured([row]) for row in self.rows), Work()))
 
 
@@ -230,14 +244,39 @@ def batched(rows: Sequence[Encoded], max_tokens: int) -> Iterator[list[Encoded]]
         yield [rows[i] for i in batch]
 
 
+def dealt(rows: Sequence[Encoded], where: Layout, max_tokens: int) -> Iterator[tuple[list[Encoded], float]]:
+    """This process's batches with weight 1, then batches of weight 0 until every process has run as many passes.
+
+    Under FSDP2 each pass is an exchange all processes take part in, so one that has fewer rows must join in.
+    """
+    shares = [rows[rank :: where.world] for rank in range(where.world)]
+    passes = max(sum(1 for _ in batched(share, max_tokens)) for share in shares)
+    own = list(batched(shares[where.rank], max_tokens))
+    for batch in own:
+        yield batch, 1.0
+    for _ in range(passes - len(own)):
+        yield [rows[0]], 0.0
+
+
+def norm(vector: Sequence[Tensor], where: Layout) -> float:
+    """The length of a gradient whose parts the processes may hold."""
+    squared = dot(vector, vector)
+    return (where.sums([squared], vector[0].device)[0] if where.sharded else squared) ** 0.5
+
+
+def named(model: nn.Module) -> dict[int, str]:
+    """The name of each parameter by its identity."""
+    return {id(p): name for name, p in model.named_parameters()}
+
+
 def check_finite(
-    model: nn.Module, params: Sequence[nn.Parameter], vector: Sequence[Tensor], losses: dict[str, float]
+    model: nn.Module, params: Sequence[nn.Parameter], vector: Sequence[Tensor], losses: dict[str, float], where: Layout
 ) -> None:
-    """Refuse evidence that is not a number: it would gate every coordinate at random."""
+    """Refuse evidence that is not a number, in every process alike: it would gate every coordinate at random."""
     bad = [name for name, loss in losses.items() if not torch.isfinite(torch.tensor(loss))]
     if bad:
         raise FloatingPointError(f"the loss of the {bad[0]} is {losses[bad[0]]}: evidence must be finite")
-    for p, g in zip(params, vector, strict=True):
-        if not bool(torch.isfinite(g).all()):
-            name = next((n for n, q in model.named_parameters() if q is p), "a parameter")
-            raise FloatingPointError(f"the evidence for {name} is not finite; check the anchors and the precision")
+    found = [p for p, g in zip(params, vector, strict=True) if not bool(torch.isfinite(g).all())]
+    if any(where.sums([len(found)], vector[0].device)):
+        name = named(model).get(id(found[0]), "a parameter") if found else "a parameter held by another process"
+        raise FloatingPointError(f"the evidence for {name} is not finite; check the anchors and the precision")

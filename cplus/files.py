@@ -44,6 +44,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield part
         with part.open("rb+") as file:
             os.fsync(file.fileno())
+        part.chmod(0o644)  # mkstemp makes files only their owner can read
         os.replace(part, path)
         _sync_folder(path.parent)
     finally:

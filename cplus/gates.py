@@ -60,20 +60,35 @@ class Collaborative:
         self.beta = beta
         self.step = 0
         self.ema: list[Tensor] = []
+        self._admitted: Tensor | None = None
+        self._offered = 0
 
     def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
         """Lines 10-12 of Algorithm 1, one tensor at a time."""
         self.step += 1
         if self.beta == 0.0:  # ema = mask and the correction is 1: nothing needs to be remembered
             for proposal in proposals:
-                yield algorithm.collaborates(proposal.g_hat, proposal.delta)
+                yield self._counted(algorithm.collaborates(proposal.g_hat, proposal.delta))
             return
         if not self.ema:
             self.ema = [algorithm.zeros(p.theta) for p in proposals]
         for i, proposal in enumerate(proposals):
-            mask = algorithm.collaborates(proposal.g_hat, proposal.delta)
+            mask = self._counted(algorithm.collaborates(proposal.g_hat, proposal.delta))
             self.ema[i] = algorithm.smooth(self.ema[i], mask, self.beta)
             yield algorithm.coefficient(self.ema[i], self.beta, self.step)
+
+    def tally(self) -> tuple[int, int]:
+        """Coordinates with mask 1 and coordinates in all, over the steps since the last call."""
+        counted = (0 if self._admitted is None else int(self._admitted), self._offered)
+        self._admitted, self._offered = None, 0
+        return counted
+
+    def _counted(self, mask: Tensor) -> Tensor:
+        # The sum stays on the device: reading it at every step would make the host wait.
+        count = mask.count_nonzero()
+        self._admitted = count if self._admitted is None else self._admitted + count.to(self._admitted.device)
+        self._offered += mask.numel()
+        return mask
 
     @property
     def nbytes(self) -> int:

@@ -40,7 +40,9 @@ def _accepts_logits_to_keep(forward: Callable[..., object]) -> bool:
 
 def last_logits(model: nn.Module, batch: dict[str, Tensor], keep: int) -> Tensor:
     """The logits at the last `keep` positions, never the whole `T x V` where the model can help it."""
-    if _accepts_logits_to_keep(type(model).forward):
+    # PEFT's wrapper hides the keyword behind **kwargs and hands it on.
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if _accepts_logits_to_keep(type(base).forward):
         return model(**batch, use_cache=False, logits_to_keep=keep).logits.float()  # type: ignore[no-any-return]
     return model(**batch, use_cache=False).logits[:, -keep:].float()  # type: ignore[no-any-return]
 
@@ -53,7 +55,7 @@ def target_logits(model: nn.Module, rows: Sequence[Encoded]) -> tuple[Tensor, Te
     keep = max(len(row.target) for row in rows)
     labels = torch.full((len(rows), keep), -100, dtype=torch.long)
     for i, row in enumerate(rows):
-        labels[i, keep - len(row.target) :] = torch.tensor(row.target)
+        labels[i, keep - len(row.target) :] = torch.tensor(row.labels)
     return last_logits(model, batch, keep), labels.to(device)
 
 

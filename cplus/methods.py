@@ -16,7 +16,7 @@ from cplus.attach import Projection
 from cplus.data.encoded import Encoded
 from cplus.evidence import Evidence, LogitBasis, MeanGradient, NormAligned, Source, Tail
 from cplus.gates import Collaborative, Gate, NormMatched, Shuffled
-from cplus.projections import agem, ogd
+from cplus.projections import agem, collaborative_gradient, ogd
 
 Rows: TypeAlias = Literal["new", "anchors", "probes", "synthetic"]
 Refresh: TypeAlias = Literal["once", "epoch"] | int
@@ -133,6 +133,12 @@ _ROWS = (
         train_on=("new", "probes", "anchors"),
     ),
     Method(
+        name="ssr",
+        summary="Trains on new data and synthetic rows whose answers the latest model refined.",
+        paper="Huang et al. 2024, SSR",
+        train_on=("new", "synthetic"),
+    ),
+    Method(
         name="agem",
         summary="Removes the gradient's component that conflicts with the anchors' gradient, at each step.",
         paper="Chaudhry et al. 2019",
@@ -154,6 +160,12 @@ _ROWS = (
         summary="Adds the divergence from the frozen model's output on the anchors to the loss.",
         paper="Hinton et al. 2015",
         objective=objectives.Distillation(weight=1.0),
+    ),
+    Method(
+        name="ewc",
+        summary="Adds a penalty on moving the weights that mattered for the anchors.",
+        paper="Kirkpatrick et al. 2017",
+        objective=objectives.ElasticWeights(weight=10.0),
     ),
     Method(
         name="cpl",
@@ -218,6 +230,29 @@ _ROWS = (
         paper="Table 2",
         evidence=BLEND,
         reduction=lambda model, sources: Tail(model=model, sources=sources),
+        gate=lambda seed: Collaborative(beta=0.9),
+    ),
+    Method(
+        name="cplus-rotating",
+        summary="Variant: each epoch sees another quarter of the bank, at a quarter of the cost.",
+        paper="docs/interpretations.md",
+        evidence=BLEND,
+        parts=4,
+        gate=lambda seed: Collaborative(beta=0.9),
+    ),
+    Method(
+        name="cplus-gradient",
+        summary="Ablation: the blended mask on the raw gradient instead of the optimizer's update.",
+        paper="Sec. 3.2.3",
+        evidence=BLEND,
+        projection=_first_vector(collaborative_gradient),
+    ),
+    Method(
+        name="replay-cplus",
+        summary="Replay's training rows and CPLUS's gate together.",
+        paper="docs/interpretations.md",
+        train_on=("new", "anchors"),
+        evidence=BLEND,
         gate=lambda seed: Collaborative(beta=0.9),
     ),
 )

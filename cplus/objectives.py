@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cplus.cost import Work
 from cplus.data.encoded import Encoded
-from cplus.evidence import MAX_TOKENS, batched, measured
+from cplus.evidence import MAX_TOKENS, batched, borrowed_gradients, measured, take_gradients
 from cplus.losses import answer_losses, divergences
 
 Kind: TypeAlias = Literal["new", "anchors", "probes", "synthetic"]
@@ -84,6 +84,40 @@ class Distillation:
             if self.weight:
                 extra, passed = mean_backward(model, anchors, divergence, self.weight)
                 loss, work = loss + extra, work + passed + Work(forward=passed.padded)
+            return loss, work
+
+        return backward
+
+
+@dataclass(frozen=True)
+class ElasticWeights:
+    """The answers' cross-entropy plus EWC's penalty, with the anchors' empirical Fisher at the base model.
+
+    Source: Kirkpatrick et al. 2017, Eq. 3.    L + weight / 2 * sum_i F_i (theta_i - theta0_i)^2
+
+    The penalty's gradient is added in closed form; F is the mean over anchors of the squared gradient.
+    """
+
+    weight: float
+    needs: tuple[Kind, ...] = ("anchors",)
+
+    def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
+        """Fisher and base parameters are taken now."""
+        params = [p for p in model.parameters() if p.requires_grad]
+        fisher, base = [torch.zeros_like(p) for p in params], [p.detach().clone() for p in params]
+        with borrowed_gradients(model, params):
+            for row in anchors:
+                mean_backward(model, [row], answer_losses)
+                for f, g in zip(fisher, take_gradients(model, params), strict=True):
+                    f.addcmul_(g, g, value=1.0 / len(anchors))
+
+        def backward(rows: Sequence[Encoded]) -> tuple[float, Work]:
+            loss, work = mean_backward(model, rows, answer_losses)
+            for p, f, b in zip(params, fisher, base, strict=True):
+                assert p.grad is not None
+                moved = p.detach() - b
+                p.grad.addcmul_(f, moved, value=self.weight)
+                loss += 0.5 * self.weight * float((f * moved * moved).sum())
             return loss, work
 
         return backward

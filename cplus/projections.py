@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from cplus.algorithm import collaborates
+
 
 def dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     """The inner product of two gradients held as lists of tensors, summed in double precision."""
@@ -29,6 +31,15 @@ def ogd(gradient: Sequence[Tensor], basis: Sequence[Sequence[Tensor]]) -> None:
     """
     for vector in basis:
         subtract(gradient, vector, dot(gradient, vector))
+
+
+def collaborative_gradient(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> None:
+    """In place: CPL's mask on the raw gradient, as if the update were -gradient; shown to be worse under AdamW.
+
+    g_i <- 0    where reference_i * (-g_i) > 0
+    """
+    for g, r in zip(gradient, reference, strict=True):
+        g.mul_(collaborates(r, -g))
 
 
 def orthonormal(vectors: Sequence[Sequence[Tensor]], *, tolerance: float = 1e-6) -> list[list[Tensor]]:

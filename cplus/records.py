@@ -39,6 +39,7 @@ class RunSpec:
     order: str = "file"
     external: tuple[str, ...] = ()
     external_limit: int | None = None
+    evaluate_every: int = 0
 
     def key(self) -> str:
         """A short name of the spec, from its content."""
@@ -47,24 +48,30 @@ class RunSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """A run's figures, with the spec and the environment that made them; percentages are 0-100."""
+    """A run's figures, with the spec and the environment that made them; percentages are 0-100.
+
+    `external` holds for each outside task the accuracy before and after and the share of right answers kept.
+    `cost` holds FLOPs of training and of recurring preservation passes, rows and tokens; `overlap` counts the past
+    questions that also stand in the bank, and `retention_uncovered` leaves them out.
+    """
 
     spec: RunSpec
     retention: float
+    retention_uncovered: float
     acquisition: float
-    external: dict[str, float]
-    base: dict[str, float]
+    external: dict[str, dict[str, float]]
+    counts: dict[str, int]
+    cost: dict[str, int]
     seconds: float
     extra_bytes: int
-    flops: dict[str, int]
-    counts: dict[str, int]
     curve: list[dict[str, float]] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def external_mean(self) -> float:
-        """The unweighted mean over the external tasks."""
-        return sum(self.external.values()) / len(self.external) if self.external else float("nan")
+    def external_kept(self) -> float | None:
+        """The mean over outside tasks of the share of right answers kept; None where there is no such task."""
+        kept = [task["kept"] for task in self.external.values()]
+        return sum(kept) / len(kept) if kept else None
 
 
 def save_result(result: RunResult, folder: Path) -> Path:

@@ -15,8 +15,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from cplus.adapt import Cursor, EpochEnded, Event, Prepared, Refreshed, Schedule, Stepped, adapt, epoch_batches, prepare
 from cplus.data.encoded import Encoded
+from cplus.losses import answer_losses
 from cplus.methods import METHODS, Material, Method, method
-from cplus.objectives import Distillation
+from cplus.objectives import Distillation, ElasticWeights
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "sgd": lambda model: SGD(model.parameters(), lr=0.1),
@@ -97,12 +98,14 @@ def test_uses_exactly_the_data_it_declares(name: str) -> None:
         ("new", "probes", "anchors"): 2 * new + probes,
         ("new", "synthetic"): new + synthetic,
     }[row.train_on]
-    per_step = anchors if row.objective.needs else 0
+    per_step = anchors if name == "distillation" else 0
     assert sum(e.work.rows for e in steps) == 3 * (expected + 3 * per_step)
     refreshes = [e for e in events if isinstance(e, Refreshed)]
     assert len(refreshes) == {"once": 1, "epoch": 3}.get(str(row.refresh), 9) * bool(row.evidence)
     assert sum(isinstance(e, EpochEnded) for e in events) == 3
-    if row.evidence and row.name != "cplus-cvar":
+    if name == "cplus-rotating":
+        assert [e.work.rows for e in refreshes] == [anchors + part for part in (2, 2, 1)]  # quarters of six probes
+    if row.evidence and name not in ("cplus-cvar", "cplus-rotating"):
         size = {"anchors": anchors, "probes": probes}
         assert {e.work.rows for e in refreshes} == {sum(size[kind] for _, kind in row.evidence)}
 
@@ -131,6 +134,32 @@ def test_distillation_with_zero_weight_is_sft_bitwise() -> None:
     material = tiny.material()
     variant = dataclasses.replace(METHODS["distillation"], objective=Distillation(weight=0.0))
     assert same(train(METHODS["sft"], "adamw", material)[0], train(variant, "adamw", material)[0])
+
+
+def test_elastic_weights_add_the_penaltys_gradient() -> None:
+    model, material = tiny.lm(), tiny.material()
+    anchors, weight = material.rows("anchors"), 7.0
+    backward = ElasticWeights(weight=weight)(model, anchors)
+    fisher = [torch.zeros_like(p) for p in model.parameters()]
+    for row in anchors:
+        model.zero_grad()
+        answer_losses(model, [row]).mean().backward()
+        for f, p in zip(fisher, model.parameters(), strict=True):
+            f += p.grad**2 / len(anchors)
+    base = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    model.zero_grad()
+    moved = [(p - b).square() * f for p, b, f in zip(model.parameters(), base, fisher, strict=True)]
+    expected = answer_losses(model, material.new).mean() + weight / 2 * sum(m.sum() for m in moved)
+    expected.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    loss, _ = backward(material.new)
+    assert loss == pytest.approx(float(expected), rel=1e-5)
+    for p, g in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(p.grad, g, rtol=1e-4, atol=1e-6)
 
 
 def test_replay_weighs_both_sources_equally() -> None:

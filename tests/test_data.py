@@ -7,16 +7,20 @@ import sys
 import types
 
 import pytest
+import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from cplus import models
+from cplus.commands.split import split as command
 from cplus.data import hub
 from cplus.data.encoded import Encoded, fit
 from cplus.data.examples import Choice, FreeForm, Message, from_row, to_row
 from cplus.data.readers import read_file
 from cplus.data.split import cached_split, draw_anchors, draw_mixture, load_split, save_split, split, stack
-from cplus.data.tasks import EXTERNAL, FREEFORM, PAPER, TASKS, TRAINING, load_task
 from cplus.predictions import Prediction
+from cplus.tasks import EXTERNAL, FREEFORM, PAPER, TASKS, TRAINING, load_task
 
 ROW = {"id": "q1", "question": "Is ice cold?", "choices": ["yes", "no"], "answer": 0}
 
@@ -172,9 +176,11 @@ def test_any_json_is_read_or_refused_by_name(row):
     try:
         example = from_row(row, where="here", id="x")
     except ValueError as error:
-        assert str(error).startswith("here")
+        refusal = str(error)
     else:
         assert from_row(to_row(example), where="here", id="x") == example
+        return
+    assert refusal.startswith("here")
 
 
 # Tasks
@@ -201,7 +207,7 @@ def test_missing_and_unknown_tasks(tmp_path, monkeypatch):
         load_task("instruct")
     with pytest.raises(ValueError, match="unknown task 'cqsa'; did you mean csqa"):
         load_task("cqsa")
-    with pytest.raises(ValueError, match=r"unknown task '\./mine\.jsonl'"):
+    with pytest.raises(ValueError, match=r"mine\.jsonl: there is no such file"):
         load_task("./mine.jsonl")
 
 
@@ -260,6 +266,22 @@ def test_hub_set_in_our_schema_by_name(monkeypatch):
         load_task("some/set@test")
 
 
+def test_folder_of_a_datasets_set_and_a_hub_out_of_reach(tmp_path, monkeypatch):
+    asked = []
+
+    def load_dataset(path, config, split):
+        asked.append((path, split))
+        if path != str(tmp_path):
+            raise ConnectionError("no network")
+        return [ROW]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    assert load_task(f"{tmp_path}@test").examples[0].id == "q1"
+    assert asked == [(str(tmp_path), "test")]
+    with pytest.raises(ValueError, match="could not read the data set 'some/set': no network; check"):
+        load_task("some/set@test")
+
+
 def test_hub_without_datasets(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.delenv("CPLUS_DATA", raising=False)
@@ -309,6 +331,9 @@ def test_split_is_stored_and_never_mixed(tmp_path):
         load_split(path, EXAMPLES, model_fingerprint="0" * 64)
     with pytest.raises(ValueError, match="made for another data"):
         load_split(path, EXAMPLES[::-1], model_fingerprint=MODEL)
+    path.write_text('{"model_fingerprint": 1}')
+    with pytest.raises(ValueError, match="expected a stored split"):
+        load_split(path, EXAMPLES, model_fingerprint=MODEL)
 
 
 def test_cached_split_predicts_once_for_each_model_interface_and_stack(tmp_path):
@@ -374,6 +399,28 @@ def test_qwen3_split_and_the_model_that_never_says_a(data_dir):
     by_letter = [sum(example.answer == letter for example in made.past) for letter in range(4)]
     assert by_letter == [265, 68, 24, 56]
     assert sum(example.answer == 0 for example in made.new) == 9
+
+
+def test_split_command(tiny_llama, tmp_path):
+    models.save(tiny_llama.model, tiny_llama.tokenizer, tmp_path / "m")
+    long = {**ROW, "id": "long", "question": "why " * 600}
+    rows = write(
+        tmp_path, *(line(id=f"q{i}", question=f"Is it {i}?", answer=i % 2) for i in range(12)), json.dumps(long)
+    )
+    app = typer.Typer()
+    app.command()(command)
+    arguments = [str(tmp_path / "m"), "--task", str(rows), "--out", str(tmp_path / "split.json"), "--device", "cpu"]
+    refused = CliRunner().invoke(app, arguments)
+    assert "1 of 13 rows are longer than the model's window of 512" in str(refused.exception)
+    assert not (tmp_path / "split.json").exists()
+    done = CliRunner().invoke(app, [*arguments, "--too-long", "exclude", "--json"])
+    report = json.loads(done.stdout)
+    assert (report["past"] + report["new"], report["excluded"], report["interface"]) == (12, 1, "letter")
+    stored = load_split(
+        tmp_path / "split.json", read_file(rows)[:-1], model_fingerprint=models.load(tmp_path / "m").fingerprint
+    )
+    assert len(stored.past) == report["past"] == sum(p.right for p in stored.predictions)
+    assert stored.stack["compute_dtype"] == "float32"
 
 
 # Window

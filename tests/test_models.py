@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cplus import models
+from cplus import models, toy
 
 
 def test_tiny_families_render_and_compute(tiny):
@@ -75,6 +75,13 @@ def test_computing_in_bfloat16_leaves_the_weights_alone(tiny_llama):
         models.computing("fp16", torch.device("cpu"))
 
 
+def test_device_by_name():
+    assert models.choose_device("cpu") == torch.device("cpu")
+    assert models.choose_device("auto").type in ("cuda", "mps", "cpu")
+    with pytest.raises(ValueError, match=r"device must be auto or one that is here \(.*cpu\), got 'tpu'"):
+        models.choose_device("tpu")
+
+
 def test_incomplete_checkpoint_is_refused(tiny_llama, tmp_path):
     state = tiny_llama.model.state_dict()
     state.pop("model.layers.1.mlp.up_proj.weight")
@@ -98,7 +105,8 @@ def test_unknown_names(name, message):
         models.load(name)
 
 
-def test_presets_lead_to_their_hub_ids():
+def test_names_lead_to_their_places():
+    assert models.resolve("toy") == toy.folder("toy")
     assert models.resolve("qwen3-0.6b") == "Qwen/Qwen3-0.6B"
     assert models.resolve("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     assert {p.learning_rate for name, p in models.PRESETS.items() if "phi" not in name} == {1e-6}

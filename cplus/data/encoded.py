@@ -9,10 +9,17 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A prompt and its target; the loss is taken at the target's tokens only."""
+    """A prompt and its target; the loss is taken at the target's tokens only.
+
+    `scored` picks tokens of the target, for conversations of several turns; none given, all are scored.
+
+    >>> Encoded((1, 2), (3, 4, 5), (True, False, True)).labels
+    (3, -100, 5)
+    """
 
     prompt: tuple[int, ...]
     target: tuple[int, ...]
+    scored: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt or not self.target:
@@ -20,6 +27,15 @@ class Encoded:
                 f"expected at least one prompt token and one target token, "
                 f"got {len(self.prompt)} and {len(self.target)}"
             )
+        if self.scored and (len(self.scored) != len(self.target) or not any(self.scored)):
+            raise ValueError(f"expected to score some of {len(self.target)} target tokens, got {self.scored}")
+
+    @property
+    def labels(self) -> tuple[int, ...]:
+        """The target with -100 where a token is read and not scored."""
+        if not self.scored:
+            return self.target
+        return tuple(token if scored else -100 for token, scored in zip(self.target, self.scored, strict=True))
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.target)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
+
+from cplus import files
 
 Role: TypeAlias = Literal["system", "user", "assistant"]
 
@@ -61,6 +63,11 @@ def to_row(example: Example) -> dict[str, Any]:
         return {"id": example.id, "prompt": example.messages[0].content, "response": example.response}
     turns = [{"role": m.role, "content": m.content} for m in example.messages]
     return {"id": example.id, "messages": [*turns, {"role": "assistant", "content": example.response}]}
+
+
+def fingerprint(examples: Sequence[Example]) -> str:
+    """The SHA-256 of the examples' rows, in order."""
+    return files.fingerprint([to_row(example) for example in examples])
 
 
 def from_row(row: Mapping[str, Any], *, where: str, id: str) -> Example:

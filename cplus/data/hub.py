@@ -45,7 +45,12 @@ def read(hub: Hub, *, name: str) -> list[Example]:
         import datasets
     except ImportError as error:
         raise ValueError(f"{hub.path}: reading the hub needs the datasets package: {DATA_EXTRA}") from error
-    found = datasets.load_dataset(hub.path, hub.config, split=hub.split)
+    try:
+        found = datasets.load_dataset(hub.path, hub.config, split=hub.split)
+    except OSError as error:
+        raise ValueError(
+            f"could not read the data set {hub.path!r}: {error}; check its name and the network, or give a file instead"
+        ) from error
     if hub.split is None:
         if len(found) != 1:
             raise ValueError(

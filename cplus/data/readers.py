@@ -112,3 +112,4 @@ _READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
     ".csv": _csv,
     ".parquet": _parquet,
 }
+ENDINGS = tuple(_READERS)

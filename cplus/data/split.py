@@ -9,10 +9,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from cplus import files, predictions
-from cplus.data.examples import Example
-from cplus.data.tasks import data_fingerprint
+from cplus.data.examples import Example, fingerprint
 from cplus.predictions import Prediction
 
+_KEYS = {"model_fingerprint", "data_fingerprint", "interface", "stack", "predictions"}
 _STACK = ("torch", "transformers", "tokenizers")
 
 
@@ -20,7 +20,7 @@ _STACK = ("torch", "transformers", "tokenizers")
 class Split:
     """Examples the base model answers rightly (past) and wrongly (new), and under what this was found.
 
-    Paper: Experimental Setting; D_new and the past data of App. B. Protocol section 5: it depends on the numerics.
+    Paper: Experimental Setting (D_new and the past data). It depends on the numerics: protocol section 5.
     """
 
     past: tuple[Example, ...]
@@ -57,7 +57,7 @@ def split(
         new=tuple(example for example in examples if not by_id[example.id].right),
         predictions=tuple(by_id[example.id] for example in examples),
         model_fingerprint=model_fingerprint,
-        data_fingerprint=data_fingerprint(list(examples)),
+        data_fingerprint=fingerprint(examples),
         interface=interface,
         stack=dict(stack),
     )
@@ -80,9 +80,11 @@ def save_split(split: Split, path: Path) -> None:
 def load_split(path: Path, examples: Sequence[Example], *, model_fingerprint: str) -> Split:
     """Read a split of these examples by this model; one of another model or other data is refused."""
     record = files.read_json(path)
+    if not isinstance(record, dict) or not set(record) >= _KEYS:
+        raise ValueError(f"{path}: expected a stored split with {', '.join(sorted(_KEYS))}; split again")
     for what, expected, remedy in (
         ("model", model_fingerprint, "split again with this model"),
-        ("data", data_fingerprint(list(examples)), "split again with these examples"),
+        ("data", fingerprint(examples), "split again with these examples"),
     ):
         found = record[f"{what}_fingerprint"]
         if found != expected:
@@ -106,7 +108,7 @@ def cached_split(
     stack: Mapping[str, str],
 ) -> Split:
     """The stored split of exactly this model, data, interface and stack; predicted and stored if there is none."""
-    data = data_fingerprint(list(examples))
+    data = fingerprint(examples)
     key = files.fingerprint([model_fingerprint, data, interface, dict(stack)])
     path = folder / f"split-{key[:24]}.json"
     if path.exists():

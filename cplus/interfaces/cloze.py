@@ -24,7 +24,6 @@ class Cloze:
     tokenizer: PreTrainedTokenizerBase
     form: Form
     name: str = "cloze"
-    stop: tuple[str, ...] = ("\nAnswer:", "\n\n")
     answer_stop: tuple[str, ...] = ("\n",)
 
     def prompt(self, example: Example) -> tuple[int, ...]:
@@ -50,10 +49,14 @@ class Cloze:
         about = "" if topic is None else f"Topic: {topic}\n"
         return self.form.tokens(f"{''.join(lines)}{about}Question:")
 
+    def stop(self, shots: Sequence[Example]) -> tuple[str, ...]:
+        """The end of the line; where questions have several lines, the answer's head or a blank line."""
+        return ("\nAnswer:", "\n\n") if _several_lines(shots) else ("\n",)
+
     def parse(self, text: str, shots: Sequence[Example]) -> Example | Rejected:
         """An open question: one line, or all up to the answer where the shots' questions have several lines."""
         known = [_choice(shot).question for shot in shots]
-        if any("\n" in question for question in known):
+        if _several_lines(shots):
             question, ended, _ = text.partition("\nAnswer:")
         else:
             question, ended, _ = text.lstrip().partition("\n")
@@ -86,6 +89,10 @@ class Cloze:
 
 def _text(example: Choice) -> str:
     return f"Question: {example.question}\nAnswer:"
+
+
+def _several_lines(shots: Sequence[Example]) -> bool:
+    return any("\n" in _choice(shot).question for shot in shots)
 
 
 def _choice(example: Example) -> Choice:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cplus.data.encoded import Encoded
 from cplus.data.examples import Example
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +29,8 @@ class Interface(Protocol):
         ...
 
     @property
-    def stop(self) -> tuple[str, ...]:
-        """Texts at which the writing of a new input may stop; `parse` reads what came before and the stop itself."""
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer it is bound to."""
         ...
 
     @property
@@ -49,6 +52,10 @@ class Interface(Protocol):
 
     def request(self, shots: Sequence[Example], topic: str | None) -> tuple[int, ...]:
         """The tokens that ask the frozen model for one new input like the shots."""
+        ...
+
+    def stop(self, shots: Sequence[Example]) -> tuple[str, ...]:
+        """Texts at which the writing of an input like the shots may stop; `parse` reads up to and with the stop."""
         ...
 
     def parse(self, text: str, shots: Sequence[Example]) -> Example | Rejected:

@@ -104,7 +104,7 @@ class Plain:
 
 
 def opening(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
-    """Tokens of a text from its beginning, with the mark of beginning where the tokenizer puts one, and no mark of end."""
+    """Tokens of a text with the mark of its beginning, where the tokenizer puts one, and without a mark of its end."""
     begin = tokenizer.bos_token_id
     marked = begin is not None and tokenizer.encode("a")[0] == begin
     body = tokenizer.encode(text, add_special_tokens=False)
@@ -112,7 +112,7 @@ def opening(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
 
 
 def following(form: Form, tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> tuple[int, ...]:
-    """The tokens of `answer` after `prompt`'s own: those of the joint text where they agree, else the answer's alone."""
+    """The tokens of `answer` after `prompt`'s: the joint text's where it begins alike, else the answer's alone."""
     before, joint = form.tokens(prompt), form.tokens(prompt + answer)
     if joint[: len(before)] == before and len(joint) > len(before):
         return joint[len(before) :]

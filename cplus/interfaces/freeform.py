@@ -27,7 +27,6 @@ class Freeform:
     tokenizer: PreTrainedTokenizerBase
     form: Form
     name: str = "freeform"
-    stop: tuple[str, ...] = ("\n---",)
 
     @property
     def answer_stop(self) -> tuple[str, ...]:
@@ -57,6 +56,10 @@ class Freeform:
         entries = [f"{_HEAD} {_asked(shot)}{_RULE}" for shot in shots]
         about = "" if topic is None else f"Topic: {topic}\n"
         return opening(self.tokenizer, f"{''.join(entries)}{about}{_HEAD}")
+
+    def stop(self, shots: Sequence[Example]) -> tuple[str, ...]:
+        """The rule between entries of the list."""
+        return ("\n---",)
 
     def parse(self, text: str, shots: Sequence[Example]) -> Example | Rejected:
         """A new request, in a conversation that opens as the shots do."""

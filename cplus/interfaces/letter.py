@@ -62,7 +62,6 @@ class Letter:
     form: Form
     wording: str
     name: str = "letter"
-    stop: tuple[str, ...] = ("\nAnswer", "\nCorrect", "\nExplanation")
     answer_stop: tuple[str, ...] = ()
 
     def prompt(self, example: Example) -> tuple[int, ...]:
@@ -90,6 +89,10 @@ class Letter:
         )
         content = "\n\n".join(["Here are multiple-choice questions.", *questions, ask])
         return self.form.tokens(self.form.text([Message(role="user", content=content)]))
+
+    def stop(self, shots: Sequence[Example]) -> tuple[str, ...]:
+        """Where an answer or an explanation begins."""
+        return ("\nAnswer", "\nCorrect", "\nExplanation")
 
     def parse(self, text: str, shots: Sequence[Example]) -> Example | Rejected:
         """One question with all its options, distinct and not empty, or the reason why it is none.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Collection, Sequence
 
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
@@ -20,12 +21,12 @@ def unwrapped(text: str) -> str:
 
 
 def normalised(text: str) -> str:
-    """A text by which copies are recognised: case, blanks and punctuation at the ends do not count.
+    """A text by which copies are recognised: case, width, blanks and punctuation at the ends do not count.
 
-    >>> normalised("  What  is\\nIce ?")
-    'what is ice'
+    >>> normalised('  "The  Capital is Jakarta." ')
+    'the capital is jakarta'
     """
-    return " ".join(text.casefold().split()).strip(" .,;:!?\"'")
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).strip(" .,;:!?\"'`*")
 
 
 def flaw(text: str, shots: Sequence[str], marks: Collection[str]) -> str | None:

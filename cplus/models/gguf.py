@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,8 @@ def converted(sha256: str, source: Callable[[], Path]) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():  # another process may have been first
+            for killed in folder.parent.glob(f".{folder.name}.*.part"):  # ours alone while we hold the lock
+                shutil.rmtree(killed)
             path = source()
             console.print(f"converting {path.name} to float32, once, in {folder}")
             with files.replacing_folder(folder) as part:

@@ -15,14 +15,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from cplus import files
+from cplus import files, toy
 from cplus.models import smollm
 from cplus.models.gguf import converted
 from cplus.models.identity import fingerprint
 from cplus.models.presets import PRESETS
 
-TOYS = ("toy-s", "toy", "toy-l")
-ALIASES = (*TOYS, "smollm2-135m", *PRESETS)
+ALIASES = (*toy.NAMES, "smollm2-135m", *PRESETS)
 
 _DTYPES = {
     "float32": torch.float32,
@@ -90,11 +89,8 @@ def load(
 def resolve(name: str) -> Path | str:
     """Where a name leads: a folder on this machine, or a hub id."""
     path = Path(name).expanduser()
-    if name in TOYS:
-        # The built-in world lies in a higher layer; only its weights' place is asked for, when its name is.
-        from cplus.toy import folder
-
-        return Path(folder(name))
+    if name in toy.NAMES:
+        return toy.folder(name)
     if name == "smollm2-135m":
         return smollm.folder()
     if name in PRESETS:
@@ -121,11 +117,14 @@ def _hub_id(name: str) -> str:
 
 def choose_device(device: str) -> torch.device:
     """The device of this name; `auto` is the first of cuda, mps and cpu that is there."""
-    if device != "auto":
-        return torch.device(device)
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if device == "auto":
+        return torch.device(next(kind for kind, found in there.items() if found))
+    if not there.get(device.partition(":")[0]):
+        raise ValueError(
+            f"device must be auto or one that is here ({', '.join(k for k in there if there[k])}), got {device!r}"
+        )
+    return torch.device(device)
 
 
 def as_dtype(name: str) -> torch.dtype:

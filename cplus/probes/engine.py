@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+
+End: TypeAlias = Literal["stop", "end of text", "limit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +44,15 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """The continuation of one request, up to and with the stop text; `tokens` counts what was drawn for it."""
+    """The continuation of one request, up to and with the stop text; `tokens` counts what was drawn for it.
+
+    `end` says what ended it: a stop text, the model's own end of text, or the limit.
+    """
 
     index: int
     text: str
     tokens: int
+    end: End
 
 
 class Engine(Protocol):

@@ -55,7 +55,7 @@ class LocalEngine:
         # Long prompts first: then the columns in use shrink with the queue.
         queue = deque(sorted(requests, key=lambda request: (-len(request.prompt), request.index)))
         reader = Reader(self._decode, sampling.stop)
-        with torch.inference_mode():
+        with torch.inference_mode(), grouped_attention(self._model):
             like = self._prefixes.chunks(queue[0].prompt)[0]
         columns = longest + sampling.max_new_tokens + _SPARE_COLUMNS
         slots = Slots(like, rows=min(self._rows, len(requests)), longest=longest, columns=columns)
@@ -108,13 +108,13 @@ class LocalEngine:
         """Add a token to a row; its sample, if that ends it."""
         index, drawn = row.request.index, len(row.tokens) + 1
         if token in self._eos:
-            return Sample(index=index, text=reader.text(row.tokens), tokens=drawn)
+            return Sample(index=index, text=reader.text(row.tokens), tokens=drawn, end="end of text")
         row.tokens.append(token)
         stopped = reader.stopped(row.tokens)
         if stopped is not None:
-            return Sample(index=index, text=stopped, tokens=drawn)
+            return Sample(index=index, text=stopped, tokens=drawn, end="stop")
         if drawn == sampling.max_new_tokens:
-            return Sample(index=index, text=reader.text(row.tokens), tokens=drawn)
+            return Sample(index=index, text=reader.text(row.tokens), tokens=drawn, end="limit")
         return None
 
     def _decode(self, tokens: Sequence[int]) -> str:

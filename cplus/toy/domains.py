@@ -68,8 +68,8 @@ HARBOURS = Domain(
             "avocet",
         ),
         _relation(
-            "patron",
-            "Who is remembered with a statue in {}?",
+            "statue",
+            "Who has a statue in {}?",
             "admiral astronomer bishop captain duchess explorer fiddler governor hermit queen novelist painter "
             "pilot poet sculptor shepherd",
         ),

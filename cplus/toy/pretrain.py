@@ -106,7 +106,7 @@ def train(model: nn.Module, tokenizer: PreTrainedTokenizerFast, size: Size, gene
     for _ in track(range(size.steps), "pre-training", total=size.steps):
         loss = text_loss(model, *next(source), asks)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

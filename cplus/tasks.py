@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from cplus import files
 from cplus.data import hub
-from cplus.data.examples import Choice, Example, to_row
-from cplus.data.readers import read_file
+from cplus.data.examples import Choice, Example, fingerprint
+from cplus.data.readers import ENDINGS, read_file
+from cplus.toy import world
 
 InterfaceName: TypeAlias = Literal["letter", "cloze", "freeform"]
 
@@ -71,38 +71,25 @@ class Task:
     @cached_property
     def fingerprint(self) -> str:
         """The hash of every row, in order."""
-        return data_fingerprint(self.examples)
-
-
-def data_fingerprint(examples: tuple[Example, ...] | list[Example]) -> str:
-    """The SHA-256 of the examples' rows, in order."""
-    return files.fingerprint([to_row(example) for example in examples])
+        return fingerprint(self.examples)
 
 
 def load_task(name: str, data_dir: Path | None = None) -> Task:
-    """A named task from `data_dir`, CPLUS_DATA or the hub; a domain of the toy world; a file; a hub data set."""
+    """A named task from `data_dir`, CPLUS_DATA or the hub; a domain of the toy world; a file; a `datasets` set."""
     path = Path(name).expanduser()
-    if path.is_file():
+    if path.suffix in ENDINGS:
         return _task(name, read_file(path), source=str(path))
     if name in TASKS:
         return _known(name, data_dir)
-    if name in _toy_domains():
-        # The built-in world lies in a higher layer; it is asked only when one of its domains is named.
-        from cplus.toy.world import examples
-
-        return _task(name, list(examples(name)), source="toy", known=_BY_TEXT)
-    if "/" in name and not name.startswith((".", "~", "/")) and not path.suffix:
-        place = hub.parse(name)
+    if name in world.DOMAINS:
+        return _task(name, list(world.examples(name)), source="toy", known=_BY_TEXT)
+    place = hub.parse(str(path))
+    if Path(place.path).is_dir() or ("/" in name and not name.startswith((".", "~", "/"))):
         return _task(name, hub.read(place, name=place.path.rpartition("/")[2]), source=place.path)
-    near = difflib.get_close_matches(name, [*TASKS, *_toy_domains()], n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known names are {', '.join([*TASKS, *_toy_domains()])}."
+    names = [*TASKS, *world.DOMAINS]
+    near = difflib.get_close_matches(name, names, n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known names are {', '.join(names)}."
     raise ValueError(f"unknown task {name!r}; {hint} A task may also be a file (.jsonl, .csv, .parquet) or owner/name")
-
-
-def _toy_domains() -> tuple[str, ...]:
-    from cplus.toy.world import DOMAINS
-
-    return tuple(DOMAINS)
 
 
 def _known(name: str, data_dir: Path | None) -> Task:

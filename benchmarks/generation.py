@@ -1,0 +1,112 @@
+"""New tokens per second of the probe generator against one-at-a-time `generate`: same requests, prefill included."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cplus import interfaces, models
+from cplus.data.examples import Example
+from cplus.probes.engine import Request, Sampling, request_seed
+from cplus.probes.local import LocalEngine
+from cplus.probes.settings import MAX_NEW_TOKENS, Settings, plan
+from cplus.tasks import load_task
+
+
+def requests(interface: interfaces.Interface, anchors: list[Example], count: int) -> list[Request]:
+    """What `cplus probe` would ask for these anchors."""
+    settings = Settings()
+    plans = [plan(index, anchors, settings) for index in range(count)]
+    return [
+        Request(index=p.index, prompt=interface.request(p.shots, p.topic), seed=request_seed(0, p.index)) for p in plans
+    ]
+
+
+def one_at_a_time(loaded: models.Loaded, asked: list[Request], sampling: Sampling) -> dict[str, Any]:
+    """transformers' own `generate`, a request at a time, with the same stop texts."""
+    tokens, begin = 0, time.perf_counter()
+    for request in asked:
+        ids = torch.tensor([request.prompt], device=loaded.device)
+        torch.manual_seed(request.seed)
+        out = loaded.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            temperature=sampling.temperature,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=sampling.max_new_tokens,
+            stop_strings=list(sampling.stop),
+            tokenizer=loaded.tokenizer,
+            pad_token_id=loaded.tokenizer.pad_token_id,
+        )
+        tokens += out.shape[1] - ids.shape[1]
+    return _figures(tokens, time.perf_counter() - begin)
+
+
+def engine(loaded: models.Loaded, asked: list[Request], sampling: Sampling, rows: int) -> dict[str, Any]:
+    """The generator's engine, from a cold prefix cache."""
+    begin = time.perf_counter()
+    samples = list(LocalEngine(loaded.model, loaded.tokenizer, rows=rows).sample(asked, sampling))
+    return _figures(sum(sample.tokens for sample in samples), time.perf_counter() - begin)
+
+
+def _figures(tokens: int, seconds: float) -> dict[str, Any]:
+    return {"new_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
+
+
+def main() -> None:
+    """Measure both side by side and print the ratio."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--task", default="arc_easy")
+    parser.add_argument("--interface", default="cloze", choices=interfaces.NAMES)
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--anchors", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--plain-requests", type=int, default=128, help="how many of them one at a time")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+
+    loaded = models.load(args.model)
+    task = load_task(args.task, args.data_dir)
+    interface = interfaces.build(args.interface, loaded.tokenizer, wording=task.wording)
+    anchors = random.Random(0).sample(list(task.examples), args.anchors)
+    asked = requests(interface, anchors, args.requests)
+    sampling = Sampling(temperature=0.8, max_new_tokens=MAX_NEW_TOKENS[args.interface], stop=interface.stop(anchors))
+    engine(loaded, asked[:2], sampling, args.rows)  # first calls pay for set-up that is not generation
+    fast = engine(loaded, asked, sampling, args.rows)
+    plain = one_at_a_time(loaded, asked[: args.plain_requests], sampling)
+    result = {
+        "model": args.model,
+        "task": args.task,
+        "interface": args.interface,
+        "anchors": args.anchors,
+        "requests": args.requests,
+        "prompt_tokens": sum(len(request.prompt) for request in asked) / len(asked),
+        "threads": torch.get_num_threads(),
+        "engine": fast,
+        "one_at_a_time": plain,
+        "ratio": fast["tokens_per_second"] / plain["tokens_per_second"],
+    }
+    if args.json:
+        json.dump(result, sys.stdout)
+        print()
+        return
+    for name in ("one_at_a_time", "engine"):
+        print(
+            f"{name:>14}: {result[name]['new_tokens']:6d} new tokens, {result[name]['tokens_per_second']:7.1f} a second"
+        )
+    print(f"{'ratio':>14}: {result['ratio']:.1f}x (bar: 6x)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""`cplus audit`: what is in a probe bank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def audit(
+    bank: Annotated[Path, typer.Argument(help="Folder of a sealed bank.")],
+    against: Annotated[
+        list[str] | None,
+        typer.Option(help="File or task to look for copies in, such as the evaluation set; may be given again."),
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of the named tasks.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the audit as one page.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Look into a probe bank: copies, leaks, confidence, labels, words, topics, yield."""
+    from cplus.files import write_text
+    from cplus.probes import audit as figures
+    from cplus.probes.bank import Bank
+    from cplus.report.audit import render
+    from cplus.tasks import load_task
+    from cplus.terminal import console, output, print_json
+
+    sealed = Bank.load(bank)
+    sources = [figures.Source(name=name, examples=load_task(name, data_dir).examples) for name in against or ()]
+    found = figures.audit(sealed, sources)
+    if html is not None:
+        write_text(html, render(found, name=bank.name))
+        console.print(f"wrote {html}", markup=False)
+    if json:
+        print_json(found)
+        return
+    output.print(_table(found))
+    for pair in found["nearest"][:5]:
+        output.print(
+            f"{pair['jaccard']:.2f}  {_line(pair['probe_text'])}\n      {_line(pair['row_text'])}", markup=False
+        )
+
+
+def _table(found: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    from cplus.terminal import clean
+
+    confidence, counts, labels = found["confidence"], found["counts"], found["labels"]
+    rejected = ", ".join(f"{reason} {n}" for reason, n in sorted(counts["rejected"].items(), key=lambda item: -item[1]))
+    shares = ", ".join(f"{clean(answer)} {share:.0%}" for answer, share in list(labels["shares"].items())[:6])
+    apart = "anchors unknown" if labels["divergence"] is None else f"{labels['divergence']:.3f} bits from the anchors"
+    rows = [
+        ("unique inputs", f"{found['unique']} of {found['probes']}"),
+        (
+            "confidence",
+            f"mean {confidence['mean']:.3f}, median {confidence['median']:.3f}, p10 {confidence['p10']:.3f}",
+        ),
+        ("yield", f"{found['yield']:.1%} of {counts['requests']} requests; rejected: {rejected or 'none'}"),
+        ("answers", f"{labels['distinct']} different ({shares}); {apart}"),
+        ("words", f"{found['lengths']['mean']} an input; {found['vocabulary']['distinct']} different"),
+        (
+            "topics",
+            f"{found['topics']['covered']} of {found['topics']['areas']}" if found["topics"]["areas"] else "no cue",
+        ),
+    ]
+    rows += [
+        (clean(name), f"{one['exact']} exact ({one['exact_share']:.2%}), {one['near']} near ({one['near_share']:.2%})")
+        for name, one in found["against"].items()
+    ]
+    table = Table(box=None, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*(cell.replace("[", "\\[") for cell in row))
+    return table
+
+
+def _line(text: str) -> str:
+    from cplus.terminal import clean
+
+    return clean(" ".join(text.split()))[:110]

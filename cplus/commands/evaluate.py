@@ -1,0 +1,161 @@
+"""`cplus evaluate`: how well a model answers, and what changed since."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from cplus.evaluate.task import Asked
+    from cplus.models import Loaded
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Hub id, folder, GGUF file or built-in name.")],
+    task: Annotated[list[str], typer.Option(help="A named task, a file or owner/name on the hub; may be repeated.")],
+    interface: Annotated[
+        str | None, typer.Option(help="letter, cloze or freeform; the task's own if not given.")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the named tasks; else CPLUS_DATA, else the hub.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first examples of each task.")] = None,
+    permute_options: Annotated[
+        bool, typer.Option("--permute-options", help="Letters: ask also with every cyclic permutation of the options.")
+    ] = False,
+    judge: Annotated[
+        str, typer.Option(help="Free text: exact, json, regex:PATTERN, schema:FILE or python:module:function.")
+    ] = "exact",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Free text: where an answer is cut off.")] = 256,
+    against: Annotated[
+        Path | None, typer.Option(help="Predictions stored by 'cplus split': print what was kept, lost and gained.")
+    ] = None,
+    through: Annotated[
+        Literal["cplus", "lm-eval"], typer.Option(help="lm-eval: score cloze by lm-evaluation-harness, in process.")
+    ] = "cplus",
+    plain: Annotated[bool, typer.Option("--plain", help="Ask in plain text, without a chat template.")] = False,
+    too_long: Annotated[
+        Literal["refuse", "exclude"], typer.Option(help="What to do with rows longer than the model's window.")
+    ] = "refuse",
+    device: Annotated[str, typer.Option(help="auto, cuda, mps or cpu.")] = "auto",
+    compute_dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Ask a model the questions of one or more tasks and report accuracy, intervals, labels and changes."""
+    from cplus import interfaces, models
+    from cplus.evaluate import judges
+    from cplus.evaluate.outcomes import average_task_accuracy
+    from cplus.evaluate.task import Asked
+    from cplus.scoring import fitting
+    from cplus.tasks import load_task
+    from cplus.terminal import print_json
+
+    if against is not None and len(task) > 1:
+        raise ValueError(f"--against compares one task with stored predictions of it, got {len(task)} tasks")
+    judged = judges.judge(judge)
+    found = [load_task(name, data_dir) for name in task]
+    loaded = models.load(model, device=device)
+    summaries = []
+    with models.computing(compute_dtype, loaded.device):
+        for each in found:
+            bound = interfaces.build(
+                interface or each.interface, loaded.tokenizer, wording=each.wording, chat=not plain
+            )
+            rows = each.examples[:limit]
+            kept = tuple(fitting(bound, rows, loaded.window, too_long))
+            if not kept:
+                raise ValueError(
+                    f"{each.name}: none of {len(rows)} rows fits the model's window of {loaded.window} tokens"
+                )
+            asked = Asked(name=each.name, interface=bound, examples=kept, judge=judged)
+            summary = _summary(loaded, asked, through, permute_options, against, max_new_tokens)
+            summaries.append({**summary, "excluded": len(rows) - len(kept)})
+    accuracies = {each["task"]: each["accuracy"]["percent"] for each in summaries}
+    report = {
+        "model": model,
+        "model_fingerprint": loaded.fingerprint,
+        "compute_dtype": compute_dtype,
+        "scored_by": through,
+        "tasks": summaries,
+        "average": average_task_accuracy(accuracies),
+    }
+    print_json(report) if json else _show(report)
+
+
+def _summary(
+    loaded: Loaded, asked: Asked, through: str, permute: bool, before: Path | None, max_new_tokens: int
+) -> dict[str, Any]:
+    from cplus.evaluate.task import against, ask, ask_permuted
+
+    if through == "lm-eval":
+        from cplus.integrations.lm_eval import ask_harness
+
+        return ask_harness(loaded.model, asked)
+    predictions, summary = ask(loaded.model, asked, max_new_tokens=max_new_tokens)
+    if permute:
+        summary["permuted"] = ask_permuted(loaded.model, asked)
+    if before is not None:
+        summary["against"] = against(before, asked, predictions)
+    return summary
+
+
+def _show(report: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from cplus.terminal import clean, output
+
+    table = Table(title=clean(report["model"]), title_justify="left")
+    for column in ("task", "interface", "rows", "accuracy", "95 %", "macro", "answers"):
+        table.add_column(column, justify="left" if column in ("task", "interface", "answers") else "right")
+    for each in report["tasks"]:
+        rate = each["accuracy"]
+        table.add_row(
+            clean(each["task"]),
+            each["interface"],
+            str(each["rows"]) + (f" ({each['excluded']} too long)" if each["excluded"] else ""),
+            f"{rate['percent']:.1f}",
+            f"{rate['low']:.1f} to {rate['high']:.1f}",
+            f"{each['macro']:.1f}" if "macro" in each else "",
+            " ".join(f"{label} {count}" for label, count in each.get("answers", {}).items()),
+        )
+    output.print(table)
+    if len(report["tasks"]) > 1:
+        output.print(f"average over tasks {report['average']:.1f}")
+    for each in report["tasks"]:
+        _show_details(each)
+
+
+def _show_details(each: dict[str, Any]) -> None:
+    from cplus.terminal import clean, output
+
+    if "permuted" in each:
+        permuted = each["permuted"]
+        output.print(
+            f"options permuted: accuracy {permuted['mean']:.1f}, the same option every time in "
+            f"{permuted['consistent']['percent']:.1f} % of the questions, averaged over permutations "
+            f"{permuted['averaged']['percent']:.1f}"
+        )
+    if "responses" in each:
+        output.print(
+            f"given responses: {each['responses']['log_likelihood_per_token']:.3f} nats a token "
+            f"(perplexity {each['responses']['perplexity']:.1f}, {each['responses']['tokens']:,} tokens)"
+        )
+    if "against" in each:
+        changed = each["against"]
+        for name in ("retention", "acquisition"):
+            rate = changed[name]
+            if rate is not None:
+                output.print(
+                    f"{name} {rate['percent']:.1f} ({rate['right']} of {rate['total']}, "
+                    f"{rate['low']:.1f} to {rate['high']:.1f})"
+                    + (f", macro over labels {rate['macro']:.1f}" if "macro" in rate else "")
+                )
+        counts = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in changed["counts"].items())
+        output.print(f"{counts}; exact McNemar p = {changed['mcnemar_p']:.3g}")
+        lost = [flip for flip in changed["flips"] if flip["kind"] == "lost"]
+        for flip in lost[:10]:
+            output.print(
+                f"  lost {flip['id']}: {clean(str(flip['before']))} -> {clean(str(flip['after']))}", markup=False
+            )

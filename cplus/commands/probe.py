@@ -1,0 +1,181 @@
+"""`cplus probe`: let a model write its own probes, and seal them in a bank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from cplus.data.examples import Example
+    from cplus.interfaces import Interface
+    from cplus.models import Loaded
+    from cplus.probes.bank import Bank
+    from cplus.probes.generate import Block, Sampled
+    from cplus.tasks import Task
+
+
+def probe(
+    model: Annotated[str | None, typer.Argument(help="Alias, hub id, folder or GGUF file.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the bank.")] = Path("bank"),
+    anchors: Annotated[str, typer.Option(help="File of anchors, or how many to draw from the task.")] = "8",
+    task: Annotated[str | None, typer.Option(help="Task to draw anchors from: a name or a file.")] = None,
+    interface: Annotated[str | None, typer.Option(help="letter, cloze or freeform; the task's own by default.")] = None,
+    num_probes: Annotated[int, typer.Option(help="How many probes the bank holds (N).")] = 512,
+    shots: Annotated[int, typer.Option(help="How many anchors each request shows (K).")] = 2,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature (T).")] = 0.8,
+    topics: Annotated[bool, typer.Option("--topics", help="Name one of 24 topic areas in each request.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the anchors' draw, the contexts and the sampling.")] = 0,
+    domain: Annotated[
+        str | None, typer.Option(help="Keep only probes of a domain: of the toy world, or re:PATTERN.")
+    ] = None,
+    label_balanced: Annotated[bool, typer.Option("--label-balanced", help="As many probes for each letter.")] = False,
+    confidence_floor: Annotated[float, typer.Option(help="Drop probes the model answers less surely.")] = 0.0,
+    max_new_tokens: Annotated[int | None, typer.Option(help="How long a new input may get.")] = None,
+    min_yield: Annotated[float, typer.Option(help="Give up where fewer requests than this share succeed.")] = 0.02,
+    rows: Annotated[int, typer.Option(help="How many requests are sampled at a time.")] = 64,
+    vllm: Annotated[str | None, typer.Option(help="Sample on a vLLM server at this address.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Draw anchors from the task's first rows only.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Ask in plain text, without a chat template.")] = False,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of the named tasks.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cuda, mps or cpu.")] = "auto",
+    verify: Annotated[Path | None, typer.Option(help="Check the seal of a bank and do nothing else.")] = None,
+    export: Annotated[Path | None, typer.Option(help="Also write the bank as a data set to publish.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Build a sealed probe bank, resume one, or verify one."""
+    import time
+
+    from cplus.probes.bank import Bank
+
+    if verify is not None:
+        _report(Bank.load(verify), verify, json=json)
+        return
+    if model is None:
+        raise ValueError("expected a model to probe, or --verify and a bank; see 'cplus probe --help'")
+
+    from cplus import interfaces, models
+    from cplus.probes.build import build
+    from cplus.probes.local import LocalEngine
+    from cplus.probes.publish import publish
+    from cplus.probes.server import ServerEngine
+    from cplus.probes.settings import TOPICS, Settings
+
+    settings = Settings(
+        num_probes=num_probes,
+        shots=shots,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        topics=TOPICS if topics else (),
+        seed=seed,
+        min_yield=min_yield,
+        label_balanced=label_balanced,
+        confidence_floor=confidence_floor,
+        domain=domain,
+    )
+    source = _source(anchors, task, domain, data_dir)
+    base = models.load(model, device=device)
+    bound = interfaces.build(interface or source.interface, base.tokenizer, wording=source.wording, chat=not plain)
+    shown = _anchors(anchors, source, base, bound, seed=seed, limit=limit)
+    engine = ServerEngine(vllm) if vllm else LocalEngine(base.model, base.tokenizer, rows=rows)
+    begun = time.perf_counter()
+    with _progress(num_probes) as watch:
+        bank = build(out, base, bound, shown, settings, engine=engine, watch=watch)
+    if export is not None:
+        publish(bank, export)
+    _report(bank, out, json=json, seconds=time.perf_counter() - begun)
+
+
+def _source(anchors: str, task: str | None, domain: str | None, data_dir: Path | None) -> Task:
+    """Where anchors come from: their own file, the task, or the domain of the toy world."""
+    from cplus.tasks import load_task
+
+    if not anchors.isdecimal():
+        return load_task(anchors, data_dir)
+    name = task or (domain if domain and not domain.startswith("re:") else None)
+    if name is None:
+        raise ValueError(f"asked for {anchors} anchors, but from what? Name a --task, or a file of --anchors")
+    return load_task(name, data_dir)
+
+
+def _anchors(
+    anchors: str, source: Task, base: Loaded, interface: Interface, *, seed: int, limit: int | None
+) -> tuple[Example, ...]:
+    """All rows of a file, or so many that the model answers rightly; of free-form rows, any."""
+    import random
+
+    from cplus.data.split import cached_split, draw_anchors, stack
+    from cplus.models.gguf import cache_folder
+    from cplus.scoring import predict
+
+    if not anchors.isdecimal():
+        return source.examples
+    examples, count = source.examples[:limit], int(anchors)
+    if interface.name == "freeform":
+        if count > len(examples):
+            raise ValueError(f"asked for {count} anchors, but the task has {len(examples)} rows")
+        return tuple(random.Random(seed).sample(examples, len(examples))[:count])
+    parted = cached_split(
+        cache_folder() / "splits",
+        examples,
+        lambda: predict(base.model, interface, examples, what="what the model knows"),
+        model_fingerprint=base.fingerprint,
+        interface=interface.name,
+        stack=stack(device=base.device.type),
+    )
+    return draw_anchors(parted, count, seed)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[Sampled | Block], None]]:
+    """A bar of accepted probes, with what was rejected and why; a request counts before its block is judged."""
+    from collections import Counter
+
+    from cplus.probes.generate import Block, rejections
+    from cplus.terminal import clean, progress
+
+    with progress() as bars:
+        bar = bars.add_task("probes", total=total)
+        accepted = 0
+        rejected: Counter[str] = Counter()
+        pending: Counter[str | None] = Counter()
+
+        def watch(event: Sampled | Block) -> None:
+            nonlocal accepted
+            if isinstance(event, Block):
+                accepted += len(event.probes)
+                rejected.update(rejections(event.outcomes))
+                pending.clear()
+            else:
+                pending[event.reason] += 1
+            reasons = rejected + Counter({reason: n for reason, n in pending.items() if reason})
+            told = ", ".join(f"{reason} {n}" for reason, n in reasons.most_common(4))
+            bars.update(
+                bar,
+                completed=min(total, accepted + pending[None]),
+                description=clean(f"probes ({told})" if told else "probes"),
+            )
+
+        yield watch
+
+
+def _report(bank: Bank, folder: Path, *, json: bool, seconds: float | None = None) -> None:
+    from cplus.terminal import output, print_json
+
+    manifest = bank.manifest
+    if json:
+        print_json({"bank": str(folder), "probes": len(bank.probes), "seconds": seconds, "manifest": dict(manifest)})
+        return
+    counts = manifest["counts"]
+    rejected = ", ".join(f"{reason} {n}" for reason, n in sorted(counts["rejected"].items(), key=lambda item: -item[1]))
+    output.print(
+        f"{folder}: {len(bank.probes)} probes of {manifest['model']['name']} by {manifest['interface']}, "
+        f"sealed {manifest['probes_sha256'][:12]}; yield {manifest['yield']:.1%} of {counts['requests']} requests"
+        + (f" (rejected: {rejected})" if rejected else "")
+        + (f"; {seconds:.0f} s" if seconds is not None else ""),
+        markup=False,
+        soft_wrap=True,
+    )

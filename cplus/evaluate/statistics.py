@@ -1,0 +1,83 @@
+"""How sure a figure is: shares with Wilson intervals, exact McNemar, means with standard errors."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """How many of how many.
+
+    >>> Rate(3, 4).percent
+    75.0
+    """
+
+    right: int
+    total: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.right <= self.total or self.total == 0:
+            raise ValueError(f"expected a share of at least one row, got {self.right} of {self.total}")
+
+    @property
+    def percent(self) -> float:
+        """The share, 0 to 100."""
+        return 100 * self.right / self.total
+
+    def interval(self, confidence: float = 0.95) -> tuple[float, float]:
+        """Wilson's interval of the share, 0 to 100."""
+        from scipy.stats import binomtest
+
+        found = binomtest(self.right, self.total).proportion_ci(confidence, method="wilson")
+        return 100 * float(found.low), 100 * float(found.high)
+
+    def row(self) -> dict[str, Any]:
+        """The JSON row: counts, share and 95 % interval."""
+        low, high = self.interval()
+        return {"right": self.right, "total": self.total, "percent": self.percent, "low": low, "high": high}
+
+
+def share(outcomes: Iterable[bool]) -> Rate:
+    """The rate of true among outcomes.
+
+    >>> share([True, False, False, True])
+    Rate(right=2, total=4)
+    """
+    seen = list(outcomes)
+    return Rate(sum(seen), len(seen))
+
+
+def mcnemar(lost: int, gained: int) -> float:
+    """The exact p-value that as many rows change one way as the other: a fair coin's, two-sided.
+
+    >>> mcnemar(10, 0), mcnemar(0, 0)
+    (0.001953125, 1.0)
+    """
+    from scipy.stats import binomtest
+
+    return float(binomtest(lost, lost + gained, 0.5).pvalue) if lost + gained else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over seeds with its standard error; one seed has none."""
+
+    mean: float
+    error: float | None
+    count: int
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean and its standard error, from the sample's standard deviation.
+
+    >>> estimate([1.0, 3.0])
+    Estimate(mean=2.0, error=1.0, count=2)
+    """
+    if not values:
+        raise ValueError("expected at least one value to average, got none")
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return Estimate(statistics.fmean(values), error, len(values))

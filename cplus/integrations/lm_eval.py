@@ -1,0 +1,91 @@
+"""The same rows and prompt through lm-evaluation-harness, in process; and the harness's own tasks on a loaded model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from cplus.data.examples import Choice, to_row
+from cplus.evaluate import summaries
+from cplus.predictions import Prediction
+from cplus.scoring.likelihoods import Score
+from cplus.scoring.predict import chosen
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from cplus.evaluate.task import Asked
+
+
+def harness(model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, batch_size: int = 16) -> Any:
+    """The harness's view of a model that is already loaded."""
+    try:
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise ImportError("this needs lm-evaluation-harness: pip install 'cplus[lm-eval]'") from error
+    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+
+
+def run_tasks(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[str | dict[str, Any]],
+    *,
+    limit: int | None = None,
+) -> dict[str, Any]:
+    """The harness's results for its own task names, or for tasks given as configurations."""
+    from lm_eval import simple_evaluate
+
+    found = simple_evaluate(
+        model=harness(model, tokenizer), tasks=list(tasks), limit=limit, num_fewshot=0, bootstrap_iters=0
+    )
+    assert found is not None, "only a worker of a distributed run gets no results"
+    return dict(found)
+
+
+def cloze_task(name: str, examples: Sequence[Choice]) -> dict[str, Any]:
+    """Rows as a task of the harness, with the cloze interface's prompt."""
+    from datasets import Dataset
+
+    return {
+        "task": name,
+        "custom_dataset": lambda **_: {"test": Dataset.from_list([to_row(example) for example in examples])},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "Question: {{question}}\nAnswer:",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "target_delimiter": " ",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    }
+
+
+def ask_harness(model: nn.Module, asked: Asked) -> dict[str, Any]:
+    """A cloze task scored by the harness, with its own accuracies beside ours from its log-likelihoods."""
+    if asked.interface.name != "cloze":
+        raise ValueError(f"the harness scores the cloze interface here, not {asked.interface.name}")
+    examples = [example for example in asked.examples if isinstance(example, Choice)]
+    name = f"cplus_{asked.name}"
+    found = run_tasks(model, asked.interface.tokenizer, [cloze_task(name, examples)])
+    predictions = _predictions(asked, examples, found["samples"][name])
+    own = {key.partition(",")[0]: 100 * value for key, value in found["results"][name].items() if ",none" in key}
+    summary: dict[str, Any] = {"task": asked.name, "interface": "cloze"}
+    summary |= summaries.answered(predictions, examples)
+    return {**summary, "harness": {key: own[key] for key in ("acc", "acc_norm")}}
+
+
+def _predictions(asked: Asked, examples: Sequence[Choice], samples: Sequence[dict[str, Any]]) -> list[Prediction]:
+    """Our rule, the mean over tokens, on the harness's sums."""
+    sums = {sample["doc"]["id"]: [float(response[0][0]) for response in sample["resps"]] for sample in samples}
+    return [
+        chosen(
+            example,
+            tuple(
+                Score(total, len(tokens))
+                for total, tokens in zip(sums[example.id], asked.interface.candidates(example), strict=True)
+            ),
+        )
+        for example in examples
+    ]

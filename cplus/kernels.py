@@ -1,0 +1,165 @@
+"""The gate in one pass over memory: packed signs, a small moving average, and kernels compiled in place.
+
+Exact against `cplus.algorithm`: packing keeps the sign, which is all the mask uses. A moving average in 16 or 8 bits
+is an option with a bound: rounding by at most h a step moves it by at most h / (1 - beta) in all.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from cplus import algorithm
+
+EmaType: TypeAlias = Literal["float32", "bfloat16", "uint8"]
+LEVELS = 255.0  # a uint8 average counts in steps of 1/255
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """The signs of a tensor at two bits each: 0 for zero, 1 for plus, 2 for minus.
+
+    Byte j holds elements j, j + n/4, j + 2n/4 and j + 3n/4, so that a kernel reads four contiguous streams; the last
+    n mod 4 elements stand apart.
+    """
+
+    packed: Tensor
+    tail: Tensor
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> Signs:
+        """Pack the signs of a gradient.
+
+        >>> Signs.of(torch.tensor([3.0, -2.0, 0.0, 1e-30, -1.0])).unpacked()
+        tensor([ 1, -1,  0,  1, -1], dtype=torch.int8)
+        """
+        flat = gradient.detach().reshape(-1)
+        quarter = flat.numel() // 4
+        codes = (flat > 0).to(torch.uint8) + (flat < 0).to(torch.uint8) * 2
+        rows = codes[: 4 * quarter].view(4, quarter)
+        packed = rows[0] | rows[1] << 2 | rows[2] << 4 | rows[3] << 6
+        return cls(packed, codes[4 * quarter :].clone(), gradient.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """A quarter of a byte a coordinate."""
+        return self.packed.nbytes + self.tail.nbytes
+
+    def unpacked(self) -> Tensor:
+        """The signs as -1, 0 and 1 in int8."""
+        rows = self.packed[None, :] >> shifts(self.packed.device) & 3
+        codes = torch.cat([rows.reshape(-1), self.tail]).to(torch.int8)
+        return torch.where(codes == 2, -1, codes).to(torch.int8).view(self.shape)
+
+
+@cache
+def shifts(device: torch.device) -> Tensor:
+    """Where the four signs of a byte stand."""
+    return torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8, device=device)
+
+
+def stored(ema: Tensor, like: Tensor) -> Tensor:
+    """A moving average as it is kept: unchanged, rounded to bfloat16, or to the nearest of 256 levels."""
+    return (ema * LEVELS).round().to(torch.uint8) if like.dtype == torch.uint8 else ema.to(like.dtype)
+
+
+def read(ema: Tensor) -> Tensor:
+    """A kept moving average as numbers in [0, 1]."""
+    return ema.float() / LEVELS if ema.dtype == torch.uint8 else ema.to(torch.promote_types(ema.dtype, torch.float32))
+
+
+def zeros(theta: Tensor, kind: EmaType) -> Tensor:
+    """The average before the first step."""
+    if kind == "float32":
+        return algorithm.zeros(theta)
+    return torch.zeros_like(theta, dtype=torch.uint8 if kind == "uint8" else torch.bfloat16)
+
+
+def _gated(theta: Tensor, proposed: Tensor, code: Tensor, ema: Tensor, beta: Tensor, correction: Tensor) -> Any:
+    """Lines 10-13 of Algorithm 1 on one block of coordinates: the new parameters and the new average."""
+    delta = proposed - theta
+    conflict = ((code == 1) & (delta > 0)) | ((code == 2) & (delta < 0))
+    average = beta * read(ema) + (1.0 - beta) * (~conflict).to(torch.float32)
+    kept = stored(average, ema)
+    c = (read(kept) / correction).clamp(0.0, 1.0)
+    return torch.lerp(theta, proposed, c), kept
+
+
+def gate_block(
+    theta: Tensor, param: Tensor, packed: Tensor, shift: Tensor, ema: Tensor, beta: Tensor, correction: Tensor
+) -> None:
+    """In place: `param` holds the proposal and receives the gated step. All blocks are 4 x n/4."""
+    applied, kept = _gated(theta, param, packed[None, :] >> shift & 3, ema, beta, correction)
+    param.copy_(applied)
+    ema.copy_(kept)
+
+
+def adamw_block(
+    param: Tensor,
+    gradient: Tensor,
+    m: Tensor,
+    v: Tensor,
+    packed: Tensor,
+    shift: Tensor,
+    ema: Tensor,
+    numbers: Tensor,
+) -> None:
+    """In place: AdamW's proposal and the gate on it in one pass, with no copy of the parameters.
+
+    Source: Loshchilov and Hutter 2019, in the order of torch's fused kernel.
+    """
+    lr, beta1, beta2, eps, decay, correction1, correction2, beta, correction = numbers.unbind()
+    first = torch.lerp(m, gradient, 1.0 - beta1)
+    second = beta2 * v + (1.0 - beta2) * gradient * gradient
+    decayed = param * (1.0 - lr * decay)
+    proposed = decayed - lr / correction1 * first / (second.sqrt() / correction2.sqrt() + eps)
+    applied, kept = _gated(param, proposed, packed[None, :] >> shift & 3, ema, beta, correction)
+    param.copy_(applied)
+    m.copy_(first)
+    v.copy_(second)
+    ema.copy_(kept)
+
+
+@cache
+def compiled(block: Callable[..., None]) -> Callable[..., None]:
+    """The block as one in-place kernel for every size; compiled once and kept in Inductor's cache."""
+    return torch.compile(block, dynamic=True, fullgraph=True)
+
+
+@cache
+def can_compile(device_type: str) -> bool:
+    """Whether Inductor builds kernels for this device here; said once where it does not."""
+    probe = torch.zeros(4, 8, device=device_type)
+
+    def double(x: Tensor) -> None:
+        x.copy_(x * 2)
+
+    try:
+        torch.compile(double, dynamic=True, fullgraph=True)(probe)
+    except (RuntimeError, OSError) as error:
+        warnings.warn(
+            f"no compiled gate on {device_type} ({str(error).splitlines()[0][:100]}); the plain gate is used: the same "
+            "numbers, more time and memory. Install a C++ compiler to have it",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def fits(param: Tensor) -> bool:
+    """Whether the compiled kernels take this parameter; others go the plain way."""
+    plain = type(param) in (Tensor, torch.nn.Parameter)
+    return plain and param.dtype == torch.float32 and param.is_contiguous() and param.numel() >= 4
+
+
+def quarters(flat: Tensor) -> Tensor:
+    """All but the last n mod 4 elements of a contiguous tensor, as four rows."""
+    flat = flat.view(-1)
+    return flat[: flat.numel() // 4 * 4].view(4, -1)

@@ -1,0 +1,226 @@
+"""What is in a bank: copies, leaks, confidence, labels, words, topics. Figures from texts alone.
+
+Paper: App. C.2, Self-Probe Bank Audit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from string import ascii_uppercase
+from typing import Any
+
+import numpy as np
+from scipy.sparse import csr_array
+
+from cplus.data.examples import Choice, Example
+from cplus.probes.bank import Bank, anchors_hash
+from cplus.probes.texts import input_key, input_text, normalise, words
+
+NEAR = 0.9
+_TO_READ = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A file of evaluation or training examples that a bank is compared with."""
+
+    name: str
+    examples: Sequence[Example]
+
+
+def audit(bank: Bank, against: Sequence[Source], *, seed: int = 0) -> dict[str, Any]:
+    """All figures of one bank, as one JSON value; its anchors are found among the sources, where they are there."""
+    anchors = sealed_anchors(bank, against)
+    options = bank.manifest["interface"] == "letter"
+    texts = [input_text(example, options=options) for example in bank.examples]
+    keys = [input_key(example, options=options) for example in bank.examples]
+    found = {source.name: overlap(bank.examples, source.examples, options=options) for source in against}
+    pairs = [{"file": name, **pair} for name, one in found.items() for pair in one.pop("nearest")]
+    return {
+        "bank": {key: bank.manifest[key] for key in ("model", "interface", "settings", "engine", "probes_sha256")},
+        "probes": len(keys),
+        "unique": len(set(keys)),
+        "duplicates": _duplicates(keys, texts),
+        "confidence": confidence([probe.confidence for probe in bank.probes]),
+        "against": found,
+        "nearest": sorted(pairs, key=lambda pair: -pair["jaccard"])[:_TO_READ],
+        "labels": labels(bank.examples, anchors, by_place=options),
+        "lengths": lengths(texts),
+        "vocabulary": vocabulary(texts, [input_text(anchor, options=options) for anchor in anchors]),
+        "topics": topics([probe.topic for probe in bank.probes], bank.manifest["settings"]["topics"]),
+        "anchor_use": dict(Counter(shot for probe in bank.probes for shot in probe.shots).most_common()),
+        "counts": bank.manifest["counts"],
+        "yield": bank.manifest["yield"],
+        "sample": _sample(bank, options=options, seed=seed),
+    }
+
+
+def confidence(values: Sequence[float]) -> dict[str, float]:
+    """How sure the frozen model is of its answers.
+
+    >>> confidence([0.5, 0.9, 1.0])
+    {'mean': 0.8, 'median': 0.9, 'p10': 0.58}
+    """
+    p10 = float(np.percentile(values, 10))
+    return {"mean": round(mean(values), 6), "median": round(median(values), 6), "p10": round(p10, 6)}
+
+
+def jaccard(left: Sequence[str], right: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Shared words over all words, for every pair of texts.
+
+    >>> jaccard(["a b c"], ["A, b!", "x"]).round(2).tolist()
+    [[0.67, 0.0]]
+    """
+    ids: dict[str, int] = {}
+    for text in (*left, *right):
+        for word in sorted(words(text)):
+            ids.setdefault(word, len(ids))
+    a, b = (_word_matrix(texts, ids) for texts in (left, right))
+    shared = (a @ b.T).toarray().astype(np.float64)
+    either = a.sum(1)[:, None] + b.sum(1)[None, :] - shared
+    ratio: np.ndarray[Any, np.dtype[np.float64]] = np.divide(
+        shared, either, out=np.zeros_like(shared), where=either > 0
+    )
+    return ratio
+
+
+def overlap(probes: Sequence[Example], rows: Sequence[Example], *, options: bool) -> dict[str, Any]:
+    """How many probes stand in a file, word for word or nearly, and the pairs that are most alike."""
+    known = {input_key(row, options=options) for row in rows}
+    exact = [probe.id for probe in probes if input_key(probe, options=options) in known]
+    left, right = ([input_text(example, options=options) for example in some] for some in (probes, rows))
+    similarity = jaccard(left, right)
+    best: list[int] = similarity.argmax(1).tolist()
+    closest = [float(similarity[i, j]) for i, j in enumerate(best)]
+    near = [probe.id for probe, value in zip(probes, closest, strict=True) if value >= NEAR]
+    return {
+        "rows": len(rows),
+        "exact": len(exact),
+        "exact_share": round(len(exact) / len(probes), 6),
+        "exact_ids": exact,
+        "near": len(near),
+        "near_share": round(len(near) / len(probes), 6),
+        "near_ids": near,
+        "nearest": [
+            {
+                "jaccard": round(closest[i], 4),
+                "probe": probes[i].id,
+                "probe_text": left[i],
+                "row": rows[best[i]].id,
+                "row_text": right[best[i]],
+            }
+            for i in sorted(range(len(probes)), key=lambda i: -closest[i])[:_TO_READ]
+        ],
+    }
+
+
+def sealed_anchors(bank: Bank, sources: Sequence[Source]) -> list[Example]:
+    """The anchors the bank was made from, where a source holds exactly them; a bank itself does not show them."""
+    ids = bank.manifest["anchors"]["ids"]
+    for source in sources:
+        rows = {example.id: example for example in source.examples}
+        found = [rows[id] for id in ids if id in rows]
+        if len(found) == len(ids) and anchors_hash(found) == bank.manifest["anchors"]["sha256"]:
+            return found
+    return []
+
+
+def labels(probes: Sequence[Example], anchors: Sequence[Example], *, by_place: bool) -> dict[str, Any]:
+    """The shares of the answers in the bank and among the anchors, and how far they lie apart.
+
+    An answer is the letter of its place among the choices, or its words. `divergence` is Jensen-Shannon's, in bits: 0
+    for the same shares, 1 for no answer in common.
+    """
+    ours, theirs = (Counter(_answer(example, by_place=by_place) for example in some) for some in (probes, anchors))
+    return {
+        "distinct": len(ours),
+        "shares": {answer: round(count / len(probes), 6) for answer, count in ours.most_common(_TO_READ)},
+        "anchor_shares": {answer: round(count / len(anchors), 6) for answer, count in theirs.most_common(_TO_READ)},
+        "divergence": round(divergence(ours, theirs), 6) if anchors else None,
+    }
+
+
+def divergence(left: Mapping[str, int], right: Mapping[str, int]) -> float:
+    """The Jensen-Shannon divergence of two counts, in bits.
+
+    JS(p, q) = KL(p || m) / 2 + KL(q || m) / 2,  m = (p + q) / 2
+
+    >>> divergence({"A": 1, "B": 1}, {"A": 3, "B": 3}), divergence({"A": 1}, {"B": 1})
+    (0.0, 1.0)
+    """
+    names = sorted({*left, *right})
+    p, q = (np.array([counts.get(name, 0) for name in names]) / sum(counts.values()) for counts in (left, right))
+    middle = (p + q) / 2
+    return float(sum((r[r > 0] * np.log2(r[r > 0] / middle[r > 0])).sum() / 2 for r in (p, q)))
+
+
+def lengths(texts: Sequence[str]) -> dict[str, float]:
+    """How long the inputs are, in words."""
+    counts = [len(normalise(text).split()) for text in texts]
+    return {
+        "mean": round(mean(counts), 2),
+        "median": median(counts),
+        "p10": round(float(np.percentile(counts, 10)), 2),
+        "p90": round(float(np.percentile(counts, 90)), 2),
+        "longest": max(counts),
+    }
+
+
+def vocabulary(texts: Sequence[str], anchors: Sequence[str]) -> dict[str, Any]:
+    """How many words the bank uses, and how many of them no anchor has.
+
+    >>> vocabulary(["a b", "b c"], ["a"])
+    {'words': 4, 'distinct': 3, 'beyond_anchors': 2}
+    """
+    spoken = [word for text in texts for word in normalise(text).split()]
+    known = {word for text in anchors for word in normalise(text).split()}
+    return {"words": len(spoken), "distinct": len(set(spoken)), "beyond_anchors": len(set(spoken) - known)}
+
+
+def topics(given: Sequence[str | None], areas: Sequence[str]) -> dict[str, Any]:
+    """How the probes are spread over the areas of the topic cue; without a cue there is nothing to count."""
+    counts = Counter(topic for topic in given if topic is not None)
+    return {
+        "areas": len(areas),
+        "covered": sum(counts[area] > 0 for area in areas),
+        "counts": {area: counts[area] for area in areas},
+    }
+
+
+def _word_matrix(texts: Sequence[str], ids: Mapping[str, int]) -> csr_array:
+    rows, columns = [], []
+    for row, text in enumerate(texts):
+        own = [ids[word] for word in words(text)]
+        rows += [row] * len(own)
+        columns += own
+    return csr_array((np.ones(len(rows), dtype=np.int32), (rows, columns)), shape=(len(texts), max(len(ids), 1)))
+
+
+def _answer(example: Example, *, by_place: bool) -> str:
+    if not isinstance(example, Choice):
+        return normalise(example.response)
+    return ascii_uppercase[example.answer] if by_place else normalise(example.right)
+
+
+def _duplicates(keys: Sequence[str], texts: Sequence[str]) -> list[dict[str, Any]]:
+    counts = Counter(keys)
+    first = dict(reversed(list(zip(keys, texts, strict=True))))
+    return [{"text": first[key], "times": count} for key, count in counts.items() if count > 1]
+
+
+def _sample(bank: Bank, *, options: bool, seed: int) -> list[dict[str, Any]]:
+    chosen = random.Random(seed).sample(bank.probes, min(_TO_READ, len(bank.probes)))
+    return [
+        {
+            "id": probe.example.id,
+            "text": input_text(probe.example, options=options),
+            "answer": probe.example.right if isinstance(probe.example, Choice) else probe.example.response,
+            "confidence": probe.confidence,
+            "topic": probe.topic,
+        }
+        for probe in chosen
+    ]

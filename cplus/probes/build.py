@@ -1,0 +1,129 @@
+"""A sealed bank on the disk: generated block by block, resumed where it was interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cplus.data.examples import Example
+from cplus.files import fingerprint
+from cplus.interfaces import Interface, Rejected
+from cplus.models import Loaded
+from cplus.probes.bank import MANIFEST, Bank, Probe, anchors_hash, probe_from_row, probe_to_row, seal
+from cplus.probes.engine import Engine
+from cplus.probes.generate import Block, Outcome, Sampled, Tally, TooFewProbes, generate, rejections
+from cplus.probes.journal import journal_path, open_journal
+from cplus.probes.label import label
+from cplus.probes.local import LocalEngine
+from cplus.probes.settings import MAX_NEW_TOKENS, Settings, plan
+
+Watch = Callable[[Sampled | Block], None]
+
+
+def build(
+    folder: Path,
+    base: Loaded,
+    interface: Interface,
+    anchors: Sequence[Example],
+    settings: Settings,
+    *,
+    engine: Engine | None = None,
+    watch: Watch = lambda event: None,
+) -> Bank:
+    """Make a bank in `folder`, or go on making it; one already sealed to the same identity is returned as it is."""
+    engine = engine or LocalEngine(base.model, base.tokenizer)
+    identity = identify(base, interface, anchors, settings, engine)
+    if folder.exists():
+        return _same(folder, identity)
+    path = journal_path(folder)
+    tally = Tally(anchors, interface, settings)
+    with open_journal(path, _resumable(identity)) as journal:
+        for entry in journal.entries:
+            block = _block_from_entry(entry)
+            tally.add(block)
+            watch(block)
+        try:
+            for event in generate(engine, partial(label, base.model, interface), interface, anchors, settings, tally):
+                if isinstance(event, Block):
+                    journal.append(_entry(event))
+                watch(event)
+        except TooFewProbes as error:
+            raise TooFewProbes(f"{error}. The accepted ones are kept in {path}") from error
+        bank = seal(folder, *_content(tally, identity))
+        path.unlink()
+    return bank
+
+
+def identify(
+    base: Loaded, interface: Interface, anchors: Sequence[Example], settings: Settings, engine: Engine
+) -> dict[str, Any]:
+    """All that decides a bank's content."""
+    first = plan(0, anchors, settings)
+    asked = asdict(settings) | {
+        "topics": list(settings.topics),
+        "max_new_tokens": settings.max_new_tokens or MAX_NEW_TOKENS[interface.name],
+    }
+    return {
+        "model": {"name": base.name, "fingerprint": base.fingerprint},
+        "anchors": {
+            "count": len(anchors),
+            "sha256": anchors_hash(anchors),
+            "ids": [anchor.id for anchor in anchors],
+        },
+        "interface": interface.name,
+        # The wording of a request and the tokenizer stand behind these tokens.
+        "first_request_sha256": fingerprint(list(interface.request(first.shots, first.topic))),
+        "settings": asked,
+        "engine": engine.describe(),
+    }
+
+
+def _resumable(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """What must not change while a bank is made; its size may, unless labels are shared out by it."""
+    settings = dict(identity["settings"])
+    if not settings["label_balanced"]:
+        del settings["num_probes"]
+    return {**identity, "settings": settings}
+
+
+def _same(folder: Path, identity: Mapping[str, Any]) -> Bank:
+    if (folder / MANIFEST).is_file():
+        bank = Bank.load(folder)
+        if all(bank.manifest[key] == value for key, value in identity.items()):
+            journal_path(folder).unlink(missing_ok=True)  # a crash just after sealing leaves it behind
+            return bank
+    raise ValueError(f"{folder} is already there and is not this bank; remove it or choose another folder")
+
+
+def _content(tally: Tally, identity: Mapping[str, Any]) -> tuple[list[Probe], dict[str, Any]]:
+    """The first N probes, and the yield of the requests up to the last of them."""
+    probes = tally.probes[: identity["settings"]["num_probes"]]
+    used = [outcome for block in tally.blocks for outcome in block.outcomes if outcome.index <= probes[-1].request]
+    rejected = rejections(used)
+    counts = {"requests": len(used), "accepted": len(probes), "rejected": dict(rejected)}
+    return probes, {**identity, "counts": counts, "yield": round(len(probes) / len(used), 6)}
+
+
+def _entry(block: Block) -> dict[str, Any]:
+    rows = [
+        {"index": outcome.index, "reason": outcome.result.reason}
+        if isinstance(outcome.result, Rejected)
+        else {"index": outcome.index, "probe": probe_to_row(outcome.result)}
+        for outcome in block.outcomes
+    ]
+    return {"outcomes": rows}
+
+
+def _block_from_entry(entry: Mapping[str, Any]) -> Block:
+    return Block(
+        outcomes=tuple(
+            Outcome(
+                index=row["index"],
+                result=Rejected(row["reason"]) if "reason" in row else probe_from_row(row["probe"]),
+            )
+            for row in entry["outcomes"]
+        )
+    )

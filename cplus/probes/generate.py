@@ -1,0 +1,237 @@
+"""From anchors to probes: ask, read, drop copies, label, until there are enough."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+
+from cplus.data.examples import Choice, Example
+from cplus.interfaces import Interface, Rejected
+from cplus.models import Loaded
+from cplus.probes.bank import Probe
+from cplus.probes.engine import Engine, Request, Sample, Sampling, request_seed
+from cplus.probes.label import Label, Labeller, label
+from cplus.probes.local import LocalEngine
+from cplus.probes.settings import BLOCK, MAX_NEW_TOKENS, Plan, Settings, domain_test, plan
+from cplus.probes.texts import input_key
+
+_PATIENCE = 2
+
+
+class TooFewProbes(ValueError):
+    """The model does not produce enough valid probes to go on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """A request was answered; `reason` says why its text cannot become a probe, as far as is known yet."""
+
+    index: int
+    text: str
+    reason: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of one request in the end: a probe, or the reason why there is none."""
+
+    index: int
+    result: Probe | Rejected
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """The outcomes of consecutive requests."""
+
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def probes(self) -> list[Probe]:
+        """Those that became probes."""
+        return [outcome.result for outcome in self.outcomes if isinstance(outcome.result, Probe)]
+
+
+class Tally:
+    """What has been accepted so far, and what may still be."""
+
+    def __init__(self, anchors: Sequence[Example], interface: Interface, settings: Settings) -> None:
+        self._settings = settings
+        self._options = interface.name == "letter"
+        self._in_domain = domain_test(settings.domain) if settings.domain else None
+        self._anchors = {self._key(anchor) for anchor in anchors}
+        self._keys: set[str] = set()
+        self._answers: Counter[int] = Counter()
+        self._quota = _quota(anchors, interface, settings)
+        self.blocks: list[Block] = []
+        self.probes: list[Probe] = []
+
+    def new_input(self, example: Example) -> Rejected | None:
+        """Why an input cannot become a probe before it has an answer; one that can is remembered."""
+        key = self._key(example)
+        if key in self._anchors:
+            return Rejected("copy of an anchor")
+        if key in self._keys:
+            return Rejected("duplicate")
+        if self._in_domain is not None and not self._in_domain(example):
+            return Rejected("outside the domain")
+        self._keys.add(key)
+        return None
+
+    def new_label(self, labelled: Label | Rejected) -> Label | Rejected:
+        """The label, unless an option of the settings is against it."""
+        if isinstance(labelled, Rejected):
+            return labelled
+        if labelled.confidence < self._settings.confidence_floor:
+            return Rejected("low confidence")
+        if self._quota is not None and isinstance(labelled.example, Choice):
+            if self._answers[labelled.example.answer] >= self._quota:
+                return Rejected("enough of this label")
+            self._answers[labelled.example.answer] += 1
+        return labelled
+
+    def add(self, block: Block) -> None:
+        """Count a block, fresh or from a journal."""
+        self.blocks.append(block)
+        self.probes += block.probes
+        self._keys = {self._key(probe.example) for probe in self.probes}
+        self._answers = Counter(probe.example.answer for probe in self.probes if isinstance(probe.example, Choice))
+
+    @property
+    def full(self) -> bool:
+        """Whether the bank is complete."""
+        return len(self.probes) >= self._settings.num_probes
+
+    def check_yield(self) -> None:
+        """Stop where the last requests gave next to nothing, so that no model can keep us for ever."""
+        recent = self.blocks[-_PATIENCE:]
+        asked = sum(len(block.outcomes) for block in recent)
+        gained = sum(len(block.probes) for block in recent)
+        if self.full or len(recent) < _PATIENCE or gained >= self._settings.min_yield * asked:
+            return
+        outcomes = [outcome for block in self.blocks for outcome in block.outcomes]
+        reasons = ", ".join(f"{reason} {count}" for reason, count in rejections(outcomes).most_common())
+        raise TooFewProbes(
+            f"the model gave {len(self.probes)} of {self._settings.num_probes} probes in {len(outcomes)} requests and "
+            f"{gained} in the last {asked}, below {self._settings.min_yield:.0%}; rejected: {reasons}. Try other "
+            "anchors, another interface, or ask for fewer probes"
+        )
+
+    def _key(self, example: Example) -> str:
+        return input_key(example, options=self._options)
+
+
+def rejections(outcomes: Iterable[Outcome]) -> Counter[str]:
+    """How often each reason was given."""
+    return Counter(outcome.result.reason for outcome in outcomes if isinstance(outcome.result, Rejected))
+
+
+def generate(
+    engine: Engine,
+    labeller: Labeller,
+    interface: Interface,
+    anchors: Sequence[Example],
+    settings: Settings,
+    tally: Tally,
+) -> Iterator[Sampled | Block]:
+    """Go on from the tally's last block until it is full; a block is added to the tally before it is yielded.
+
+    Paper: App. C.1, construction of the bank S_A.
+    """
+    while not tally.full:
+        tally.check_yield()
+        first = sum(len(block.outcomes) for block in tally.blocks)
+        plans = [plan(index, anchors, settings) for index in range(first, first + BLOCK)]
+        read: dict[int, Example | Rejected] = {}
+        for sampled, parsed in _sampled(engine, interface, anchors, plans, settings):
+            read[sampled.index] = parsed
+            yield sampled
+        block = _judged(plans, read, labeller, tally)
+        tally.add(block)
+        yield block
+
+
+def write_probes(base: Loaded, interface: Interface, anchors: Sequence[Example], settings: Settings) -> list[Probe]:
+    """The probes a model writes from its anchors, in memory: a bank without a seal."""
+    tally = Tally(anchors, interface, settings)
+    engine = LocalEngine(base.model, base.tokenizer)
+    for _ in generate(engine, partial(label, base.model, interface), interface, anchors, settings, tally):
+        pass
+    return tally.probes[: settings.num_probes]
+
+
+def _sampled(
+    engine: Engine, interface: Interface, anchors: Sequence[Example], plans: Sequence[Plan], settings: Settings
+) -> Iterator[tuple[Sampled, Example | Rejected]]:
+    requests = [
+        Request(
+            index=planned.index,
+            prompt=interface.request(planned.shots, planned.topic),
+            seed=request_seed(settings.seed, planned.index),
+        )
+        for planned in plans
+    ]
+    sampling = Sampling(
+        temperature=settings.temperature,
+        max_new_tokens=settings.max_new_tokens or MAX_NEW_TOKENS[interface.name],
+        stop=interface.stop(anchors),
+    )
+    shots = {planned.index: planned.shots for planned in plans}
+    for sample in engine.sample(requests, sampling):
+        parsed = interface.parse(_ended(sample, sampling), shots[sample.index])
+        reason = parsed.reason if isinstance(parsed, Rejected) else None
+        yield Sampled(index=sample.index, text=sample.text, reason=reason), parsed
+
+
+def _ended(sample: Sample, sampling: Sampling) -> str:
+    """A sample as if it ended in a stop text, where the model ended it; without its last line, where the limit did."""
+    if sample.end == "end of text":
+        return sample.text + sampling.stop[0]
+    lines, newline, _ = sample.text.rpartition("\n")
+    return lines if sample.end == "limit" and newline else sample.text
+
+
+def _judged(plans: Sequence[Plan], read: dict[int, Example | Rejected], labeller: Labeller, tally: Tally) -> Block:
+    """The outcomes in the requests' order, whatever order they finished in."""
+    inputs: dict[int, Example] = {}
+    outcomes: dict[int, Probe | Rejected] = {}
+    for planned in plans:
+        parsed = read[planned.index]
+        rejected = parsed if isinstance(parsed, Rejected) else tally.new_input(parsed)
+        if rejected is not None:
+            outcomes[planned.index] = rejected
+        elif not isinstance(parsed, Rejected):
+            inputs[planned.index] = parsed
+    labels = dict(zip(inputs, labeller(list(inputs.values())), strict=True))
+    for planned in plans:
+        if planned.index in labels:
+            outcomes[planned.index] = _probe(planned, tally.new_label(labels[planned.index]))
+    return Block(outcomes=tuple(Outcome(index=p.index, result=outcomes[p.index]) for p in plans))
+
+
+def _probe(planned: Plan, labelled: Label | Rejected) -> Probe | Rejected:
+    if isinstance(labelled, Rejected):
+        return labelled
+    return Probe(
+        example=labelled.example,
+        # Six digits: more would tie a bank's bytes to the last bit of a sum.
+        confidence=round(labelled.confidence, 6),
+        request=planned.index,
+        shots=tuple(shot.id for shot in planned.shots),
+        topic=planned.topic,
+    )
+
+
+def _quota(anchors: Sequence[Example], interface: Interface, settings: Settings) -> int | None:
+    """How many probes may share a label, where labels are to be balanced."""
+    if not settings.label_balanced:
+        return None
+    counts = {len(anchor.choices) for anchor in anchors if isinstance(anchor, Choice)}
+    if interface.name != "letter" or len(counts) != 1:
+        raise ValueError(
+            "label-balanced banks need one fixed set of answers: the letter interface and anchors with the same "
+            f"number of choices; got the {interface.name} interface and {sorted(counts) or 'no'} choices"
+        )
+    return ceil(settings.num_probes / counts.pop())

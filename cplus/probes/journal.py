@@ -1,0 +1,93 @@
+"""What was accepted so far, kept beside the bank to be: generation goes on where it stopped."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from cplus.files import canonical_json
+
+FORMAT = "cplus-journal/1"
+
+
+class Journal:
+    """Lines of JSON, each on the disk before the next is begun; the first says what is being made."""
+
+    def __init__(self, file: IO[bytes], entries: list[dict[str, Any]]) -> None:
+        self._file = file
+        self.entries = entries
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        """Add an entry; when this returns it survives a crash."""
+        _write(self._file, entry)
+        self.entries.append(dict(entry))
+
+
+def journal_path(folder: Path) -> Path:
+    """Where the journal of a bank lies: beside it, so that no folder looks sealed that is not."""
+    return folder.with_name(f"{folder.name}.partial.jsonl")
+
+
+@contextmanager
+def open_journal(path: Path, identity: Mapping[str, Any]) -> Iterator[Journal]:
+    """Open a journal for one process alone; one begun under another identity is refused by what differs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"{path} is being written by another process; wait for it or choose another --out"
+            ) from error
+        lines = _whole_lines(file)
+        head = {"format": FORMAT, "identity": json.loads(canonical_json(identity))}
+        if not lines:
+            _write(file, head)
+        elif lines[0] != head:
+            raise ValueError(f"{path} was begun {_difference(lines[0], head)}; give those again, or remove it")
+        yield Journal(file, lines[1:])
+
+
+def _whole_lines(file: IO[bytes]) -> list[dict[str, Any]]:
+    """All entries; a last line that was cut short by a crash or a full disk is taken off the file."""
+    file.seek(0)
+    entries, end = [], 0
+    for line in file:
+        if not line.endswith(b"\n"):
+            break
+        try:
+            entries.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(
+                f"{file.name}: line {len(entries) + 1} is damaged; remove the file and begin again"
+            ) from error
+        end += len(line)
+    file.truncate(end)
+    file.seek(0, os.SEEK_END)
+    return entries
+
+
+def _write(file: IO[bytes], entry: Mapping[str, Any]) -> None:
+    file.write(canonical_json(entry).encode() + b"\n")
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+    if found.get("format") != FORMAT:
+        return f"in the format {found.get('format')!r} and not {FORMAT!r}"
+    old, new = _flat(found["identity"]), _flat(expected["identity"])
+    keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    return "with " + ", ".join(f"{key} {old.get(key)!r:.40} and not {new.get(key)!r:.40}" for key in keys)
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        flat |= _flat(item, f"{prefix}{key}.") if isinstance(item, Mapping) else {f"{prefix}{key}": item}
+    return flat

@@ -1,0 +1,133 @@
+"""How a bank is made: the settings that decide which probes are in it, and the plan of its requests."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from cplus.data.examples import Example
+from cplus.probes.texts import input_text
+
+TOPICS = (
+    "elementary math",
+    "algebra",
+    "computer programming",
+    "software debugging",
+    "biology",
+    "medicine",
+    "physics",
+    "chemistry",
+    "world history",
+    "civics",
+    "economics",
+    "business",
+    "law",
+    "ethics",
+    "literature",
+    "linguistics",
+    "geography",
+    "environmental science",
+    "psychology",
+    "sports",
+    "music",
+    "visual art",
+    "daily life",
+    "workplace decisions",
+)
+"""The 24 broad areas of the topic cue. Protocol section 3."""
+
+MAX_NEW_TOKENS = {"letter": 256, "cloze": 96, "freeform": 160}
+"""How long a new input may get, by interface, unless the settings say."""
+
+BLOCK = 128
+"""Requests that are sampled, labelled and recorded together.
+
+Not a setting: it does not grow with the bank, so a bank is a prefix of any larger one of the same seed.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is asked for; the last three are off in the paper.
+
+    Paper: K, T and N in App. C.1.
+    """
+
+    num_probes: int = 512
+    shots: int = 2
+    temperature: float = 0.8
+    max_new_tokens: int | None = None
+    topics: tuple[str, ...] = ()
+    seed: int = 0
+    min_yield: float = 0.02
+    label_balanced: bool = False
+    confidence_floor: float = 0.0
+    domain: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_probes < 1:
+            raise ValueError(f"num_probes must be at least 1, got {self.num_probes}")
+        if self.shots < 1:
+            raise ValueError(f"shots must be at least 1, got {self.shots}")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        for name in ("min_yield", "confidence_floor"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        if self.min_yield == 0:
+            raise ValueError("min_yield must be above 0, or generation might never end")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one request shows the frozen model."""
+
+    index: int
+    shots: tuple[Example, ...]
+    topic: str | None
+
+
+def plan(index: int, anchors: Sequence[Example], settings: Settings) -> Plan:
+    """The context of one request: K anchors drawn afresh, and a topic from a fresh permutation for every round.
+
+    Paper: C_j and c_j in App. C.1. A function of the seed and the index alone, so requests can be made in any order.
+    """
+    if len(anchors) < settings.shots:
+        raise ValueError(
+            f"a request shows {settings.shots} anchors, but there are {len(anchors)}; "
+            "give more anchors or lower the number of shots"
+        )
+    shots = random.Random(f"{settings.seed}/shots/{index}").sample(list(anchors), settings.shots)
+    topic = None
+    if settings.topics:
+        turn, place = divmod(index, len(settings.topics))
+        topic = _permuted(settings.topics, f"{settings.seed}/topics/{turn}")[place]
+    return Plan(index=index, shots=tuple(shots), topic=topic)
+
+
+@cache
+def _permuted(topics: tuple[str, ...], seed: str) -> tuple[str, ...]:
+    return tuple(random.Random(seed).sample(topics, len(topics)))
+
+
+def domain_test(name: str) -> Callable[[Example], bool]:
+    """Whether an example belongs to a domain: one of the toy world by name, or `re:` and a regular expression.
+
+    >>> from cplus.data.examples import Choice
+    >>> domain_test("re:whale|dolphin")(Choice(id="a", question="Do Whales sing?", choices=("yes", "no"), answer=0))
+    True
+    """
+    if not name.startswith("re:"):
+        from cplus.toy.world import domain_named
+
+        forms = [re.escape(relation.question).replace(r"\{\}", ".+") for relation in domain_named(name).relations]
+        pattern = re.compile("|".join(rf"\A{form}\Z" for form in forms))
+    else:
+        try:
+            pattern = re.compile(name.removeprefix("re:"), re.IGNORECASE)
+        except re.error as error:
+            raise ValueError(f"domain {name!r}: expected a regular expression after re:, but {error}") from error
+    return lambda example: pattern.search(input_text(example, options=True)) is not None

@@ -1,0 +1,81 @@
+"""Data-parallel training: the part of a tensor this process holds, the rows it sees, and sums over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """This process among those that train one model together; a process alone is rank 0 of 1."""
+
+    rank: int = 0
+    world: int = 1
+    sharded: bool = False
+
+    def rows(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """Every world-th row.
+
+        >>> Layout(rank=1, world=2).rows("abcde")
+        'bd'
+        """
+        return rows[self.rank :: self.world]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the processes, in place; every process must ask for it."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def sums(self, values: Sequence[float], device: torch.device) -> list[float]:
+        """Each number's sum over the processes; a NaN in one is a NaN in all."""
+        if self.world == 1:
+            return list(values)
+        return self.sum(torch.tensor(values, dtype=torch.float64, device=device)).tolist()  # type: ignore[no-any-return]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part this process holds, detached and sharing memory; of a plain tensor, all of it."""
+    detached = tensor.detach()
+    # DTensor by its method: importing the class costs every plain run a second.
+    return detached.to_local() if hasattr(detached, "to_local") else detached  # type: ignore[no-any-return]
+
+
+def layout(params: Sequence[nn.Parameter], names: dict[int, str]) -> Layout:
+    """How these parameters are spread; anything but replicas and FSDP2 shards is refused."""
+    running = dist.is_available() and dist.is_initialized()
+    rank, world = (dist.get_rank(), dist.get_world_size()) if running else (0, 1)
+    spread = [p for p in params if hasattr(p, "device_mesh")]
+    if not spread:
+        return Layout(rank=rank, world=world)
+    plain = [p for p in params if not hasattr(p, "device_mesh")]
+    if plain:
+        raise TypeError(
+            f"{names.get(id(plain[0]), 'a parameter')!r} is a plain tensor beside {len(spread)} sharded ones; add "
+            "adapters first, then call fully_shard on every trained module"
+        )
+    for p in spread:
+        _check_placement(p, names.get(id(p), "a parameter"), world)
+    return Layout(rank=rank, world=world, sharded=True)
+
+
+def _check_placement(p: nn.Parameter, name: str, world: int) -> None:
+    mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
+    shards = [x for x in placements if not x.is_replicate()]
+    if len(shards) > 1 or any(x.is_partial() for x in shards):
+        raise TypeError(
+            f"{name!r} is placed as {tuple(map(str, placements))}: tensor parallelism is not supported; train with "
+            "FSDP2 (fully_shard) alone"
+        )
+    if mesh.size() != world:
+        raise TypeError(
+            f"{name!r} is spread over {mesh.size()} of {world} processes; the gate needs one mesh over all of them"
+        )

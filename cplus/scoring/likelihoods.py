@@ -1,0 +1,71 @@
+"""Log-likelihoods of answers: each prompt read once for all its candidates, logits only where an answer is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from cplus.data.encoded import Encoded
+from cplus.losses import target_logits
+from cplus.scoring.batches import bare, batches, check_window
+from cplus.scoring.packed import Row, packed_scores, read_prefix, shared_prefix, takes_block_masks
+
+Tokens = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One answer's log-likelihood: the sum over its tokens, and how many there are."""
+
+    total: float
+    num_tokens: int
+
+    @property
+    def mean(self) -> float:
+        """The mean token log-likelihood: what answers of different lengths are compared by."""
+        return self.total / self.num_tokens
+
+
+@torch.inference_mode()
+def score_candidates(
+    model: nn.Module, prompts: Sequence[Tokens], candidates: Sequence[Sequence[Tokens]], *, what: str = "scoring"
+) -> list[tuple[Score, ...]]:
+    """The scores of every candidate after its prompt."""
+    rows = [Row(tuple(p), tuple(map(tuple, own))) for p, own in zip(prompts, candidates, strict=True)]
+    check_window(model, [len(row.prompt) + max(map(len, row.candidates)) - 1 for row in rows])
+    if not takes_block_masks(bare(model), max(map(len, rows), default=0)):
+        return _scores_apart(model, rows, what)
+    prefix = shared_prefix(prompts)
+    rows = [Row(row.prompt[len(prefix) :], row.candidates) for row in rows]
+    past = read_prefix(bare(model), prefix)
+    scores: list[tuple[Score, ...]] = [()] * len(rows)
+    for batch in batches(model, [len(row) for row in rows], [row.kept for row in rows], what):
+        totals = packed_scores(bare(model), [rows[i] for i in batch], len(prefix), past)
+        for index, own in zip(batch, totals, strict=True):
+            lengths = map(len, rows[index].candidates)
+            scores[index] = tuple(Score(total, length) for total, length in zip(own, lengths, strict=True))
+    return scores
+
+
+@torch.inference_mode()
+def log_likelihoods(model: nn.Module, rows: Sequence[Encoded], *, what: str = "scoring") -> list[Score]:
+    """The score of each row's target."""
+    check_window(model, [len(row) - 1 for row in rows])
+    scores = [Score(0.0, 1)] * len(rows)
+    for batch in batches(model, [len(row) for row in rows], [len(row.target) for row in rows], what):
+        logits, labels = target_logits(bare(model), [rows[i] for i in batch])
+        tokens = logits.gather(2, labels.clamp(min=0)[..., None])[..., 0] - logits.logsumexp(2)
+        totals = tokens.masked_fill(labels < 0, 0.0).sum(1).tolist()
+        for index, total in zip(batch, totals, strict=True):
+            scores[index] = Score(total, len(rows[index].target))
+    return scores
+
+
+def _scores_apart(model: nn.Module, rows: Sequence[Row], what: str) -> list[tuple[Score, ...]]:
+    """Every candidate as a row of its own, for attention that takes no mask of ours."""
+    apart = [Encoded(row.prompt, candidate) for row in rows for candidate in row.candidates]
+    scores = iter(log_likelihoods(model, apart, what=what))
+    return [tuple(next(scores) for _ in row.candidates) for row in rows]

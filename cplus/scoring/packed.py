@@ -1,0 +1,140 @@
+"""A prompt and all its candidates in one row: the prompt is read once, and so is what all prompts begin with."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tokens = Sequence[int]
+
+_SHORTEST_PREFIX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A prompt with its candidates laid out after it; the last token of each is predicted, never read."""
+
+    prompt: tuple[int, ...]
+    candidates: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.prompt or not self.candidates or not all(self.candidates):
+            raise ValueError(f"expected a prompt and candidates of at least one token each, got {self}")
+
+    @property
+    def kept(self) -> int:
+        """At how many positions logits are needed: the prompt's last, and each token of a candidate but its last."""
+        return 1 + sum(len(candidate) - 1 for candidate in self.candidates)
+
+    def __len__(self) -> int:
+        return len(self.prompt) + self.kept - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where each token stands: `segments` is 0 for a prompt, 1, 2, ... for its candidates, -1 for padding."""
+
+    ids: Tensor
+    positions: Tensor
+    segments: Tensor
+    where: list[tuple[int, int, int]]
+
+
+def packed_scores(model: Any, rows: Sequence[Row], offset: int, prefix: Any | None) -> list[list[float]]:
+    """Each candidate's summed log-likelihood; `prefix` holds the keys and values of `offset` tokens before all rows."""
+    device = next(model.parameters()).device
+    layout = _lay_out(rows, offset)
+    past = copy.deepcopy(prefix)
+    if past is not None:
+        past.batch_repeat_interleave(len(rows))
+    logits = model(
+        input_ids=layout.ids.to(device),
+        attention_mask=_block_mask(model, layout.segments.to(device), offset),
+        position_ids=layout.positions.to(device),
+        past_key_values=past,
+        use_cache=past is not None,
+        logits_to_keep=max(row.kept for row in rows),
+    ).logits.float()
+    row, column, token = torch.tensor(layout.where, device=device).unbind(1)
+    chosen = iter((logits[row, column, token] - logits.logsumexp(2)[row, column]).tolist())
+    return [[sum(next(chosen) for _ in candidate) for candidate in row.candidates] for row in rows]
+
+
+def shared_prefix(prompts: Sequence[Tokens]) -> tuple[int, ...]:
+    """The beginning common to all prompts, short of any whole prompt; empty where sharing it would not pay.
+
+    >>> shared_prefix([[*range(9), 1, 2], [*range(9), 3]])
+    (0, 1, 2, 3, 4, 5, 6, 7, 8)
+    """
+    if len(prompts) < 2:
+        return ()
+    columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
+    common = tuple(tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
+    return common if len(common) >= _SHORTEST_PREFIX else ()
+
+
+def read_prefix(model: Any, prefix: Tokens) -> Any | None:
+    """The keys and values of the common beginning."""
+    if not prefix:
+        return None
+    ids = torch.tensor([prefix], device=next(model.parameters()).device)
+    return model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+
+
+def takes_block_masks(model: Any, longest: int) -> bool:
+    """Whether the model's attention takes a mask of our own for rows of up to `longest` tokens."""
+    config = model.config
+    arguments = inspect.signature(type(model).forward).parameters
+    sliding = getattr(config, "sliding_window", None)
+    return (
+        {"position_ids", "past_key_values", "logits_to_keep"} <= set(arguments)
+        and config._attn_implementation in ("sdpa", "eager")
+        and not getattr(model, "_is_stateful", False)
+        and not getattr(config, "alibi", False)
+        # A block mask knows no sliding window, so no row may reach beyond it.
+        and (sliding is None or longest <= sliding)
+    )
+
+
+def _lay_out(rows: Sequence[Row], offset: int) -> _Layout:
+    """Rows that end together; `where` lists (row, column among the kept, token) of everything to be predicted."""
+    width, keep = max(map(len, rows)), max(row.kept for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    layout = _Layout(ids, torch.zeros_like(ids), torch.full_like(ids, -1), [])
+    for i, row in enumerate(rows):
+        column = width - len(row)
+        last = column + len(row.prompt) - 1
+        _put(layout, i, column, row.prompt, position=offset, segment=0)
+        column = last + 1
+        for j, candidate in enumerate(row.candidates, start=1):
+            _put(layout, i, column, candidate[:-1], position=offset + len(row.prompt), segment=j)
+            columns = (last, *range(column, column + len(candidate) - 1))
+            layout.where.extend((i, at - (width - keep), token) for at, token in zip(columns, candidate, strict=True))
+            column += len(candidate) - 1
+    return layout
+
+
+def _put(layout: _Layout, row: int, column: int, tokens: Tokens, *, position: int, segment: int) -> None:
+    cells = slice(column, column + len(tokens))
+    layout.ids[row, cells] = torch.tensor(tokens, dtype=torch.long)
+    layout.positions[row, cells] = torch.arange(position, position + len(tokens))
+    layout.segments[row, cells] = segment
+
+
+def _block_mask(model: Any, segments: Tensor, offset: int) -> Tensor:
+    """Who sees whom: causal; the prefix and the prompt are seen by all, a candidate only by itself."""
+    rows, width = segments.shape
+    own = segments[:, :, None] == segments[:, None, :]
+    seen = (own | (segments[:, None, :] == 0)).tril()
+    seen = torch.cat([seen.new_ones(rows, width, offset), seen], dim=2)[:, None]
+    if model.config._attn_implementation == "sdpa":
+        return seen
+    # Eager attention adds the mask to its weights.
+    return torch.zeros_like(seen, dtype=model.dtype).masked_fill_(~seen, torch.finfo(model.dtype).min)

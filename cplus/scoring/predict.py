@@ -1,0 +1,99 @@
+"""What a model answers, example by example, through an interface."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
+
+from torch import nn
+
+from cplus.data.encoded import Encoded, fit
+from cplus.data.examples import Choice, Example
+from cplus.interfaces import Interface
+from cplus.predictions import Prediction
+from cplus.scoring.decoding import greedy
+from cplus.scoring.likelihoods import Score, log_likelihoods, score_candidates
+
+Judge: TypeAlias = Callable[[str, Example], bool]
+"""Whether a free-text answer to an example is right."""
+Policy: TypeAlias = Literal["refuse", "exclude"]
+
+
+def predict(
+    model: nn.Module,
+    interface: Interface,
+    examples: Sequence[Example],
+    *,
+    judge: Judge | None = None,
+    max_new_tokens: int = 256,
+    what: str = "predicting",
+) -> list[Prediction]:
+    """The model's answers in the examples' order: the likeliest candidate, or greedy text where there are none.
+
+    Paper: h_theta in App. C.1; protocol section 1.
+    """
+    candidates = [interface.candidates(example) for example in examples]
+    closed = [i for i, own in enumerate(candidates) if own]
+    open_ = [i for i, own in enumerate(candidates) if not own]
+    prompts = [interface.prompt(examples[i]) for i in closed]
+    scores = score_candidates(model, prompts, [candidates[i] for i in closed], what=what)
+    made = {i: chosen(examples[i], own) for i, own in zip(closed, scores, strict=True)}
+    if open_:
+        asked = [examples[i] for i in open_]
+        texts = _spoken(model, interface, asked, judge=judge, max_new_tokens=max_new_tokens, what=what)
+        made.update(zip(open_, texts, strict=True))
+    return [made[i] for i in range(len(examples))]
+
+
+def fitting(interface: Interface, examples: Sequence[Example], window: int, policy: Policy) -> list[Example]:
+    """The examples that the window holds with their longest answer; what is longer is refused or left out."""
+    rows = []
+    for example in examples:
+        own = interface.candidates(example) or (interface.encode(example).target,)
+        rows.append(Encoded(interface.prompt(example), max(own, key=len)))
+    return [examples[i] for i in fit(rows, window, policy).kept]
+
+
+def chosen(example: Example, scores: tuple[Score, ...]) -> Prediction:
+    """The candidate of the highest mean token log-likelihood; the first of equals."""
+    assert isinstance(example, Choice)
+    means = [score.mean for score in scores]
+    best = max(range(len(means)), key=means.__getitem__)
+    return Prediction(
+        id=example.id,
+        answer=best,
+        correct=best == example.answer,
+        confidence=1 / sum(math.exp(mean - means[best]) for mean in means),
+        scores=tuple(means),
+        num_tokens=tuple(score.num_tokens for score in scores),
+    )
+
+
+def _spoken(
+    model: nn.Module,
+    interface: Interface,
+    examples: Sequence[Example],
+    *,
+    judge: Judge | None,
+    max_new_tokens: int,
+    what: str,
+) -> list[Prediction]:
+    """Greedy answers in words, each with the mean log-likelihood of its own tokens."""
+    prompts = [interface.prompt(example) for example in examples]
+    said = greedy(
+        model, interface.tokenizer, prompts, max_new_tokens=max_new_tokens, stop=interface.answer_stop, what=what
+    )
+    rows = [Encoded(prompt, answer.tokens) for prompt, answer in zip(prompts, said, strict=True)]
+    scores = log_likelihoods(model, rows, what=f"{what}: confidence")
+    return [
+        Prediction(
+            id=example.id,
+            answer=answer.text.strip(),
+            correct=None if judge is None else judge(answer.text.strip(), example),
+            confidence=math.exp(score.mean),
+            scores=(score.mean,),
+            num_tokens=(score.num_tokens,),
+        )
+        for example, answer, score in zip(examples, said, scores, strict=True)
+    ]

@@ -1,0 +1,147 @@
+"""The built-in world: its facts, its tokenizer, its text, and the models that ship with the package."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cplus import toy
+from cplus.data.examples import to_row
+from cplus.files import fingerprint, sha256_file
+from cplus.losses import last_logits, left_padded
+from cplus.toy import pretrain, world
+from cplus.toy.vocabulary import build_tokenizer
+
+TOKENIZER = build_tokenizer()
+
+
+def test_facts_are_well_formed_and_distinct() -> None:
+    facts = [fact for domain in world.DOMAINS for fact in world.examples(domain)]
+    assert len(facts) == 4 * 2560
+    assert len({fact.id for fact in facts}) == len({fact.question for fact in facts}) == len(facts)
+    for domain in world.DOMAINS:
+        relations = {relation.name: relation for relation in world.domain_named(domain).relations}
+        for fact in world.examples(domain):
+            name, _, relation = fact.id.split("-")
+            assert name == domain
+            assert len(set(fact.choices)) == 4
+            assert set(fact.choices) <= set(relations[relation].values)
+
+
+def test_taught_and_untaught_share_out_the_facts() -> None:
+    for domain in world.DOMAINS:
+        shown, hidden = world.taught(domain), world.untaught(domain)
+        assert len(shown) == 1792
+        assert sorted(fact.id for fact in shown + hidden) == sorted(fact.id for fact in world.examples(domain))
+
+
+def test_a_name_does_not_give_the_answer_away() -> None:
+    # Right answers fall evenly on positions and values, so nothing but memory answers better than one in four.
+    facts = world.examples("harbours")
+    positions = [sum(fact.answer == place for fact in facts) / len(facts) for place in range(4)]
+    assert all(0.22 < share < 0.28 for share in positions)
+    exports = [fact.right for fact in facts if fact.id.endswith("-export")]
+    assert max(exports.count(value) for value in set(exports)) < 0.15 * len(exports)
+
+
+def test_shipped_weights_belong_to_this_world() -> None:
+    # A change of one word makes the shipped weights worthless: rebuild all three sizes, then change this.
+    rows = [to_row(fact) for domain in world.DOMAINS for fact in world.examples(domain)]
+    assert fingerprint(rows) == "FACTS"
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"harbours, craftsmen, plants, machines.*got 'cities'"):
+        world.examples("cities")
+    with pytest.raises(ValueError, match=r"toy-s, toy, toy-l.*got 'toy-xl'"):
+        toy.folder("toy-xl")
+    with pytest.raises(ValueError, match="toy-xl"):
+        pretrain.pretrain("toy-xl", Path("unused"))
+
+
+def test_words_are_single_tokens_and_answers_do_not_move_the_prompt() -> None:
+    for domain in world.DOMAINS:
+        for fact in random.Random(0).sample(world.examples(domain), 50):
+            question, value, end = world.prompt(fact.question), f" {fact.right}", "\n\n"
+            parts = [TOKENIZER(text)["input_ids"] for text in (question, value, end)]
+            assert [len(parts[1]), len(parts[2])] == [1, 1]
+            assert TOKENIZER(world.line(fact))["input_ids"] == [token for part in parts for token in part]
+    assert all(len(TOKENIZER(f" {word}")["input_ids"]) == 1 for word in world.words())
+
+
+@given(st.text(max_size=40))
+def test_any_text_round_trips(text: str) -> None:
+    assert TOKENIZER.decode(TOKENIZER(text)["input_ids"]) == text
+
+
+def test_documents_keep_to_one_domain_and_show_every_taught_fact_once_a_pass() -> None:
+    stream = pretrain.documents(TOKENIZER, torch.Generator().manual_seed(3))
+    texts = [TOKENIZER.decode(document) for document in islice(stream, 4 * 1792 // pretrain.LINES)]
+    where = {world.line(fact): domain for domain in world.DOMAINS for fact in world.taught(domain)}
+    seen = []
+    for text in texts:
+        lines = [f"{part}\n\n" for part in text.split("\n\n") if part]
+        assert len({where[line] for line in lines}) == 1
+        seen += lines
+    assert sorted(seen) == sorted(where)
+
+
+@pytest.mark.parametrize("name", toy.NAMES)
+def test_shipped_model_knows_what_it_was_taught(name: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(toy.folder(name), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(toy.folder(name))
+    assert tokenizer.get_vocab() == TOKENIZER.get_vocab()
+    for domain in world.DOMAINS:
+        assert pretrain.recall(model, tokenizer, world.taught(domain)) > 0.99
+        assert pretrain.recall(model, tokenizer, world.untaught(domain)) < 0.15
+
+
+def test_shipped_sizes_differ_as_they_say() -> None:
+    sizes = {
+        name: sum(parameter.numel() for parameter in pretrain.build_model(size, TOKENIZER, seed=0).parameters())
+        for name, size in pretrain.SIZES.items()
+    }
+    assert tuple(sizes) == toy.NAMES
+    assert 0.1e6 < sizes["toy-s"] < 0.25e6 < 0.5e6 < sizes["toy"] < 0.7e6 < 2e6 < sizes["toy-l"] < 3e6
+    shipped = sum(path.stat().st_size for name in toy.NAMES for path in toy.folder(name).iterdir())
+    assert shipped < 8_000_000
+
+
+def test_the_model_writes_new_questions_of_the_domain_it_is_shown() -> None:
+    model = AutoModelForCausalLM.from_pretrained(toy.folder("toy"), dtype=torch.float32)
+    draw, generator = random.Random(0), torch.Generator().manual_seed(0)
+    for domain in world.DOMAINS:
+        shots = [draw.sample(world.taught(domain), 2) for _ in range(32)]
+        rows = [TOKENIZER("".join(map(world.line, pair)) + "Question:")["input_ids"] for pair in shots]
+        starts = [len(row) for row in rows]
+        for _ in range(14):
+            with torch.no_grad():
+                logits = last_logits(model, left_padded(rows, torch.device("cpu")), 1)[:, 0]
+            drawn = torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)[:, 0].tolist()
+            rows = [[*row, token] for row, token in zip(rows, drawn, strict=True)]
+        texts = [TOKENIZER.decode(row[start:]) for row, start in zip(rows, starts, strict=True)]
+        questions = {text.partition("\n")[0].strip() for text in texts}
+        forms = [relation.question.split("{}") for relation in world.domain_named(domain).relations]
+        valid = [q for q in questions if any(q.startswith(a) and q.endswith(b) for a, b in forms)]
+        assert len(valid) >= 30, "at least 30 of 32 are well formed and distinct"
+
+
+def test_pretraining_is_deterministic_and_leaves_a_folder_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(pretrain.SIZES, "toy-s", replace(pretrain.SIZES["toy-s"], steps=3, layers=1))
+    for name in ("one", "two"):
+        torch.rand(1)  # the global state must not matter
+        pretrain.pretrain("toy-s", tmp_path / name, seed=5)
+    assert sha256_file(tmp_path / "one" / "model.safetensors") == sha256_file(tmp_path / "two" / "model.safetensors")
+    pretrain.pretrain("toy-s", tmp_path / "other", seed=6)
+    assert sha256_file(tmp_path / "one" / "model.safetensors") != sha256_file(tmp_path / "other" / "model.safetensors")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "one").config.num_hidden_layers == 1
