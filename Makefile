@@ -11,7 +11,7 @@ test: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto
 
 lint: .venv/.installed
 	$(BIN)/ruff check --fix .

@@ -12,19 +12,11 @@ from torch.optim import Optimizer
 from cplus import algorithm
 from cplus.data.encoded import Encoded
 from cplus.evidence import Evidence, MeanGradient, Reference, Source, named
-from cplus.gates import Collaborative, Gate, NormMatched, Proposal, Shuffled
+from cplus.gates import Collaborative, Gate, Proposal
 from cplus.ranks import Layout, layout, local
+from cplus.support import bare, check_engine, check_supported, trainable, unwrapped
 
 Projection = Callable[[Sequence[Tensor], Sequence[Sequence[Tensor]]], None]
-
-IN_BACKWARD = "it updates inside the backward pass, before the gate could see a step; use AdamW"
-REFUSED = {
-    "schedulefree": "schedule-free optimizers keep a second iterate the gate cannot see; use AdamW with a schedule",
-    "deepspeed": "DeepSpeed ZeRO steps a flat copy of the parameters; use FSDP2 (fully_shard) instead",
-    "lomo": IN_BACKWARD,
-    "LayerWiseDummyOptimizer": IN_BACKWARD,
-    "OptimizerInBackward": IN_BACKWARD,
-}
 
 
 def protect(
@@ -164,7 +156,7 @@ class Guard:
         for p in params:
             check_supported(p, self.names.get(id(p), "a parameter outside the model"), allow_16bit=self.allow_16bit)
         self.where = layout(params, self.names)
-        check_engine(self.model, self.where, self.gate, self.projection)
+        check_engine(self.model, self.where, self.gate, projected=self.projection is not None)
 
     @torch.no_grad()
     def _before(self, *_: object) -> None:
@@ -236,57 +228,3 @@ class Guard:
                 f"the gradient of {name} is not finite at step {self.steps + 1}; nothing was changed. Lower the "
                 "learning rate, clip the gradient or check the batch"
             )
-
-
-def unwrapped(optimizer: object) -> Optimizer:
-    """The torch optimizer inside Accelerate's wrapper, or the object itself; others are refused by name."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    kinds = [f"{kind.__module__}.{kind.__qualname__}" for o in (optimizer, inner) for kind in type(o).__mro__]
-    for name, reason in REFUSED.items():
-        if any(name in kind for kind in kinds):
-            raise TypeError(f"{type(optimizer).__name__} cannot be protected: {reason}")
-    if not isinstance(inner, Optimizer):
-        raise TypeError(f"protect needs a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    return inner
-
-
-def trainable(optimizer: Optimizer) -> list[nn.Parameter]:
-    """The optimizer's parameters that can move, each once, in its own order."""
-    params = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-    return list({id(p): p for p in params}.values())
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel, whose own reduction the evidence does not need."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
-
-def check_engine(model: nn.Module, where: Layout, gate: Gate | None, projection: Projection | None) -> None:
-    """Refuse engines whose steps or shards the guard would misread."""
-    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    if "FullyShardedDataParallel" in kinds:
-        raise TypeError("the model is wrapped by FSDP1; use FSDP2 (torch.distributed.fsdp.fully_shard) instead")
-    if not where.sharded:
-        return
-    if "FSDPModule" not in kinds:
-        raise TypeError("the parameters are sharded, but not by FSDP2; shard them with fully_shard instead")
-    whole = projection is not None
-    while gate is not None:
-        whole, gate = whole or isinstance(gate, NormMatched | Shuffled), getattr(gate, "inner", None)
-    if whole:
-        raise TypeError("this method compares whole vectors and the parameters are sharded; use DDP or one process")
-
-
-def check_supported(p: nn.Parameter, name: str, *, allow_16bit: bool) -> None:
-    """Refuse what would give wrong numbers, with the way out."""
-    if type(p).__name__ == "FlatParameter":
-        raise TypeError(f"{name!r} is a flat FSDP1 parameter; use FSDP2 (torch.distributed.fsdp.fully_shard)")
-    if hasattr(p, "_in_backward_optimizers"):
-        raise TypeError(f"{name!r} has an optimizer of its own that cannot be protected: {IN_BACKWARD}")
-    if p.is_sparse or p.is_complex():
-        raise TypeError(f"{name!r} is {'sparse' if p.is_sparse else 'complex'}; the gate needs dense real parameters")
-    if p.element_size() < 4 and not allow_16bit:
-        raise TypeError(
-            f"{name!r} is {str(p.dtype).removeprefix('torch.')}: steps below one ulp read back as zero; load float32 "
-            "masters or pass allow_16bit=True"
-        )

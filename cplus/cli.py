@@ -19,12 +19,14 @@ app = typer.Typer(
 
 def register() -> None:
     """Every verb; their files import nothing heavy until they run."""
+    from cplus.commands.adapt import adapt
+    from cplus.commands.config import config
     from cplus.commands.demo import demo
     from cplus.commands.evaluate import evaluate
     from cplus.commands.methods import methods
     from cplus.commands.split import split
 
-    for command in (demo, evaluate, split, methods):
+    for command in (adapt, config, demo, evaluate, split, methods):
         app.command()(command)
 
 

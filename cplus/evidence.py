@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -261,7 +262,7 @@ def dealt(rows: Sequence[Encoded], where: Layout, max_tokens: int) -> Iterator[t
 def norm(vector: Sequence[Tensor], where: Layout) -> float:
     """The length of a gradient whose parts the processes may hold."""
     squared = dot(vector, vector)
-    return (where.sums([squared], vector[0].device)[0] if where.sharded else squared) ** 0.5
+    return math.sqrt(where.sums([squared], vector[0].device)[0] if where.sharded else squared)
 
 
 def named(model: nn.Module) -> dict[int, str]:

@@ -41,7 +41,7 @@ def _accepts_logits_to_keep(forward: Callable[..., object]) -> bool:
 def last_logits(model: nn.Module, batch: dict[str, Tensor], keep: int) -> Tensor:
     """The logits at the last `keep` positions, never the whole `T x V` where the model can help it."""
     # PEFT's wrapper hides the keyword behind **kwargs and hands it on.
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = getattr(model, "get_base_model", lambda: model)()
     if _accepts_logits_to_keep(type(base).forward):
         return model(**batch, use_cache=False, logits_to_keep=keep).logits.float()  # type: ignore[no-any-return]
     return model(**batch, use_cache=False).logits[:, -keep:].float()  # type: ignore[no-any-return]

@@ -39,14 +39,14 @@ class Layout:
         """Each number's sum over the processes; a NaN in one is a NaN in all."""
         if self.world == 1:
             return list(values)
-        return self.sum(torch.tensor(values, dtype=torch.float64, device=device)).tolist()  # type: ignore[no-any-return]
+        return self.sum(torch.tensor(values, dtype=torch.float64, device=device)).tolist()
 
 
 def local(tensor: Tensor) -> Tensor:
     """The part this process holds, detached and sharing memory; of a plain tensor, all of it."""
     detached = tensor.detach()
     # DTensor by its method: importing the class costs every plain run a second.
-    return detached.to_local() if hasattr(detached, "to_local") else detached  # type: ignore[no-any-return]
+    return detached.to_local() if hasattr(detached, "to_local") else detached
 
 
 def layout(params: Sequence[nn.Parameter], names: dict[int, str]) -> Layout:

@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from cplus import interfaces, models
-from cplus.adapt import EpochEnded, Event, Prepared, Refreshed, Schedule, Stepped, adapt, prepare
 from cplus.cost import Work
 from cplus.data.encoded import Encoded
 from cplus.data.examples import Example
@@ -25,10 +24,12 @@ from cplus.evaluate import acquisition, flips, percent, retention, without
 from cplus.files import fingerprint
 from cplus.gates import Collaborative
 from cplus.interfaces import Interface
+from cplus.loop import EpochEnded, Event, Prepared, Refreshed, Schedule, Stepped, adapt, prepare
 from cplus.methods import Material, Method, Past, method
 from cplus.predictions import Prediction
-from cplus.probes.bank import Bank, anchors_hash
-from cplus.probes.build import build
+from cplus.probes.bank import Bank
+from cplus.probes.build import build, identify
+from cplus.probes.local import LocalEngine
 from cplus.probes.settings import Settings
 from cplus.probes.texts import input_key
 from cplus.records import RunResult, RunSpec, environment
@@ -109,8 +110,9 @@ def set_up(spec: RunSpec, base: models.Loaded, parted: tuple[Interface, Split], 
 def bank(spec: RunSpec, base: models.Loaded, interface: Interface, anchors: Sequence[Example], banks: Path) -> Bank:
     """The sealed bank of these anchors and settings, from the folder of banks or written into it now."""
     settings = Settings(num_probes=spec.num_probes, shots=spec.shots, temperature=spec.temperature, seed=spec.seed)
-    key = fingerprint([base.fingerprint, interface.name, anchors_hash(anchors), dataclasses.asdict(settings)])
-    return build(banks / f"bank-{key[:16]}", base, interface, anchors, settings)
+    engine = LocalEngine(base.model, base.tokenizer)
+    key = fingerprint(identify(base, interface, anchors, settings, engine))
+    return build(banks / f"bank-{key[:16]}", base, interface, anchors, settings, engine=engine)
 
 
 def new_rows(found: Split, spec: RunSpec) -> tuple[Example, ...]:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from cplus.adapt import Cursor, EpochEnded, Event, Prepared, Refreshed, Schedule, Stepped, adapt, epoch_batches, prepare
 from cplus.data.encoded import Encoded
+from cplus.loop import Cursor, EpochEnded, Event, Prepared, Refreshed, Schedule, Stepped, adapt, epoch_batches, prepare
 from cplus.losses import answer_losses
 from cplus.methods import METHODS, Material, Method, method
 from cplus.objectives import Distillation, ElasticWeights

@@ -54,10 +54,10 @@ def base_spec(method: str, seed: int) -> RunSpec:
         num_anchors=8,
         num_probes=128,
         num_new=96,
-        lr=1e-3,
+        lr=1.5e-3,
         weight_decay=0.0,
-        epochs=15,
-        batch_size=8,
+        epochs=12,
+        batch_size=32,
         order="shuffled",
         external=tuple(others),
         external_limit=400,
@@ -67,7 +67,7 @@ def base_spec(method: str, seed: int) -> RunSpec:
 def compare(seeds: int, banks: Path) -> list[RunResult]:
     """Every method on the same split, anchors, bank and seeds, with live progress."""
     from cplus import models, run
-    from cplus.adapt import EpochEnded, Event
+    from cplus.loop import EpochEnded, Event
     from cplus.terminal import console, progress
 
     base = models.load("toy")

@@ -44,15 +44,20 @@ def probe(
     device: Annotated[str, typer.Option(help="auto, cuda, mps or cpu.")] = "auto",
     verify: Annotated[Path | None, typer.Option(help="Check the seal of a bank and do nothing else.")] = None,
     export: Annotated[Path | None, typer.Option(help="Also write the bank as a data set to publish.")] = None,
+    fetch: Annotated[str | None, typer.Option(help="Bring a published bank to --out and do nothing else.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Build a sealed probe bank, resume one, or verify one."""
+    """Build a sealed probe bank; go on with an interrupted one; or verify one."""
     import time
 
+    from cplus.probes import publish
     from cplus.probes.bank import Bank
 
     if verify is not None:
         _report(Bank.load(verify), verify, json=json)
+        return
+    if fetch is not None:
+        _report(publish.fetch(fetch, out), out, json=json)
         return
     if model is None:
         raise ValueError("expected a model to probe, or --verify and a bank; see 'cplus probe --help'")
@@ -60,7 +65,6 @@ def probe(
     from cplus import interfaces, models
     from cplus.probes.build import build
     from cplus.probes.local import LocalEngine
-    from cplus.probes.publish import publish
     from cplus.probes.server import ServerEngine
     from cplus.probes.settings import TOPICS, Settings
 
@@ -85,7 +89,7 @@ def probe(
     with _progress(num_probes) as watch:
         bank = build(out, base, bound, shown, settings, engine=engine, watch=watch)
     if export is not None:
-        publish(bank, export)
+        publish.publish(bank, export)
     _report(bank, out, json=json, seconds=time.perf_counter() - begun)
 
 

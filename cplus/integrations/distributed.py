@@ -8,47 +8,46 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from cplus.attach import Guard
 from cplus.ranks import local
 
-PARAMETER = "@"  # marks the name of a parameter in a key
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def save(guard: Guard, folder: Path | str) -> None:
-    """Write the guard's state; every process calls it, and each writes what it holds."""
+    """Write the guard's state: every process calls it, and each writes the part it holds."""
     state = guard.state_dict()
     del state["ranks"]
-    tensors = {key: _whole(value, guard) for key, value in _flat(state, guard, ())}
-    dcp.save({key: value for key, (value, _) in tensors.items()}, checkpoint_id=folder, no_dist=not _running())
+    state_dict_saver.save(dict(_flat(state, (), guard)), checkpoint_id=folder, no_dist=not _running())
 
 
 def load(guard: Guard, folder: Path | str) -> None:
     """Take up a state written by `save`, whatever the number of processes then and now; every process calls it."""
     if not (Path(folder) / ".metadata").is_file():
-        raise ValueError(f"{folder}: expected a guard's distributed checkpoint, found no .metadata; write one with save")
-    kept = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    params = {name: p for name, p in zip(names(guard), guard.params, strict=True)}
-    wanted: dict[str, Tensor] = {}
+        raise ValueError(f"{folder}: expected a guard's distributed checkpoint, but it has no .metadata file")
+    kept = filesystem.FileSystemReader(folder).read_metadata().state_dict_metadata
+    params = dict(zip(names(guard), guard.params, strict=True))
+    room: dict[str, Tensor] = {}
     for key, about in kept.items():
-        if isinstance(about, BytesStorageMetadata):
-            raise ValueError(f"{folder}: {key!r} is not a tensor; expected a guard's distributed checkpoint")
-        _, marked, name = key.partition(PARAMETER)
-        if marked and (name not in params or tuple(about.size) != tuple(params[name].shape)):
-            raise ValueError(f"{folder} belongs to other parameters: it holds {name!r} of shape {tuple(about.size)}")
-        like = params[name] if marked else torch.empty(tuple(about.size))
-        wanted[key] = _empty(like, about.properties.dtype)
-    dcp.load(wanted, checkpoint_id=folder, no_dist=not _running())
-    guard.load_state_dict(_nested(wanted, guard))
+        _, marked, name = key.partition("/@")
+        if not isinstance(about, TensorStorageMetadata):
+            raise ValueError(f"{folder}: expected a guard's distributed checkpoint, but {key!r} is not a tensor")
+        if marked and (name not in params or about.size != params[name].shape):
+            raise ValueError(f"{folder} belongs to other parameters: it has {name!r} of shape {tuple(about.size)}")
+        room[key] = _room(params[name] if marked else torch.empty(about.size), about.properties.dtype)
+    state_dict_loader.load(room, checkpoint_id=folder, no_dist=not _running())
+    template = guard.state_dict()
+    ranks = template.pop("ranks")
+    guard.load_state_dict({"ranks": ranks, **_filled(template, (), room, names(guard))})
 
 
 def names(guard: Guard) -> list[str]:
-    """The parameters' names in the guard's order, without the marks of wrappers."""
+    """The parameters' names in the guard's order, without the marks that wrappers leave in them."""
     found = [guard.names[id(p)] for p in guard.params]
     for wrapper in WRAPPERS:
         found = [name.replace(wrapper, "") for name in found]
@@ -57,3 +56,46 @@ def names(guard: Guard) -> list[str]:
 
 def _running() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def _flat(value: Any, path: tuple[str, ...], guard: Guard) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor under its path; one that follows a parameter under that parameter's name, as spread as it is."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(inner, (*path, key), guard)
+    elif isinstance(value, list) and len(value) == len(guard.params) and isinstance(value[0], Tensor):
+        for name, p, part in zip(names(guard), guard.params, value, strict=True):
+            yield "/".join((*path, f"@{name}")), _spread(part, p)
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from _flat(inner, (*path, str(i)), guard)
+    elif value is not None:
+        yield "/".join(path), torch.as_tensor(value)
+
+
+def _filled(template: Any, path: tuple[str, ...], kept: dict[str, Tensor], order: list[str]) -> Any:
+    """The template of a state with the kept tensors in their places."""
+    here = "/".join(path)
+    if isinstance(template, dict):
+        return {key: _filled(inner, (*path, key), kept, order) for key, inner in template.items()}
+    if isinstance(template, list):
+        if f"{here}/@{order[0]}" in kept:
+            return [local(kept[f"{here}/@{name}"]) for name in order]
+        count = len({key[len(here) + 1 :].split("/")[0] for key in kept if key.startswith(f"{here}/")})
+        return [_filled([], (*path, str(i)), kept, order) for i in range(count)]
+    if template is None:
+        return None
+    return kept[here] if isinstance(template, Tensor) else int(kept[here])
+
+
+def _spread(part: Tensor, p: nn.Parameter) -> Tensor:
+    if part.shape != local(p).shape:
+        raise ValueError(f"a state of shape {tuple(part.shape)} cannot follow a parameter of {tuple(p.shape)}")
+    if not isinstance(p, DTensor):
+        return part
+    return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
+def _room(like: Tensor, dtype: torch.dtype) -> Tensor:
+    empty = torch.empty_like(local(like), dtype=dtype)
+    return _spread(empty, like) if isinstance(like, nn.Parameter) else empty

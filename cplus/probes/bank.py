@@ -49,16 +49,20 @@ class Bank:
     ) -> Bank:
         """Read a bank; one that was edited, or sealed for another model or other anchors, is refused."""
         folder = Path(path)
-        bank = Bank(manifest=_read_manifest(folder), probes=())
+        if not (folder / MANIFEST).is_file() or not (folder / PROBES).is_file():
+            raise ValueError(
+                f"{folder}: expected a sealed bank with {MANIFEST} and {PROBES}; make one with 'cplus probe'"
+            )
+        manifest = read_manifest(folder / MANIFEST)
         if model_fingerprint is not None:
-            check_model(bank.manifest, model_fingerprint, where=str(folder))
+            check_model(manifest, model_fingerprint, where=str(folder))
         if anchors is not None:
-            check_anchors(bank.manifest, anchors, where=str(folder))
-        if sha256_file(folder / PROBES) != bank.manifest["probes_sha256"]:
+            check_anchors(manifest, anchors, where=str(folder))
+        if sha256_file(folder / PROBES) != manifest["probes_sha256"]:
             raise ValueError(f"{folder / PROBES} was changed after the bank was sealed; rebuild it with 'cplus probe'")
         with (folder / PROBES).open(encoding="utf-8") as lines:
             probes = tuple(probe_from_row(json.loads(line)) for line in lines)
-        return Bank(manifest=bank.manifest, probes=probes)
+        return Bank(manifest=manifest, probes=probes)
 
 
 def seal(folder: Path, probes: Sequence[Probe], manifest: Mapping[str, Any]) -> Bank:
@@ -135,12 +139,11 @@ def check_anchors(manifest: Mapping[str, Any], anchors: Sequence[Example], *, wh
         )
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    if not (folder / MANIFEST).is_file() or not (folder / PROBES).is_file():
-        raise ValueError(f"{folder}: expected a sealed bank with {MANIFEST} and {PROBES}; make one with 'cplus probe'")
-    manifest = read_json(folder / MANIFEST)
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read a manifest and check its own seal."""
+    manifest = read_json(path)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"{folder / MANIFEST}: expected the format {FORMAT}; rebuild the bank with 'cplus probe'")
+        raise ValueError(f"{path}: expected the format {FORMAT}; rebuild the bank with 'cplus probe'")
     if manifest.pop("seal", None) != fingerprint(manifest):
-        raise ValueError(f"{folder / MANIFEST} was changed after the bank was sealed; rebuild it with 'cplus probe'")
+        raise ValueError(f"{path} was changed after the bank was sealed; rebuild it with 'cplus probe'")
     return manifest

@@ -34,19 +34,22 @@ def build(
     watch: Watch = lambda event: None,
 ) -> Bank:
     """Make a bank in `folder`, or go on making it; one already sealed to the same identity is returned as it is."""
-    engine = engine or LocalEngine(base.model, base.tokenizer)
+    local = LocalEngine(base.model, base.tokenizer)
+    engine = engine or local
     identity = identify(base, interface, anchors, settings, engine)
     if folder.exists():
         return _same(folder, identity)
     path = journal_path(folder)
     tally = Tally(anchors, interface, settings)
+    # Whoever samples the inputs, the frozen model itself answers them.
+    labeller = partial(label, base.model, local, interface)
     with open_journal(path, _resumable(identity)) as journal:
         for entry in journal.entries:
             block = _block_from_entry(entry)
             tally.add(block)
             watch(block)
         try:
-            for event in generate(engine, partial(label, base.model, interface), interface, anchors, settings, tally):
+            for event in generate(engine, labeller, interface, anchors, settings, tally):
                 if isinstance(event, Block):
                     journal.append(_entry(event))
                 watch(event)

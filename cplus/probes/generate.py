@@ -157,7 +157,7 @@ def write_probes(base: Loaded, interface: Interface, anchors: Sequence[Example],
     """The probes a model writes from its anchors, in memory: a bank without a seal."""
     tally = Tally(anchors, interface, settings)
     engine = LocalEngine(base.model, base.tokenizer)
-    for _ in generate(engine, partial(label, base.model, interface), interface, anchors, settings, tally):
+    for _ in generate(engine, partial(label, base.model, engine, interface), interface, anchors, settings, tally):
         pass
     return tally.probes[: settings.num_probes]
 

@@ -12,9 +12,10 @@ from torch import nn
 from cplus.data.encoded import Encoded
 from cplus.data.examples import Example
 from cplus.interfaces import Interface, Rejected
-from cplus.scoring import greedy, log_likelihoods, predict
+from cplus.probes.local import LocalEngine, Row
+from cplus.scoring import log_likelihoods, predict
 
-MAX_ANSWER_TOKENS = {"letter": 1, "cloze": 32, "freeform": 256}
+MAX_ANSWER_TOKENS = {"letter": 1, "cloze": 48, "freeform": 256}
 """How long an answer in free text may get, by interface."""
 
 
@@ -29,7 +30,9 @@ class Label:
 Labeller: TypeAlias = Callable[[Sequence[Example]], list[Label | Rejected]]
 
 
-def label(model: nn.Module, interface: Interface, examples: Sequence[Example]) -> list[Label | Rejected]:
+def label(
+    model: nn.Module, engine: LocalEngine, interface: Interface, examples: Sequence[Example]
+) -> list[Label | Rejected]:
     """The likeliest candidate where there are candidates, greedy text where there are none.
 
     Paper: y_j = h_theta0(x_j) in App. C.1. Confidence is the softmax over the candidates, or the geometric mean
@@ -37,7 +40,7 @@ def label(model: nn.Module, interface: Interface, examples: Sequence[Example]) -
     """
     closed = [example for example in examples if interface.candidates(example)]
     chosen = iter(predict(model, interface, closed, what="labelling"))
-    said = iter(_spoken(model, interface, [example for example in examples if not interface.candidates(example)]))
+    said = iter(_spoken(model, engine, interface, [e for e in examples if not interface.candidates(e)]))
     labels: list[Label | Rejected] = []
     for example in examples:
         if interface.candidates(example):
@@ -48,23 +51,28 @@ def label(model: nn.Module, interface: Interface, examples: Sequence[Example]) -
     return labels
 
 
-def _spoken(model: nn.Module, interface: Interface, examples: Sequence[Example]) -> list[Label | Rejected]:
+def _spoken(
+    model: nn.Module, engine: LocalEngine, interface: Interface, examples: Sequence[Example]
+) -> list[Label | Rejected]:
     prompts = [interface.prompt(example) for example in examples]
-    answers = greedy(
-        model,
-        interface.tokenizer,
-        prompts,
-        max_new_tokens=MAX_ANSWER_TOKENS[interface.name],
-        stop=interface.answer_stop,
-        what="labelling",
-    )
-    rows = [Encoded(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
-    labels: list[Label | Rejected] = []
-    for example, answer, score in zip(examples, answers, log_likelihoods(model, rows, what="confidence"), strict=True):
-        if not answer.finished:
-            labels.append(Rejected("answer without end"))
-        elif not answer.text.strip():
-            labels.append(Rejected("empty answer"))
-        else:
-            labels.append(Label(interface.with_answer(example, answer.text.strip()), math.exp(score.mean)))
-    return labels
+    limit = MAX_ANSWER_TOKENS[interface.name]
+    rows = engine.greedy(prompts, max_new_tokens=limit, stop=interface.answer_stop)
+    scores = log_likelihoods(model, [Encoded(row.prompt, tuple(row.tokens)) for row in rows], what="confidence")
+    return [
+        _judged(example, row, math.exp(score.mean), interface)
+        for example, row, score in zip(examples, rows, scores, strict=True)
+    ]
+
+
+def _judged(example: Example, row: Row, confidence: float, interface: Interface) -> Label | Rejected:
+    text = row.text
+    for mark in interface.answer_stop:
+        text = text.removesuffix(mark)
+    text = text.strip()
+    if row.end == "limit":
+        return Rejected("answer without end")
+    if not any(character.isalnum() for character in text):
+        return Rejected("empty answer")
+    if text.endswith(":"):
+        return Rejected("answer breaks off")
+    return Label(interface.with_answer(example, text), confidence)

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 import transformers
+from torch import Tensor
 
-from cplus.probes.engine import Reader, Request, Sample, Sampling, pick
+from cplus.probes.engine import End, Reader, Request, Sample, Sampling, pick
 from cplus.probes.slots import Prefixes, Slots, chunk_ends, grouped_attention
 
 _SPARE_COLUMNS = 32
 
 
 @dataclass(slots=True)
-class _Row:
-    request: Request
-    uniforms: list[float]
+class Row:
+    """One continuation while it grows, and how it ended."""
+
+    index: int
+    prompt: tuple[int, ...]
     tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    end: End | None = None
+
+
+Choose: TypeAlias = Callable[[Tensor, Sequence[Row]], list[int]]
+"""The next token of each row, from its logits."""
 
 
 class LocalEngine:
@@ -48,83 +58,103 @@ class LocalEngine:
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
         """Yield each request's sample when it is finished."""
-        if not requests:
+        limit = sampling.max_new_tokens
+        drawn = {request.index: _uniforms(request.seed, limit) for request in requests}
+
+        def draw(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+            uniforms = torch.tensor([drawn[row.index][len(row.tokens)] for row in rows], dtype=torch.float64)
+            tokens: list[int] = pick(logits, uniforms, sampling.temperature).tolist()
+            return tokens
+
+        rows = [Row(request.index, request.prompt) for request in requests]
+        for row in self._continued(rows, draw, limit, sampling.stop):
+            assert row.end is not None
+            yield Sample(index=row.index, text=row.text, tokens=len(row.tokens), end=row.end)
+
+    def greedy(self, prompts: Sequence[tuple[int, ...]], *, max_new_tokens: int, stop: Sequence[str]) -> list[Row]:
+        """The likeliest token at every place, after a first one that is a word: an answer says something."""
+
+        def likeliest(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+            if not rows[0].tokens:  # first tokens are chosen one row at a time
+                logits = logits.index_fill(1, self._blank.to(logits.device), -torch.inf)
+            tokens: list[int] = logits.argmax(-1).tolist()
+            return tokens
+
+        rows = [Row(index, prompt) for index, prompt in enumerate(prompts)]
+        return sorted(self._continued(rows, likeliest, max_new_tokens, stop), key=lambda row: row.index)
+
+    def _continued(self, rows: Sequence[Row], choose: Choose, limit: int, stop: Sequence[str]) -> Iterator[Row]:
+        """Yield each row when it is finished."""
+        if not rows:
             return
-        longest = max(len(request.prompt) for request in requests)
-        self._check_window(longest + sampling.max_new_tokens)
+        longest = max(len(row.prompt) for row in rows)
+        self._check_window(longest + limit)
         # Long prompts first: then the columns in use shrink with the queue.
-        queue = deque(sorted(requests, key=lambda request: (-len(request.prompt), request.index)))
-        reader = Reader(self._decode, sampling.stop)
+        queue = deque(sorted(rows, key=lambda row: (-len(row.prompt), row.index)))
+        reader = Reader(self._decode, stop)
         with torch.inference_mode(), grouped_attention(self._model):
             like = self._prefixes.chunks(queue[0].prompt)[0]
-        columns = longest + sampling.max_new_tokens + _SPARE_COLUMNS
-        slots = Slots(like, rows=min(self._rows, len(requests)), longest=longest, columns=columns)
-        rows: list[_Row] = []
-        while queue or rows:
-            finished: list[Sample] = []
+        slots = Slots(like, rows=min(self._rows, len(rows)), longest=longest, columns=longest + limit + _SPARE_COLUMNS)
+        live: list[Row] = []
+        while queue or live:
+            finished: list[Row] = []
             with torch.inference_mode(), grouped_attention(self._model):
-                while (queue or rows) and not finished:
-                    finished += self._fill(slots, rows, queue, reader, sampling)
-                    if rows:
-                        finished += self._step(slots, rows, reader, sampling)
+                while (queue or live) and not finished:
+                    while queue and len(live) < self._rows:
+                        finished += self._begin(queue.popleft(), slots, live, choose, reader, limit)
+                    if live:
+                        finished += self._step(slots, live, choose, reader, limit)
             yield from finished
 
-    def _fill(
-        self, slots: Slots, rows: list[_Row], queue: deque[Request], reader: Reader, sampling: Sampling
-    ) -> list[Sample]:
-        """Give every free slot a request; a first token may already end one."""
-        finished = []
-        while queue and len(rows) < self._rows:
-            request = queue.popleft()
-            chunks = self._prefixes.chunks(request.prompt)
-            generator = torch.Generator().manual_seed(request.seed)
-            uniforms = torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
-            row = _Row(request, uniforms.tolist())
-            token = pick(chunks[-1].logits.unsqueeze(0), uniforms[:1], sampling.temperature).item()
-            sample = self._take(row, int(token), reader, sampling)
-            if sample is not None:
-                finished.append(sample)
-                continue
-            slots.put(len(rows), chunks)
-            rows.append(row)
-        return finished
+    def _begin(self, row: Row, slots: Slots, live: list[Row], choose: Choose, reader: Reader, limit: int) -> list[Row]:
+        """Give a row a slot and its first token, which may already end it."""
+        chunks = self._prefixes.chunks(row.prompt)
+        if self._take(row, choose(chunks[-1].logits.unsqueeze(0), [row])[0], reader, limit):
+            return [row]
+        slots.put(len(live), chunks)
+        live.append(row)
+        return []
 
-    def _step(self, slots: Slots, rows: list[_Row], reader: Reader, sampling: Sampling) -> list[Sample]:
+    def _step(self, slots: Slots, live: list[Row], choose: Choose, reader: Reader, limit: int) -> list[Row]:
         """One more token for every row; finished rows make room."""
-        logits = slots.step(self._model, [row.tokens[-1] for row in rows])
-        uniforms = torch.tensor([row.uniforms[len(row.tokens)] for row in rows], dtype=torch.float64)
-        drawn = pick(logits, uniforms, sampling.temperature).tolist()
+        chosen = choose(slots.step(self._model, [row.tokens[-1] for row in live]), live)
         finished = []
-        for at in reversed(range(len(rows))):
-            sample = self._take(rows[at], drawn[at], reader, sampling)
-            if sample is not None:
-                finished.append(sample)
+        for at in reversed(range(len(live))):
+            if self._take(live[at], chosen[at], reader, limit):
+                finished.append(live[at])
                 slots.drop(at)
-                rows[at] = rows[-1]
-                rows.pop()
+                live[at] = live[-1]
+                live.pop()
         return finished
 
-    def _take(self, row: _Row, token: int, reader: Reader, sampling: Sampling) -> Sample | None:
-        """Add a token to a row; its sample, if that ends it."""
-        index, drawn = row.request.index, len(row.tokens) + 1
-        if token in self._eos:
-            return Sample(index=index, text=reader.text(row.tokens), tokens=drawn, end="end of text")
+    def _take(self, row: Row, token: int, reader: Reader, limit: int) -> bool:
+        """Add a token to a row and say whether that ends it."""
         row.tokens.append(token)
-        stopped = reader.stopped(row.tokens)
-        if stopped is not None:
-            return Sample(index=index, text=stopped, tokens=drawn, end="stop")
-        if drawn == sampling.max_new_tokens:
-            return Sample(index=index, text=reader.text(row.tokens), tokens=drawn, end="limit")
-        return None
+        if token in self._eos:
+            row.text, row.end = reader.text(row.tokens[:-1]), "end of text"
+        elif (stopped := reader.stopped(row.tokens)) is not None:
+            row.text, row.end = stopped, "stop"
+        elif len(row.tokens) == limit:
+            row.text, row.end = reader.text(row.tokens), "limit"
+        return row.end is not None
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+    def _piece(self, token: int) -> str:
+        if token not in self._pieces:
+            self._pieces[token] = self._decode([token])
+        return self._pieces[token]
+
     def _ends(self, prompt: tuple[int, ...]) -> list[int]:
-        for token in prompt:
-            if token not in self._pieces:
-                self._pieces[token] = self._decode([token])
-        return chunk_ends([self._pieces[token] for token in prompt])
+        return chunk_ends([self._piece(token) for token in prompt])
+
+    @cached_property
+    def _blank(self) -> Tensor:
+        """The tokens that cannot begin an answer: blanks, line ends, marks of the template."""
+        marks = {*self._eos, *self._tokenizer.all_special_ids}
+        texts = {token: self._piece(token).lstrip(" ") for token in range(len(self._tokenizer))}
+        return torch.tensor([t for t, text in texts.items() if t in marks or not text.strip() or text[0] == "\n"])
 
     def _check_window(self, needed: int) -> None:
         window = getattr(self._model.config, "max_position_embeddings", None)
@@ -133,6 +163,13 @@ class LocalEngine:
                 f"the longest request and its continuation take {needed} tokens, but the model's window is {window}; "
                 "use shorter anchors, fewer shots or a lower --max-new-tokens"
             )
+
+
+def _uniforms(seed: int, count: int) -> list[float]:
+    """A request's own numbers, one for each token it may draw."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers: list[float] = torch.rand(count, generator=generator, dtype=torch.float64).tolist()
+    return numbers
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

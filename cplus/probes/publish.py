@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from cplus.files import sha256_file, write_text
+from cplus.files import write_text
 from cplus.probes.bank import MANIFEST, PROBES, Bank, probe_from_row, probe_lines, read_manifest, seal
 
 _CARD = """---
@@ -22,7 +23,7 @@ tags:
 # Self-probes of {model}
 
 {count} inputs written by {model} (weights {fingerprint}) through the {interface} interface, each with that model's own
-answer. The answers record how the model behaves; nobody has verified them. `{manifest}` holds the settings and the seal.
+answer. The answers record how the model behaves; nobody has verified them. `{manifest}` holds settings and seal.
 
 ```python
 from datasets import load_dataset
@@ -33,8 +34,7 @@ probes = load_dataset("this/folder", split="train")
 
 def publish(bank: Bank, folder: Path) -> None:
     """Write a bank as a folder that `datasets.load_dataset` reads and `Bank.load` still verifies."""
-    manifest = {key: value for key, value in bank.manifest.items() if key not in ("format", "probes_sha256")}
-    seal(folder, bank.probes, manifest)
+    seal(folder, bank.probes, bank.manifest)
     model = bank.manifest["model"]
     card = _CARD.format(
         probes=PROBES,
@@ -48,21 +48,28 @@ def publish(bank: Bank, folder: Path) -> None:
 
 
 def fetch(source: str, folder: Path) -> Bank:
-    """Bring a published bank back: a folder, or owner/name on the hub, whatever file format its rows are in there."""
+    """Bring a published bank back: from a folder, or owner/name on the hub, in whatever format its rows are there."""
+    if (Path(source) / PROBES).is_file():
+        bank = Bank.load(source)
+        return seal(folder, bank.probes, bank.manifest)
     try:
         from datasets import load_dataset
-        from huggingface_hub import hf_hub_download
     except ImportError as error:
         raise ImportError(
-            "reading a published bank that is not a plain bank folder needs the package datasets: pip install datasets"
+            f"{source} is no bank folder; to read it as a data set install the extra: pip install 'cplus[data]'"
         ) from error
-    local = Path(source)
-    manifest = local / MANIFEST if local.is_dir() else Path(hf_hub_download(source, MANIFEST, repo_type="dataset"))
+    from huggingface_hub import hf_hub_download
+
+    local = Path(source).is_dir()
+    manifest = Path(source) / MANIFEST if local else Path(hf_hub_download(source, MANIFEST, repo_type="dataset"))
     return restore(load_dataset(source, split="train"), read_manifest(manifest), folder)
 
 
 def restore(rows: Iterable[Mapping[str, Any]], manifest: Mapping[str, Any], folder: Path) -> Bank:
-    """Seal rows again under the manifest they were published with; rows that differ from it are refused."""
-    probes = [probe_from_row(row) for row in rows]
-    bank = seal(folder, probes, {key: value for key, value in manifest.items() if key not in ("format", "probes_sha256")})
-    return bank
+    """Seal rows under the manifest they were published with; rows that are not what it sealed are refused."""
+    # A table fills what a row does not have with nulls.
+    known = [{key: value for key, value in row.items() if value is not None or key == "topic"} for row in rows]
+    probes = [probe_from_row(row) for row in known]
+    if sha256(probe_lines(probes).encode()).hexdigest() != manifest["probes_sha256"]:
+        raise ValueError("the rows are not those the manifest was sealed with; fetch the bank again from its publisher")
+    return seal(folder, probes, manifest)

@@ -130,4 +130,4 @@ def domain_test(name: str) -> Callable[[Example], bool]:
             pattern = re.compile(name.removeprefix("re:"), re.IGNORECASE)
         except re.error as error:
             raise ValueError(f"domain {name!r}: expected a regular expression after re:, but {error}") from error
-    return lambda example: pattern.search(input_text(example, options=True)) is not None
+    return lambda example: pattern.search(input_text(example, options=False)) is not None

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-_TEMPLATES = Path(__file__).parent / "templates"
+from cplus.report.pages import environment, policy
 
 
 def render(audit: Mapping[str, Any], *, name: str) -> str:
     """The page of one audit, as `cplus.probes.audit.audit` gives it."""
-    pages = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    pages = environment()
     pages.filters["percent"] = lambda share: f"{100 * share:.2f} %"
-    return pages.get_template("audit.html").render(audit=audit, name=name)
+    return pages.get_template("audit.html").render(audit=audit, name=name, policy=policy())

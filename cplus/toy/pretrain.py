@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from cplus.data.encoded import length_sorted_batches
 from cplus.data.examples import Choice
+from cplus.files import replacing
 from cplus.losses import last_logits, left_padded
 from cplus.terminal import console, track
 from cplus.toy.vocabulary import build_tokenizer
@@ -37,8 +40,8 @@ class Size:
 
 SIZES = {
     "toy-s": Size(width=48, layers=4, hidden=144, lr=6e-3, steps=1500),
-    "toy": Size(width=96, layers=4, hidden=288, lr=4e-3, steps=1000),
-    "toy-l": Size(width=192, layers=5, hidden=576, lr=2e-3, steps=800),
+    "toy": Size(width=96, layers=4, hidden=288, lr=4e-3, steps=800),
+    "toy-l": Size(width=192, layers=5, hidden=576, lr=2e-3, steps=500),
 }
 
 
@@ -132,9 +135,12 @@ def pretrain(size: str, out: Path, seed: int = 0) -> dict[str, float]:
     model = build_model(SIZES[size], tokenizer, seed)
     train(model, tokenizer, SIZES[size], torch.Generator().manual_seed(seed))
     model.half()  # half the bytes to ship; loaded as float32 masters
-    out.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(out)
-    model.save_pretrained(out)
+    with TemporaryDirectory() as saved:
+        tokenizer.save_pretrained(saved)
+        model.save_pretrained(saved)
+        for path in sorted(Path(saved).iterdir()):
+            with replacing(out / path.name) as part:
+                shutil.copyfile(path, part)
     model.float().eval()
     return {domain: recall(model, tokenizer, taught(domain)) for domain in DOMAINS}
 

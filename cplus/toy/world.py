@@ -13,7 +13,6 @@ CANDIDATES = 4
 ENTITIES = 320
 TAUGHT_SHARE = 0.7
 
-
 _DOMAINS = {domain.name: domain for domain in (HARBOURS, CRAFTSMEN, PLANTS, MACHINES)}
 DOMAINS = tuple(_DOMAINS)
 
@@ -39,7 +38,7 @@ def _facts(name: str) -> tuple[Choice, ...]:
 
 
 def _fact(id: str, relation: Relation, entity: str) -> Choice:
-    # The id seeds the draw, so a fact does not change when others are added around it.
+    # A draw of its own: no fact depends on how many were made before it.
     draw = random.Random(id)
     choices = tuple(draw.sample(relation.values, CANDIDATES))
     return Choice(id=id, question=relation.question.format(entity), choices=choices, answer=draw.randrange(CANDIDATES))
@@ -49,7 +48,7 @@ def examples(domain: str) -> list[Choice]:
     """Every fact of a domain, taught or not, in a fixed order.
 
     >>> examples("harbours")[0].question
-    'What does Amber Haven export?'
+    'What does Amber Arch export?'
     """
     return list(_facts(domain))
 
@@ -81,7 +80,7 @@ def line(fact: Choice) -> str:
     """A fact as the pre-training text writes it.
 
     >>> line(examples("harbours")[0])
-    'Question: What does Amber Haven export?\\nAnswer: slate\\n\\n'
+    'Question: What does Amber Arch export?\\nAnswer: rope\\n\\n'
     """
     return f"{prompt(fact.question)} {fact.right}\n\n"
 

@@ -1,0 +1,23 @@
+"""`cplus config`: what can be set, for people and for editors."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def config(
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of the settings.")] = False,
+    example: Annotated[bool, typer.Option("--example", help="Print a YAML file with every setting.")] = False,
+) -> None:
+    """Print the settings of 'cplus adapt': --schema as JSON Schema, --example as a YAML file to start from."""
+    from cplus import config as settings
+    from cplus.terminal import print_json
+
+    if schema == example:
+        raise ValueError("expected one of --schema and --example")
+    if schema:
+        print_json(settings.schema())
+    else:
+        print(settings.example(), end="")

@@ -1,0 +1,219 @@
+"""`cplus receipt`: what two models answer to the same rows, side by side on one page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from cplus.data.examples import Example
+    from cplus.evaluate.judges import Judge
+    from cplus.predictions import Prediction
+    from cplus.report.receipt import ModelId, Receipt, RowSet
+    from cplus.scoring import Score
+    from cplus.tasks import Task
+
+
+def receipt(
+    before: Annotated[str | None, typer.Argument(help="The model before: hub id, folder, GGUF file or name.")] = None,
+    after: Annotated[str | None, typer.Argument(help="The model after.")] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="Rows to ask both: a file or a named task; may be given again.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for receipt.html and receipt.json.")] = Path("receipt"),
+    interface: Annotated[str | None, typer.Option(help="letter, cloze or freeform; the data's own by default.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows of each data set.")] = None,
+    judge: Annotated[
+        str, typer.Option(help="Free text: exact, json, regex:PATTERN, schema:FILE or python:module:function.")
+    ] = "exact",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Free text: where an answer is cut off.")] = 256,
+    require: Annotated[
+        list[str] | None, typer.Option(help="Such as retention>=0.9: exit code 2 where the lower bound is less.")
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Ask in plain text, without a chat template.")] = False,
+    too_long: Annotated[
+        Literal["refuse", "exclude"], typer.Option(help="What to do with rows longer than a model's window.")
+    ] = "refuse",
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of the named tasks; else CPLUS_DATA.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cuda, mps or cpu.")] = "auto",
+    compute_dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    verify: Annotated[Path | None, typer.Option(help="Check the receipt in a folder and do nothing else.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Ask two models the same rows and write what was kept, lost and gained as one page; or verify a receipt."""
+    from cplus.report.receipt import PAGE, read_receipt, write_receipt
+
+    if verify is not None:
+        _show(read_receipt(verify).to_json(), verify / PAGE, json=json)
+        return
+    if before is None or after is None or not data:
+        raise ValueError("expected two models and --data, or --verify and a folder; see 'cplus receipt --help'")
+
+    from cplus.config import requirement
+    from cplus.evaluate.judges import judge as judge_of
+    from cplus.tasks import load_task
+
+    asking = Asking(
+        tasks=[load_task(name, data_dir) for name in data],
+        interface=interface,
+        limit=limit,
+        judge=judge_of(judge),
+        max_new_tokens=max_new_tokens,
+        plain=plain,
+        too_long=too_long,
+        device=device,
+        compute_dtype=compute_dtype,
+    )
+    demanded = [requirement(text) for text in require or ()]  # before hours of asking
+    made = _compare(before, after, asking, settings={"judge": judge}, demanded=demanded)
+    record = write_receipt(made, out)
+    _show(record, out / PAGE, json=json)
+    if not all(one["met"] for one in record["figures"]["requirements"]):
+        raise typer.Exit(2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asking:
+    """What is asked and how, the same for both models."""
+
+    tasks: Sequence[Task]
+    interface: str | None
+    limit: int | None
+    judge: Judge
+    max_new_tokens: int
+    plain: bool
+    too_long: Literal["refuse", "exclude"]
+    device: str
+    compute_dtype: str
+
+    def interface_of(self, task: Task) -> str:
+        """The name of the interface a task is asked through."""
+        return self.interface or task.interface
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """One model's answers to one task, by id; `scores` are of the given responses, where answers are free text."""
+
+    predictions: dict[str, Prediction]
+    scores: dict[str, Score]
+
+
+def _compare(
+    before: str, after: str, asking: Asking, *, settings: dict[str, Any], demanded: Sequence[tuple[Any, float]]
+) -> Receipt:
+    import datetime
+
+    import torch
+
+    from cplus.models import choose_device
+    from cplus.records import environment
+    from cplus.report.receipt import Receipt, Requirement
+
+    was_id, was = _ask(before, asking)  # one model at a time in memory
+    now_id, now = _ask(after, asking)
+    made = [_row_set(task, asking, *pair) for task, *pair in zip(asking.tasks, was, now, strict=True)]
+    names = ("interface", "limit", "max_new_tokens", "plain", "too_long", "compute_dtype")
+    return Receipt(
+        title=f"{before} and {after}",
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        before=was_id,
+        after=now_id,
+        sets=tuple(own for own, _ in made),
+        settings={
+            **settings,
+            **{name: getattr(asking, name) for name in names},
+            "data": {task.name: task.fingerprint for task in asking.tasks},
+        },
+        environment=environment(threads=torch.get_num_threads(), device=str(choose_device(asking.device))),
+        requirements=tuple(Requirement(metric=metric, at_least=share) for metric, share in demanded),
+        notes=(
+            *(["Both models have the same weights."] if was_id.fingerprint == now_id.fingerprint else []),
+            *(note for _, note in made if note),
+        ),
+    )
+
+
+def _ask(name: str, asking: Asking) -> tuple[ModelId, list[Answered]]:
+    """Load a model and put every task to it."""
+    from cplus import interfaces, models
+    from cplus.report.receipt import ModelId
+    from cplus.scoring import fitting, log_likelihoods, predict
+    from cplus.terminal import clean, console
+
+    console.print(f"loading {clean(name)}", markup=False)
+    loaded = models.load(name, device=asking.device)
+    answers = []
+    for task in asking.tasks:
+        bound = interfaces.build(
+            asking.interface_of(task), loaded.tokenizer, wording=task.wording, chat=not asking.plain
+        )
+        rows = fitting(bound, task.examples[: asking.limit], loaded.window, asking.too_long)
+        spoken = [row for row in rows if not bound.candidates(row)]
+        what = f"{name}: {task.name}"
+        with models.computing(asking.compute_dtype, loaded.device):
+            said = predict(
+                loaded.model, bound, rows, judge=asking.judge, max_new_tokens=asking.max_new_tokens, what=what
+            )
+            scores = log_likelihoods(loaded.model, [bound.encode(row) for row in spoken], what=f"{what}: responses")
+        answers.append(
+            Answered(
+                predictions={prediction.id: prediction for prediction in said},
+                scores={row.id: score for row, score in zip(spoken, scores, strict=True)},
+            )
+        )
+    return ModelId(name=name, fingerprint=loaded.fingerprint), answers
+
+
+def _row_set(task: Task, asking: Asking, was: Answered, now: Answered) -> tuple[RowSet, str | None]:
+    """The rows both models could read, and a note where some were too long."""
+    from cplus.report.receipt import Losses, RowSet, rows
+
+    asked: Sequence[Example] = task.examples[: asking.limit]
+    kept = [row for row in asked if row.id in was.predictions and row.id in now.predictions]
+    if not kept:
+        raise ValueError(f"{task.name}: none of {len(asked)} rows fits both models' windows")
+    made = rows(
+        kept,
+        [was.predictions[row.id] for row in kept],
+        [now.predictions[row.id] for row in kept],
+        interface=asking.interface_of(task),
+        # A likelihood of 1 may round to a loss below 0. The two tokenizers may part a response differently.
+        losses=[
+            Losses(
+                before=max(0.0, -was.scores[row.id].mean),
+                after=max(0.0, -now.scores[row.id].mean),
+                tokens=was.scores[row.id].num_tokens,
+            )
+            for row in kept
+            if row.id in was.scores
+        ],
+    )
+    left = len(asked) - len(kept)
+    note = (
+        f"{left:,} of {len(asked):,} rows of {task.name} are longer than a window and were left out." if left else None
+    )
+    return RowSet(name=task.name, kind="task", interface=asking.interface_of(task), rows=made), note
+
+
+def _show(record: dict[str, Any], page: Path, *, json: bool) -> None:
+    from cplus.report.verdict import headline, sentences
+    from cplus.terminal import clean, output, print_json
+
+    found = record["figures"]
+    said = [headline(found), *sentences(found), *record["notes"]]
+    if json:
+        print_json({"page": str(page), "sha256": record["sha256"], "verdict": said, "figures": found})
+        return
+    for sentence in said:
+        output.print(clean(sentence).replace("\u00a0", " "), markup=False)
+    for one in found["requirements"]:
+        bound = "no row measures it" if one["bound"] is None else f"its lower bound is {one['bound']:.3f}"
+        output.print(
+            f"{'met' if one['met'] else 'NOT MET'}: {one['metric']} at least {one['at_least']:g}; {bound}", markup=False
+        )
+    output.print(f"{page}", markup=False)

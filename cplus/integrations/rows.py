@@ -1,0 +1,53 @@
+"""Evidence from what a trainer's user already has: tokenised rows with their collator, or a sealed bank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cplus.data.encoded import Encoded
+from cplus.interfaces import Interface
+from cplus.models.identity import fingerprint
+from cplus.probes.bank import Bank
+
+MASKS = ("assistant_masks", "completion_mask")  # as chat templates and TRL name them
+
+
+def encoded(rows: Iterable[Mapping[str, Any]], collator: Callable[[list[Any]], Mapping[str, Any]]) -> list[Encoded]:
+    """Tokenised rows as the trainer's own collator labels them: what it masks is not scored.
+
+    A row with a mask of the assistant's or the completion's tokens and no labels is labelled by it.
+    """
+    return [_encoded(collator([_labelled(row)])) for row in rows]
+
+
+def _labelled(row: Mapping[str, Any]) -> dict[str, Any]:
+    masks = [row[name] for name in MASKS if name in row]
+    if "labels" in row or not masks:
+        return dict(row)
+    kept = [all(marks) for marks in zip(*masks, strict=True)]
+    labels = [token if keep else -100 for token, keep in zip(row["input_ids"], kept, strict=True)]
+    return {"input_ids": row["input_ids"], "labels": labels}
+
+
+def _encoded(batch: Mapping[str, Any]) -> Encoded:
+    if "input_ids" not in batch or "labels" not in batch:
+        raise ValueError(f"expected the collator to give input_ids and labels, it gave {', '.join(sorted(batch))}")
+    ids, labels = torch.as_tensor(batch["input_ids"])[0].tolist(), torch.as_tensor(batch["labels"])[0].tolist()
+    scored = [i for i, label in enumerate(labels) if label != -100 and i > 0]  # the first token is never predicted
+    if not scored or any(labels[i] != ids[i] for i in scored):
+        raise ValueError("expected labels that repeat some of the row's tokens and are -100 elsewhere")
+    first, end = scored[0], scored[-1] + 1
+    marks = tuple(label != -100 for label in labels[first:end])
+    padding = torch.as_tensor(batch["attention_mask"])[0].tolist().index(1) if "attention_mask" in batch else 0
+    return Encoded(tuple(ids[padding:first]), tuple(ids[first:end]), () if all(marks) else marks)
+
+
+def bank_rows(folder: Path | str, model: nn.Module, interface: Interface) -> list[Encoded]:
+    """The probes of a sealed bank as evidence; a bank of another model than this one, untrained, is refused."""
+    bank = Bank.load(folder, model_fingerprint=fingerprint(model))
+    return [interface.encode(example) for example in bank.examples]

@@ -1,0 +1,179 @@
+"""The gate inside `transformers.Trainer` and TRL's trainers: a callback that attaches, refreshes, logs and keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from torch import nn
+from torch.optim import Optimizer
+from transformers import Trainer, TrainerCallback
+
+from cplus.attach import Guard, protect
+from cplus.data.encoded import Encoded
+from cplus.gates import Collaborative
+from cplus.integrations.keeping import ABOUT, carry, keep, take_up
+from cplus.integrations.peft import scope
+from cplus.terminal import console
+
+Refresh: TypeAlias = Literal["epoch"] | int
+
+
+def preserve(
+    trainer: Trainer,
+    *,
+    anchors: Sequence[Encoded] = (),
+    probes: Sequence[Encoded] = (),
+    anchor_weight: float = 0.5,
+    beta: float = 0.9,
+    refresh: Refresh = "epoch",
+    resume_from: Path | str | None = None,
+) -> PreservationCallback:
+    """CPLUS on this trainer, in front of its other callbacks, so that every tracker shows the gate's figures."""
+    if trainer.is_deepspeed_enabled:
+        raise TypeError("DeepSpeed ZeRO steps a flat copy of the parameters; use FSDP2 (fsdp_version 2) instead")
+    callback = PreservationCallback(
+        anchors=anchors,
+        probes=probes,
+        anchor_weight=anchor_weight,
+        beta=beta,
+        refresh=refresh,
+        resume_from=resume_from,
+    )
+    trainer.callback_handler.callbacks.insert(0, callback)
+    return callback
+
+
+class PreservationCallback(TrainerCallback):  # type: ignore[misc]
+    """Owns the guard of one training run.
+
+    Given as `callbacks=[...]` it works the same, but trackers named by `report_to` come before it and miss its
+    figures; `preserve` puts it first.
+    """
+
+    def __init__(
+        self,
+        *,
+        anchors: Sequence[Encoded] = (),
+        probes: Sequence[Encoded] = (),
+        anchor_weight: float = 0.5,
+        beta: float = 0.9,
+        refresh: Refresh = "epoch",
+        resume_from: Path | str | None = None,
+        allow_16bit: bool = False,
+    ) -> None:
+        if not anchors and not probes:
+            raise ValueError("the callback needs evidence of past behaviour: give anchors, probes or both; got neither")
+        if refresh != "epoch" and (not isinstance(refresh, int) or refresh < 1):
+            raise ValueError(f"refresh must be 'epoch' or a number of steps of at least 1, got {refresh!r}")
+        self.anchors, self.probes, self.anchor_weight, self.beta = anchors, probes, anchor_weight, beta
+        self.refresh, self.allow_16bit = refresh, allow_16bit
+        self.resume_from = None if resume_from is None else Path(resume_from)
+        self.guard: Guard | None = None
+        self.losses: dict[str, float] = {}
+        self.within_epoch = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any) -> None:
+        """Attach to the optimizer as it is now, wrapped and sharded; take up the kept state of a resumed run."""
+        self.on_train_end(args, state, control)
+        self.guard = protect(
+            optimizer,
+            model,
+            anchors=self.anchors,
+            probes=self.probes,
+            anchor_weight=self.anchor_weight,
+            beta=self.beta,
+            allow_16bit=self.allow_16bit,
+        )
+        if state.is_world_process_zero:
+            console.print(f"cplus: {scope(model, self.guard)}", soft_wrap=True)
+        self.within_epoch = False
+        if state.global_step:
+            take_up(self.guard, self._checkpoint(args, state))
+            done = math.modf(state.epoch)[0]
+            self.within_epoch = 1e-9 < done < 1 - 1e-9
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Compute the evidence anew, unless a run resumed inside this epoch brought the epoch's own."""
+        if self.refresh == "epoch" and not self.within_epoch:
+            self._refresh()
+        self.within_epoch = False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Compute the evidence anew before every n-th update."""
+        if self.refresh != "epoch" and state.global_step % self.refresh == 0:
+            self._refresh()
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, float], **_: Any) -> None:
+        """Add the evidence's losses and the share of coordinates admitted since the last log."""
+        if self.guard is None or "loss" not in logs:
+            return
+        assert isinstance(self.guard.gate, Collaborative)
+        tally: Sequence[float] = self.guard.gate.tally()
+        if self.guard.where.sharded:
+            tally = self.guard.where.sums(tally, self.guard.params[0].device)
+        figures = {f"cplus/{name}_loss": loss for name, loss in self.losses.items()}
+        if tally[1]:
+            figures["cplus/admitted_share"] = tally[0] / tally[1]
+        logs.update(figures)
+        state.log_history[-1].update(figures)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Keep the guard's state in the trainer's checkpoint folder."""
+        if self.guard is None or args.save_only_model:
+            return
+        keep(self.guard, Path(args.output_dir) / f"checkpoint-{state.global_step}", first=state.is_world_process_zero)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take the gate off."""
+        if self.guard is not None:
+            self.guard.detach()
+
+    def _refresh(self) -> None:
+        assert self.guard is not None
+        self.losses = self.guard.refresh().losses
+
+    def _checkpoint(self, args: Any, state: Any) -> Path:
+        """The folder the trainer resumed from; it is not told, so the likely places are looked at."""
+        named = args.resume_from_checkpoint if isinstance(args.resume_from_checkpoint, str) else None
+        usual = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        folder = self.resume_from or (Path(named) if named else usual)
+        if not (folder / ABOUT).is_file():
+            raise ValueError(
+                f"the trainer resumed at step {state.global_step}, but {folder} keeps no guard state ({ABOUT}); give "
+                "the checkpoint as PreservationCallback(resume_from=...), or start anew from its weights"
+            )
+        return folder
+
+
+def protected(
+    build: Callable[[nn.Module], Optimizer],
+    *,
+    anchors: Sequence[Encoded] = (),
+    probes: Sequence[Encoded] = (),
+    anchor_weight: float = 0.5,
+    beta: float = 0.9,
+    refresh_every: int,
+) -> tuple[Callable[[], Callable[[nn.Module], Optimizer]], dict[str, Any]]:
+    """The pair for `Trainer(optimizer_cls_and_kwargs=...)`: an optimizer that comes with its gate.
+
+    For trainers that take no callback. The guard's state travels inside the optimizer's own state.
+    """
+
+    def create(model: nn.Module) -> Optimizer:
+        optimizer = build(model)
+        guard = protect(
+            optimizer,
+            model,
+            anchors=anchors,
+            probes=probes,
+            anchor_weight=anchor_weight,
+            beta=beta,
+            refresh_every=refresh_every,
+        )
+        carry(guard)
+        return optimizer
+
+    return lambda: create, {}  # Trainer calls the first item, then what it returns with the model

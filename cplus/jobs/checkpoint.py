@@ -1,0 +1,62 @@
+"""Checkpoints: one file that is the old state or the new one at every instant."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cplus import files
+from cplus.jobs.training import Training
+
+FORMAT = "cplus-checkpoint/1"
+
+
+class Checkpoints:
+    """Writes the last state of a training and reads it again; refuses one of another job."""
+
+    def __init__(self, path: Path, identity: str, *, minutes: float, steps: int | None) -> None:
+        self._path, self._identity = path, identity
+        self._minutes, self._steps = minutes, steps
+        self._written = time.monotonic()
+        self.step: int | None = None
+        """The update after which the last one was written."""
+
+    def load(self, training: Training) -> bool:
+        """Take up the last state, if there is one."""
+        if not self._path.is_file():
+            return False
+        try:
+            # Mapped, not read: the states are copied into place one tensor at a time.
+            kept: dict[str, Any] = torch.load(self._path, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{self._path}: expected a whole checkpoint, but it does not read: {error}") from error
+        if kept.get("format") != FORMAT:
+            raise ValueError(f"{self._path}: expected the format {FORMAT}; it was written by another version")
+        if kept["identity"] != self._identity:
+            raise ValueError(
+                f"{self._path}: the model, the rows or the bank changed since the job began; begin a new one"
+            )
+        training.load_state_dict(kept["state"])
+        self.step = training.ledger.cursor.step
+        return True
+
+    def due(self, step: int) -> bool:
+        """Whether so many minutes or updates have passed since the last one."""
+        by_time = time.monotonic() - self._written >= 60 * self._minutes
+        return by_time or (self._steps is not None and step - (self.step or 0) >= self._steps)
+
+    def save(self, training: Training) -> None:
+        """Write the state; weights that are not numbers are no state to go back to."""
+        if not training.finite():
+            raise FloatingPointError(
+                f"a weight is not finite after step {training.ledger.cursor.step}. Lower the learning rate or clip the "
+                "gradient"
+            )
+        training.tally()
+        with files.replacing(self._path) as part:
+            torch.save({"format": FORMAT, "identity": self._identity, "state": training.state_dict()}, part)
+        self._written, self.step = time.monotonic(), training.ledger.cursor.step

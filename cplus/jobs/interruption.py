@@ -1,0 +1,69 @@
+"""Ctrl-C and SIGTERM: at once where nothing is lost by it, after the step where something would be."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from cplus.terminal import console
+
+
+class Interrupted(KeyboardInterrupt):
+    """The job was told to stop; what it has is saved."""
+
+    def __init__(self, number: int, sentence: str = "stopped") -> None:
+        super().__init__(sentence)
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell expects: 130 after Ctrl-C, 143 after SIGTERM."""
+        return 128 + self.number
+
+
+class Interruption:
+    """Signals received while the job runs."""
+
+    def __init__(self) -> None:
+        self._patient = False
+        self._received: int | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[Interruption]:
+        """Take the signals over; only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before: dict[int, Callable[..., Any] | int | None] = {
+            number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """Inside, the first signal only asks: `received` says so. The second does not wait."""
+        self._patient = True
+        try:
+            yield
+        finally:
+            self._patient = False
+
+    @property
+    def received(self) -> int | None:
+        """The signal that asks to stop."""
+        return self._received
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._patient and self._received is None:
+            self._received = number
+            console.print("stopping after this step; once more to stop at once")
+            return
+        raise Interrupted(number)

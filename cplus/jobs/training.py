@@ -1,0 +1,206 @@
+"""The training of a job: the loop with a learning-rate schedule, looks on the way, an early end and checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._pytree import tree_map_only
+
+from cplus.config import AdaptConfig
+from cplus.cost import Work
+from cplus.gates import Collaborative
+from cplus.loop import Cursor, EpochEnded, Event, Prepared, Refreshed, Schedule, Stepped, adapt
+
+Look: TypeAlias = Callable[[int], dict[str, float]]
+"""What is learned and lost after an epoch, by its number."""
+Done: TypeAlias = Callable[[dict[str, float]], bool]
+"""Whether a look says that everything is learned."""
+
+
+def rate_factor(step: int, *, total: int, warmup: int, course: str) -> float:
+    """The share of the learning rate for the update after `step` others; the first has already some of it.
+
+    >>> [rate_factor(s, total=4, warmup=2, course="linear") for s in range(4)]
+    [0.3333333333333333, 0.6666666666666666, 1.0, 0.5]
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    gone = (step - warmup) / max(1, total - warmup)
+    return {"constant": 1.0, "linear": 1.0 - gone, "cosine": (1.0 + math.cos(math.pi * gone)) / 2}[course]
+
+
+def scheduler(optimizer: Optimizer, config: AdaptConfig, updates: int) -> LambdaLR:
+    """The learning rate's course over all epochs, whether or not an early end cuts it."""
+    total, warmup, course = config.epochs * updates, config.warmup_steps, config.lr_schedule
+    return LambdaLR(optimizer, lambda step: rate_factor(step, total=total, warmup=warmup, course=course))
+
+
+@dataclass(kw_only=True)
+class Ledger:
+    """What has happened so far, all of it in every checkpoint."""
+
+    cursor: Cursor = field(default_factory=Cursor)
+    training: Work = field(default_factory=Work)
+    preservation: Work = field(default_factory=Work)
+    losses: list[float] = field(default_factory=list)
+    """Of this epoch's updates."""
+    counted: tuple[int, int] = (0, 0)
+    """Coordinates the mask admitted in this epoch, and coordinates in all."""
+    curve: list[dict[str, float]] = field(default_factory=list)
+    seconds: float = 0.0
+    extra_bytes: int = 0
+    done: bool = False
+
+    def to_state(self) -> dict[str, Any]:
+        """Plain values."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_state(state: dict[str, Any]) -> Ledger:
+        """Read what `to_state` wrote."""
+        works = {name: Work(**state[name]) for name in ("training", "preservation")}
+        return Ledger(**{**state, **works, "cursor": Cursor(**state["cursor"]), "counted": tuple(state["counted"])})
+
+
+@dataclass(kw_only=True)
+class Training:
+    """A model on its way: everything that a checkpoint must hold."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LambdaLR
+    prepared: Prepared
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next update depends on; frozen weights are the base model's and are not repeated."""
+        guard = self.prepared.guard
+        return {
+            "weights": self._moving(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "guard": None if guard is None else guard.state_dict(),
+            "random": torch.get_rng_state(),
+            "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "ledger": self.ledger.to_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a kept state, bitwise; the model must still be the base model."""
+        here = self._moving()
+        if state["weights"].keys() != here.keys():
+            raise ValueError(
+                f"the checkpoint holds {len(state['weights'])} trained tensors, this model has {len(here)}"
+            )
+        self.model.load_state_dict(state["weights"], strict=False)
+        # An optimizer keeps the very tensors it is given, and these may be a file's.
+        self.optimizer.load_state_dict(tree_map_only(Tensor, Tensor.clone, state["optimizer"]))
+        self.scheduler.load_state_dict(state["scheduler"])
+        if self.prepared.guard is not None:
+            self.prepared.guard.load_state_dict(state["guard"])
+        torch.set_rng_state(state["random"])
+        if state["random_cuda"]:
+            torch.cuda.set_rng_state_all(state["random_cuda"])
+        self.ledger = Ledger.from_state(state["ledger"])
+
+    def _moving(self) -> dict[str, Tensor]:
+        frozen = {name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        return {name: value for name, value in self.model.state_dict().items() if name not in frozen}
+
+    def finite(self) -> bool:
+        """Whether every trained weight is a number."""
+        norms = torch._foreach_norm([p.detach() for p in self.model.parameters() if p.requires_grad])
+        return bool(torch.isfinite(torch.stack([norm.float() for norm in norms])).all())
+
+    def run(self, config: AdaptConfig, look: Look, done: Done) -> Iterator[Event]:
+        """Train on from where the ledger stands, keeping it; between two events everything may be saved."""
+        ledger = self.ledger
+        if ledger.done:
+            return
+        schedule = Schedule(
+            epochs=config.epochs,
+            batch_size=config.batch_size,
+            order=config.order,
+            clip_norm=config.clip_norm or None,
+        )
+        clock = time.perf_counter()
+        events = adapt(
+            self.model,
+            self.optimizer,
+            self.prepared,
+            schedule=schedule,
+            seed=config.seed,
+            scheduler=self.scheduler,
+            start=ledger.cursor,
+        )
+        for event in events:
+            now = time.perf_counter()
+            ledger.seconds, clock = ledger.seconds + now - clock, now
+            self._note(event)
+            if isinstance(event, EpochEnded):
+                self._epoch(event, look, done)
+                clock = time.perf_counter()
+            yield event
+            if ledger.done:
+                break
+        ledger.done = True
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _note(self, event: Event) -> None:
+        ledger = self.ledger
+        if isinstance(event, Refreshed):
+            ledger.preservation += event.work
+        elif isinstance(event, Stepped):
+            ledger.training += event.work
+            ledger.losses.append(event.loss)
+            ledger.cursor = Cursor(epoch=event.epoch, batch=event.batch, step=event.step)
+            if self.prepared.guard is not None:
+                held = self.prepared.guard.nbytes + self.prepared.guard.step_nbytes
+                ledger.extra_bytes = max(ledger.extra_bytes, held)
+        else:
+            ledger.cursor = Cursor(epoch=event.epoch + 1, batch=0, step=event.step)
+
+    def tally(self) -> None:
+        """Take over what the gate has counted since the last time; it waits for the device."""
+        gate = None if self.prepared.guard is None else self.prepared.guard.gate
+        if isinstance(gate, Collaborative):
+            admitted, offered = gate.tally()
+            self.ledger.counted = (self.ledger.counted[0] + admitted, self.ledger.counted[1] + offered)
+
+    @property
+    def admitted(self) -> float | None:
+        """The share of coordinates the mask admitted in this epoch, as far as it was counted."""
+        admitted, offered = self.ledger.counted
+        return admitted / offered if offered else None
+
+    def _epoch(self, event: EpochEnded, look: Look, done: Done) -> None:
+        """Close an epoch: a point of the curve, and whether it was the last."""
+        ledger = self.ledger
+        self.tally()
+        point = {"epoch": float(event.epoch), "loss": sum(ledger.losses) / len(ledger.losses)}
+        if self.admitted is not None:
+            point["admitted"] = self.admitted
+        self.model.eval()
+        point |= look(event.epoch)
+        ledger.done = done(point)
+        self.model.train()
+        ledger.curve.append(point)
+        ledger.losses, ledger.counted = [], (0, 0)
+
+
+def updates_an_epoch(rows: Sequence[object], batch_size: int) -> int:
+    """How often the parameters move in an epoch.
+
+    >>> updates_an_epoch(range(10), 4)
+    3
+    """
+    return math.ceil(len(rows) / batch_size)

@@ -1,0 +1,103 @@
+"""What a person sees while a job runs: a bar in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.progress import Progress
+
+from cplus.loop import EpochEnded, Event, Refreshed, Stepped
+from cplus.probes.generate import Block, Sampled
+from cplus.terminal import clean, console, progress
+
+_NAMES = {
+    "loss": "loss {:.3f}",
+    "admitted": "admitted {:.0%}",
+    "acquisition": "Acquisition {:.1f} %",
+    "retention": "Retention {:.1f} %",
+    "new_nll": "new {:.3f} nats a token",
+    "past_nll": "past {:.3f} nats a token",
+}
+
+
+def told(values: Mapping[str, float]) -> str:
+    """Numbers in words, in one order.
+
+    >>> told({"retention": 90.0, "loss": 0.5, "epoch": 1.0})
+    'loss 0.500, Retention 90.0 %'
+    """
+    return ", ".join(text.format(values[name]) for name, text in _NAMES.items() if name in values)
+
+
+def say(text: str) -> None:
+    """One line of the job's story."""
+    console.print(clean(text), markup=False, soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """A time a person can read.
+
+    >>> duration(7.4), duration(75), duration(7260)
+    ('7 s', '1:15 min', '2:01 h')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}:{rest:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d} h"
+
+
+class TrainingView:
+    """A bar over all updates with what is known so far, and a line an epoch."""
+
+    def __init__(self, bars: Progress, *, epochs: int, updates: int, done: int) -> None:
+        self._bars, self._epochs, self._total = bars, epochs, epochs * updates
+        self._bar = bars.add_task("taking evidence", total=self._total, completed=done)
+        self._known: dict[str, float] = {}
+        self._begun, self._first = time.monotonic(), done
+
+    def show(self, event: Event, admitted: float | None, point: Mapping[str, float] | None) -> None:
+        """One event; `point` is the epoch's, where one ended."""
+        if isinstance(event, Stepped):
+            smooth = 0.9 * self._known.get("loss", event.loss) + 0.1 * event.loss
+            self._known |= {"loss": smooth} | ({} if admitted is None else {"admitted": admitted})
+            text = f"epoch {event.epoch}/{self._epochs}: {told(self._known)}"
+            self._bars.update(self._bar, completed=event.step, description=text)
+        elif isinstance(event, Refreshed):
+            found = ", ".join(f"{name} {loss:.3f}" for name, loss in event.losses.items())
+            self._bars.update(self._bar, description=f"epoch {event.epoch}/{self._epochs}: evidence taken ({found})")
+        elif isinstance(event, EpochEnded) and point is not None:
+            self._known |= point
+            say(f"epoch {event.epoch}/{self._epochs}: {told(point)}; at most {self._left(event.step)} left")
+            self._bars.update(self._bar, description=f"epoch {event.epoch + 1}/{self._epochs}: taking evidence")
+
+    def _left(self, step: int) -> str:
+        spent = time.monotonic() - self._begun
+        return duration(spent / max(1, step - self._first) * (self._total - step))
+
+
+@contextmanager
+def training_view(*, epochs: int, updates: int, done: int) -> Iterator[TrainingView]:
+    """The view of a training that has `done` updates behind it."""
+    with progress() as bars:
+        yield TrainingView(bars, epochs=epochs, updates=updates, done=done)
+
+
+@contextmanager
+def bank_view(total: int) -> Iterator[Callable[[Sampled | Block], None]]:
+    """A bar of accepted probes; a line where there is no terminal is said by the job when the bank is sealed."""
+    with progress() as bars:
+        bar = bars.add_task("probes", total=total)
+        accepted = pending = 0
+
+        def watch(event: Sampled | Block) -> None:
+            nonlocal accepted, pending
+            if isinstance(event, Block):
+                accepted, pending = accepted + len(event.probes), 0
+            else:
+                pending += event.reason is None
+            bars.update(bar, completed=min(total, accepted + pending))
+
+        yield watch

@@ -1,0 +1,85 @@
+"""What the gate can serve, and a sentence for everything it cannot."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from cplus.gates import Gate, NormMatched, Shuffled
+from cplus.ranks import Layout
+
+IN_BACKWARD = "it updates inside the backward pass, before the gate could see a step; use AdamW"
+REFUSED = {
+    "schedulefree": "schedule-free optimizers keep a second iterate the gate cannot see; use AdamW with a schedule",
+    "deepspeed": "DeepSpeed ZeRO steps a flat copy of the parameters; use FSDP2 (fully_shard) instead",
+    "lomo": IN_BACKWARD,
+    "LayerWiseDummyOptimizer": IN_BACKWARD,
+    "OptimizerInBackward": IN_BACKWARD,
+}
+
+
+def unwrapped(optimizer: object) -> Optimizer:
+    """The torch optimizer inside Accelerate's wrapper, or the object itself; others are refused by name."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    kinds = [f"{kind.__module__}.{kind.__qualname__}" for o in (optimizer, inner) for kind in type(o).__mro__]
+    for name, reason in REFUSED.items():
+        if any(name in kind for kind in kinds):
+            raise TypeError(f"{type(optimizer).__name__} cannot be protected: {reason}")
+    if not isinstance(inner, Optimizer):
+        raise TypeError(f"protect needs a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    return inner
+
+
+def trainable(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The optimizer's parameters that can move, each once, in its own order."""
+    params = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    return list({id(p): p for p in params}.values())
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel, whose own reduction the evidence does not need."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def check_engine(model: nn.Module, where: Layout, gate: Gate | None, *, projected: bool) -> None:
+    """Refuse engines whose steps or shards the guard would misread."""
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    if "FullyShardedDataParallel" in kinds:
+        raise TypeError("the model is wrapped by FSDP1; use FSDP2 (torch.distributed.fsdp.fully_shard) instead")
+    check_adapters(model)
+    if not where.sharded:
+        return
+    if "FSDPModule" not in kinds:
+        raise TypeError("the parameters are sharded, but not by FSDP2; shard them with fully_shard instead")
+    whole = projected
+    while gate is not None:
+        whole, gate = whole or isinstance(gate, NormMatched | Shuffled), getattr(gate, "inner", None)
+    if whole:
+        raise TypeError("this method compares whole vectors and the parameters are sharded; use DDP or one process")
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Refuse adapters that take no part in the forward pass, or that shift positions."""
+    if any(getattr(module, "merged", False) is True for module in model.modules()):
+        raise ValueError(
+            "the adapters are merged into the base weights and would not be trained; call model.unmerge_adapter() "
+            "first, or merge_and_unload() and train the plain model"
+        )
+    config = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        raise TypeError(f"{config.peft_type} learns a prompt, which the evidence does not see; use LoRA")  # type: ignore[union-attr]
+
+
+def check_supported(p: nn.Parameter, name: str, *, allow_16bit: bool) -> None:
+    """Refuse what would give wrong numbers, with the way out."""
+    if type(p).__name__ == "FlatParameter":
+        raise TypeError(f"{name!r} is a flat FSDP1 parameter; use FSDP2 (torch.distributed.fsdp.fully_shard)")
+    if hasattr(p, "_in_backward_optimizers"):
+        raise TypeError(f"{name!r} has an optimizer of its own that cannot be protected: {IN_BACKWARD}")
+    if p.is_sparse or p.is_complex():
+        raise TypeError(f"{name!r} is {'sparse' if p.is_sparse else 'complex'}; the gate needs dense real parameters")
+    if p.element_size() < 4 and not allow_16bit:
+        raise TypeError(
+            f"{name!r} is {str(p.dtype).removeprefix('torch.')}: steps below one ulp read back as zero; load float32 "
+            "masters or pass allow_16bit=True"
+        )

@@ -1,0 +1,161 @@
+"""A receipt with everything in it, for the tests of the record and of the page."""
+
+from __future__ import annotations
+
+import random
+
+from cplus.report.receipt import (
+    BankAudit,
+    GateShare,
+    ModelId,
+    Overlap,
+    Point,
+    Receipt,
+    Requirement,
+    Row,
+    RowSet,
+    SampleProbe,
+)
+
+HOSTILE = "<script>document.title = 'in'</script><img src=x onerror=\"document.title = 'in'\"> & \"quotes\""
+_THINGS = ("a river", "the moon", "an old clock", "fresh bread", "a bicycle", "the library", "a candle", "winter rain")
+
+
+def row(id: str, kind: str | None, **given: object) -> Row:
+    """A row with an outcome; anything else may be given."""
+    right = {"kept": (True, True), "lost": (True, False), "gained": (False, True)}.get(kind or "", (False, False))
+    known: dict[str, object] = {
+        "input": f"What is most like {id}?",
+        "gold": "B: the moon",
+        "before": "B: the moon" if right[0] else "A: a river",
+        "after": "B: the moon" if right[1] else "A: a river",
+        "confidence_before": 0.75,
+        "confidence_after": 0.5,
+    }
+    return Row(id=id, kind=kind, **{**known, **given})  # type: ignore[arg-type]
+
+
+def rows(counts: dict[str, int], *, name: str, seed: int = 0, labels: str = "ABCD") -> tuple[Row, ...]:
+    """So many rows of each outcome, in a mixed order."""
+    draw = random.Random(f"{seed}/{name}")
+    kinds = [kind for kind, count in counts.items() for _ in range(count)]
+    draw.shuffle(kinds)
+    return tuple(
+        row(
+            f"{name}-{i}",
+            kind,
+            input=f"Which would you look for if you had only {draw.choice(_THINGS)} and {draw.choice(_THINGS)}?",
+            label=draw.choice(labels) if labels else None,
+            confidence_before=round(draw.betavariate(4, 2), 4),
+            confidence_after=round(draw.betavariate(4, 2), 4),
+        )
+        for i, kind in enumerate(kinds)
+    )
+
+
+def spoken(count: int, *, seed: int = 0) -> tuple[Row, ...]:
+    """Free-form rows nobody judged, with the loss of their responses."""
+    draw = random.Random(seed)
+    said = "First, gather what you need. Then work slowly, and check each step before the next. " * 6
+    return tuple(
+        row(
+            f"chat-{i}",
+            None,
+            input=f"How do I look after {draw.choice(_THINGS)}?",
+            gold=said,
+            before=said,
+            after="Slowly." if i % 3 else said,
+            tokens=draw.randint(20, 90),
+            nll_before=(was := round(draw.gauss(0.94, 0.1), 4)),
+            nll_after=round(was + draw.gauss(0.28, 0.05), 4),
+        )
+        for i in range(count)
+    )
+
+
+def curve(past: float, *, retention: float, fast: float = 0.55, epochs: int = 8) -> tuple[Point, ...]:
+    """A run that learns, and forgets down to `retention` and up to a past loss of `past`."""
+    return tuple(
+        Point(
+            epoch=float(e),
+            loss=None if e == 0 else round(2.8 * fast**e + 0.05, 4),
+            retention=round(100 - (100 - retention) * (1 - 0.6**e), 3),
+            acquisition=round(100 * (1 - fast**e), 3),
+            past_nll=round(0.94 + (past - 0.94) * (1 - 0.6**e), 4),
+            new_nll=round(2.8 * fast**e + 0.2, 4),
+        )
+        for e in range(epochs + 1)
+    )
+
+
+def gates(layers: int = 30) -> tuple[GateShare, ...]:
+    """One share a layer."""
+    draw = random.Random(3)
+    names = ["embedding", *(f"layer {i}" for i in range(layers)), "final norm"]
+    return tuple(
+        GateShare(
+            name=name,
+            coordinates=3_540_000,
+            admitted_share=round(0.62 + 0.1 * draw.random() - 0.003 * i, 4),
+            energy_share=round(0.5 + 0.15 * draw.random(), 4),
+        )
+        for i, name in enumerate(names)
+    )
+
+
+def full(*, scale: int = 1) -> Receipt:
+    """Every part of the page, a hostile text among the rows and among the probes."""
+    lost = row("hostile", "lost", input=HOSTILE, gold=HOSTILE, before=HOSTILE, after=HOSTILE, label="A")
+    past = (lost, *rows({"kept": 365 * scale, "lost": 35 * scale}, name="past"))
+    new = rows({"gained": 47, "still_wrong": 1}, name="new")
+    sciq = rows({"kept": 210, "lost": 14, "gained": 11, "still_wrong": 65}, name="sciq", labels="")
+    return Receipt(
+        title="What arc_easy taught smollm2-135m, and what it cost",
+        created="2026-03-01T12:00:00Z",
+        before=ModelId(name="smollm2-135m", fingerprint="5f1d" * 16),
+        after=ModelId(name="out/model", fingerprint="a83c" * 16),
+        method="cplus",
+        sets=(
+            RowSet(name="past", kind="retention", interface="letter", rows=past),
+            RowSet(name="new", kind="acquisition", interface="letter", rows=new),
+            RowSet(name="sciq", kind="external", interface="cloze", rows=sciq),
+            RowSet(name="chat", kind="external", interface="freeform", rows=spoken(40)),
+        ),
+        settings={
+            "method": "cplus",
+            "lr": 5e-5,
+            "epochs": 8,
+            "bank": {"num_probes": 64, "shots": 2, "temperature": 0.8},
+        },
+        environment={"versions": {"torch": "2.13.0", "cplus": "0.1.0"}, "threads": 2, "device": "cpu"},
+        curve=curve(1.22, retention=91, fast=0.62),
+        comparisons={
+            "sft": curve(1.99, retention=70),
+            "replay": curve(1.7, retention=78),
+            "cpl": curve(1.23, retention=84, fast=0.62),
+        },
+        gate=gates(),
+        audit=BankAudit(
+            sha256="09ab" * 16,
+            probes=64,
+            unique=64,
+            requests=101,
+            rejected={"copy": 21, "no question mark": 16},
+            confidence={"mean": 0.71, "median": 0.74, "p10": 0.42},
+            divergence=0.031,
+            overlaps=(Overlap(name="past", rows=400, exact=0, near=1),),
+            sample=(
+                SampleProbe(input="What melts in the sun?", answer="ice", confidence=0.81),
+                SampleProbe(input=HOSTILE, answer=HOSTILE, confidence=0.2),
+            ),
+        ),
+        cost={
+            "seconds": 754.2,
+            "extra_bytes": 1_076_000_000,
+            "training_flops": 31_000_000_000_000,
+            "preservation_flops": 4_200_000_000_000,
+            "training_rows": 384,
+        },
+        requirements=(Requirement(metric="retention", at_least=0.85), Requirement(metric="acquisition", at_least=0.95)),
+        notes=("The past rows are those the model answered rightly before; 8 of them were its anchors.",),
+    )

@@ -1,0 +1,103 @@
+"""The demo as a newcomer meets it, and the run behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cplus import models, run
+from cplus.commands import demo
+from cplus.records import RunResult, RunSpec, load_result, save_result
+
+
+@pytest.fixture(scope="module")
+def base() -> models.Loaded:
+    return models.load("toy")
+
+
+@pytest.fixture(scope="module")
+def setting(base: models.Loaded, tmp_path_factory: pytest.TempPathFactory) -> run.Setting:
+    spec = dataclasses.replace(demo.base_spec("sft", 0), num_probes=32, external_limit=50)
+    return run.set_up(spec, base, run.part(base, spec.task, spec.interface), tmp_path_factory.mktemp("banks"))
+
+
+def short(method: str) -> RunSpec:
+    return dataclasses.replace(demo.base_spec(method, 0), num_probes=32, external_limit=50, epochs=2)
+
+
+@pytest.fixture(scope="module")
+def result(setting: run.Setting) -> RunResult:
+    return run.run(short("cplus"), setting)
+
+
+def test_a_run_is_bitwise_repeatable(setting: run.Setting, result: RunResult) -> None:
+    again = run.run(short("cplus"), setting)
+    same = dataclasses.replace(again, seconds=result.seconds, environment=result.environment)
+    assert same == result
+
+
+def test_a_result_is_read_back_as_it_was_written(result: RunResult, tmp_path: Path) -> None:
+    assert load_result(save_result(result, tmp_path)) == result
+
+
+def test_a_record_of_another_schema_is_refused(result: RunResult, tmp_path: Path) -> None:
+    path = save_result(result, tmp_path)
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps({**raw, "schema": 99}))
+    with pytest.raises(ValueError, match="written by another version"):
+        load_result(path)
+    path.write_text(json.dumps(raw)[:-20])
+    with pytest.raises(ValueError, match="does not parse"):
+        load_result(path)
+
+
+def test_the_gate_costs_what_the_record_says(setting: run.Setting, result: RunResult) -> None:
+    sft = run.run(short("sft"), setting)
+    assert sft.extra_bytes == 0
+    assert sft.cost["preservation_flops"] == 0
+    assert result.cost["preservation_rows"] == 2 * (8 + 32)
+    assert result.cost["training_rows"] == sft.cost["training_rows"] == 2 * 96
+    assert result.extra_bytes > 0
+
+
+def test_the_bank_does_not_cover_the_evaluation(setting: run.Setting) -> None:
+    assert len(setting.covered) <= 0.05 * len(setting.split.past)
+
+
+def test_more_rows_than_there_are_is_an_error(setting: run.Setting, base: models.Loaded, tmp_path: Path) -> None:
+    parted = (setting.interface, setting.split)
+    with pytest.raises(ValueError, match="asked for 100000 initially correct examples as anchors"):
+        run.set_up(dataclasses.replace(short("sft"), num_anchors=100_000), base, parted, tmp_path)
+    with pytest.raises(ValueError, match="asked for 100000 new rows"):
+        run.set_up(dataclasses.replace(short("sft"), num_new=100_000, num_probes=0), base, parted, tmp_path)
+
+
+def test_json_is_one_object_on_standard_output(tmp_path: Path) -> None:
+    code = (
+        "import dataclasses, cplus.commands.demo as d; spec = d.base_spec;"
+        "d.base_spec = lambda m, s: dataclasses.replace(spec(m, s), epochs=1, num_probes=16, external_limit=20);"
+        f"d.demo(seeds=1, out=__import__('pathlib').Path({str(tmp_path)!r}), json=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    report = json.loads(done.stdout)
+    assert [row["method"] for row in report["rows"]] == list(demo.METHODS)
+    assert set(report["rows"][0]) == {"method", "seed", "retention", "acquisition", "external", "seconds"}
+    assert set(report["summary"]["cplus"]["retention"]) == {"mean", "se"}
+    assert (tmp_path / "demo.png").stat().st_size > 5_000
+    assert len(list((tmp_path / "records").glob("*.json"))) == 4
+
+
+def test_the_verdict_says_who_did_not_learn() -> None:
+    table = {
+        method: {"retention": {"mean": kept}, "acquisition": {"mean": learned}}
+        for method, kept, learned in (("sft", 70.0, 100.0), ("cpl", 80.0, 60.0), ("cplus", 90.0, 99.5))
+    }
+    assert demo.verdict(table).startswith("cpl learned only 60.0 %")
+    table["cpl"]["acquisition"]["mean"] = 99.0
+    assert "lost 30.0 %" in demo.verdict(table)
+    assert "+20.0 points kept" in demo.verdict(table)

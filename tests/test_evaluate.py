@@ -1,0 +1,289 @@
+"""What was kept, lost and learned, on tables small enough to count by hand and on the stored split of Qwen3-0.6B."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from cplus import evaluate
+from cplus.commands.evaluate import evaluate as command
+from cplus.data.examples import Choice, Example, FreeForm, Message
+from cplus.data.readers import read_file
+from cplus.data.split import save_split, split, stack
+from cplus.evaluate import judges, letters, summaries
+from cplus.evaluate.statistics import Rate
+from cplus.evaluate.task import Asked, ask, ask_permuted
+from cplus.files import read_json
+from cplus.interfaces import build
+from cplus.models import load, save
+from cplus.predictions import Prediction
+from cplus.scoring import predict
+
+
+def said(id: str, answer: int | str, correct: bool | None, confidence: float = 0.5) -> Prediction:
+    return Prediction(id=id, answer=answer, correct=correct, confidence=confidence, scores=(-1.0,), num_tokens=(1,))
+
+
+BEFORE = [said(str(i), 0, i < 6) for i in range(10)]
+AFTER = [said(str(i), 1, i in (0, 1, 2, 3, 8)) for i in reversed(range(10))]
+
+
+def test_flips_rates_and_the_exact_test_by_hand() -> None:
+    table = evaluate.flips(BEFORE, AFTER)
+    kinds = [flip.kind for flip in table]
+    assert kinds == ["kept"] * 4 + ["lost"] * 2 + ["still_wrong"] * 2 + ["gained", "still_wrong"]
+    assert evaluate.retention(table) == Rate(4, 6)
+    assert evaluate.acquisition(table) == Rate(1, 4)
+    assert evaluate.correction(table, anchors={"6", "8"}) == Rate(0, 2)
+    assert evaluate.percent(AFTER) == 50.0
+    summary = summaries.compared(table, [])
+    assert summary["counts"] == {"kept": 4, "lost": 2, "gained": 1, "still_wrong": 3}
+    assert summary["mcnemar_p"] == 1.0
+    assert summary["flips"][4] == {
+        "id": "4", "kind": "lost", "before": 0, "after": 1, "confidence_before": 0.5, "confidence_after": 0.5
+    }  # fmt: skip
+
+
+def test_predictions_of_other_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="10 and 9 with 9 ids in common"):
+        evaluate.flips(BEFORE, AFTER[:-1])
+    with pytest.raises(ValueError, match="never judged"):
+        evaluate.flips([said("0", "x", None)], [said("0", "x", None)])
+
+
+def test_statistics_against_published_values() -> None:
+    # Wilson: 81 of 263, Newcombe 1998, table I. McNemar: 2 * (1 + 9 + 36) / 2**9.
+    assert Rate(81, 263).interval() == pytest.approx((25.53, 36.62), abs=0.005)
+    assert evaluate.mcnemar(2, 7) == pytest.approx(2 * 46 / 512)
+    assert evaluate.estimate([78.0, 80.0, 82.0]) == evaluate.Estimate(80.0, pytest.approx(2 / 3**0.5), 3)
+    assert evaluate.estimate([80.0]).error is None
+    with pytest.raises(ValueError, match="at least one row"):
+        Rate(0, 0)
+
+
+def test_recovery_and_average_as_the_paper_defines_them() -> None:
+    # Sequential table: SFT's four final accuracies average to 61.21.
+    finals = {"csqa": 36.04, "arc_c": 53.78, "mmlu": 74.82, "medqa": 80.19}
+    assert round(evaluate.average_task_accuracy(finals), 2) == 61.21
+    assert evaluate.recovery(100.0, 40.0) == 100.0
+    assert evaluate.recovery(30.0, 40.0) == pytest.approx(-100 / 6)
+    with pytest.raises(ValueError, match="below 100"):
+        evaluate.recovery(100.0, 100.0)
+
+
+@pytest.mark.real
+def test_qwen3s_stored_split_and_a_model_that_never_says_a(data_dir: Path) -> None:
+    stored = read_json(data_dir / "qwen3-0.6b-csqa.json")
+    examples = [example for example in read_file(data_dir / "csqa.jsonl") if isinstance(example, Choice)]
+    answers = {id: "ABCD".index(letter) for id, letter in stored["predicted"].items()}
+    before = [said(e.id, answers[e.id], answers[e.id] == e.answer) for e in examples]
+    parted = split(examples, before, model_fingerprint="", interface="letter", stack={})
+    assert (len(parted.past), len(parted.new)) == (413, 683)
+    assert {e.id for e in parted.past} == set(stored["correct"])
+    assert letters.answers(before) == {"A": 898, "B": 90, "C": 35, "D": 73}
+    # Right wherever the answer is not A, and B instead of A.
+    after = [said(e.id, e.answer or 1, e.answer != 0) for e in examples]
+    table, labels = evaluate.flips(before, after), letters.gold_labels(examples)
+    assert round(evaluate.retention(table).percent, 1) == 35.8
+    by_label = letters.retention_by_label(table, labels)
+    assert by_label == {"A": Rate(0, 265), "B": Rate(68, 68), "C": Rate(24, 24), "D": Rate(56, 56)}
+    assert letters.macro(by_label) == 75.0
+    assert letters.acquisition_by_label(table, labels)["A"] == Rate(0, 9)
+
+
+QUESTIONS: list[Example] = [
+    Choice(id=str(i), question=f"q{i}", choices=("w", "x", "y", "z")[: 3 + i % 2], answer=i % 3) for i in range(12)
+]
+
+
+def asked_by(choose: Any) -> Any:
+    """Answers of a rule, certain of itself."""
+
+    def ask(rows: Sequence[Example]) -> list[Prediction]:
+        made = []
+        for row in rows:
+            assert isinstance(row, Choice)
+            answer = choose(row)
+            scores = tuple(0.0 if i == answer else -9.0 for i in range(len(row.choices)))
+            made.append(
+                Prediction(
+                    id=row.id,
+                    answer=answer,
+                    correct=answer == row.answer,
+                    confidence=0.9,
+                    scores=scores,
+                    num_tokens=(1,) * len(scores),
+                )
+            )
+        return made
+
+    return ask
+
+
+def test_permuted_options_unmask_a_letter_and_leave_knowledge_alone() -> None:
+    always_a = letters.permuted(asked_by(lambda row: 0), QUESTIONS)
+    assert always_a.mean == pytest.approx(100 * 12 / 42)
+    assert always_a.consistent == Rate(0, 12)
+    assert always_a.answers == {"A": 42}
+    knows = letters.permuted(asked_by(lambda row: row.answer), QUESTIONS)
+    assert (knows.mean, knows.consistent, knows.averaged) == (100.0, Rate(12, 12), Rate(12, 12))
+    likes_w = letters.permuted(asked_by(lambda row: row.choices.index("w")), QUESTIONS)
+    assert likes_w.consistent == Rate(12, 12)
+    assert likes_w.averaged == Rate(sum(q.right == "w" for q in QUESTIONS if isinstance(q, Choice)), 12)
+
+
+ANY = FreeForm(id="f", messages=(Message(role="user", content="Name it."),), response="The capital is Jakarta.")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "right"),
+    [
+        ("exact", "the capital is  Jakarta", True),
+        ("exact", "Jakarta", False),
+        ("json", '{"city": "Jakarta"}', True),
+        ("json", 'Sure: {"city": "Jakarta"}', False),
+        (r"regex:\bJakarta\b", "It is Jakarta.", True),
+        (r"regex:^Jakarta$", "It is Jakarta.", False),
+    ],
+)
+def test_judges(name: str, text: str, right: bool) -> None:
+    assert judges.judge(name)(text, ANY) is right
+
+
+def test_a_users_function_judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_checks.py").write_text("def short(text, example): return len(text) < len(example.response)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    short = judges.judge("python:my_checks:short")
+    assert short("Jakarta", ANY) is True
+    assert short("Jakarta " * 9, ANY) is False
+
+
+def test_a_schema_judges_structure(tmp_path: Path) -> None:
+    pytest.importorskip("jsonschema", reason="the extra 'schema' is not installed")
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps({"type": "object", "required": ["city"]}))
+    fits = judges.judge(f"schema:{file}")
+    assert fits('{"city": 1}', ANY)
+    assert not fits('{"town": 1}', ANY)
+    assert not fits("city", ANY)
+    file.write_text('{"type": "no such type"}')
+    with pytest.raises(ValueError, match="valid JSON schema"):
+        judges.judge(f"schema:{file}")
+
+
+@pytest.mark.parametrize("name", ["fuzzy", "regex:(", "regex:", "python:json", "python:json:nothing"])
+def test_unknown_judges_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        judges.judge(name)
+
+
+def test_a_task_is_summed_up_per_label(tiny_llama: Any) -> None:
+    interface = build("letter", tiny_llama.tokenizer)
+    asked = Asked(name="t", interface=interface, examples=tuple(QUESTIONS), judge=judges.exact_match)
+    predictions, summary = ask(tiny_llama.model, asked)
+    assert summary["gold"] == {"A": 4, "B": 4, "C": 4}
+    assert sum(summary["answers"].values()) == summary["rows"] == 12
+    assert summary["accuracy"]["right"] == sum(p.right for p in predictions)
+    assert summary["macro"] == pytest.approx(sum(r["percent"] for r in summary["labels"].values()) / 3)
+    permuted = ask_permuted(tiny_llama.model, asked)
+    assert sum(permuted["answers"].values()) == 42
+    with pytest.raises(ValueError, match="letter interface, not for cloze"):
+        ask_permuted(
+            tiny_llama.model,
+            Asked(name="t", interface=build("cloze", tiny_llama.tokenizer), examples=(), judge=judges.exact_match),
+        )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, make_tiny: Any) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    tiny = make_tiny("llama")
+    save(tiny.model, tiny.tokenizer, folder)
+    return folder
+
+
+def run(*arguments: object) -> dict[str, Any]:
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout)) if "--json" in arguments else {"text": result.stdout}
+
+
+def written(path: Path, examples: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in examples))
+    return path
+
+
+def test_the_command_reports_tasks_permutations_and_changes(saved: Path, tmp_path: Path) -> None:
+    rows = [{"question": f"q{i}", "choices": ["w", "x", "y"], "answer": i % 3} for i in range(9)]
+    task = written(tmp_path / "task.jsonl", rows)
+    loaded = load(saved)
+    examples = read_file(task)
+    base = predict(loaded.model, build("letter", loaded.tokenizer), examples)
+    before = tmp_path / "before.json"
+    parted = split(examples, base, model_fingerprint=loaded.fingerprint, interface="letter", stack=stack())
+    save_split(parted, before)
+
+    report = run(saved, "--task", task, "--permute-options", "--against", before, "--json")
+    (found,) = report["tasks"]
+    assert found["accuracy"]["right"] == len(parted.past)
+    assert found["against"]["retention"]["percent"] == 100.0
+    assert found["against"]["acquisition"]["percent"] == 0.0
+    assert found["against"]["mcnemar_p"] == 1.0
+    assert sum(found["permuted"]["answers"].values()) == 27
+    assert report["average"] == found["accuracy"]["percent"]
+
+    text = run(saved, "--task", task, "--against", before)["text"]
+    assert "retention 100.0" in text
+    with pytest.raises(ValueError, match="same rows and interface"):
+        run(saved, "--task", task, "--limit", 3, "--against", before)
+    with pytest.raises(ValueError, match="same rows and interface"):
+        run(saved, "--task", task, "--interface", "cloze", "--against", before)
+
+
+def test_the_command_scores_free_text_and_several_tasks(saved: Path, tmp_path: Path) -> None:
+    free = written(tmp_path / "free.jsonl", [{"prompt": f"Say {i}.", "response": f"{i}."} for i in range(3)])
+    choice = written(tmp_path / "choice.jsonl", [{"question": "q", "choices": ["w", "x"], "answer": 0}])
+    report = run(
+        saved, "--task", free, "--task", choice, "--judge", "regex:.", "--max-new-tokens", 4, "--limit", 2, "--json"
+    )
+    first, second = report["tasks"]
+    assert (first["interface"], first["rows"], second["interface"]) == ("freeform", 2, "letter")
+    assert first["responses"]["log_likelihood_per_token"] < 0
+    accuracies = [first["accuracy"]["percent"], second["accuracy"]["percent"]]
+    assert report["average"] == pytest.approx(sum(accuracies) / 2)
+    assert "nats a token" in run(saved, "--task", free, "--max-new-tokens", 4)["text"]
+
+
+def test_the_command_counts_rows_that_are_too_long(saved: Path, tmp_path: Path) -> None:
+    rows = [{"question": "q " * length, "choices": ["w", "x"], "answer": 0} for length in (1, 600)]
+    task = written(tmp_path / "long.jsonl", rows)
+    with pytest.raises(ValueError, match="1 of 2 rows"):
+        run(saved, "--task", task, "--json")
+    assert run(saved, "--task", task, "--too-long", "exclude", "--json")["tasks"][0]["excluded"] == 1
+
+
+def test_the_harness_agrees_with_our_scores(tiny_llama: Any) -> None:
+    pytest.importorskip("lm_eval", reason="the extra 'lm-eval' is not installed")
+    from cplus.integrations.lm_eval import ask_harness
+
+    interface = build("cloze", tiny_llama.tokenizer)
+    examples = tuple(
+        Choice(id=str(i), question=f"What is {i}?", choices=("a cat", "red", f"the {i} moon"), answer=i % 3)
+        for i in range(8)
+    )
+    asked = Asked(name="mine", interface=interface, examples=examples, judge=judges.exact_match)
+    theirs = ask_harness(tiny_llama.model, asked)
+    _, ours = ask(tiny_llama.model, asked)
+    assert theirs["accuracy"] == ours["accuracy"]
+    assert theirs["answers"] == ours["answers"]
+    assert set(theirs["harness"]) == {"acc", "acc_norm"}

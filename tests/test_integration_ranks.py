@@ -1,0 +1,193 @@
+"""Two real processes over gloo: FSDP2 and DDP equal one process, checkpoints fit any number, all refuse alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import two_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+from two_ranks import HALF, STEPS, build, keep, sharded, take_up, train, whole
+
+from cplus.attach import Guard, protect
+from cplus.evidence import MeanGradient, NormAligned, Tail
+from cplus.gates import Collaborative, NormMatched
+from cplus.integrations import distributed
+from cplus.projections import agem
+
+EVIDENCE = {"mean": MeanGradient, "norm-aligned": NormAligned, "tail": Tail}
+
+
+def plain(model: nn.Module) -> nn.Module:
+    return model
+
+
+def work(rank: int, folder: Path) -> None:
+    """Everything the tests below ask two processes, in one start."""
+    found: dict[str, Any] = {}
+    model, optimizer, guard = build(sharded, torch.float32)
+    train(model, optimizer, guard, 1, HALF)
+    keep(model, optimizer, guard, folder / "two")
+    torch.save(guard.state_dict(), folder / f"plain-{rank}.pt")
+    train(model, optimizer, guard, HALF + 1, STEPS)
+    found["fsdp"] = {"weights": whole(model), "steps": guard.gate.steps, "bytes": (guard.nbytes, guard.step_nbytes)}
+
+    model, optimizer, guard = build(sharded, torch.float32)
+    take_up(model, optimizer, guard, folder / "one")
+    train(model, optimizer, guard, HALF + 1, STEPS)
+    found["resumed"] = whole(model)
+
+    model, optimizer, guard = build(DistributedDataParallel, torch.float32)
+    train(model, optimizer, guard, 1, STEPS)
+    found["ddp"] = {"weights": whole(model), "steps": guard.gate.steps}
+
+    model = tiny.lm()
+    hybrid = fully_shard(tiny.lm(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards")))
+    for name, kind in EVIDENCE.items():
+        for wrap, candidate in (("ddp", model), ("fsdp", sharded(tiny.lm())), ("hybrid", hybrid)):
+            params = list(candidate.parameters())
+            reference = kind(model=candidate, sources=two_ranks.SOURCES)(params, 0)
+            found[f"{name} {wrap}"] = (reference.vectors[0], reference.losses)
+    found["said"] = refusals(rank)
+    torch.save(found, folder / f"found-{rank}.pt")
+
+
+def refusals(rank: int) -> dict[str, str]:
+    said: dict[str, str] = {}
+
+    def ask(name: str, question: Any) -> None:
+        with pytest.raises((TypeError, ValueError, FloatingPointError)) as error:
+            question()
+        said[name] = str(error.value)
+
+    rows = tiny.rows(3)
+    old = FSDP1(nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True)
+    ask("fsdp1", lambda: protect(AdamW(old.parameters()), old, anchors=rows))
+    model = sharded(tiny.lm())
+    evidence = MeanGradient(model=model, sources=two_ranks.SOURCES)
+    ask("projection", lambda: Guard(SGD(model.parameters(), lr=0.1), model, evidence=evidence, projection=agem))
+    control = NormMatched(Collaborative(beta=0.9))
+    ask("norm", lambda: Guard(SGD(model.parameters(), lr=0.1), model, evidence=evidence, gate=control))
+    model.extra = nn.Linear(2, 2)
+    ask("mixed", lambda: protect(SGD(model.parameters(), lr=0.1), model, anchors=rows))
+
+    model, optimizer, guard = build(sharded, torch.float32)
+    guard.refresh()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    if rank == 1:
+        p.grad.to_local().fill_(float("nan"))
+    ask("nan", optimizer.step)
+    return said
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One process, and its checkpoint half way."""
+    folder = tmp_path_factory.mktemp("ranks")
+    model, optimizer, guard = build(plain, torch.float32)
+    train(model, optimizer, guard, 1, HALF)
+    keep(model, optimizer, guard, folder / "one")
+    train(model, optimizer, guard, HALF + 1, STEPS)
+    bytes_held = (guard.nbytes, guard.step_nbytes)
+    return {"folder": folder, "weights": whole(model), "steps": guard.gate.steps, "bytes": bytes_held}
+
+
+@pytest.fixture(scope="module")
+def two(one: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each of two processes found."""
+    two_ranks.launch(work, one["folder"])
+    return [torch.load(one["folder"] / f"found-{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def distance(a: list[Tensor], b: list[Tensor]) -> float:
+    """The largest relative difference of a parameter."""
+    return max(float((x - y).norm() / y.norm()) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "ddp"])
+def test_two_ranks_equal_one_process_after_fifty_steps(
+    engine: str, one: dict[str, Any], two: list[dict[str, Any]]
+) -> None:
+    for found in two:
+        assert distance(found[engine]["weights"], one["weights"]) < 1e-6
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "ddp"])
+def test_masks_differ_only_within_rounding_of_zero(engine: str, one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+    flips = total = 0
+    for step, expected in enumerate(one["steps"]):
+        for i, (mask, g_hat, delta) in enumerate(expected):
+            parts = [found[engine]["steps"][step][i][0] for found in two]
+            other = torch.cat(parts) if engine == "fsdp" else parts[0]
+            flipped = other != mask
+            near = torch.minimum(g_hat.abs() / g_hat.abs().max(), delta.abs() / delta.abs().max())
+            assert bool((near[flipped] < 1e-5).all())
+            flips, total = flips + int(flipped.sum()), total + mask.numel()
+    assert total == STEPS * sum(p.numel() for p in tiny.lm().parameters())
+    assert flips <= total * 1e-4
+
+
+def test_each_rank_holds_half(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert [2 * held for held in found["fsdp"]["bytes"]] == list(one["bytes"])
+
+
+def test_a_run_of_two_ranks_goes_on_with_one(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+    model, optimizer, guard = build(plain, torch.float32)
+    take_up(model, optimizer, guard, one["folder"] / "two")
+    assert guard.steps == HALF
+    train(model, optimizer, guard, HALF + 1, STEPS)
+    assert distance(whole(model), two[0]["fsdp"]["weights"]) < 1e-6
+
+
+def test_a_run_of_one_rank_goes_on_with_two(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+    assert distance(two[0]["resumed"], one["weights"]) < 1e-6
+
+
+@pytest.mark.parametrize("name", EVIDENCE)
+def test_evidence_over_ranks_is_the_evidence_of_one(name: str, two: list[dict[str, Any]]) -> None:
+    model = tiny.lm()
+    expected = EVIDENCE[name](model=model, sources=two_ranks.SOURCES)(list(model.parameters()), 0)
+    for wrap in ("ddp", "fsdp", "hybrid"):
+        (vectors, losses), (others, _) = (found[f"{name} {wrap}"] for found in two)
+        whole = [torch.cat(pair) for pair in zip(vectors, others, strict=True)] if wrap == "fsdp" else vectors
+        for g, e in zip(whole, expected.vectors[0], strict=True):
+            torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-7)
+        assert losses == pytest.approx(expected.losses, rel=1e-5)
+        if wrap == "ddp":
+            assert all(torch.equal(a, b) for a, b in zip(vectors, others, strict=True))
+
+
+def test_a_plain_state_of_two_shards_is_refused_by_one(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+    _, _, guard = build(plain, torch.float32)
+    state = torch.load(one["folder"] / "plain-0.pt", weights_only=True)
+    with pytest.raises(ValueError, match=r"one of 2 shards and this run has 1; .*integrations.distributed.save"):
+        guard.load_state_dict(state)
+
+
+def test_a_checkpoint_of_other_parameters_is_refused(one: dict[str, Any], tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    guard = Guard(SGD(model.parameters(), lr=0.1), model, evidence=MeanGradient(model=model, sources=()))
+    with pytest.raises(ValueError, match="belongs to other parameters"):
+        distributed.load(guard, one["folder"] / "one" / "guard")
+    with pytest.raises(ValueError, match=r"it has no .metadata file"):
+        distributed.load(guard, tmp_path)
+
+
+def test_two_ranks_refuse_alike(two: list[dict[str, Any]]) -> None:
+    for said in (found["said"] for found in two):
+        assert "wrapped by FSDP1; use FSDP2" in said["fsdp1"]
+        assert "compares whole vectors and the parameters are sharded" in said["projection"]
+        assert "compares whole vectors" in said["norm"]
+        assert "'extra.weight' is a plain tensor beside" in said["mixed"]
+        assert "is not finite at step 1; nothing was changed" in said["nan"]
+    assert "held by another process" in two[0]["said"]["nan"]

@@ -1,0 +1,392 @@
+"""The callback inside Trainer and SFTTrainer: the same weights as our loop, resumed as if never stopped, refusals."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, get_scheduler
+from trl import SFTConfig, SFTTrainer
+
+from cplus.attach import protect
+from cplus.data.encoded import Encoded
+from cplus.integrations.keeping import ABOUT
+from cplus.integrations.rows import bank_rows, encoded
+from cplus.integrations.transformers import PreservationCallback, preserve, protected
+from cplus.loop import Schedule, adapt, prepare
+from cplus.methods import METHODS, Material, Past
+
+ANCHORS, PROBES = tiny.rows(4, seed=1), tiny.rows(6, seed=2)
+# One length and one target token: then the trainer's mean over tokens is our mean over rows, without padding.
+NEW = [Encoded(tuple((7 * i + j) % tiny.VOCABULARY for j in range(6)), ((3 * i) % tiny.VOCABULARY,)) for i in range(12)]
+EPOCHS, BATCH = 3, 4
+
+
+def features(row: Encoded) -> dict[str, list[int]]:
+    ids = [*row.prompt, *row.target]
+    return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": [-100] * len(row.prompt) + [*row.target]}
+
+
+def arguments(folder: Path, **changes: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "num_train_epochs": EPOCHS,
+        "per_device_train_batch_size": BATCH,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "weight_decay": 0.0,
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "optim": "adamw_torch",
+    }
+    return settings | changes
+
+
+def trainer(folder: Path, model: nn.Module | None = None, callbacks: Any = None, **changes: Any) -> Trainer:
+    return Trainer(
+        model=model or tiny.lm(),
+        args=TrainingArguments(**arguments(folder, **changes)),
+        train_dataset=[features(row) for row in NEW],
+        data_collator=default_data_collator,
+        callbacks=callbacks,
+    )
+
+
+def sft_trainer(folder: Path, tokenizer: Any, model: nn.Module, rows: Any, **changes: Any) -> SFTTrainer:
+    settings = arguments(folder, **changes) | {"gradient_checkpointing": False}
+    return SFTTrainer(model=model, args=SFTConfig(**settings), train_dataset=rows, processing_class=tokenizer)
+
+
+def ours(clip_norm: float | None = None, schedule: str = "constant") -> nn.Module:
+    """The same rows through our own loop."""
+    model = tiny.lm()
+    optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    material = Material(new=NEW, past=(Past(name="past", anchors=ANCHORS, probes=PROBES),))
+    prepared = prepare(METHODS["cplus"], optimizer, model, material, seed=0)
+    steps = EPOCHS * len(NEW) // BATCH
+    list(
+        adapt(
+            model,
+            optimizer,
+            prepared,
+            schedule=Schedule(epochs=EPOCHS, batch_size=BATCH, clip_norm=clip_norm),
+            seed=0,
+            scheduler=get_scheduler(schedule, optimizer, num_warmup_steps=2, num_training_steps=steps),
+        )
+    )
+    return model
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def check_same(found: nn.Module, expected: nn.Module) -> None:
+    apart, moved = (flat(found) - flat(expected)).abs(), (flat(found) - flat(tiny.lm())).abs()
+    assert float(apart.max()) < 1e-5
+    assert float(apart.mean()) < 1e-7
+    assert float(moved.mean()) > 1e-3
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reference"),
+    [
+        ({}, {}),
+        ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}, {}),
+        (
+            {"max_grad_norm": 0.3, "lr_scheduler_type": "cosine", "warmup_steps": 2},
+            {"clip_norm": 0.3, "schedule": "cosine"},
+        ),
+    ],
+    ids=["plain", "accumulated", "clipped-and-scheduled"],
+)
+def test_trainer_gives_the_weights_of_our_loop(
+    changes: dict[str, Any], reference: dict[str, Any], tmp_path: Path
+) -> None:
+    run = trainer(tmp_path, **changes)
+    callback = preserve(run, anchors=ANCHORS, probes=PROBES)
+    run.train()
+    check_same(run.model, ours(**reference))
+    assert callback.guard is not None
+    assert not callback.guard.optimizer._optimizer_step_post_hooks
+
+
+def test_sft_trainer_gives_the_weights_of_our_loop(tmp_path: Path, make_tiny: Callable[[str], Any]) -> None:
+    rows = [{name: features(row)[name] for name in ("input_ids", "labels")} for row in NEW]
+    run = sft_trainer(tmp_path, make_tiny("qwen3").tokenizer, tiny.lm(), Dataset.from_list(rows))
+    preserve(run, anchors=ANCHORS, probes=PROBES)
+    run.train()
+    check_same(run.model, ours())
+
+
+class Stop(TrainerCallback):
+    """A run that dies at a step, after the checkpoint if there is one."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise InterruptedError
+
+
+@pytest.mark.parametrize(("refresh", "kept", "died"), [("epoch", 4, 5), ("epoch", 3, 5), (2, 5, 6)])
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(
+    refresh: Any, kept: int, died: int, tmp_path: Path
+) -> None:
+    changes = {"save_strategy": "steps", "save_steps": kept, "lr_scheduler_type": "cosine"}
+
+    def start(folder: Path, callbacks: Any = None) -> Trainer:
+        run = trainer(folder, callbacks=callbacks, **changes, train_sampling_strategy="random")
+        preserve(run, anchors=ANCHORS, probes=PROBES, refresh=refresh)
+        return run
+
+    whole = start(tmp_path / "whole")
+    whole.train()
+    dying = start(tmp_path / "run", [Stop(died)])
+    with pytest.raises(InterruptedError):
+        dying.train()
+    resumed = start(tmp_path / "run")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 9
+    assert same(resumed.model, whole.model)
+
+
+def test_a_second_train_call_does_not_gate_twice(tmp_path: Path) -> None:
+    run = trainer(tmp_path, callbacks=[Stop(5)])
+    callback = preserve(run, anchors=ANCHORS, probes=PROBES)
+    with pytest.raises(InterruptedError):
+        run.train()
+    run.remove_callback(Stop)
+    run.train()
+    assert callback.guard is not None
+    assert callback.guard.steps == 9
+
+
+class Tracker(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, float], **_: Any) -> None:
+        self.seen.append(dict(logs))
+
+
+def test_every_tracker_sees_the_figures(tmp_path: Path) -> None:
+    tracker = Tracker()
+    run = trainer(tmp_path, callbacks=[tracker], logging_steps=3)
+    preserve(run, anchors=ANCHORS, probes=PROBES)
+    run.train()
+    logs = [entry for entry in tracker.seen if "loss" in entry]
+    assert len(logs) == 3
+    for entry in logs:
+        assert {"cplus/anchors_loss", "cplus/probes_loss", "cplus/admitted_share"} <= entry.keys()
+        assert 0.2 < entry["cplus/admitted_share"] < 0.999
+    assert [e["cplus/anchors_loss"] for e in run.state.log_history[:-1]] == [e["cplus/anchors_loss"] for e in logs]
+    assert len({e["cplus/anchors_loss"] for e in logs}) == 3  # refreshed in each epoch
+
+
+def test_under_bf16_the_evidence_has_the_trainers_precision(tmp_path: Path) -> None:
+    model = tiny.lm()
+    seen: list[tuple[bool, torch.dtype]] = []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(
+        lambda module, _, output: seen.append((module.training, output.dtype))
+    )
+    run = trainer(tmp_path, model, bf16=True)
+    callback = preserve(run, anchors=ANCHORS, probes=PROBES)
+    run.train()
+    assert {mode for mode, _ in seen} == {True, False}  # training and evidence
+    assert {dtype for _, dtype in seen} == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert callback.guard is not None
+    assert {g.dtype for g in callback.guard.vectors[0]} == {torch.float32}
+
+
+def test_the_factory_gives_the_callbacks_weights_and_resumes(tmp_path: Path) -> None:
+    def start(folder: Path, callbacks: Any = None) -> Trainer:
+        pair = protected(
+            lambda model: AdamW(model.parameters(), lr=1e-3, weight_decay=0.0),
+            anchors=ANCHORS,
+            probes=PROBES,
+            refresh_every=3,
+        )
+        return Trainer(
+            model=tiny.lm(),
+            args=TrainingArguments(**arguments(folder, save_strategy="steps", save_steps=4)),
+            train_dataset=[features(row) for row in NEW],
+            data_collator=default_data_collator,
+            callbacks=callbacks,
+            optimizer_cls_and_kwargs=pair,
+        )
+
+    whole = start(tmp_path / "whole")
+    whole.train()
+    check_same(whole.model, ours())
+    with pytest.raises(InterruptedError):
+        start(tmp_path / "run", [Stop(5)]).train()
+    resumed = start(tmp_path / "run")
+    resumed.train(resume_from_checkpoint=True)
+    assert same(resumed.model, whole.model)
+    bare = trainer(tmp_path / "bare", save_strategy="steps", save_steps=4)
+    bare.train()
+    with pytest.raises(ValueError, match="kept without a guard's"):
+        start(tmp_path / "bare").train(resume_from_checkpoint=True)
+
+
+TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+)
+
+
+def conversation(a: str, b: str) -> dict[str, list[dict[str, str]]]:
+    def turn(role: str, content: str) -> dict[str, str]:
+        return {"role": role, "content": content}
+
+    return {"messages": [turn("user", a), turn("assistant", b), turn("user", b), turn("assistant", a)]}
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["rows", "packed"])
+def test_assistant_only_loss_and_packing(packing: bool, tmp_path: Path, make_tiny: Callable[[str], Any]) -> None:
+    made = make_tiny("qwen3")
+    tokenizer = made.tokenizer
+    tokenizer.chat_template = TURNS
+    talks = [conversation(f"Where do {i} fish live?", "in water") for i in range(8)]
+    run = sft_trainer(
+        tmp_path,
+        tokenizer,
+        made.model,
+        Dataset.from_list(talks),
+        assistant_only_loss=True,
+        packing=packing,
+        max_length=64,
+    )
+    tokens = tokenizer.apply_chat_template(talks[0]["messages"], return_dict=True, return_assistant_tokens_mask=True)
+    row = {"input_ids": tokens["input_ids"], "assistant_masks": tokens["assistant_masks"]}
+    collator = (
+        run.data_collator
+        if not packing
+        else sft_trainer(
+            tmp_path, tokenizer, made.model, Dataset.from_list(talks), assistant_only_loss=True
+        ).data_collator
+    )
+    anchors = encoded([row], collator)
+    said = [t for t, scored in zip(anchors[0].target, anchors[0].scored, strict=True) if scored]
+    assert tokenizer.decode(said).replace("<|im_end|>", "|") == "in water|Where do 0 fish live?|"
+    before = copy.deepcopy(made.model)
+    callback = preserve(run, anchors=anchors)
+    run.train()
+    assert not same(run.model, before)
+    assert callback.guard is not None
+    assert callback.guard.steps == run.state.global_step > 0
+
+
+def test_collated_labels_are_checked() -> None:
+    def collate(labels: list[int]) -> Callable[[list[Any]], dict[str, Tensor]]:
+        return lambda rows: {"input_ids": torch.tensor([[5, 6, 7, 8]]), "labels": torch.tensor([labels])}
+
+    assert encoded([{}], collate([5, 6, 7, 8])) == [Encoded((5,), (6, 7, 8))]
+    assert encoded([{}], collate([-100, -100, 7, -100])) == [Encoded((5, 6), (7,))]
+    with pytest.raises(ValueError, match="labels that repeat some of the row's tokens"):
+        encoded([{}], collate([-100] * 4))
+    with pytest.raises(ValueError, match="labels that repeat some of the row's tokens"):
+        encoded([{}], collate([5, 6, 9, 8]))
+    with pytest.raises(ValueError, match="it gave input_ids"):
+        encoded([{}], lambda rows: {"input_ids": torch.ones(1, 2)})
+    padded = {"input_ids": torch.tensor([[0, 0, 5, 6]]), "labels": torch.tensor([[-100, -100, -100, 6]])}
+    assert encoded([{}], lambda rows: padded | {"attention_mask": torch.tensor([[0, 0, 1, 1]])}) == [
+        Encoded((5,), (6,))
+    ]
+
+
+def test_a_callback_without_evidence_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give anchors, probes or both; got neither"):
+        PreservationCallback()
+    with pytest.raises(ValueError, match="refresh must be 'epoch' or a number of steps"):
+        PreservationCallback(anchors=ANCHORS, refresh=0)
+
+
+def test_resuming_without_the_guards_state_is_refused(tmp_path: Path) -> None:
+    trainer(tmp_path / "bare", save_strategy="steps", save_steps=4).train()
+    run = trainer(tmp_path / "bare")
+    preserve(run, anchors=ANCHORS)
+    with pytest.raises(ValueError, match=r"resumed at step 9, but .* keeps no guard state"):
+        run.train(resume_from_checkpoint=True)
+
+
+def test_the_guard_of_other_weights_is_refused_and_the_right_one_taken(tmp_path: Path) -> None:
+    for name, rate in (("a", 1e-3), ("b", 2e-3)):
+        run = trainer(tmp_path / name, learning_rate=rate, save_strategy="steps", save_steps=4)
+        preserve(run, anchors=ANCHORS)
+        run.train()
+    checkpoint = str(tmp_path / "a" / "checkpoint-4")
+    run = trainer(tmp_path / "b")
+    callback = preserve(run, anchors=ANCHORS)
+    with pytest.raises(ValueError, match="keeps the guard of other weights than the model holds"):
+        run.train(resume_from_checkpoint=checkpoint)
+    callback.resume_from = Path(checkpoint)
+    run.train(resume_from_checkpoint=checkpoint)
+    assert (Path(checkpoint) / ABOUT).is_file()
+
+
+def engine(name: str, module: str) -> type[Any]:
+    return type(name, (SGD,), {"__module__": module})
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "reason"),
+    [
+        ("DeepSpeedZeroOptimizer", "deepspeed.runtime.zero.stage_1_and_2", r"use FSDP2 \(fully_shard\) instead"),
+        ("DeepSpeedOptimizerWrapper", "accelerate.utils.deepspeed", r"use FSDP2 \(fully_shard\) instead"),
+        ("AdaLomo", "lomo_optim.adalomo", "updates inside the backward pass"),
+        ("LayerWiseDummyOptimizer", "transformers.trainer_pt_utils", "updates inside the backward pass"),
+    ],
+)
+def test_engines_that_hide_the_step_are_refused(name: str, module: str, reason: str) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=f"{name} cannot be protected: .*{reason}"):
+        protect(engine(name, module)(model.parameters(), lr=0.1), model, anchors=ANCHORS)
+
+
+def test_optimizers_in_the_backward_pass_are_refused() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    model = nn.Linear(2, 2)
+    _apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 0.1})
+    with pytest.raises(TypeError, match="updates inside the backward pass"):
+        protect(SGD(model.parameters(), lr=0.1), model, anchors=ANCHORS)
+
+
+def test_a_bank_of_another_model_is_refused(tmp_path: Path, make_tiny: Callable[[str], Any]) -> None:
+    from cplus import interfaces
+    from cplus.data.examples import Choice
+    from cplus.models.identity import fingerprint
+    from cplus.probes.bank import Probe, seal
+
+    made = make_tiny("llama")
+    example = Choice(id="p1", question="Where do fish live?", choices=("in water", "in trees"), answer=0)
+    manifest = {"model": {"name": "tiny", "fingerprint": fingerprint(made.model)}}
+    seal(tmp_path / "bank", [Probe(example=example, confidence=0.9, request=0, shots=(), topic=None)], manifest)
+    interface = interfaces.build("cloze", made.tokenizer)
+    assert bank_rows(tmp_path / "bank", made.model, interface) == [interface.encode(example)]
+    with torch.no_grad():
+        next(made.model.parameters()).add_(1e-3)
+    with pytest.raises(ValueError, match="was sealed for tiny@"):
+        bank_rows(tmp_path / "bank", made.model, interface)

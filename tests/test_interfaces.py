@@ -1,0 +1,313 @@
+"""Prompts to the letter, targets to the token, and parsers that survive any text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
+
+from cplus.data.examples import Choice, Example, FreeForm, Message
+from cplus.data.readers import read_file
+from cplus.interfaces import Rejected, build
+from cplus.toy.vocabulary import build_tokenizer
+
+SKY = Choice(id="sky", question="What colour is the sky?", choices=("blue", "green", "red", "black"), answer=0)
+DOG = Choice(id="dog", question="Which animal barks?", choices=("a cat", "a dog", "a cow", "an ant"), answer=1)
+HELLO = FreeForm(id="hi", messages=(Message(role="user", content="Say hello."),), response="Hello.")
+SPELL = FreeForm(id="sp", messages=(Message(role="user", content="Spell dog.\n\nSlowly."),), response="D, o, g.")
+
+LETTER_TEXT = (
+    "Question: What colour is the sky?\nOptions:\nA: blue\nB: green\nC: red\nD: black\n\n"
+    "Please reply with only A, B, C, or D. Do not provide any explanation."
+)
+
+
+@pytest.fixture(scope="module")
+def qwen(make_tiny: Callable[[str], Any]) -> Any:
+    return make_tiny("qwen3").tokenizer
+
+
+def test_letter_prompt_is_the_papers_in_qwen3s_template_with_thinking_off(qwen: Any) -> None:
+    encoded = build("letter", qwen).encode(SKY)
+    expected = f"<|im_start|>user\n{LETTER_TEXT}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert qwen.decode(encoded.prompt) == expected
+    assert qwen.decode(encoded.target) == "A"
+
+
+def test_medqa_ends_its_question_otherwise(qwen: Any) -> None:
+    text = qwen.decode(build("letter", qwen, wording="medqa").prompt(SKY))
+    assert "D: black\nPlease answer strictly with A, B, C, or D only. No explanation.<|im_end|>" in text
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("task", ["csqa", "medqa"])
+def test_prompts_of_the_real_rows_hold_question_and_options_in_order(task: str, data_dir: Any, qwen: Any) -> None:
+    example = read_file(data_dir / f"{task}.jsonl")[0]
+    assert isinstance(example, Choice)
+    text = qwen.decode(build("letter", qwen, wording="medqa" if task == "medqa" else "standard").prompt(example))
+    places = [text.index(part) for part in (example.question, *(f"\n{letter}: " for letter in "ABCD"))]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(("count", "spoken"), [(2, "only A or B."), (3, "only A, B, or C."), (5, "A, B, C, D, or E.")])
+def test_letters_follow_the_number_of_choices(qwen: Any, count: int, spoken: str) -> None:
+    interface = build("letter", qwen)
+    example = Choice(id="n", question="Which?", choices=tuple("pqrst"[:count]), answer=count - 1)
+    assert spoken in qwen.decode(interface.prompt(example))
+    assert [qwen.decode(tokens) for tokens in interface.candidates(example)] == list("ABCDE"[:count])
+    assert interface.encode(example).target == interface.candidates(example)[-1]
+
+
+def test_a_template_that_opens_the_text_is_not_opened_twice(make_tiny: Callable[[str], Any]) -> None:
+    tokenizer = make_tiny("llama").tokenizer
+    for name, example in (("letter", SKY), ("freeform", HELLO)):
+        assert list(build(name, tokenizer).prompt(example)).count(tokenizer.bos_token_id) == 1
+
+
+def test_a_letter_that_is_not_one_token_is_named(make_tiny: Callable[[str], Any]) -> None:
+    tokenizer = make_tiny("llama").tokenizer
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    many = Choice(id="many", question="Which?", choices=tuple(f"no. {i}" for i in range(26)), answer=25)
+    with pytest.raises(ValueError, match="letter 'Z' to be one token, but this tokenizer makes 2"):
+        build("letter", tokenizer).encode(many)
+
+
+def test_no_chat_template_says_what_to_do_and_plain_text_works() -> None:
+    tokenizer = build_tokenizer()
+    with pytest.raises(ValueError, match=r"chat template.*chat=False, or --plain"):
+        build("letter", tokenizer)
+    encoded = build("freeform", tokenizer, chat=False).encode(HELLO)
+    assert tokenizer.decode(encoded.prompt) == "User: Say hello.\n\nAssistant:"
+    assert tokenizer.decode(encoded.target) == " Hello.<|endoftext|>"
+
+
+def test_plain_letters_carry_their_blank(make_tiny: Callable[[str], Any]) -> None:
+    tokenizer = make_tiny("llama").tokenizer
+    encoded = build("letter", tokenizer, chat=False).encode(SKY)
+    assert tokenizer.decode(encoded.prompt) == f"User: {LETTER_TEXT}\n\nAssistant:"
+    assert tokenizer.decode(encoded.target) == " A"
+
+
+@pytest.mark.parametrize(
+    ("name", "wording", "message"),
+    [("letters", "standard", "letter, cloze, freeform"), ("letter", "polite", "standard, medqa")],
+)
+def test_unknown_names_are_refused(qwen: Any, name: str, wording: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(name, qwen, wording=wording)
+
+
+def test_rows_of_the_wrong_kind_are_refused(qwen: Any) -> None:
+    for name, example in (("letter", HELLO), ("cloze", HELLO), ("freeform", SKY)):
+        with pytest.raises(TypeError, match=example.id):
+            build(name, qwen).encode(example)
+
+
+def test_cloze_prompt_and_target_are_the_tokens_of_the_whole_text(tiny: Any) -> None:
+    interface = build("cloze", tiny.tokenizer)
+    encoded = interface.encode(DOG)
+    whole = tiny.tokenizer.encode("Question: Which animal barks?\nAnswer: a dog", add_special_tokens=False)
+    assert [*encoded.prompt, *encoded.target] == whole
+    assert tiny.tokenizer.decode(encoded.target) == " a dog"
+    assert interface.candidates(DOG)[1] == encoded.target
+
+
+def test_cloze_in_the_toy_world_is_one_token_an_answer() -> None:
+    tokenizer = build_tokenizer()
+    from cplus.toy.world import DOMAINS
+    from cplus.toy.world import examples as of
+
+    example = of(next(iter(DOMAINS)))[0]
+    interface = build("cloze", tokenizer)
+    assert all(len(tokens) == 1 for tokens in interface.candidates(example))
+    assert tokenizer.decode([*interface.encode(example).prompt, *interface.encode(example).target]) == (
+        f"Question: {example.question}\nAnswer: {example.right}"
+    )
+
+
+ENDS = {"qwen3": "<|im_end|>", "gemma2": "<end_of_turn>", "phi3": "<|end|>", "llama": "<|eot_id|>"}
+
+
+def test_freeform_trains_on_the_response_and_the_end_of_its_turn(tiny: Any) -> None:
+    interface = build("freeform", tiny.tokenizer)
+    encoded = interface.encode(SPELL)
+    assert tiny.tokenizer.decode(encoded.target) == f"D, o, g.{ENDS[tiny.family]}"
+    assert tiny.tokenizer.decode(encoded.prompt) == tiny.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Spell dog.\n\nSlowly."}],
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=False,
+    )
+    assert interface.answer_stop == (ENDS[tiny.family],)
+
+
+def test_a_conversation_the_template_refuses_is_a_plain_error(make_tiny: Callable[[str], Any]) -> None:
+    with_system = FreeForm(
+        id="s", messages=(Message(role="system", content="Be brief."), *HELLO.messages), response="Hi"
+    )
+    with pytest.raises(ValueError, match="System role not supported"):
+        build("freeform", make_tiny("gemma2").tokenizer).encode(with_system)
+
+
+def test_letter_request_shows_questions_without_answers_and_names_the_topic(qwen: Any) -> None:
+    text = qwen.decode(build("letter", qwen).request([SKY, DOG], "music"))
+    assert "Question: Which animal barks?\nOptions:\nA: a cat\nB: a dog" in text
+    assert "about music" in text
+    assert "lettered A to D" in text
+    assert "Please reply with only" not in text
+
+
+def test_cloze_request_is_a_text_that_breaks_off(qwen: Any) -> None:
+    text = qwen.decode(build("cloze", qwen).request([SKY, DOG], None))
+    assert text == (
+        "Question: What colour is the sky?\nAnswer: blue\n\nQuestion: Which animal barks?\nAnswer: a dog\n\nQuestion:"
+    )
+
+
+def test_freeform_request_lists_what_was_asked(qwen: Any) -> None:
+    text = qwen.decode(build("freeform", qwen).request([HELLO, SPELL], None))
+    assert text == "Request: Say hello.\n\n---\n\nRequest: Spell dog.\n\nSlowly.\n\n---\n\nRequest:"
+
+
+GOOD = "Question: Why is snow white?\nOptions:\nA: light\nB: paint\nC: salt\nD: milk"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (GOOD, None),
+        (f"<think>Let me see. A: x</think>\n```text\n{GOOD}\n```\nAnswer: A", None),
+        (f"Sure! Here is one:\n\n{GOOD}\n\nThe correct answer is A.", None),
+        ("**Question 3:** Why is snow white?\n(A) light\nB) paint\n- C. salt\n**D:** milk\n**Answer:** B", None),
+        ("Why is snow white?\n\nA. light\nB. paint\nC. salt\nD. milk\nQuestion: And ice?\nA. x", None),
+        ("Why is snow white?", "no options"),
+        ("Why?\nA: light\nB: paint\nC: salt", "wrong number of options"),
+        (f"{GOOD}\nE: wool", "wrong number of options"),
+        ("Why?\nA: light\nB:\nC: salt\nD: milk", "empty option"),
+        ("Why?\nA: light\nB: Light.\nC: salt\nD: milk", "repeated option"),
+        ("Options:\nA: light\nB: paint\nC: salt\nD: milk", "empty"),
+        ("what colour is the sky\nA: light\nB: paint\nC: salt\nD: milk", "copy of a shot"),
+        ("Why<|im_end|>?\nA: light\nB: paint\nC: salt\nD: milk", "template token"),
+        ("Why?\nA: light\nB: <|im_start|>\nC: salt\nD: milk", "template token"),
+        (f"Why {'so ' * 200}?\nA: light\nB: paint\nC: salt\nD: milk", "too long"),
+        ("<think>never ends\nWhy?\nA: light\nB: paint\nC: salt\nD: milk", "no options"),
+    ],
+)
+def test_letter_reads_a_question_or_says_why_not(qwen: Any, text: str, reason: str | None) -> None:
+    parsed = build("letter", qwen).parse(text, [SKY, DOG])
+    if reason is not None:
+        assert parsed == Rejected(reason)
+        return
+    assert isinstance(parsed, Choice)
+    assert (parsed.question, parsed.choices) == ("Why is snow white?", ("light", "paint", "salt", "milk"))
+    assert LETTER_TEXT.partition("\n\n")[2] in qwen.decode(build("letter", qwen).prompt(parsed))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (" Why is snow white?\nAnswer:", None),
+        (" Why is snow white?\n\n", None),
+        (" Why is snow white?", "no end"),
+        (" Why is snow\nAnswer:", "no question mark"),
+        ("\n", "empty"),
+        (" WHICH animal barks ?\nAnswer:", "copy of a shot"),
+        (" Why? Answer: light?\nAnswer:", "runs on"),
+        (f" Why {'so ' * 200}?\nAnswer:", "too long"),
+        (" Why<|im_end|>?\nAnswer:", "template token"),
+    ],
+)
+def test_cloze_reads_one_line(qwen: Any, text: str, reason: str | None) -> None:
+    interface = build("cloze", qwen)
+    parsed = interface.parse(text, [SKY, DOG])
+    if reason is not None:
+        assert parsed == Rejected(reason)
+        return
+    assert isinstance(parsed, Choice)
+    assert (parsed.question, parsed.choices) == ("Why is snow white?", ())
+    assert interface.candidates(parsed) == ()
+    with pytest.raises(ValueError, match="no answer yet"):
+        interface.encode(parsed)
+    assert qwen.decode(interface.encode(interface.with_answer(parsed, " light ")).target) == " light"
+
+
+def test_cloze_reads_several_lines_where_the_shots_have_them(qwen: Any) -> None:
+    shot = Choice(id="p", question="Snow fell.\nQuestion: Is it cold?", choices=("yes", "no"), answer=0)
+    parsed = build("cloze", qwen).parse(" Rain fell.\nIs it wet?\nAnswer: yes", [shot])
+    assert isinstance(parsed, Choice)
+    assert parsed.question == "Rain fell.\nIs it wet?"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (" Count to ten.\n\n---\n\nRequest: more", None),
+        (" Count to ten.", "no end"),
+        (" say hello\n---", "copy of a shot"),
+        ("\n---", "empty"),
+        (" Count. Request: x\n---", "runs on"),
+        (" Count.<|im_end|>\n---", "template token"),
+    ],
+)
+def test_freeform_reads_a_request(qwen: Any, text: str, reason: str | None) -> None:
+    interface = build("freeform", qwen)
+    parsed = interface.parse(text, [HELLO, SPELL])
+    if reason is not None:
+        assert parsed == Rejected(reason)
+        return
+    assert isinstance(parsed, FreeForm)
+    assert parsed.messages == (Message(role="user", content="Count to ten."),)
+    answered = interface.with_answer(parsed, "1, 2, 3.")
+    assert qwen.decode(interface.encode(answered).target) == "1, 2, 3.<|im_end|>"
+
+
+def test_freeform_keeps_the_system_message_the_shots_share(qwen: Any) -> None:
+    system = Message(role="system", content="Be brief.")
+    shots = [FreeForm(id=s.id, messages=(system, *s.messages), response=s.response) for s in (HELLO, SPELL)]
+    parsed = build("freeform", qwen).parse("Count.\n---", shots)
+    assert isinstance(parsed, FreeForm)
+    assert parsed.messages == (system, Message(role="user", content="Count."))
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"), [("letter", 4), ("letter", "A"), ("cloze", 4), ("cloze", " "), ("freeform", 1)]
+)
+def test_answers_of_the_wrong_kind_are_refused(qwen: Any, name: str, answer: int | str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        build(name, qwen).with_answer(HELLO if name == "freeform" else SKY, answer)
+
+
+MARKUP = "Question:|Options:|\n|\n\n|A: |B. |C) |D: |E: |Answer:|---|?|why| snow|```|(A)|**|The correct answer is|\r"
+PIECES = st.sampled_from([*MARKUP.split("|"), "<think>", "</think>", "<|im_end|>", "\u2028", "\x00", "é", "blue"])
+WORDS = st.text(max_size=12)
+NEARLY = st.lists(WORDS, min_size=5, max_size=5).map(
+    lambda w: f"{w[0]} what?\nA: {w[1]}1\nB: {w[2]}2\nC: {w[3]}3\nD: {w[4]}4\nAnswer:\n---"
+)
+TEXTS = st.one_of(st.text(max_size=200), st.lists(PIECES, max_size=30).map("".join), NEARLY)
+
+
+@pytest.mark.parametrize(
+    ("name", "shots"), [("letter", [SKY, DOG]), ("cloze", [SKY, DOG]), ("freeform", [HELLO, SPELL])]
+)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=TEXTS)
+def test_any_text_is_an_example_or_a_reason(qwen: Any, name: str, shots: list[Example], text: str) -> None:
+    interface = build(name, qwen)
+    parsed = interface.parse(text, shots)
+    if isinstance(parsed, Rejected):
+        assert parsed.reason
+        return
+    answered = interface.with_answer(parsed, 0 if name == "letter" else "so")
+    encoded = interface.encode(answered)
+    assert encoded.prompt == interface.prompt(parsed)
+    # What the parser accepts adds no control token of its own.
+    blank = interface.encode(interface.with_answer(shots[0], 0 if name == "letter" else "so"))
+    specials = set(qwen.all_special_ids)
+    assert sum(t in specials for t in encoded.prompt) == sum(t in specials for t in blank.prompt)
+    if isinstance(parsed, Choice) and name == "letter":
+        assert len({choice.strip().casefold() for choice in parsed.choices}) == 4
+        assert all(choice.strip() for choice in parsed.choices)

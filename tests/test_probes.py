@@ -1,0 +1,485 @@
+"""Self-probe banks: the engine samples what the model would, banks are the same byte for byte and refuse changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+from cplus import interfaces
+from cplus.data.examples import Choice, Example, FreeForm, Message
+from cplus.interfaces import Rejected
+from cplus.models import Loaded
+from cplus.probes import build as building
+from cplus.probes import publish
+from cplus.probes.bank import Bank, Probe, anchors_hash, probe_from_row, probe_lines, probe_to_row
+from cplus.probes.build import build
+from cplus.probes.engine import Reader, Request, Sample, Sampling, cut, pick, request_seed
+from cplus.probes.generate import Tally, TooFewProbes, generate
+from cplus.probes.journal import open_journal
+from cplus.probes.label import Label, label
+from cplus.probes.local import LocalEngine
+from cplus.probes.settings import TOPICS, Settings, domain_test, plan
+from cplus.probes.slots import Chunk, Slots, chunk_ends, grouped_attention
+from cplus.probes.texts import input_key, normalise
+
+SAMPLING = Sampling(temperature=0.8, max_new_tokens=12, stop=("\n",))
+
+
+def question(text: str, *choices: str, answer: int = 0) -> Choice:
+    return Choice(id=f"q-{text}", question=text, choices=choices, answer=answer)
+
+
+ANCHORS = [question(f"Which animal is number {n}?", "a dog", "a fish", answer=n % 2) for n in range(6)]
+
+
+# The engine
+
+
+def naive(model: Any, tokenizer: Any, request: Request, sampling: Sampling) -> str:
+    """One row, one token at a time, with the same numbers: what any engine must equal."""
+    numbers = torch.rand(
+        sampling.max_new_tokens, generator=torch.Generator().manual_seed(request.seed), dtype=torch.float64
+    )
+    cache, ids, tokens = DynamicCache(), list(request.prompt), []
+    for number in numbers:
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([ids]), past_key_values=cache).logits[:, -1]
+        token = int(pick(logits, number.unsqueeze(0), sampling.temperature))
+        if token == tokenizer.eos_token_id:
+            break
+        tokens.append(token)
+        text = tokenizer.decode(tokens, skip_special_tokens=False)
+        if (stopped := cut(text, sampling.stop)) is not None:
+            return stopped
+        ids = [token]
+    return str(tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+def requests(tokenizer: Any, count: int) -> list[Request]:
+    lines = [f"Question: what is {n}?\nAnswer: a dog{' in water' * (n % 3)}\n\n" for n in range(5)]
+    plans = [plan(i, ANCHORS[:5], Settings()) for i in range(count)]
+    texts = ["".join(lines[ANCHORS.index(shot)] for shot in p.shots) + "Question:" for p in plans]
+    return [
+        Request(index=i, prompt=tuple(tokenizer.encode(text, add_special_tokens=False)), seed=request_seed(7, i))
+        for i, text in enumerate(texts)
+    ]
+
+
+def test_the_engine_samples_what_each_row_would_alone(tiny: Any) -> None:
+    """Four architectures, sliding windows and shared key heads among them; rows join, leave and shift all the while."""
+    asked = requests(tiny.tokenizer, 24)
+    sampling = replace(SAMPLING, max_new_tokens=40)
+    engine = LocalEngine(tiny.model, tiny.tokenizer, rows=5)
+    samples = {sample.index: sample for sample in engine.sample(asked, sampling)}
+    assert sorted(samples) == list(range(24))
+    for request in asked:
+        assert samples[request.index].text == naive(tiny.model, tiny.tokenizer, request, sampling)
+    assert {sample.end for sample in samples.values()} >= {"stop", "limit"}
+    assert tiny.model.config._attn_implementation in ("sdpa", "eager")
+
+
+def test_a_cold_prefix_cache_changes_no_bit(tiny_llama: Any) -> None:
+    asked = requests(tiny_llama.tokenizer, 16)
+    warm, tight = (LocalEngine(tiny_llama.model, tiny_llama.tokenizer, rows=4, prefix_bytes=n) for n in (1 << 30, 1))
+    list(warm.sample(asked[:9], SAMPLING))
+    assert list(warm.sample(asked[9:], SAMPLING)) == list(tight.sample(asked[9:], SAMPLING))
+    prompt = asked[3].prompt
+    for a, b in zip(warm._prefixes.chunks(prompt), tight._prefixes.chunks(prompt), strict=True):
+        assert torch.equal(a.logits, b.logits)
+        assert all(
+            torch.equal(x, y) for p, q in zip(a.layers, b.layers, strict=True) for x, y in zip(p, q, strict=True)
+        )
+
+
+def test_prompts_that_begin_alike_are_computed_once(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = LocalEngine(tiny_llama.model, tiny_llama.tokenizer, rows=4)
+    read = []
+    plain = tiny_llama.model.forward
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        read.append(tuple(kwargs["input_ids"].shape))
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(tiny_llama.model, "forward", counting)
+    asked = requests(tiny_llama.tokenizer, 40)
+    list(engine.sample(asked, replace(SAMPLING, max_new_tokens=1)))
+    prompts = {request.prompt for request in asked}
+    assert len(prompts) < len(asked)
+    prefilled = sum(length for _, length in read)
+    assert prefilled < 0.75 * sum(map(len, prompts))
+
+
+def test_greedy_begins_with_a_word_and_goes_on_with_the_likeliest(tiny_llama: Any) -> None:
+    model, tokenizer = tiny_llama.model, tiny_llama.tokenizer
+    engine = LocalEngine(model, tokenizer, rows=2)
+    prompts = [request.prompt for request in requests(tokenizer, 4)]
+    for row, prompt in zip(engine.greedy(prompts, max_new_tokens=6, stop=()), prompts, strict=True):
+        assert row.prompt == prompt
+        assert tokenizer.decode(row.tokens[:1]).strip()
+        for at in range(1, len(row.tokens)):
+            with torch.inference_mode():
+                logits = model(input_ids=torch.tensor([[*prompt, *row.tokens[:at]]])).logits[0, -1]
+            assert int(logits.argmax()) == row.tokens[at]
+
+
+def test_pick_follows_the_distribution() -> None:
+    logits = torch.tensor([[2.0, 0.0, -torch.inf, 1.0]]).expand(20_000, -1)
+    uniforms = torch.rand(20_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    shares = torch.bincount(pick(logits, uniforms, 0.8), minlength=4) / 20_000
+    assert shares[2] == 0
+    assert torch.allclose(shares, (logits[0] / 0.8).softmax(-1), atol=0.01)
+    assert pick(torch.zeros(1, 3), torch.tensor([1 - 1e-17], dtype=torch.float64), 1.0).item() == 2
+
+
+@given(st.lists(st.sampled_from(["a", "b\n", "\n", "\n\n", "c"]), max_size=60), st.integers(1, 6), st.integers(6, 9))
+def test_chunks_cover_a_prompt_and_do_not_look_ahead(pieces: list[str], shortest: int, longest: int) -> None:
+    ends = chunk_ends(pieces, shortest=shortest, longest=longest)
+    assert ends == sorted(set(ends))
+    assert (ends[-1] if ends else 0) == len(pieces)
+    assert all(b - a <= longest for a, b in zip([0, *ends], ends, strict=False))
+    longer = chunk_ends([*pieces, *["z"] * shortest], shortest=shortest, longest=longest)
+    assert longer[: len(ends[:-1])] == ends[:-1]
+
+
+def test_a_stop_text_is_found_across_tokens(tiny_llama: Any) -> None:
+    tokens = tiny_llama.tokenizer.encode("a dog\nAnswer: b", add_special_tokens=False)
+    reader = Reader(lambda some: tiny_llama.tokenizer.decode(some), ["\nAnswer:"])
+    found = [reader.stopped(tokens[: end + 1]) for end in range(len(tokens))]
+    assert found[-1] == "a dog\nAnswer:" or "a dog\nAnswer:" in found
+    assert found[0] is None
+
+
+def test_grouped_attention_is_the_plain_one(tiny_llama: Any) -> None:
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    with torch.inference_mode():
+        plain = tiny_llama.model(input_ids=ids).logits[:, -1]
+        cache = DynamicCache()
+        with grouped_attention(tiny_llama.model):
+            tiny_llama.model(input_ids=ids[:, :2], past_key_values=cache)
+            grouped = tiny_llama.model(input_ids=ids[:, 2:], past_key_values=cache).logits[:, -1]
+    assert torch.allclose(plain, grouped, atol=1e-5)
+
+
+def test_slots_keep_rows_apart_when_one_leaves() -> None:
+    chunk = Chunk(((torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2)),), torch.zeros(4))
+    slots = Slots(chunk, rows=2, longest=3, columns=5)
+    slots.put(0, [chunk])
+    slots.put(1, [Chunk(((torch.full((1, 1, 2, 2), 2.0),) * 2,), torch.zeros(4))])
+    slots.drop(0)
+    assert (slots.rows, slots.starts, slots.first) == (1, [1], 1)
+    assert slots.cache.layers[0].keys[0, 0, 1:3].unique().tolist() == [2.0]
+
+
+def test_a_request_beyond_the_window_is_refused(tiny_llama: Any) -> None:
+    long = Request(index=0, prompt=(5,) * 510, seed=0)
+    with pytest.raises(ValueError, match="take 522 tokens, but the model's window is 512"):
+        list(LocalEngine(tiny_llama.model, tiny_llama.tokenizer).sample([long], SAMPLING))
+
+
+# The plan
+
+
+def test_contexts_are_anchors_alone_and_topics_are_balanced() -> None:
+    settings = Settings(topics=TOPICS, seed=3)
+    plans = [plan(index, ANCHORS, settings) for index in range(72)]
+    assert all(len(set(p.shots)) == 2 and set(p.shots) <= set(ANCHORS) for p in plans)
+    rounds = [[p.topic for p in plans[at : at + 24]] for at in (0, 24, 48)]
+    assert all(sorted(one, key=str) == sorted(TOPICS) for one in rounds)
+    assert rounds[0] != rounds[1]
+    assert len({p.shots for p in plans}) > 20
+    assert plan(40, ANCHORS, settings) == plans[40]
+
+
+def test_fewer_anchors_than_shots_are_refused() -> None:
+    with pytest.raises(ValueError, match="a request shows 2 anchors, but there are 1"):
+        plan(0, ANCHORS[:1], Settings())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_probes": 0}, "num_probes must be at least 1"),
+        ({"shots": 0}, "shots must be at least 1"),
+        ({"confidence_floor": 1.5}, r"confidence_floor must lie in \[0, 1\]"),
+        ({"min_yield": 0.0}, "might never end"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(**wrong)
+
+
+def test_domains_by_name_and_by_pattern() -> None:
+    from cplus.toy.world import examples
+
+    inside = domain_test("harbours")
+    assert all(inside(example) for example in examples("harbours")[:50])
+    assert not any(inside(example) for example in examples("plants")[:50])
+    with pytest.raises(ValueError, match="expected a regular expression after re:"):
+        domain_test("re:(")
+
+
+@given(st.text(), st.text(alphabet=" \t\n.,!?\"'"))
+def test_normalising_is_idempotent_and_blind_to_marks(text: str, marks: str) -> None:
+    assert normalise(normalise(text)) == normalise(text)
+    assert normalise(marks + text + marks) == normalise(text)
+
+
+# From anchors to probes, with an engine that says what it is told
+
+
+@dataclass
+class Scripted:
+    """An engine that answers request i with texts[i]."""
+
+    texts: Callable[[int], str]
+    asked: list[int] = field(default_factory=list)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "scripted"}
+
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
+        for request in reversed(requests):
+            self.asked.append(request.index)
+            yield Sample(index=request.index, text=self.texts(request.index), tokens=1, end="stop")
+
+
+def yes(interface: interfaces.Interface) -> Callable[[Sequence[Example]], list[Label | Rejected]]:
+    return lambda examples: [Label(interface.with_answer(example, "yes"), 0.5) for example in examples]
+
+
+def run(tokenizer: Any, texts: Callable[[int], str], settings: Settings) -> Tally:
+    interface = interfaces.build("cloze", tokenizer)
+    tally = Tally(ANCHORS, interface, settings)
+    for _ in generate(Scripted(texts), yes(interface), interface, ANCHORS, settings, tally):
+        pass
+    return tally
+
+
+def test_copies_are_dropped_in_the_order_of_the_requests(tiny_llama: Any) -> None:
+    texts = {0: "Why ice?\n", 1: "why ICE ?\n", 2: "which animal is number 3\n", 3: "no end"}
+    tally = run(tiny_llama.tokenizer, lambda i: texts.get(i, f"Is it {i}?\n"), Settings(num_probes=5))
+    reasons = {o.index: o.result.reason for o in tally.blocks[0].outcomes if isinstance(o.result, Rejected)}
+    assert reasons == {1: "duplicate", 2: "copy of an anchor", 3: "no end"} or reasons[2] == "copy of a shot"
+    assert [probe.request for probe in tally.probes[:3]] == [0, 4, 5]
+    assert tally.probes[0].example.choices == ("yes",)  # type: ignore[union-attr]
+
+
+def test_a_model_that_writes_nothing_valid_is_given_up_with_its_yield(tiny_llama: Any) -> None:
+    with pytest.raises(TooFewProbes, match=r"0 of 4 probes in 256 requests .* rejected: no end 256"):
+        run(tiny_llama.tokenizer, lambda i: "on and on", Settings(num_probes=4))
+
+
+def test_a_model_that_repeats_itself_is_given_up(tiny_llama: Any) -> None:
+    with pytest.raises(TooFewProbes, match="10 of 20 probes in 384 requests and 0 in the last 256"):
+        run(tiny_llama.tokenizer, lambda i: f"Is it {i % 10}?\n", Settings(num_probes=20))
+
+
+def test_options_reject_by_name(tiny_llama: Any) -> None:
+    with pytest.raises(TooFewProbes, match="low confidence 256"):
+        run(tiny_llama.tokenizer, lambda i: f"Is it {i}?\n", Settings(num_probes=2, confidence_floor=0.6))
+    odd = run(tiny_llama.tokenizer, lambda i: f"Is it {i}?\n", Settings(num_probes=9, domain="re:[13579][?]"))
+    assert all(probe.request % 2 for probe in odd.probes)
+
+
+def test_label_balanced_banks_hold_as_many_of_each(tiny_llama: Any) -> None:
+    interface = interfaces.build("letter", tiny_llama.tokenizer)
+    settings = Settings(num_probes=40, label_balanced=True)
+    tally = Tally(ANCHORS, interface, settings)
+
+    def mostly_a(examples: Sequence[Example]) -> list[Label | Rejected]:
+        return [Label(interface.with_answer(example, int(i % 5 == 0)), 0.9) for i, example in enumerate(examples)]
+
+    engine = Scripted(lambda i: f"Question: Is it {i}?\nOptions:\nA: yes\nB: no\nAnswer")
+    for _ in generate(engine, mostly_a, interface, ANCHORS, settings, tally):
+        pass
+    answers = [probe.example.answer for probe in tally.probes[:40]]  # type: ignore[union-attr]
+    assert (answers.count(0), answers.count(1)) == (20, 20)
+    with pytest.raises(ValueError, match="label-balanced banks need one fixed set of answers"):
+        Tally(ANCHORS, interfaces.build("cloze", tiny_llama.tokenizer), settings)
+
+
+def test_anchors_of_another_interface_are_refused(tiny_llama: Any) -> None:
+    free = [FreeForm(id=str(i), messages=(Message(role="user", content=f"{i}"),), response="x") for i in range(3)]
+    interface, settings = interfaces.build("cloze", tiny_llama.tokenizer), Settings(num_probes=1)
+    with pytest.raises(TypeError, match="is free-form; the cloze interface needs"):
+        list(generate(Scripted(str), yes(interface), interface, free, settings, Tally(free, interface, settings)))
+
+
+# Labels
+
+
+def test_labels_are_the_models_own(tiny_llama: Any) -> None:
+    model, tokenizer = tiny_llama.model, tiny_llama.tokenizer
+    engine = LocalEngine(model, tokenizer)
+    letters = interfaces.build("letter", tokenizer)
+    (labelled,) = label(model, engine, letters, [question("Is it?", "yes", "no")])
+    assert isinstance(labelled, Label)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([letters.prompt(labelled.example)])).logits[0, -1]
+    scores = logits[[letters.candidates(labelled.example)[i][0] for i in range(2)]].softmax(-1)
+    assert labelled.example.answer == int(scores.argmax())  # type: ignore[union-attr]
+    assert labelled.confidence == pytest.approx(float(scores.max()), abs=1e-5)
+
+
+# The bank
+
+
+@pytest.fixture
+def base(tiny_llama: Any) -> Loaded:
+    model = tiny_llama.model
+    return Loaded(
+        name="tiny",
+        model=model,
+        tokenizer=tiny_llama.tokenizer,
+        fingerprint="f" * 64,
+        device=torch.device("cpu"),
+        window=512,
+    )
+
+
+def scripted_bank(folder: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Bank:
+    interface = interfaces.build("cloze", base.tokenizer)
+    monkeypatch.setattr(building, "label", lambda model, engine, interface, examples: yes(interface)(examples))
+    texts = Scripted(lambda i: f"Is it {i}?\n" if i % 3 else "no end")
+    return build(folder, base, interface, ANCHORS, Settings(**settings), engine=texts)
+
+
+def test_a_bank_says_whose_it_is_and_comes_back(tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=20)
+    assert bank == Bank.load(tmp_path / "bank", model_fingerprint=base.fingerprint, anchors=ANCHORS[::-1])
+    assert bank.manifest["counts"] == {"requests": 30, "accepted": 20, "rejected": {"no end": 10}}
+    assert bank.manifest["anchors"]["sha256"] == anchors_hash(ANCHORS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bank"]
+    again = scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=20)
+    assert again == bank
+    with pytest.raises(ValueError, match="is already there and is not this bank"):
+        scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=21)
+
+
+def test_another_model_and_other_anchors_are_refused_by_name(
+    tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=4)
+    with pytest.raises(ValueError, match="was sealed for tiny@fffffff but the base model is @eeeeeee"):
+        Bank.load(tmp_path / "bank", model_fingerprint="e" * 64)
+    with pytest.raises(ValueError, match=r"was sealed for 6 anchors @.* but these 5 are @"):
+        Bank.load(tmp_path / "bank", anchors=ANCHORS[:5])
+
+
+def test_one_changed_byte_is_refused(tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=4)
+    for name in ("probes.jsonl", "manifest.json"):
+        path = tmp_path / "bank" / name
+        whole = path.read_bytes()
+        for at in range(0, len(whole), max(1, len(whole) // 40)):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            with pytest.raises(ValueError, match=r"was changed after|does not parse|expected the format"):
+                Bank.load(tmp_path / "bank")
+        path.write_bytes(whole)
+    (tmp_path / "bank" / "probes.jsonl").unlink()
+    with pytest.raises(ValueError, match="expected a sealed bank"):
+        Bank.load(tmp_path / "bank")
+
+
+def test_a_full_disk_leaves_nothing_that_looks_sealed(
+    tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("cplus.probes.bank.write_json", full)
+        with pytest.raises(OSError, match="No space left"):
+            scripted_bank(tmp_path / "bank", base, broken, num_probes=200)
+    assert [path.name for path in tmp_path.iterdir()] == ["bank.partial.jsonl"]
+    interface = interfaces.build("cloze", base.tokenizer)
+    silent = Scripted(lambda i: pytest.fail("asked again for what was accepted"))
+    bank = build(tmp_path / "bank", base, interface, ANCHORS, Settings(num_probes=200), engine=silent)
+    assert len(bank.probes) == 200
+
+
+def test_a_smaller_bank_is_the_beginning_of_a_larger(
+    tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, large = (scripted_bank(tmp_path / f"{n}", base, monkeypatch, num_probes=n) for n in (50, 150))
+    assert large.probes[:50] == small.probes
+
+
+# The journal
+
+
+def test_a_line_cut_short_is_taken_off(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    with open_journal(path, {"a": 1}) as journal:
+        journal.append({"n": 1})
+    with path.open("ab") as file:
+        file.write(b'{"n": 2')
+    with open_journal(path, {"a": 1}) as journal:
+        assert journal.entries == [{"n": 1}]
+        journal.append({"n": 3})
+    with open_journal(path, {"a": 1}) as journal:
+        assert journal.entries == [{"n": 1}, {"n": 3}]
+
+
+def opened(path: Path, identity: dict[str, Any], refused: str) -> None:
+    with pytest.raises(ValueError, match=refused), open_journal(path, identity):
+        pass
+
+
+def test_a_journal_of_other_settings_or_another_process_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    with open_journal(path, {"settings": {"temperature": 0.8}}):
+        opened(path, {}, "is being written by another process")
+    opened(path, {"settings": {"temperature": 0.7}}, r"begun with settings.temperature 0.8 and not 0.7")
+    lines = path.read_bytes()
+    path.write_bytes(lines + b"not json\n")
+    opened(path, {"settings": {"temperature": 0.8}}, "line 2 is damaged")
+
+
+# Publishing
+
+
+def test_a_published_bank_is_the_same_bank(tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=6)
+    publish.publish(bank, tmp_path / "set")
+    assert (tmp_path / "set" / "README.md").read_text().startswith("---\nconfigs:")
+    assert publish.fetch(str(tmp_path / "set"), tmp_path / "back") == bank
+    assert (tmp_path / "back" / "manifest.json").read_bytes() == (tmp_path / "bank" / "manifest.json").read_bytes()
+    rows = [{"messages": None, **dict(reversed(probe_to_row(p).items()))} for p in bank.probes]
+    assert publish.restore(rows, bank.manifest, tmp_path / "table") == bank
+    rows[2]["confidence"] = 0.51
+    with pytest.raises(ValueError, match="not those the manifest was sealed with"):
+        publish.restore(rows, bank.manifest, tmp_path / "forged")
+    assert not (tmp_path / "forged").exists()
+
+
+def test_load_dataset_reads_a_published_bank(tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="needs the extra cplus[data]")
+    bank = scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=6)
+    publish.publish(bank, tmp_path / "set")
+    rows = datasets.load_dataset(str(tmp_path / "set"), split="train")
+    assert publish.restore(rows, bank.manifest, tmp_path / "back") == bank
+
+
+texts = st.text(min_size=1).filter(str.strip)
+
+
+@given(texts, st.lists(texts, min_size=1, max_size=5), st.floats(0, 1), st.none() | texts)
+def test_a_probe_survives_its_row(asked: str, choices: list[str], confidence: float, topic: str | None) -> None:
+    example = Choice(id="p", question=asked, choices=tuple(choices), answer=0)
+    probe = Probe(example=example, confidence=confidence, request=3, shots=("a", "b"), topic=topic)
+    line = probe_lines([probe])
+    assert line.count("\n") == 1
+    assert probe_from_row(json.loads(line)) == probe
+    assert input_key(example, options=True) == input_key(replace(example, choices=example.choices[::-1]), options=True)

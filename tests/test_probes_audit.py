@@ -1,0 +1,222 @@
+"""The audit finds what was planted, and its page shows generated text as text."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cplus.data.examples import Choice, to_row
+from cplus.probes import audit
+from cplus.probes.bank import Bank, Probe, anchors_hash
+from cplus.probes.engine import Request, Sampling
+from cplus.probes.server import ServerEngine
+from cplus.probes.texts import words
+from cplus.report.audit import render
+
+HOSTILE = "Is <script>alert(1)</script> \x1b[31m& </td> safe?"
+
+
+def choice(id: str, text: str, answer: int = 0) -> Choice:
+    return Choice(id=id, question=text, choices=("yes", "no", "never", "often"), answer=answer)
+
+
+ANCHORS = [choice("a1", "Does the sun rise in the east?", 0), choice("a2", "Can a stone swim?", 1)]
+EVALUATION = [
+    choice("e1", "What do whales eat in the cold sea near the long white coast of the far north?"),
+    choice("e2", "Why is the sky blue?"),
+    *ANCHORS,
+]
+
+
+def bank(*questions: Choice, interface: str = "letter", **manifest: Any) -> Bank:
+    probes = tuple(
+        Probe(example=question, confidence=(n + 1) / len(questions), request=n, shots=("a1", "a2"), topic=None)
+        for n, question in enumerate(questions)
+    )
+    sealed = {
+        "model": {"name": "tiny", "fingerprint": "f" * 64},
+        "interface": interface,
+        "settings": {"topics": []},
+        "engine": {"name": "scripted"},
+        "probes_sha256": "0" * 64,
+        "anchors": {"count": 2, "ids": ["a1", "a2"], "sha256": anchors_hash(ANCHORS)},
+        "counts": {"requests": 9, "accepted": len(probes), "rejected": {"no end": 9 - len(probes)}},
+        "yield": len(probes) / 9,
+    }
+    return Bank(probes=probes, manifest={**sealed, **manifest})
+
+
+PLANTED = bank(
+    choice("p1", "Why is the SKY blue"),  # a leak, word for word but for case and marks
+    choice("p2", "What do whales eat in the cold sea near the long white coast of the far south?", 1),  # a near copy
+    choice("p3", "Is water wet?", 2),
+    choice("p4", "is water  wet", 3),  # a duplicate
+    choice("p5", HOSTILE),
+)
+AGAINST = [audit.Source(name="evaluation.jsonl", examples=EVALUATION)]
+
+
+def test_planted_copies_are_all_found_and_nothing_else() -> None:
+    found = audit.audit(PLANTED, AGAINST)
+    assert (found["probes"], found["unique"]) == (5, 4)
+    assert found["duplicates"] == [{"text": "Is water wet?\nyes\nno\nnever\noften", "times": 2}]
+    overlap = found["against"]["evaluation.jsonl"]
+    assert overlap["exact_ids"] == ["p1"]
+    assert overlap["near_ids"] == ["p1", "p2"]
+    assert (overlap["exact_share"], overlap["near_share"]) == (0.2, 0.4)
+    assert [pair["row"] for pair in found["nearest"][:2]] == ["e2", "e1"]
+    assert found["nearest"][0]["jaccard"] == 1.0
+
+
+def test_figures_by_hand() -> None:
+    found = audit.audit(PLANTED, AGAINST)
+    assert found["confidence"] == {"mean": 0.6, "median": 0.6, "p10": 0.28}
+    assert found["labels"]["shares"] == {"A": 0.4, "B": 0.2, "C": 0.2, "D": 0.2}
+    assert found["labels"]["anchor_shares"] == {"A": 0.5, "B": 0.5}
+    p, q = np.array([0.4, 0.2, 0.2, 0.2]), np.array([0.5, 0.5, 0, 0])
+    m = (p + q) / 2
+    expected = ((p * np.log2(p / m)).sum() + (q[:2] * np.log2(q[:2] / m[:2])).sum()) / 2
+    assert found["labels"]["divergence"] == pytest.approx(expected, abs=1e-6)
+    assert found["yield"] == pytest.approx(5 / 9)
+    assert found["anchor_use"] == {"a1": 5, "a2": 5}
+    json.dumps(found, allow_nan=False)
+
+
+def test_open_questions_are_compared_without_options() -> None:
+    open_question = Choice(id="p", question="Why is the sky blue?", choices=("air",), answer=0)
+    found = audit.audit(bank(open_question, interface="cloze"), AGAINST)
+    assert found["against"]["evaluation.jsonl"]["exact_ids"] == ["p"]
+    assert found["labels"]["shares"] == {"air": 1.0}
+    assert found["labels"]["anchor_shares"] == {"yes": 0.5, "no": 0.5}
+
+
+def test_anchors_that_are_not_those_sealed_are_not_used() -> None:
+    other = [choice("a1", "Another question?"), ANCHORS[1]]
+    assert audit.audit(PLANTED, [audit.Source(name="x", examples=other)])["labels"]["divergence"] is None
+
+
+def test_topics_are_counted_over_all_areas() -> None:
+    assert audit.topics(["law", "law", None], ["law", "music"]) == {
+        "areas": 2,
+        "covered": 1,
+        "counts": {"law": 2, "music": 0},
+    }
+
+
+@given(st.lists(st.text(), min_size=1, max_size=5), st.lists(st.text(), min_size=1, max_size=5))
+def test_jaccard_is_that_of_the_word_sets(left: list[str], right: list[str]) -> None:
+    ratio = audit.jaccard(left, right)
+    for i, a in enumerate(left):
+        for j, b in enumerate(right):
+            either = words(a) | words(b)
+            assert ratio[i, j] == pytest.approx(len(words(a) & words(b)) / len(either) if either else 0.0)
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        assert not any(name.startswith("on") or name in ("src", "href") for name, _ in attrs)
+
+
+def test_generated_text_is_escaped_and_the_page_needs_nothing_else() -> None:
+    sources = [audit.Source(name="<img src=x>.jsonl", examples=EVALUATION)]
+    page = render(audit.audit(PLANTED, sources), name="<b>bank</b>")
+    parser = Tags()
+    parser.feed(page)
+    assert not {"script", "img", "link"} & set(parser.tags)
+    assert "<b>bank</b>" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "prefers-color-scheme: dark" in page
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_the_command_prints_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from cplus.commands.audit import audit as command
+    from cplus.probes.bank import seal
+
+    seal(tmp_path / "bank", PLANTED.probes, PLANTED.manifest)
+    rows = tmp_path / "evaluation.jsonl"
+    rows.write_text("".join(json.dumps(to_row(row)) + "\n" for row in EVALUATION))
+    command(tmp_path / "bank", [str(rows)], None, tmp_path / "page.html", True)
+    assert json.loads(capsys.readouterr().out)["unique"] == 4
+    assert "&lt;script&gt;" in (tmp_path / "page.html").read_text()
+    command(tmp_path / "bank", [str(rows)], None, None, False)
+    told = capsys.readouterr().out
+    assert "4 of 5" in told
+    assert "1 exact (20.00%), 2 near (40.00%)" in told
+    assert "\x1b" not in told
+
+
+# The vLLM engine, against a server that answers as vLLM does
+
+
+class Stub(BaseHTTPRequestHandler):
+    seen: list[dict[str, Any]] = []  # noqa: RUF012
+
+    def do_GET(self) -> None:
+        self._answer({"data": [{"id": "served"}]} if self.path == "/v1/models" else {"version": "0.32.0"})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.seen.append(body)
+        ends = [("stop", "\n"), ("stop", None), ("length", None)]
+        finish, reason = ends[body["prompt"][0]]
+        choice = {"text": f"text {body['prompt'][0]}", "finish_reason": finish, "stop_reason": reason}
+        self._answer({"choices": [choice], "usage": {"completion_tokens": 4}})
+
+    def _answer(self, value: object) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
+    thread = threading.Thread(target=http.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{http.server_port}"
+    http.shutdown()
+    http.server_close()
+    thread.join()
+
+
+def test_the_server_engine_sends_tokens_and_seeds(server: str) -> None:
+    engine = ServerEngine(server + "/v1/")
+    assert engine.describe() == {"name": "vllm", "model": "served", "version": "0.32.0"}
+    Stub.seen.clear()
+    sampling = Sampling(temperature=0.8, max_new_tokens=9, stop=("\n",))
+    asked = [Request(index=10 + n, prompt=(n, 5), seed=100 + n) for n in range(3)]
+    samples = sorted(engine.sample(asked, sampling), key=lambda sample: sample.index)
+    assert [(s.index, s.text, s.end) for s in samples] == [
+        (10, "text 0", "stop"),
+        (11, "text 1", "end of text"),
+        (12, "text 2", "limit"),
+    ]
+    sent = sorted(Stub.seen, key=lambda body: body["seed"])
+    assert [body["seed"] for body in sent] == [100, 101, 102]
+    assert all(body["stop"] == ["\n"] and body["temperature"] == 0.8 and body["max_tokens"] == 9 for body in sent)
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConnectionError, match=r"no vLLM server answers at http://127.0.0.1:9"):
+        ServerEngine("http://127.0.0.1:9")
+    with pytest.raises(ValueError, match="expected the address of a vLLM server"):
+        ServerEngine("localhost")

@@ -1,0 +1,126 @@
+"""Whole banks of the toy model: the same byte for byte, also after being killed in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from cplus import interfaces, models
+from cplus.commands.probe import probe
+from cplus.probes.bank import Bank
+from cplus.probes.build import build
+from cplus.probes.generate import write_probes
+from cplus.probes.journal import journal_path
+from cplus.probes.settings import Settings
+from cplus.toy.world import taught
+
+NUM_PROBES = 200
+COMMAND = ["toy", "--domain", "harbours", "--anchors", "anchors.jsonl", "--num-probes", str(NUM_PROBES)]
+
+
+@pytest.fixture(scope="module")
+def base() -> models.Loaded:
+    return models.load("toy", device="cpu")
+
+
+@pytest.fixture
+def anchors(tmp_path: Path) -> Path:
+    from cplus.data.examples import to_row
+
+    path = tmp_path / "anchors.jsonl"
+    path.write_text("".join(json.dumps(to_row(fact)) + "\n" for fact in taught("harbours")[::97][:8]))
+    return path
+
+
+def start(folder: Path, out: str, *extra: str) -> subprocess.Popen[str]:
+    code = "import typer; from cplus.commands.probe import probe; typer.run(probe)"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *COMMAND, "--interface", "cloze", "--out", out, *extra],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_killed_bank_goes_on_and_equals_an_uninterrupted_one(tmp_path: Path, anchors: Path) -> None:
+    whole = start(tmp_path, "whole", "--json")
+    killed = start(tmp_path, "killed")
+    journal = journal_path(tmp_path / "killed")
+    deadline = time.monotonic() + 120
+    while (journal.read_bytes().count(b"\n") if journal.exists() else 0) < 2:
+        assert killed.poll() is None, killed.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert not (tmp_path / "killed").exists()
+    kept = journal.read_bytes()
+    assert kept.count(b'"probe"') > 0
+    resumed = start(tmp_path, "killed")
+    out, err = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0, err
+    assert f"{NUM_PROBES} probes" in out
+    told, err = whole.communicate(timeout=120)
+    assert whole.returncode == 0, err
+    assert json.loads(told)["probes"] == NUM_PROBES
+    assert content(tmp_path / "killed") == content(tmp_path / "whole")
+    assert not journal.exists()
+
+
+def test_what_the_toy_model_writes_is_of_its_domain_and_new(base: models.Loaded, tmp_path: Path) -> None:
+    anchors = taught("plants")[::111][:8]
+    interface = interfaces.build("cloze", base.tokenizer)
+    settings = Settings(num_probes=64, domain="plants", seed=5)
+    bank = build(tmp_path / "bank", base, interface, anchors, settings)
+    assert Bank.load(tmp_path / "bank", model_fingerprint=base.fingerprint, anchors=anchors) == bank
+    assert bank.manifest["counts"]["rejected"].get("outside the domain", 0) < 8
+    assert bank.manifest["yield"] > 0.5
+    assert list(bank.probes) == write_probes(base, interface, anchors, settings)
+    assert all(interface.encode(example).target for example in bank.examples)
+
+
+def test_two_seeds_write_two_banks(base: models.Loaded) -> None:
+    anchors = taught("plants")[::111][:8]
+    interface = interfaces.build("cloze", base.tokenizer)
+    banks = [write_probes(base, interface, anchors, Settings(num_probes=32, seed=seed)) for seed in (0, 1)]
+    first, second = ({one.example.id for one in bank} for bank in banks)
+    assert len(first & second) < 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": None}, "expected a model to probe"),
+        ({"model": "toy", "anchors": "8"}, "but from what"),
+        ({"model": "toy", "anchors": "99999", "task": "harbours", "limit": "40"}, "asked for 99999"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_do(
+    arguments: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
+    app = typer.Typer()
+    app.command()(probe)
+    flags = [part for key, value in arguments.items() if key != "model" for part in (f"--{key}", value)]
+    model = [arguments["model"]] if arguments["model"] else []
+    result = CliRunner().invoke(app, [*model, *flags, "--out", str(tmp_path / "bank")])
+    assert isinstance(result.exception, ValueError)
+    assert message in str(result.exception)
+    assert not (tmp_path / "bank").exists()

@@ -1,0 +1,198 @@
+"""Fast scoring gives the numbers of one example at a time; greedy decoding is the argmax, step by step."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from cplus.data.encoded import Encoded
+from cplus.data.examples import Choice, FreeForm, Message
+from cplus.data.readers import read_file
+from cplus.interfaces import build
+from cplus.scoring import fitting, greedy, log_likelihoods, predict, score_candidates
+from cplus.scoring.packed import shared_prefix, takes_block_masks
+
+Tokens = tuple[int, ...]
+TOLERANCE = 1e-4
+
+
+@torch.no_grad()
+def one_at_a_time(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """The plain way: the whole text alone, all logits, a sum."""
+    logits = model(torch.tensor([[*prompt, *answer]])).logits[0].log_softmax(-1)
+    return sum(logits[len(prompt) + i - 1, token].item() for i, token in enumerate(answer))
+
+
+def rows(count: int, *, longest: int, prefix: Tokens = (), seed: int = 0) -> tuple[list[Tokens], list[list[Tokens]]]:
+    """Prompts of uneven length and two to five candidates of one to four tokens."""
+    draw = random.Random(seed)
+
+    def tokens(most: int) -> Tokens:
+        return tuple(draw.randrange(5, 300) for _ in range(draw.randint(1, most)))
+
+    prompts = [prefix + tokens(longest) for _ in range(count)]
+    return prompts, [[tokens(4) for _ in range(draw.randint(2, 5))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("prefix", [(), tuple(range(20, 32))], ids=["no common beginning", "a common beginning"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_scores_are_those_of_one_at_a_time(tiny: Any, attention: str, prefix: Tokens) -> None:
+    model = tiny.model
+    if not (tiny.family == "gemma2" and attention == "sdpa"):  # its capped attention exists in eager form only
+        model.set_attn_implementation(attention)
+    prompts, candidates = rows(9, longest=12, prefix=prefix)
+    assert shared_prefix(prompts) == prefix
+    for prompt, own, scores in zip(prompts, candidates, score_candidates(model, prompts, candidates), strict=True):
+        for answer, score in zip(own, scores, strict=True):
+            assert score.num_tokens == len(answer)
+            assert score.total == pytest.approx(one_at_a_time(model, prompt, answer), abs=TOLERANCE)
+
+
+def test_rows_beyond_a_sliding_window_are_scored_apart_and_right(make_tiny: Callable[[str], Any]) -> None:
+    model = make_tiny("gemma2").model
+    assert takes_block_masks(model, 32)
+    assert not takes_block_masks(model, 33)
+    prompts, candidates = rows(4, longest=8, prefix=tuple(range(20, 60)))
+    for prompt, own, scores in zip(prompts, candidates, score_candidates(model, prompts, candidates), strict=True):
+        for answer, score in zip(own, scores, strict=True):
+            assert score.total == pytest.approx(one_at_a_time(model, prompt, answer), abs=TOLERANCE)
+
+
+def test_a_candidate_does_not_see_the_others(tiny_llama: Any) -> None:
+    prompt, answers = (7, 8, 9), [(10, 11, 12), (13, 14), (15,)]
+    (together,) = score_candidates(tiny_llama.model, [prompt], [answers])
+    (backwards,) = score_candidates(tiny_llama.model, [prompt], [answers[::-1]])
+    (alone,) = score_candidates(tiny_llama.model, [prompt], [answers[:1]])
+    assert [s.total for s in together] == pytest.approx([s.total for s in backwards[::-1]], abs=1e-5)
+    assert together[0].total == pytest.approx(alone[0].total, abs=1e-5)
+
+
+def test_log_likelihoods_are_those_of_one_at_a_time(tiny: Any) -> None:
+    prompts, candidates = rows(7, longest=20)
+    encoded = [Encoded(prompt, own[0]) for prompt, own in zip(prompts, candidates, strict=True)]
+    for row, score in zip(encoded, log_likelihoods(tiny.model, encoded), strict=True):
+        assert score.total == pytest.approx(one_at_a_time(tiny.model, row.prompt, row.target), abs=TOLERANCE)
+        assert score.mean == score.total / len(row.target)
+
+
+def test_autocast_stays_close_to_float32(tiny_llama: Any) -> None:
+    prompts, candidates = rows(5, longest=12, prefix=tuple(range(20, 32)))
+    exact = score_candidates(tiny_llama.model, prompts, candidates)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = score_candidates(tiny_llama.model, prompts, candidates)
+    pairs = [(a.mean, b.mean) for x, y in zip(exact, rounded, strict=True) for a, b in zip(x, y, strict=True)]
+    assert max(abs(a - b) for a, b in pairs) < 0.5
+    assert any(a != b for a, b in pairs)
+
+
+def test_rows_longer_than_the_window_are_refused_with_their_count(tiny_llama: Any) -> None:
+    with pytest.raises(ValueError, match="1 of 2 rows are longer than the model's window of 512 tokens"):
+        score_candidates(tiny_llama.model, [(5,) * 512, (5,)], [[(6, 7)], [(6,)]])
+    score_candidates(tiny_llama.model, [(5,) * 512], [[(6,)]])
+
+
+def test_examples_that_do_not_fit_are_excluded_only_by_choice(tiny_llama: Any) -> None:
+    interface = build("cloze", tiny_llama.tokenizer)
+    short = Choice(id="s", question="Why?", choices=("so", "not"), answer=0)
+    long = Choice(id="l", question="why " * 300, choices=("so", "not"), answer=0)
+    assert fitting(interface, [long, short], 512, "exclude") == [short]
+    with pytest.raises(ValueError, match="1 of 2 rows"):
+        fitting(interface, [long, short], 512, "refuse")
+
+
+@torch.no_grad()
+def argmax_loop(model: Any, prompt: Sequence[int], steps: int, ends: set[int]) -> list[int]:
+    said: list[int] = []
+    while len(said) < steps and not (said and said[-1] in ends):
+        said.append(int(model(torch.tensor([[*prompt, *said]])).logits[0, -1].argmax()))
+    return said
+
+
+def test_greedy_is_the_argmax_of_each_step(tiny: Any) -> None:
+    prompts, _ = rows(5, longest=15, seed=3)
+    made = greedy(tiny.model, tiny.tokenizer, prompts, max_new_tokens=12)
+    ends = {tiny.tokenizer.eos_token_id}
+    for prompt, answer in zip(prompts, made, strict=True):
+        expected = argmax_loop(tiny.model, prompt, 12, ends)
+        assert list(answer.tokens) == expected
+        assert answer.finished == (expected[-1] in ends)
+
+
+def test_greedy_stops_at_a_text_and_leaves_it_out(tiny_llama: Any) -> None:
+    prompts, _ = rows(4, longest=15, seed=3)
+    free = greedy(tiny_llama.model, tiny_llama.tokenizer, prompts, max_new_tokens=12)
+    stop = free[0].text[5:8]
+    made = greedy(tiny_llama.model, tiny_llama.tokenizer, prompts, max_new_tokens=12, stop=(stop,))
+    for before, after in zip(free, made, strict=True):
+        assert after.text == before.text.partition(stop)[0]
+        assert after.finished == (before.finished or stop in before.text)
+        assert after.tokens == before.tokens[: len(after.tokens)]
+    assert len(made[0].tokens) < len(free[0].tokens)
+
+
+def test_predict_by_letter_is_the_argmax_over_the_letters_logits(tiny: Any) -> None:
+    interface = build("letter", tiny.tokenizer)
+    if tiny.family == "gemma2":
+        tiny.model.config.sliding_window = 512
+    examples = [Choice(id=str(i), question=f"Which {i}?", choices=("p", "q", "r", "s"), answer=i % 4) for i in range(6)]
+    predictions = predict(tiny.model, interface, examples)
+    for example, prediction in zip(examples, predictions, strict=True):
+        with torch.no_grad():
+            logits = tiny.model(torch.tensor([interface.prompt(example)])).logits[0, -1]
+        among = logits[[tokens[0] for tokens in interface.candidates(example)]].softmax(0)
+        assert prediction.id == example.id
+        assert prediction.answer == int(among.argmax())
+        assert prediction.correct == (prediction.answer == example.answer)
+        assert prediction.confidence == pytest.approx(among.max().item(), abs=TOLERANCE)
+
+
+def test_predict_by_cloze_compares_means_not_sums(tiny_llama: Any) -> None:
+    interface = build("cloze", tiny_llama.tokenizer)
+    example = Choice(id="q", question="Where do fish live?", choices=("in water", "z", "on the moon now"), answer=0)
+    (prediction,) = predict(tiny_llama.model, interface, [example])
+    prompt = interface.prompt(example)
+    means = [one_at_a_time(tiny_llama.model, prompt, c) / len(c) for c in interface.candidates(example)]
+    assert prediction.scores == pytest.approx(means, abs=TOLERANCE)
+    assert prediction.answer == means.index(max(means))
+    assert prediction.num_tokens == tuple(map(len, interface.candidates(example)))
+    assert prediction.confidence == pytest.approx(max(torch.tensor(means).softmax(0).tolist()), abs=TOLERANCE)
+
+
+def test_predict_in_words_is_judged_and_keeps_the_order(tiny_llama: Any) -> None:
+    interface = build("freeform", tiny_llama.tokenizer)
+    examples = [
+        FreeForm(id=str(i), messages=(Message(role="user", content="Say " + "it " * i),), response="x")
+        for i in range(4)
+    ]
+    seen: list[str] = []
+
+    def judge(text: str, example: Any) -> bool:
+        seen.append(example.id)
+        return example.id == "2"
+
+    predictions = predict(tiny_llama.model, interface, examples, judge=judge, max_new_tokens=5)
+    assert [p.id for p in predictions] == seen == ["0", "1", "2", "3"]
+    assert [p.correct for p in predictions] == [False, False, True, False]
+    prompt = interface.prompt(examples[3])
+    said = argmax_loop(tiny_llama.model, prompt, 5, {tiny_llama.tokenizer.eos_token_id})
+    mean = one_at_a_time(tiny_llama.model, prompt, said) / len(said)
+    assert predictions[3].confidence == pytest.approx(math.exp(mean), abs=TOLERANCE)
+    assert predict(tiny_llama.model, interface, examples[:1], max_new_tokens=2)[0].correct is None
+
+
+@pytest.mark.real
+@pytest.mark.smollm
+@pytest.mark.parametrize("name", ["letter", "cloze"])
+def test_a_real_model_on_real_rows_batched_equals_one_at_a_time(name: str, smollm: Any, data_dir: Any) -> None:
+    examples = read_file(data_dir / "csqa.jsonl")[:6]
+    interface = build(name, smollm.tokenizer)
+    for example, prediction in zip(examples, predict(smollm.model, interface, examples), strict=True):
+        own = interface.candidates(example)
+        plain = [one_at_a_time(smollm.model, interface.prompt(example), c) / len(c) for c in own]
+        assert prediction.scores == pytest.approx(plain, abs=TOLERANCE)
+        assert prediction.answer == plain.index(max(plain))

@@ -1,0 +1,117 @@
+"""Training a tiny model in one process or in two real ones over gloo, and what is written down of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW, Optimizer
+
+from cplus import algorithm
+from cplus.attach import Guard
+from cplus.evidence import MeanGradient, Source
+from cplus.gates import Collaborative, Proposal
+from cplus.integrations import distributed
+from cplus.losses import answer_losses
+from cplus.support import bare
+
+STEPS, EPOCH, BATCH, HALF = 50, 10, 8, 25
+SOURCES = (
+    Source(name="anchors", weight=0.5, rows=tiny.rows(5, seed=1)),
+    Source(name="probes", weight=0.5, rows=tiny.rows(17, seed=2)),
+)
+NEW = tiny.rows(BATCH * EPOCH, seed=4)
+
+
+@dataclass
+class Recorder:
+    """The paper's gate, and beside it what each step's mask was made of."""
+
+    inner: Collaborative = field(default_factory=lambda: Collaborative(beta=0.9))
+    steps: list[list[tuple[Tensor, Tensor, Tensor]]] = field(default_factory=list)
+
+    def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
+        self.steps.append([(algorithm.collaborates(p.g_hat, p.delta), p.g_hat.clone(), p.delta) for p in proposals])
+        return self.inner.coefficients(proposals)
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+
+def build(wrap: Callable[[nn.Module], nn.Module], dtype: torch.dtype) -> tuple[nn.Module, Optimizer, Guard]:
+    """The same model, optimizer and guard everywhere."""
+    model = wrap(tiny.lm().to(dtype))
+    optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    evidence = MeanGradient(model=bare(model), sources=SOURCES, max_tokens=48)
+    return model, optimizer, Guard(optimizer, model, evidence=evidence, gate=Recorder())
+
+
+def train(model: nn.Module, optimizer: Optimizer, guard: Guard, first: int, last: int) -> None:
+    """Steps `first` to `last`, each process on its share of the batch."""
+    for step in range(first, last + 1):
+        if (step - 1) % EPOCH == 0:
+            guard.refresh()
+        rows = guard.where.rows(NEW[(step - 1) % EPOCH * BATCH :][:BATCH])
+        optimizer.zero_grad()
+        answer_losses(model, rows).mean().backward()  # through the wrapper, which reduces the gradient
+        optimizer.step()
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def keep(model: nn.Module, optimizer: Optimizer, guard: Guard, folder: Path) -> None:
+    """A distributed checkpoint of everything."""
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(state, checkpoint_id=folder / "training", no_dist=not dist.is_initialized())
+    distributed.save(guard, folder / "guard")
+
+
+def take_up(model: nn.Module, optimizer: Optimizer, guard: Guard, folder: Path) -> None:
+    """Read a checkpoint of any number of processes."""
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(state, checkpoint_id=folder / "training", no_dist=not dist.is_initialized())
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    distributed.load(guard, folder / "guard")
+
+
+def whole(model: nn.Module) -> list[Tensor]:
+    params = [p.detach() for p in model.parameters()]
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p.clone() for p in params]
+
+
+def launch(work: Callable[[int, Path], None], folder: Path, world: int = 2) -> None:
+    """Run `work(rank, folder)` in real processes that form a gloo group."""
+    mp.spawn(_entry, args=(world, work, folder), nprocs=world)
+
+
+def _entry(rank: int, world: int, work: Callable[[int, Path], None], folder: Path) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    store = folder / f"store-{work.__name__}"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    try:
+        work(rank, folder)
+    finally:
+        dist.destroy_process_group()
