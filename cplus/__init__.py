@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cplus.attach import Guard as Guard
     from cplus.attach import protect as protect
+    from cplus.config import AdaptConfig as AdaptConfig
+    from cplus.jobs import adapt as adapt
     from cplus.methods import METHODS as METHODS
     from cplus.methods import Method as Method
     from cplus.run import encode as encode
@@ -16,13 +18,15 @@ __version__ = "0.1.0"
 
 # Each public name is imported on first use, so that `cplus --help` and the JAX side never load torch.
 _HOMES = {
+    "AdaptConfig": "cplus.config",
+    "adapt": "cplus.jobs",
     "Guard": "cplus.attach",
     "protect": "cplus.attach",
     "METHODS": "cplus.methods",
     "Method": "cplus.methods",
     "encode": "cplus.run",
 }
-__all__ = ["METHODS", "Guard", "Method", "encode", "protect"]
+__all__ = ["METHODS", "AdaptConfig", "Guard", "Method", "adapt", "encode", "protect"]
 
 
 def __getattr__(name: str) -> Any:

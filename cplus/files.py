@@ -61,6 +61,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         part.chmod(0o755)  # mkdtemp makes folders only their owner can read
         for file in part.rglob("*"):
             if file.is_file():
+                file.chmod(0o644)  # safetensors writes files only their owner can read
                 with file.open("rb") as opened:
                     os.fsync(opened.fileno())
         _swap(part, path)

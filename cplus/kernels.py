@@ -7,7 +7,7 @@ is an option with a bound: rounding by at most h a step moves it by at most h / 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, TypeAlias
@@ -26,7 +26,7 @@ class Signs:
     """The signs of a tensor at two bits each: 0 for zero, 1 for plus, 2 for minus.
 
     Byte j holds elements j, j + n/4, j + 2n/4 and j + 3n/4, so that a kernel reads four contiguous streams; the last
-    n mod 4 elements stand apart.
+    n mod 4 elements share one byte of their own.
     """
 
     packed: Tensor
@@ -40,12 +40,9 @@ class Signs:
         >>> Signs.of(torch.tensor([3.0, -2.0, 0.0, 1e-30, -1.0])).unpacked()
         tensor([ 1, -1,  0,  1, -1], dtype=torch.int8)
         """
-        flat = gradient.detach().reshape(-1)
-        quarter = flat.numel() // 4
-        codes = (flat > 0).to(torch.uint8) + (flat < 0).to(torch.uint8) * 2
-        rows = codes[: 4 * quarter].view(4, quarter)
-        packed = rows[0] | rows[1] << 2 | rows[2] << 4 | rows[3] << 6
-        return cls(packed, codes[4 * quarter :].clone(), gradient.shape)
+        flat = gradient.detach().contiguous()
+        head, tail = rows((flat > 0).to(torch.uint8) + (flat < 0).to(torch.uint8) * 2)
+        return cls(_pack(head), _pack(tail), gradient.shape)
 
     @property
     def nbytes(self) -> int:
@@ -54,15 +51,29 @@ class Signs:
 
     def unpacked(self) -> Tensor:
         """The signs as -1, 0 and 1 in int8."""
-        rows = self.packed[None, :] >> shifts(self.packed.device) & 3
-        codes = torch.cat([rows.reshape(-1), self.tail]).to(torch.int8)
+        count = self.shape.numel()
+        head = [self.packed >> 2 * k & 3 for k in range(4)]
+        tail = [self.tail >> 2 * k & 3 for k in range(count % 4)]
+        codes = torch.cat([*head, *tail]).to(torch.int8)
         return torch.where(codes == 2, -1, codes).to(torch.int8).view(self.shape)
 
 
-@cache
-def shifts(device: torch.device) -> Tensor:
-    """Where the four signs of a byte stand."""
-    return torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8, device=device)
+def rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """A contiguous tensor as four rows, and its last n mod 4 elements as so many rows of one.
+
+    >>> [part.shape for part in rows(torch.zeros(2, 5))]
+    [torch.Size([4, 2]), torch.Size([2, 1])]
+    """
+    flat = tensor.view(-1)
+    cut = flat.numel() // 4 * 4
+    return flat[:cut].view(4, -1), flat[cut:].view(-1, 1)
+
+
+def _pack(codes: Tensor) -> Tensor:
+    packed = torch.zeros_like(codes[0]) if len(codes) else codes.new_zeros(0)
+    for k, row in enumerate(codes):
+        packed |= row << 2 * k
+    return packed
 
 
 def stored(ema: Tensor, like: Tensor) -> Tensor:
@@ -92,39 +103,57 @@ def _gated(theta: Tensor, proposed: Tensor, code: Tensor, ema: Tensor, beta: Ten
     return torch.lerp(theta, proposed, c), kept
 
 
-def gate_block(
-    theta: Tensor, param: Tensor, packed: Tensor, shift: Tensor, ema: Tensor, beta: Tensor, correction: Tensor
-) -> None:
-    """In place: `param` holds the proposal and receives the gated step. All blocks are 4 x n/4."""
-    applied, kept = _gated(theta, param, packed[None, :] >> shift & 3, ema, beta, correction)
+@cache
+def shifts(device: torch.device) -> Tensor:
+    """Where the four signs of a byte stand, one row each; int32 because that is what vectorises."""
+    return torch.tensor([[0], [2], [4], [6]], dtype=torch.int32, device=device)
+
+
+def scalars(values: Sequence[float], device: torch.device) -> Tensor:
+    """A step's numbers as a tensor, so that nothing recompiles, repeated for each row.
+
+    Reading them by row gives every operation of a block the same two loops: without it the compiler flattens some,
+    splits the block and writes the proposal to memory in between.
+    """
+    return torch.tensor(values, dtype=torch.float32).view(-1, 1, 1).repeat(1, 4, 1).to(device)
+
+
+def gate_block(theta: Tensor, param: Tensor, packed: Tensor, shift: Tensor, ema: Tensor, numbers: Tensor) -> None:
+    """In place: `param` holds the proposal and receives the gated step. Blocks are 4 x n/4, signs n/4 bytes."""
+    beta, correction = numbers.unbind()
+    code = packed[None, :].to(torch.int32) >> shift & 3
+    applied, kept = _gated(theta, param, code, ema, beta, correction)
     param.copy_(applied)
     ema.copy_(kept)
 
 
 def adamw_block(
-    param: Tensor,
-    gradient: Tensor,
-    m: Tensor,
-    v: Tensor,
-    packed: Tensor,
-    shift: Tensor,
-    ema: Tensor,
-    numbers: Tensor,
+    param: Tensor, gradient: Tensor, m: Tensor, v: Tensor, packed: Tensor, shift: Tensor, ema: Tensor, numbers: Tensor
 ) -> None:
     """In place: AdamW's proposal and the gate on it in one pass, with no copy of the parameters.
 
     Source: Loshchilov and Hutter 2019, in the order of torch's fused kernel.
     """
     lr, beta1, beta2, eps, decay, correction1, correction2, beta, correction = numbers.unbind()
+    code = packed[None, :].to(torch.int32) >> shift & 3
     first = torch.lerp(m, gradient, 1.0 - beta1)
     second = beta2 * v + (1.0 - beta2) * gradient * gradient
-    decayed = param * (1.0 - lr * decay)
-    proposed = decayed - lr / correction1 * first / (second.sqrt() / correction2.sqrt() + eps)
-    applied, kept = _gated(param, proposed, packed[None, :] >> shift & 3, ema, beta, correction)
+    proposed = param * (1.0 - lr * decay) - lr / correction1 * first / (second.sqrt() / correction2.sqrt() + eps)
+    applied, kept = _gated(param, proposed, code, ema, beta, correction)
     param.copy_(applied)
     m.copy_(first)
     v.copy_(second)
     ema.copy_(kept)
+
+
+def on_rows(block: Callable[..., None], tensors: Sequence[Tensor], signs: Signs, ema: Tensor, numbers: Tensor) -> None:
+    """The compiled block on the coordinates that fill four rows, the same function uncompiled on the last few."""
+    shift = shifts(ema.device)
+    head, tail = zip(*(rows(t) for t in (*tensors, ema)), strict=True)
+    if head[0].numel():
+        compiled(block)(*head[:-1], signs.packed, shift, head[-1], numbers)
+    if last := len(tail[0]):
+        block(*tail[:-1], signs.tail, shift[:last], tail[-1], numbers[:, :last])
 
 
 @cache
@@ -157,9 +186,3 @@ def fits(param: Tensor) -> bool:
     """Whether the compiled kernels take this parameter; others go the plain way."""
     plain = type(param) in (Tensor, torch.nn.Parameter)
     return plain and param.dtype == torch.float32 and param.is_contiguous() and param.numel() >= 4
-
-
-def quarters(flat: Tensor) -> Tensor:
-    """All but the last n mod 4 elements of a contiguous tensor, as four rows."""
-    flat = flat.view(-1)
-    return flat[: flat.numel() // 4 * 4].view(4, -1)

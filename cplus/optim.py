@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ class AdamW(torch.optim.AdamW):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """One step; gated if armed, and disarmed by it."""
         armed, self.armed = self.armed, None
         if armed is None:
@@ -51,7 +51,8 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         for p, gradient, state, numbers in self._work(armed):
-            one_pass(p, gradient, state["exp_avg"], state["exp_avg_sq"], armed, numbers)
+            tensors = (p.detach(), gradient, state["exp_avg"], state["exp_avg_sq"])
+            kernels.on_rows(kernels.adamw_block, tensors, armed.signs[id(p)], armed.ema[id(p)], numbers)
         return loss
 
     def _work(self, armed: Armed) -> Iterator[tuple[nn.Parameter, Tensor, dict[str, Tensor], Tensor]]:
@@ -68,29 +69,14 @@ class AdamW(torch.optim.AdamW):
                 state["step"] += 1
                 t = float(state["step"])
                 if t not in known:  # one small tensor for all parameters of the group, so nothing recompiles
-                    known[t] = step_numbers(group, t, armed).to(p.device)
+                    known[t] = kernels.scalars(step_numbers(group, t, armed), p.device)
                 yield p, p.grad, state, known[t]
 
 
-def step_numbers(group: dict[str, Any], t: float, armed: Armed) -> Tensor:
+def step_numbers(group: dict[str, Any], t: float, armed: Armed) -> tuple[float, ...]:
     """The scalars of one step in the order `kernels.adamw_block` reads them."""
     beta1, beta2 = group["betas"]
-    values = (
+    return (
         float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"],
         1.0 - beta1**t, 1.0 - beta2**t, armed.beta, armed.correction,
     )  # fmt: skip
-    return torch.tensor(values, dtype=torch.float32)
-
-
-def one_pass(p: Tensor, gradient: Tensor, m: Tensor, v: Tensor, armed: Armed, numbers: Tensor) -> None:
-    """The compiled kernel on all but the last n mod 4 coordinates, the same function uncompiled on those."""
-    signs, ema = armed.signs[id(p)], armed.ema[id(p)]
-    tensors: Sequence[Tensor] = (p.detach(), gradient, m, v)
-    cut = p.numel() // 4 * 4
-    if cut:
-        block = kernels.compiled(kernels.adamw_block)
-        block(*map(kernels.quarters, tensors), signs.packed, kernels.shifts(p.device), kernels.quarters(ema), numbers)
-    if cut < p.numel():
-        tail = [t.view(-1)[None, cut:] for t in (*tensors, ema)]
-        none = torch.zeros((1, 1), dtype=torch.uint8, device=p.device)
-        kernels.adamw_block(*tail[:4], signs.tail, none, tail[4], numbers)

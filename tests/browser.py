@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+SECONDS = 30  # the longest it may keep silent
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
@@ -70,8 +72,9 @@ class Browser:
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            read = os.read(self._reading, 1 << 20)
-            assert read, "the browser has gone"
+            ready, _, _ = select.select([self._reading], [], [], SECONDS)
+            read = os.read(self._reading, 1 << 20) if ready else b""
+            assert read, "the browser has gone, or is silent"
             self._buffer += read
         message, _, self._buffer = self._buffer.partition(b"\0")
         received: dict[str, Any] = json.loads(message)
@@ -95,23 +98,24 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, windowsVirtualKeyCode=code, text=text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=code)
 
+    def named(self, roles: set[str]) -> list[tuple[str, str]]:
+        """Role and accessible name of every node of these roles."""
+        nodes = self.call("Accessibility.getFullAXTree")["nodes"]
+        kinds = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if "role" in node]
+        return [(role, name) for role, name in kinds if role in roles]
+
     def size(self, width: int, height: int, *, mobile: bool = False) -> None:
         """The window's size in CSS pixels."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
 
-    def scheme(self, name: str) -> None:
-        """`light` or `dark`."""
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
+    def media(self, kind: str = "screen", *, scheme: str = "light") -> None:
+        """`screen` or `print`, `light` or `dark`."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.call("Emulation.setEmulatedMedia", media=kind, features=features)
 
-    def screenshot(self, path: Path) -> None:
-        """The whole page as a picture."""
-        answer = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(answer["data"]))
-
-    def pdf(self, path: Path) -> None:
+    def pdf(self) -> bytes:
         """The page as it is printed."""
-        answer = self.call("Page.printToPDF", preferCSSPageSize=True, printBackground=False)
-        path.write_bytes(base64.b64decode(answer["data"]))
+        return base64.b64decode(self.call("Page.printToPDF")["data"])
 
     def complaints(self) -> list[str]:
         """Console errors and warnings, exceptions and refused loads since the page was opened."""
@@ -141,11 +145,10 @@ def browser() -> Iterator[Browser]:
     from_read, from_write = os.pipe()
 
     def wire() -> None:
-        # The protocol wants descriptors 3 and 4; the pipes may stand there already, so move them out of the way first.
-        spare_in, spare_out = os.dup(to_read), os.dup(from_write)
-        high_in, high_out = (os.dup2(spare, high) for spare, high in ((spare_in, 60), (spare_out, 61)))
-        os.dup2(high_in, 3)
-        os.dup2(high_out, 4)
+        # The protocol speaks on descriptors 3 and 4, where other ends of the pipes may stand: copy first, then place.
+        copies = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (to_read, from_write)]
+        for copy, place in zip(copies, (3, 4), strict=True):
+            os.dup2(copy, place)
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
@@ -161,8 +164,7 @@ def browser() -> Iterator[Browser]:
         try:
             yield Browser(to_write, from_read)
         finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
             os.close(to_write)
             os.close(from_read)
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait(timeout=10)
-            time.sleep(0.1)

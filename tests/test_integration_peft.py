@@ -10,9 +10,9 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig, OSFConfig, PeftModel, PromptTuningConfig, get_peft_model
-from test_integration_trainer import ANCHORS, PROBES, Stop, same, trainer
 from torch import nn
 from torch.optim import AdamW
+from trained import ANCHORS, PROBES, Stop, same, trainer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from cplus.attach import Guard, protect

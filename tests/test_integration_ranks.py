@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+import trained
 import two_ranks
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
@@ -21,6 +27,7 @@ from cplus.attach import Guard, protect
 from cplus.evidence import MeanGradient, NormAligned, Tail
 from cplus.gates import Collaborative, NormMatched
 from cplus.integrations import distributed
+from cplus.integrations.transformers import preserve
 from cplus.projections import agem
 
 EVIDENCE = {"mean": MeanGradient, "norm-aligned": NormAligned, "tail": Tail}
@@ -57,7 +64,44 @@ def work(rank: int, folder: Path) -> None:
             reference = kind(model=candidate, sources=two_ranks.SOURCES)(params, 0)
             found[f"{name} {wrap}"] = (reference.vectors[0], reference.losses)
     found["said"] = refusals(rank)
+    found |= trainers(folder)
     torch.save(found, folder / f"found-{rank}.pt")
+
+
+def trainers(folder: Path) -> dict[str, Any]:
+    """Trainer under DDP and, through Accelerate, under FSDP2; each resumed from its own checkpoint."""
+    found: dict[str, Any] = {}
+    layers = {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
+    for name, engine in {"ddp": {}, "fsdp": {"fsdp": True, "fsdp_config": layers}}.items():
+        with posing_as_a_gpu() if engine else nullcontext():
+            run = trained.trainer(folder / name, per_device_train_batch_size=2, save_strategy="steps", **engine)
+            run.args.save_steps = 4
+            callback = preserve(run, anchors=trained.ANCHORS, probes=trained.PROBES)
+            run.train()
+            again = trained.trainer(folder / name, per_device_train_batch_size=2, **engine)
+            preserve(again, anchors=trained.ANCHORS, probes=trained.PROBES)
+            again.train(resume_from_checkpoint=str(folder / name / "checkpoint-4"))
+        assert callback.guard is not None
+        found[f"trainer {name}"] = (callback.guard.where.sharded, whole(run.model), whole(again.model))
+    return found
+
+
+@contextmanager
+def posing_as_a_gpu() -> Iterator[None]:
+    """Accelerate offers FSDP on accelerators only; told that gloo's CPUs are some, it shards them all the same."""
+    start = AcceleratorState.__init__
+
+    def posing(self: AcceleratorState, *args: Any, **options: Any) -> None:
+        PartialState(cpu=True)
+        if not AcceleratorState._shared_state:
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        start(self, *args, **options)
+
+    AcceleratorState.__init__ = posing
+    try:
+        yield
+    finally:
+        AcceleratorState.__init__ = start
 
 
 def refusals(rank: int) -> dict[str, str]:
@@ -151,6 +195,16 @@ def test_a_run_of_two_ranks_goes_on_with_one(one: dict[str, Any], two: list[dict
 
 def test_a_run_of_one_rank_goes_on_with_two(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
     assert distance(two[0]["resumed"], one["weights"]) < 1e-6
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_trainer_on_two_ranks_gives_the_weights_of_our_loop_and_resumes(engine: str, two: list[dict[str, Any]]) -> None:
+    expected = [p.detach() for p in trained.ours().parameters()]
+    for found in two:
+        is_sharded, weights, resumed = found[f"trainer {engine}"]
+        assert is_sharded == (engine == "fsdp")
+        assert distance(weights, expected) < 1e-6
+        assert distance(resumed, weights) < 1e-6
 
 
 @pytest.mark.parametrize("name", EVIDENCE)

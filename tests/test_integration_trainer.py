@@ -13,7 +13,8 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
-from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, get_scheduler
+from trained import ANCHORS, NEW, PROBES, Stop, arguments, check_same, features, ours, same, trainer
+from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from trl import SFTConfig, SFTTrainer
 
 from cplus.attach import protect
@@ -21,89 +22,11 @@ from cplus.data.encoded import Encoded
 from cplus.integrations.keeping import ABOUT
 from cplus.integrations.rows import bank_rows, encoded
 from cplus.integrations.transformers import PreservationCallback, preserve, protected
-from cplus.loop import Schedule, adapt, prepare
-from cplus.methods import METHODS, Material, Past
-
-ANCHORS, PROBES = tiny.rows(4, seed=1), tiny.rows(6, seed=2)
-# One length and one target token: then the trainer's mean over tokens is our mean over rows, without padding.
-NEW = [Encoded(tuple((7 * i + j) % tiny.VOCABULARY for j in range(6)), ((3 * i) % tiny.VOCABULARY,)) for i in range(12)]
-EPOCHS, BATCH = 3, 4
-
-
-def features(row: Encoded) -> dict[str, list[int]]:
-    ids = [*row.prompt, *row.target]
-    return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": [-100] * len(row.prompt) + [*row.target]}
-
-
-def arguments(folder: Path, **changes: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "num_train_epochs": EPOCHS,
-        "per_device_train_batch_size": BATCH,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "weight_decay": 0.0,
-        "train_sampling_strategy": "sequential",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "optim": "adamw_torch",
-    }
-    return settings | changes
-
-
-def trainer(folder: Path, model: nn.Module | None = None, callbacks: Any = None, **changes: Any) -> Trainer:
-    return Trainer(
-        model=model or tiny.lm(),
-        args=TrainingArguments(**arguments(folder, **changes)),
-        train_dataset=[features(row) for row in NEW],
-        data_collator=default_data_collator,
-        callbacks=callbacks,
-    )
 
 
 def sft_trainer(folder: Path, tokenizer: Any, model: nn.Module, rows: Any, **changes: Any) -> SFTTrainer:
     settings = arguments(folder, **changes) | {"gradient_checkpointing": False}
     return SFTTrainer(model=model, args=SFTConfig(**settings), train_dataset=rows, processing_class=tokenizer)
-
-
-def ours(clip_norm: float | None = None, schedule: str = "constant") -> nn.Module:
-    """The same rows through our own loop."""
-    model = tiny.lm()
-    optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    material = Material(new=NEW, past=(Past(name="past", anchors=ANCHORS, probes=PROBES),))
-    prepared = prepare(METHODS["cplus"], optimizer, model, material, seed=0)
-    steps = EPOCHS * len(NEW) // BATCH
-    list(
-        adapt(
-            model,
-            optimizer,
-            prepared,
-            schedule=Schedule(epochs=EPOCHS, batch_size=BATCH, clip_norm=clip_norm),
-            seed=0,
-            scheduler=get_scheduler(schedule, optimizer, num_warmup_steps=2, num_training_steps=steps),
-        )
-    )
-    return model
-
-
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def check_same(found: nn.Module, expected: nn.Module) -> None:
-    apart, moved = (flat(found) - flat(expected)).abs(), (flat(found) - flat(tiny.lm())).abs()
-    assert float(apart.max()) < 1e-5
-    assert float(apart.mean()) < 1e-7
-    assert float(moved.mean()) > 1e-3
-
-
-def same(a: nn.Module, b: nn.Module) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -135,17 +58,6 @@ def test_sft_trainer_gives_the_weights_of_our_loop(tmp_path: Path, make_tiny: Ca
     preserve(run, anchors=ANCHORS, probes=PROBES)
     run.train()
     check_same(run.model, ours())
-
-
-class Stop(TrainerCallback):
-    """A run that dies at a step, after the checkpoint if there is one."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.step:
-            raise InterruptedError
 
 
 @pytest.mark.parametrize(("refresh", "kept", "died"), [("epoch", 4, 5), ("epoch", 3, 5), (2, 5, 6)])

@@ -99,9 +99,10 @@ def test_shipped_model_knows_what_it_was_taught(name: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(toy.folder(name), dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(toy.folder(name))
     assert tokenizer.get_vocab() == TOKENIZER.get_vocab()
+    draw = random.Random(1)
     for domain in world.DOMAINS:
-        assert pretrain.recall(model, tokenizer, world.taught(domain)) > 0.99
-        assert pretrain.recall(model, tokenizer, world.untaught(domain)) < 0.15
+        assert pretrain.recall(model, tokenizer, draw.sample(world.taught(domain), 400)) > 0.99
+        assert pretrain.recall(model, tokenizer, draw.sample(world.untaught(domain), 400)) < 0.15
 
 
 def test_shipped_sizes_differ_as_they_say() -> None:

@@ -108,6 +108,7 @@ def launch(work: Callable[[int, Path], None], folder: Path, world: int = 2) -> N
 
 def _entry(rank: int, world: int, work: Callable[[int, Path], None], folder: Path) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # Accelerate asks for them, the file serves
     torch.set_num_threads(1)
     store = folder / f"store-{work.__name__}"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
@@ -30,7 +30,7 @@ def adapt(
 ) -> None:
     """Fine-tune a model on new data without losing what it could do, with a receipt.
 
-    Exit code 0: done, every requirement kept. 2: done, a requirement not kept. 1: an error. 130, 143: stopped and saved.
+    Exit code 0: done, every requirement kept. 2: done, a requirement not kept. 1: an error. 130, 143: stopped, saved.
     """
     from cplus import jobs
     from cplus.config import read_yaml, settings
@@ -72,21 +72,28 @@ def _options() -> list[inspect.Parameter]:
     for group, names in GROUPS.items():
         for name in names:
             field = AdaptConfig.model_fields[name]
-            default = "" if field.default in (None, (), False) else f" [dim]\\[default: {field.default}][/dim]"
+            default = (
+                ""
+                if field.default in (None, ()) or field.default is False
+                else f" [dim]\\[default: {field.default}][/dim]"
+            )
             option = typer.Option(help=f"{field.description}{default}", rich_help_panel=group, show_default=False)
-            kind: Any = Annotated[_plain(field.annotation) | None, option]  # type: ignore[valid-type]
+            kind: Any = Annotated[_plain(field.annotation) | None, option]
             made.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
     return made
 
 
 def _plain(annotation: Any) -> Any:
     """The type as the command line reads it; lists repeat, and what is richer is read from text by the schema."""
-    if get_origin(annotation) is tuple:
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is tuple:
         return list[str]
-    for kind in (annotation, *get_args(annotation)):
-        if kind in (str, int, float, bool, Path):
-            return kind
-    return str
+    if origin is Literal or annotation in (str, int, float, bool, Path):
+        return annotation
+    if origin is Annotated:
+        return _plain(inner[0])
+    found = [_plain(kind) for kind in inner if kind is not type(None)]
+    return found[0] if found else str
 
 
 _own = [p for p in inspect.signature(adapt, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cplus.data.examples import Example
     from cplus.evaluate.judges import Judge
     from cplus.predictions import Prediction
-    from cplus.report.receipt import ModelId, Receipt, RowSet
+    from cplus.report.receipt import ModelId, Receipt, Requirement, RowSet
     from cplus.scoring import Score
     from cplus.tasks import Task
 
@@ -45,7 +45,7 @@ def receipt(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Ask two models the same rows and write what was kept, lost and gained as one page; or verify a receipt."""
-    from cplus.report.receipt import PAGE, read_receipt, write_receipt
+    from cplus.report.receipt import PAGE, Requirement, read_receipt, write_receipt
 
     if verify is not None:
         _show(read_receipt(verify).to_json(), verify / PAGE, json=json)
@@ -68,8 +68,9 @@ def receipt(
         device=device,
         compute_dtype=compute_dtype,
     )
-    demanded = [requirement(text) for text in require or ()]  # before hours of asking
-    made = _compare(before, after, asking, settings={"judge": judge}, demanded=demanded)
+    demanded = [requirement(text) for text in require or ()]  # read before hours of asking
+    requirements = tuple(Requirement(metric=one.metric, at_least=one.at_least) for one in demanded)
+    made = _compare(before, after, asking, settings={"judge": judge}, requirements=requirements)
     record = write_receipt(made, out)
     _show(record, out / PAGE, json=json)
     if not all(one["met"] for one in record["figures"]["requirements"]):
@@ -104,7 +105,7 @@ class Answered:
 
 
 def _compare(
-    before: str, after: str, asking: Asking, *, settings: dict[str, Any], demanded: Sequence[tuple[Any, float]]
+    before: str, after: str, asking: Asking, *, settings: dict[str, Any], requirements: tuple[Requirement, ...]
 ) -> Receipt:
     import datetime
 
@@ -112,7 +113,7 @@ def _compare(
 
     from cplus.models import choose_device
     from cplus.records import environment
-    from cplus.report.receipt import Receipt, Requirement
+    from cplus.report.receipt import Receipt
 
     was_id, was = _ask(before, asking)  # one model at a time in memory
     now_id, now = _ask(after, asking)
@@ -130,10 +131,10 @@ def _compare(
             "data": {task.name: task.fingerprint for task in asking.tasks},
         },
         environment=environment(threads=torch.get_num_threads(), device=str(choose_device(asking.device))),
-        requirements=tuple(Requirement(metric=metric, at_least=share) for metric, share in demanded),
+        requirements=requirements,
         notes=(
             *(["Both models have the same weights."] if was_id.fingerprint == now_id.fingerprint else []),
-            *(note for _, note in made if note),
+            *(note for _, notes in made for note in notes),
         ),
     )
 
@@ -169,8 +170,8 @@ def _ask(name: str, asking: Asking) -> tuple[ModelId, list[Answered]]:
     return ModelId(name=name, fingerprint=loaded.fingerprint), answers
 
 
-def _row_set(task: Task, asking: Asking, was: Answered, now: Answered) -> tuple[RowSet, str | None]:
-    """The rows both models could read, and a note where some were too long."""
+def _row_set(task: Task, asking: Asking, was: Answered, now: Answered) -> tuple[RowSet, list[str]]:
+    """The rows both models could read, and what a reader must know of them."""
     from cplus.report.receipt import Losses, RowSet, rows
 
     asked: Sequence[Example] = task.examples[: asking.limit]
@@ -182,7 +183,7 @@ def _row_set(task: Task, asking: Asking, was: Answered, now: Answered) -> tuple[
         [was.predictions[row.id] for row in kept],
         [now.predictions[row.id] for row in kept],
         interface=asking.interface_of(task),
-        # A likelihood of 1 may round to a loss below 0. The two tokenizers may part a response differently.
+        # A likelihood of 1 may round to a loss below 0.
         losses=[
             Losses(
                 before=max(0.0, -was.scores[row.id].mean),
@@ -193,11 +194,13 @@ def _row_set(task: Task, asking: Asking, was: Answered, now: Answered) -> tuple[
             if row.id in was.scores
         ],
     )
-    left = len(asked) - len(kept)
-    note = (
-        f"{left:,} of {len(asked):,} rows of {task.name} are longer than a window and were left out." if left else None
-    )
-    return RowSet(name=task.name, kind="task", interface=asking.interface_of(task), rows=made), note
+    own = RowSet(name=task.name, kind="task", interface=asking.interface_of(task), rows=made)
+    notes = []
+    if left := len(asked) - len(kept):
+        notes.append(f"{left:,} of {len(asked):,} rows of {task.name} are longer than a window and were left out.")
+    if any(now.scores[id].num_tokens != was.scores[id].num_tokens for id in was.scores.keys() & now.scores.keys()):
+        notes.append(f"The models part the responses of {task.name} into other tokens: their losses do not compare.")
+    return own, notes
 
 
 def _show(record: dict[str, Any], page: Path, *, json: bool) -> None:
@@ -209,11 +212,8 @@ def _show(record: dict[str, Any], page: Path, *, json: bool) -> None:
     if json:
         print_json({"page": str(page), "sha256": record["sha256"], "verdict": said, "figures": found})
         return
-    for sentence in said:
-        output.print(clean(sentence).replace("\u00a0", " "), markup=False)
     for one in found["requirements"]:
         bound = "no row measures it" if one["bound"] is None else f"its lower bound is {one['bound']:.3f}"
-        output.print(
-            f"{'met' if one['met'] else 'NOT MET'}: {one['metric']} at least {one['at_least']:g}; {bound}", markup=False
-        )
-    output.print(f"{page}", markup=False)
+        said.append(f"{'Met' if one['met'] else 'NOT MET'}: {one['metric']} at least {one['at_least']:g}; {bound}.")
+    for sentence in (*said, str(page)):
+        output.print(clean(sentence).replace("\u00a0", " "), markup=False, soft_wrap=True)

@@ -11,6 +11,7 @@ import torch
 
 from cplus import files
 from cplus.jobs.training import Training
+from cplus.jobs.view import say
 
 FORMAT = "cplus-checkpoint/1"
 
@@ -40,6 +41,8 @@ class Checkpoints:
             raise ValueError(
                 f"{self._path}: the model, the rows or the bank changed since the job began; begin a new one"
             )
+        if kept["numerics"] != _numerics():
+            say(f"the job began with {kept['numerics']} and goes on with {_numerics()}: not to the last bit the same")
         training.load_state_dict(kept["state"])
         self.step = training.ledger.cursor.step
         return True
@@ -57,6 +60,12 @@ class Checkpoints:
                 "gradient"
             )
         training.tally()
+        body = {"format": FORMAT, "identity": self._identity, "numerics": _numerics()}
         with files.replacing(self._path) as part:
-            torch.save({"format": FORMAT, "identity": self._identity, "state": training.state_dict()}, part)
+            torch.save({**body, "state": training.state_dict()}, part)
         self._written, self.step = time.monotonic(), training.ledger.cursor.step
+
+
+def _numerics() -> str:
+    """What decides the last bit of a sum besides the numbers in it."""
+    return f"torch {torch.__version__} on {torch.get_num_threads()} threads"

@@ -14,7 +14,17 @@ from cplus import files
 from cplus.config import AdaptConfig, settings
 
 FORMAT = "cplus-job/1"
-_OURS = ("settings.json", "work", "model", "bank", "record.json", "receipt.json", "receipt.html", "README.md")
+_OURS = (
+    "settings.json",
+    "work",
+    "model",
+    "bank",
+    "record.json",
+    "receipt.json",
+    "receipt.html",
+    "README.md",
+    "tensorboard",
+)
 
 
 @dataclass(frozen=True)

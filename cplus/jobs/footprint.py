@@ -122,8 +122,8 @@ def check(found: Footprint, size: Shape, config: AdaptConfig) -> list[str]:
         said.append(f"memory may not do: about {giga(found.peak)} GB at the peak, {giga(found.available)} GB are free")
     if size.stored_dtype != "float32":
         said.append(
-            f"the weights are stored in {size.stored_dtype} and will be trained and written in float32: updates at a "
-            f"rate of {config.lr:g} are smaller than the steps of {size.stored_dtype}"
+            f"the weights are stored in {size.stored_dtype}; they are trained and written in float32, because "
+            f"{size.stored_dtype} would round small updates away"
         )
     return said
 

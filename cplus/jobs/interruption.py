@@ -13,7 +13,7 @@ from cplus.terminal import console
 
 
 class Interrupted(KeyboardInterrupt):
-    """The job was told to stop; what it has is saved."""
+    """The job was told to stop; what it has is kept."""
 
     def __init__(self, number: int, sentence: str = "stopped") -> None:
         super().__init__(sentence)

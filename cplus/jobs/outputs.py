@@ -18,6 +18,7 @@ from cplus.jobs.measure import Answers
 from cplus.jobs.rows import Group, Rows
 from cplus.jobs.training import Ledger
 from cplus.models import Loaded
+from cplus.models.loading import without_bars
 from cplus.probes.audit import Source, audit
 from cplus.probes.bank import Bank
 from cplus.records import environment
@@ -71,7 +72,7 @@ class Finished:
 
 def write_model(folder: Folder, model: Any, tokenizer: Any) -> None:
     """Safetensors and tokenizer, for plain transformers."""
-    with files.replacing_folder(folder.model) as part:
+    with files.replacing_folder(folder.model) as part, without_bars():
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
 

@@ -13,8 +13,8 @@ from cplus.data.encoded import Encoded
 from cplus.evidence import MAX_TOKENS, batched, measured
 from cplus.jobs import banks, footprint, timing
 from cplus.jobs.footprint import Footprint, Shape, giga
-from cplus.jobs.job import load, row_of
 from cplus.jobs.lora import with_adapters
+from cplus.jobs.ready import load, row_of
 from cplus.jobs.rows import Rows, Tasks, gather, group_of, located, read
 from cplus.jobs.training import updates_an_epoch
 from cplus.jobs.view import duration

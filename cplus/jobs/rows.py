@@ -133,6 +133,8 @@ def notes(config: AdaptConfig, rows: Rows) -> tuple[str, ...]:
     if rows.past is None and rows.anchors is not None:
         count = len(rows.anchors.examples)
         said.append(f"Retention is measured on the {count} anchors alone, which the method has seen; give past rows.")
+    if rows.past is not None and rows.anchors is not None and (both := overlap(rows.past, rows.anchors)):
+        said.append(f"{both} of {len(rows.past.examples)} past rows are anchors, which the method has seen.")
     if rows.past is not None and config.split is None and (both := overlap(rows.past, rows.new)):
         said.append(f"{both} of {len(rows.past.examples)} past rows also stand in the new data.")
     for group in (rows.new, rows.past):

@@ -143,13 +143,12 @@ class Training:
             start=ledger.cursor,
         )
         for event in events:
-            now = time.perf_counter()
-            ledger.seconds, clock = ledger.seconds + now - clock, now
+            ledger.seconds += time.perf_counter() - clock
             self._note(event)
             if isinstance(event, EpochEnded):
                 self._epoch(event, look, done)
-                clock = time.perf_counter()
             yield event
+            clock = time.perf_counter()  # what the reader of the events does is not training
             if ledger.done:
                 break
         ledger.done = True

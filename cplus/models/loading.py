@@ -62,7 +62,7 @@ def load(
     target = choose_device(device)
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
-        with _without_bars() if local else nullcontext():
+        with without_bars() if local else nullcontext():
             model, report = AutoModelForCausalLM.from_pretrained(
                 where, dtype=as_dtype(dtype), output_loading_info=True, **options
             )
@@ -160,14 +160,14 @@ def save(model: nn.Module, tokenizer: Any, out: Path) -> None:
     if out.exists() and not (out / "config.json").is_file() and (out.is_file() or any(out.iterdir())):
         raise ValueError(f"{out}: exists and is not a model folder, so it is not replaced; choose another place")
     plain: Any = model
-    with files.replacing_folder(out) as part:
+    with files.replacing_folder(out) as part, without_bars():
         plain.save_pretrained(part)
         tokenizer.save_pretrained(part)
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
-    """transformers' bar for reading weights, off for the second it would show."""
+def without_bars() -> Iterator[None]:
+    """transformers' bars for reading and writing weights, off for the second they would show."""
     was_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

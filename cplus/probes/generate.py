@@ -138,7 +138,7 @@ def generate(
 ) -> Iterator[Sampled | Block]:
     """Go on from the tally's last block until it is full; a block is added to the tally before it is yielded.
 
-    Paper: App. C.1, construction of the bank S_A.
+    Paper: Algorithm 1, line 1; App. C.1, construction of the bank S_A.
     """
     while not tally.full:
         tally.check_yield()

@@ -13,22 +13,38 @@ from cplus.terminal import progress
 
 _MAX_ROWS = 256
 _MAX_LOGITS = 2**28
-_MAX_TOKENS = {"cpu": 1024, "mps": 4096, "cuda": 16384}
+# Scoring is bound by arithmetic: on a CPU, batches larger than its caches are slower.
+_SCORED_TOKENS = {"cpu": 512, "mps": 4096, "cuda": 16384}
+# Decoding reads all weights for each token of a batch, so the batch is as large as the keys and values allow.
+_DECODED_TOKENS = {"cpu": 8192, "mps": 8192, "cuda": 65536}
 
 
-def batches(model: nn.Module, lengths: Sequence[int], kept: Sequence[int], what: str) -> Iterator[list[int]]:
-    """Indices of rows of like length, with a progress bar; `kept` says at how many positions a row needs logits."""
+def scored(model: nn.Module, lengths: Sequence[int], kept: Sequence[int], what: str) -> Iterator[list[int]]:
+    """Indices of rows to read at once; `kept` says at how many positions a row needs logits."""
     if not lengths:
-        return
-    device = next(model.parameters()).device.type
+        return iter(())
     share = max(positions / length for positions, length in zip(kept, lengths, strict=True))
     within_memory = int(_MAX_LOGITS / (vocabulary(model) * share))
-    tokens = min(_MAX_TOKENS.get(device, _MAX_TOKENS["cpu"]), within_memory)
+    return _batches(lengths, min(_SCORED_TOKENS[_device(model)], within_memory), what)
+
+
+def decoded(model: nn.Module, lengths: Sequence[int], what: str) -> Iterator[list[int]]:
+    """Indices of rows to continue at once; the lengths count what will be written."""
+    return _batches(lengths, _DECODED_TOKENS[_device(model)], what)
+
+
+def _batches(lengths: Sequence[int], max_tokens: int, what: str) -> Iterator[list[int]]:
+    """Batches of like length, with a progress bar."""
     with progress() as bars:
         task = bars.add_task(what, total=len(lengths))
-        for batch in length_sorted_batches(lengths, max_tokens=tokens, max_rows=_MAX_ROWS):
+        for batch in length_sorted_batches(lengths, max_tokens=max_tokens, max_rows=_MAX_ROWS):
             yield batch
             bars.advance(task, len(batch))
+
+
+def _device(model: nn.Module) -> str:
+    kind = next(model.parameters()).device.type
+    return kind if kind in _SCORED_TOKENS else "cpu"
 
 
 def bare(model: nn.Module) -> Any:

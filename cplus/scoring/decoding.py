@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from cplus.losses import left_padded
-from cplus.scoring.batches import bare, batches, check_window
+from cplus.scoring.batches import bare, check_window, decoded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +49,7 @@ def greedy(
     )
     made: list[Generation] = [Generation(text="", tokens=(), finished=False)] * len(prompts)
     lengths = [len(prompt) + max_new_tokens for prompt in prompts]
-    for batch in batches(model, lengths, [1] * len(prompts), what):
+    for batch in decoded(model, lengths, what):
         inputs = left_padded([prompts[i] for i in batch], next(plain.parameters()).device)
         width = inputs["input_ids"].shape[1]
         stopping = StoppingCriteriaList([_StopTexts(tokenizer, tuple(stop), width)])

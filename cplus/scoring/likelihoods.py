@@ -10,7 +10,7 @@ from torch import nn
 
 from cplus.data.encoded import Encoded
 from cplus.losses import target_logits
-from cplus.scoring.batches import bare, batches, check_window
+from cplus.scoring.batches import bare, check_window, scored
 from cplus.scoring.packed import Row, packed_scores, read_prefix, shared_prefix, takes_block_masks
 
 Tokens = Sequence[int]
@@ -42,7 +42,7 @@ def score_candidates(
     rows = [Row(row.prompt[len(prefix) :], row.candidates) for row in rows]
     past = read_prefix(bare(model), prefix)
     scores: list[tuple[Score, ...]] = [()] * len(rows)
-    for batch in batches(model, [len(row) for row in rows], [row.kept for row in rows], what):
+    for batch in scored(model, [len(row) for row in rows], [row.kept for row in rows], what):
         totals = packed_scores(bare(model), [rows[i] for i in batch], len(prefix), past)
         for index, own in zip(batch, totals, strict=True):
             lengths = map(len, rows[index].candidates)
@@ -55,7 +55,7 @@ def log_likelihoods(model: nn.Module, rows: Sequence[Encoded], *, what: str = "s
     """The score of each row's target."""
     check_window(model, [len(row) - 1 for row in rows])
     scores = [Score(0.0, 1)] * len(rows)
-    for batch in batches(model, [len(row) for row in rows], [len(row.target) for row in rows], what):
+    for batch in scored(model, [len(row) for row in rows], [len(row.target) for row in rows], what):
         logits, labels = target_logits(bare(model), [rows[i] for i in batch])
         tokens = logits.gather(2, labels.clamp(min=0)[..., None])[..., 0] - logits.logsumexp(2)
         totals = tokens.masked_fill(labels < 0, 0.0).sum(1).tolist()

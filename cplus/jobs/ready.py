@@ -1,0 +1,77 @@
+"""A job ready to work: settings checked, files read, memory and disk counted, the model loaded, its rows bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cplus import models
+from cplus.config import AdaptConfig
+from cplus.jobs import footprint
+from cplus.jobs.folder import Folder
+from cplus.jobs.rows import Group, Rows, gather, located, read
+from cplus.jobs.view import say
+from cplus.methods import Method
+from cplus.models import Loaded
+from cplus.records import RunSpec
+from cplus.run import configured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What every phase of a job knows; `groups` are the rows asked before and after."""
+
+    config: AdaptConfig
+    home: Path
+    folder: Folder
+    method: Method
+    base: Loaded
+    rows: Rows
+    groups: tuple[Group, ...]
+
+
+def row_of(config: AdaptConfig) -> tuple[Method, RunSpec]:
+    """The method's row with the job's blend and smoothing, and the settings as the optimizers read them."""
+    spec = RunSpec(
+        model=config.model,
+        task="",
+        interface="",
+        method=config.method,
+        seed=config.seed,
+        num_anchors=config.num_anchors,
+        num_probes=config.num_probes or 0,
+        anchor_weight=config.anchor_weight,
+        beta=config.beta,
+        optimizer=config.optimizer,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+    )
+    return configured(spec), spec
+
+
+def ready(config: AdaptConfig, folder: Folder, home: Path) -> Job:
+    """Everything that can be refused is refused here, before a byte is written."""
+    method, _ = row_of(config)
+    tasks = read(config, method, home)
+    size, need = footprint.needs(config, method, tasks, home)
+    for warning in footprint.check(need, size, config):
+        say(f"warning: {warning}")
+    say(f"{config.model}: {size.parameters:,} parameters, {size.trainable:,} trained; {method.name}: {method.summary}")
+    base = load(config, home)
+    with models.computing(config.compute_dtype, base.device):
+        rows = gather(config, tasks, base)
+    for note in rows.notes:
+        say(f"note: {note}")
+    return Job(
+        config=config, home=home, folder=folder, method=method, base=base, rows=rows, groups=rows.asked(config)
+    )  # fmt: skip
+
+
+def load(config: AdaptConfig, home: Path) -> Loaded:
+    """The base model in float32."""
+    return models.load(
+        located(config.model, home),
+        device=config.device,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision,
+    )

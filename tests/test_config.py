@@ -1,0 +1,97 @@
+"""One schema for the command line, YAML and Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from cplus import config
+from cplus.cli import app, register
+
+ROOT = Path(__file__).parent.parent
+LEAST = {"model": "toy", "new": "a.jsonl"}
+
+if not app.registered_commands:
+    register()
+
+
+def test_the_example_is_the_file_that_is_shipped_and_says_every_default() -> None:
+    text = config.example()
+    assert (ROOT / "examples" / "adapt.yaml").read_text() == text
+    given = yaml.safe_load(text)
+    read = config.settings(given)
+    names = set(config.AdaptConfig.model_fields)
+    assert all(f"\n{name}:" in text or f"\n# {name}:" in text for name in names)
+    plain = config.settings({"model": "smollm2-135m", "new": "new.jsonl"})
+    differ = {name for name in names if getattr(read, name) != getattr(plain, name)}
+    assert differ == {"anchors", "past"}
+
+
+def test_every_setting_has_a_place_and_an_option() -> None:
+    placed = [name for names in config.GROUPS.values() for name in names]
+    assert sorted([*placed, "model"]) == sorted(config.AdaptConfig.model_fields)
+    shown = CliRunner().invoke(app, ["adapt", "--help"], env={"COLUMNS": "200"}).stdout
+    for name in placed:
+        assert f"--{name.replace('_', '-')}" in shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"epoch": 3}, "'epoch' is not a setting; did you mean epochs?"),
+        ({"zzz": 3}, "'zzz' is not a setting; 'cplus config --schema' lists"),
+        ({"lr": -1}, "lr: Input should be greater than 0, got -1"),
+        ({"lr": float("nan")}, "lr: Input should be"),
+        ({"order": "random"}, "order: Input should be 'shuffled' or 'file', got 'random'"),
+        ({"lora": "16"}, "lora: expected r=16 or r=16,alpha=32"),
+        ({"lora": "r=16,rank=3"}, "'lora.rank' is not a setting"),
+        ({"require": ["forgetting<=0.1"]}, "expected retention>=SHARE or acquisition>=SHARE"),
+        ({"require": ["retention>=90"]}, "with a share from 0 to 1, got 'retention>=90'"),
+        ({"split": "harbours"}, "either new (rows to learn) or split"),
+        ({"new": None}, "either new (rows to learn) or split"),
+        ({"new": None, "split": "harbours", "anchors": "b.jsonl"}, "split draws anchors and past rows itself"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=r"^run\.yaml: ") as error:
+        config.settings({**LEAST, **changes}, where="run.yaml")
+    assert sentence in str(error.value)
+
+
+def test_a_preset_stands_below_what_is_given() -> None:
+    paper = config.settings({**LEAST, "preset": "paper", "beta": 0.5})
+    assert (paper.batch_size, paper.order, paper.lr, paper.epochs, paper.weight_decay) == (1, "file", 1e-6, 25, 0.1)
+    assert (paper.num_probes, paper.stop, paper.clip_norm, paper.beta) == (512, "never", 0.0, 0.5)
+    assert config.settings({**LEAST, "preset": "paper", "model": "phi-3.5-mini"}).lr == 1e-5
+    assert config.settings(paper.model_dump(mode="json")) == paper
+
+
+def test_lora_reads_text_and_mappings_alike() -> None:
+    text = config.settings({**LEAST, "lora": "r=4,alpha=8,merge=false"}).lora
+    assert text == config.settings({**LEAST, "lora": {"r": 4, "alpha": 8, "merge": False}}).lora
+    assert text == config.Lora(r=4, alpha=8, merge=False)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "", "1: 2\n", "!!python/object/apply:os.system ['true']"])
+def test_a_file_that_is_no_list_of_settings_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"run\.yaml: expected"):
+        config.read_yaml(path)
+
+
+def test_numbers_without_a_point_are_read_as_yaml_writes_them(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: toy\nnew: a.jsonl\nlr: 1e-6\n")  # YAML 1.1 calls this a text
+    assert config.settings(config.read_yaml(path)).lr == 1e-6
+
+
+def test_the_commands_print_schema_and_example() -> None:
+    run = CliRunner().invoke
+    schema = run(app, ["config", "--schema"])
+    assert schema.exit_code == 0
+    assert '"additionalProperties": false' in schema.stdout
+    assert run(app, ["config", "--example"]).stdout == config.example()

@@ -1,0 +1,533 @@
+"""`cplus adapt` from rows to a finished folder, and everything that may go wrong on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toyjob import asked, write_files, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import cplus
+from cplus import jobs
+from cplus.cli import app, register
+from cplus.data.examples import Choice, FreeForm, Message
+from cplus.jobs import footprint
+from cplus.jobs.checkpoint import Checkpoints
+from cplus.jobs.folder import Folder, claimed
+from cplus.jobs.measure import says_every_token
+from cplus.jobs.training import Training, rate_factor
+from cplus.loop import EpochEnded, Stepped
+from cplus.methods import METHODS
+from cplus.models import fingerprint, load
+from cplus.report.receipt import read_receipt
+from cplus.toy import world
+
+if not app.registered_commands:
+    register()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("CPLUS_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    write_files(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> jobs.Outcome:
+    folder = tmp_path_factory.mktemp("finished")
+    write_files(folder)
+    return cplus.adapt(
+        asked(folder, require=["retention>=0.2", "acquisition>=0.99"], external=["plants"], external_limit=8)
+    )
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(out / "model").state_dict()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_finished_folder_is_whole_and_its_figures_are_the_receipts(finished: jobs.Outcome) -> None:
+    out = finished.folder
+    names = {entry.name for entry in out.iterdir() if not entry.name.startswith(".")}
+    assert names == {"settings.json", "model", "bank", "record.json", "receipt.json", "receipt.html", "README.md"}
+    record, receipt = json.loads((out / "record.json").read_text()), read_receipt(out)
+    assert record["figures"] == json.loads((out / "receipt.json").read_text())["figures"]
+    assert [own.kind for own in receipt.sets] == ["acquisition", "retention", "external"]
+    assert [len(own.rows) for own in receipt.sets] == [12, 24, 8]
+    assert [point.epoch for point in receipt.curve] == [0, 1, 2, 3]
+    assert all(point.retention is not None and point.acquisition is not None for point in receipt.curve)
+    assert {own.name for own in receipt.gate} >= {"layer 0", "layer 3", "embed_tokens"}
+    assert receipt.audit is not None
+    assert receipt.audit.probes == record["counts"]["probes"] == 8
+    assert record["steps"] == 9
+    assert 0 < record["curve"][0]["admitted"] < 1
+    # 3 refreshes over 4 anchors and 8 probes, 3 epochs over 12 rows
+    assert (record["cost"]["preservation_rows"], record["cost"]["training_rows"]) == (36, 36)
+    assert record["cost"]["training_flops"] == 6 * record["counts"]["parameters"] * record["cost"]["training_padded"]
+    card = (out / "README.md").read_text()
+    assert f"Retention {record['figures']['retention']['percent']:.1f} %" in card
+    assert "Continual Learning via Self-Probe Gradients" in card
+    assert record["settings"] == asked(out.parent, **_given(record)).model_dump(mode="json")
+
+
+def _given(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: record["settings"][name] for name in ("require", "external", "external_limit")}
+
+
+def test_the_model_loads_in_plain_transformers_and_is_the_one_that_was_measured(finished: jobs.Outcome) -> None:
+    model = AutoModelForCausalLM.from_pretrained(finished.folder / "model")
+    AutoTokenizer.from_pretrained(finished.folder / "model")
+    assert fingerprint(model) == finished.record["model"]["after"] != finished.record["model"]["before"]
+    assert model.dtype == torch.float32
+    assert oct((finished.folder / "model" / "model.safetensors").stat().st_mode & 0o777) == "0o644"
+
+
+def test_requirements_decide_the_exit_code(finished: jobs.Outcome) -> None:
+    by = {r["metric"]: r for r in finished.record["figures"]["requirements"]}
+    retention = finished.record["figures"]["retention"]
+    assert by["retention"]["met"] == (retention["low"] / 100 >= 0.2)
+    run = CliRunner().invoke(app, ["adapt", "--resume", str(finished.folder), "--json"])
+    printed = json.loads(run.stdout)
+    assert printed["kept"] == finished.kept == all(r["met"] for r in by.values())
+    assert run.exit_code == (0 if finished.kept else 2)
+    assert printed["retention"] == retention
+
+
+def test_a_learned_job_ends_early_and_the_command_says_what_was_kept(here: Path) -> None:
+    base = ["adapt", "toy", "--new", str(here / "new.jsonl"), "--anchors", str(here / "keep.jsonl")]
+    rest = ["--interface", "cloze", "--lr", "2e-3", "--batch-size", "4", "--num-probes", "8", "--out", str(here / "o")]
+    run = CliRunner().invoke(app, [*base, *rest, "--json", "--require", "acquisition>=0.5"])
+    assert run.exit_code == 0, run.output
+    printed = json.loads(run.stdout)
+    assert printed["acquisition"]["percent"] == 100
+    assert 1 <= printed["epochs"] < 25
+    assert any("on the 4 anchors alone" in note for note in printed["notes"])
+    assert "epoch 1/25: loss" in run.stderr
+    again = CliRunner().invoke(app, [*base, *rest])
+    assert isinstance(again.exception, ValueError)
+    assert "holds a finished job; choose another out, or --force" in str(again.exception)
+
+
+def test_python_yaml_and_the_command_line_are_one_job(here: Path) -> None:
+    config = asked(here, method="cpl", epochs=1, evaluate_every=0)
+    first = cplus.adapt(config)
+    path = here / "run.yaml"
+    path.write_text(json.dumps(config.model_copy(update={"out": here / "wrong"}).model_dump(mode="json")))
+    run = CliRunner().invoke(app, ["adapt", "--config", str(path), "--out", str(here / "second"), "--json"])
+    assert run.exit_code == 0, run.output
+    assert same(weights(first.folder), weights(here / "second"))
+    assert not (here / "wrong").exists()
+
+
+def test_a_split_draws_what_the_base_model_knows(here: Path) -> None:
+    rows = [*world.untaught("plants")[:10], *world.taught("plants")[:14]]
+    write_rows(here / "task.jsonl", list(rows))
+    values = {"new": None, "anchors": None, "past": None, "split": str(here / "task.jsonl"), "num_anchors": 3}
+    done = cplus.adapt(asked(here, **values, num_new=4, method="replay", epochs=1))
+    assert done.record["counts"]["new"] == 4
+    assert done.record["counts"]["anchors"] == 3
+    sets = {own["name"]: own for own in done.record["figures"]["sets"]}
+    assert sets["new"]["before"]["percent"] == 0
+    assert sets["past"]["before"]["percent"] == 100
+    assert not (done.folder / "bank").exists()
+
+
+def test_the_bank_is_reused_and_a_given_one_must_be_sealed_for_the_same_anchors(here: Path, cache: Path) -> None:
+    first = cplus.adapt(asked(here, epochs=1, evaluate_every=0))
+    count = len(list((cache / "banks").glob("bank-*")))
+    given = cplus.adapt(asked(here, epochs=1, evaluate_every=0, bank=first.folder / "bank", out=here / "two"))
+    assert len(list((cache / "banks").glob("bank-*"))) == count
+    assert same(weights(first.folder), weights(given.folder))
+    write_rows(here / "keep.jsonl", list(world.taught("plants")[:4]))
+    with pytest.raises(ValueError, match="was sealed for 4 anchors"):
+        cplus.adapt(asked(here, bank=first.folder / "bank", out=here / "three"))
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_adapters_are_gated_and_written_merged_or_apart(here: Path, merge: bool) -> None:
+    done = cplus.adapt(asked(here, lora={"r": 4, "merge": merge}, epochs=2, lr=5e-3, checkpoint_steps=2))
+    counts = done.record["counts"]
+    assert 0 < counts["trainable"] < counts["parameters"] / 2
+    assert (done.folder / "model" / "adapter_config.json").is_file() != merge
+    model = AutoModelForCausalLM.from_pretrained(done.folder / "model")
+    assert done.record["figures"]["acquisition"]["percent"] > 0
+    if merge:
+        assert fingerprint(model) == done.record["model"]["after"]
+
+
+def test_free_form_rows_are_scored_by_likelihood_and_judged(here: Path) -> None:
+    def free(facts: list[Choice]) -> list[Any]:
+        turns = [(f.id, f"Question: {f.question}\nAnswer:", f.right) for f in facts]
+        return [FreeForm(id=id, messages=(Message(role="user", content=q),), response=a) for id, q, a in turns]
+
+    write_rows(here / "new.jsonl", free(world.untaught("plants")[:6]))
+    write_rows(here / "keep.jsonl", free(world.taught("plants")[:3]))
+    write_rows(here / "past.jsonl", free(world.taught("plants")[3:8]))
+    judged = {"judge": "regex:.", "max_new_tokens": 4, "interface": None, "plain": True}
+    done = cplus.adapt(asked(here, method="cpl", epochs=2, stop="learned", evaluate_rows=3, **judged))
+    sets = {own["name"]: own for own in done.record["figures"]["sets"]}
+    assert sets["new"]["interface"] == sets["past"]["interface"] == "freeform"
+    assert sets["new"]["nll"]["after"] < sets["new"]["nll"]["before"]
+    assert sets["past"]["nll"]["rows"] == 5
+    point = done.record["curve"][-1]
+    assert {"new_nll", "past_nll", "loss"} <= set(point)
+    assert read_receipt(done.folder).curve[0].new_nll == pytest.approx(sets["new"]["nll"]["before"], rel=1e-5)
+
+
+def test_bfloat16_computes_otherwise_and_keeps_float32_masters(here: Path) -> None:
+    plain = cplus.adapt(asked(here, method="cpl", epochs=2, evaluate_every=0, out=here / "a"))
+    low = cplus.adapt(asked(here, method="cpl", epochs=2, evaluate_every=0, out=here / "b", compute_dtype="bfloat16"))
+    a, b = weights(plain.folder), weights(low.folder)
+    assert not same(a, b)
+    assert all(value.dtype == torch.float32 for value in b.values())
+    moved = {name: (a[name] - value).abs().max() for name, value in load("toy").model.state_dict().items()}
+    assert all((a[name] - b[name]).abs().max() <= 2.5 * moved[name] + 1e-6 for name in a)
+    assert low.record["curve"][1]["loss"] < low.record["curve"][0]["loss"]  # stale casts would repeat the first loss
+
+
+# What may go wrong
+
+
+def test_anchors_among_the_new_rows_are_counted_and_said(here: Path) -> None:
+    write_rows(here / "keep.jsonl", [*world.untaught("harbours")[:2], *world.taught("harbours")[:2]])
+    done = cplus.adapt(asked(here, method="cpl", epochs=1, evaluate_every=0))
+    assert "2 of 4 anchors also stand in the new data: what is to be kept is trained on." in done.record["notes"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"method": "cplu"}, "unknown method 'cplu'; did you mean cplus"),
+        ({"anchors": None}, "method 'cplus' needs anchors"),
+        ({"method": "ssr"}, "trains on synthetic rows, which this job does not write"),
+        ({"new": "nowhere.jsonl"}, "there is no such file"),
+        ({"interface": "freeform"}, "has multiple-choice rows; expected the interface letter or cloze"),
+        ({"external": ["plants", "plants"]}, "expected external tasks of different names"),
+        ({"interface": "letter"}, "expected a tokenizer with a chat template"),
+    ],
+)
+def test_a_job_that_cannot_work_is_refused_before_anything_is_written(
+    here: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=r".") as error:
+        cplus.adapt(asked(here, **changes))
+    assert sentence in str(error.value)
+    assert not (here / "out").exists()
+
+
+def test_rows_of_an_unknown_shape_are_named(here: Path) -> None:
+    (here / "new.jsonl").write_text('{"text": "hello"}\n')
+    with pytest.raises(ValueError, match=r"new\.jsonl:1: expected the keys question, choices, answer.*found text"):
+        cplus.adapt(asked(here))
+
+
+def test_a_folder_of_something_else_is_never_replaced(here: Path) -> None:
+    (here / "out").mkdir()
+    (here / "out" / "README.md").write_text("mine")
+    for force in (False, True):
+        with pytest.raises(ValueError, match="is no job's folder, so nothing in it is replaced"):
+            cplus.adapt(asked(here), force=force)
+    assert (here / "out" / "README.md").read_text() == "mine"
+
+
+def test_force_replaces_a_job_and_nothing_else(here: Path) -> None:
+    config = asked(here, method="sft", epochs=1, evaluate_every=0)
+    cplus.adapt(config)
+    (here / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="there is no such file"):
+        cplus.adapt(config.model_copy(update={"new": "nowhere.jsonl"}), force=True)
+    assert (here / "out" / "record.json").is_file()  # nothing is lost to settings that cannot work
+    again = cplus.adapt(config.model_copy(update={"seed": 1}), force=True)
+    assert again.record["settings"]["seed"] == 1
+    assert (here / "out" / "notes.txt").read_text() == "mine"
+
+
+def test_a_folder_in_use_is_refused(here: Path) -> None:
+    with claimed(Folder(here / "out")), pytest.raises(ValueError, match="another process is working there"):
+        cplus.adapt(asked(here, method="sft"))
+
+
+def test_too_little_memory_or_disk_is_said_before_loading(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cplus.models.load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(footprint, "available", lambda device: 1_000_000)
+    with pytest.raises(ValueError, match=r"toy needs 0\.017 GB for weights.*0\.001 GB are free; train adapters"):
+        cplus.adapt(asked(here))
+    monkeypatch.undo()
+    monkeypatch.setattr(footprint.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1))
+    with pytest.raises(ValueError, match=r"checkpoints and model need .* GB are free; make room"):
+        cplus.adapt(asked(here))
+    assert not (here / "out").exists()
+
+
+def test_an_unmeasurable_requirement_is_refused_before_training(here: Path) -> None:
+    write_rows(
+        here / "past.jsonl", [dataclasses.replace(f, answer=(f.answer + 1) % 4) for f in world.taught("plants")[:3]]
+    )
+    with pytest.raises(ValueError, match="retention is required, but none of 3 rows was answered rightly"):
+        cplus.adapt(asked(here, require=["retention>=0.5"], method="sft"))
+
+
+def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cplus import objectives
+
+    calls = iter(range(100))
+    real = objectives.mean_backward
+
+    def broken(*args: Any, **rest: Any) -> Any:
+        loss, work = real(*args, **rest)
+        return (float("nan") if next(calls) == 4 else loss), work
+
+    monkeypatch.setattr(objectives, "mean_backward", broken)
+    with pytest.raises(FloatingPointError, match=r"the loss is nan at step 5; .*update 4 is kept in .*checkpoint\.pt"):
+        cplus.adapt(asked(here, method="cpl"))
+    assert not (here / "out" / "record.json").exists()
+    monkeypatch.undo()
+    whole = cplus.adapt(asked(here, method="cpl", out=here / "whole"))
+    assert same(weights(jobs.resume(here / "out").folder), weights(whole.folder))
+
+
+# Stopping and going on
+
+
+@pytest.mark.parametrize(
+    ("number", "moment"), [(signal.SIGINT, {"epoch": 2, "step": 5}), (signal.SIGTERM, {"epoch": 2, "step": 6})]
+)
+def test_a_signal_saves_and_a_resumed_job_is_bitwise_the_whole_one(
+    here: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, moment: dict[str, int]
+) -> None:
+    whole = cplus.adapt(asked(here, out=here / "whole"))
+    real, kind = Training._note, EpochEnded if moment["step"] == 6 else Stepped
+
+    def note(self: Training, event: Any) -> None:
+        real(self, event)
+        if isinstance(event, kind) and (event.epoch, event.step) == (moment["epoch"], moment["step"]):
+            os.kill(os.getpid(), number)
+
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(Training, "_note", note)
+    arguments = ["adapt", "--config", str(here / "run.yaml")]
+    (here / "run.yaml").write_text(json.dumps(asked(here).model_dump(mode="json")))
+    run = CliRunner().invoke(app, arguments)
+    monkeypatch.undo()
+    assert run.exit_code == 128 + number
+    assert (
+        f"stopped after update {moment['step']} of 9, and saved. Go on with: cplus adapt --resume {here / 'out'}"
+        in run.stderr
+    )
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    with pytest.raises(ValueError, match="holds an unfinished job: --resume"):
+        cplus.adapt(asked(here))
+    done = jobs.resume(here / "out")
+    assert same(weights(whole.folder), weights(done.folder))
+    assert done.record["figures"] == whole.record["figures"]
+    assert done.record["curve"] == whole.record["curve"]
+    cost = {name: value for name, value in done.record["cost"].items() if name != "seconds"}
+    assert cost.items() <= whole.record["cost"].items()
+
+
+@pytest.mark.parametrize(
+    ("method", "lora"),
+    [
+        ("sft", None),
+        ("cplus-rotating", None),  # another part of the bank at each refresh
+        ("shuffled", None),  # its own random numbers
+        ("ogd", None),  # evidence of the base model, taken once
+        ("ewc", None),  # an objective that remembers the base model
+        ("cpl", "r=2,dropout=0.5"),  # torch's random numbers; frozen weights that no checkpoint holds
+    ],
+)
+def test_every_kind_of_method_goes_on_bitwise(
+    here: Path, monkeypatch: pytest.MonkeyPatch, method: str, lora: str | None
+) -> None:
+    options = {"evaluate_every": 0, "checkpoint_steps": 1, "optimizer": "sgd", "lr": 0.05}
+    config = asked(here, method=method, lora=lora, **options)
+    whole = cplus.adapt(config.model_copy(update={"out": here / "whole"}))
+    real = Checkpoints.save
+
+    def save(self: Checkpoints, training: Training) -> None:
+        real(self, training)
+        if training.ledger.cursor.step == 4:
+            raise OSError("the power went out")
+
+    monkeypatch.setattr(Checkpoints, "save", save)
+    with pytest.raises(OSError, match="power"):
+        cplus.adapt(config)
+    monkeypatch.undo()
+    assert same(weights(whole.folder), weights(jobs.resume(here / "out").folder))
+
+
+def test_resume_refuses_changed_rows_other_settings_and_a_damaged_checkpoint(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cplus.jobs.job._finish", lambda *_: pytest.fail("the end"))
+    with pytest.raises(pytest.fail.Exception, match="the end"):
+        cplus.adapt(asked(here, method="sft", epochs=1))
+    run = CliRunner().invoke(app, ["adapt", "--resume", str(here / "out"), "--lr", "1"])
+    assert "--resume goes on with the settings the job began with" in str(run.exception)
+    with pytest.raises(ValueError, match="there is no job to resume"):
+        jobs.resume(here)
+    new = (here / "new.jsonl").read_text()
+    write_rows(here / "new.jsonl", list(world.untaught("plants")[:12]))
+    with pytest.raises(ValueError, match="the new changed since the job began"):
+        jobs.resume(here / "out")
+    (here / "new.jsonl").write_text(new)
+    path = here / "out" / "work" / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match="expected a whole checkpoint, but it does not read"):
+        jobs.resume(here / "out")
+
+
+def test_a_job_goes_on_from_another_folder(here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> None:
+    monkeypatch.chdir(here)
+    relative = {name: f"{name}.jsonl" for name in ("new", "past")} | {"anchors": "keep.jsonl", "out": "out"}
+    with monkeypatch.context() as patch:
+        patch.setattr("cplus.jobs.job._finish", lambda *_: pytest.fail("the end"))
+        with pytest.raises(pytest.fail.Exception):
+            cplus.adapt(asked(here, method="sft", epochs=1, **relative))
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert jobs.resume(here / "out").record["counts"]["new"] == 12
+
+
+# Parts
+
+
+def test_the_rate_rises_and_falls_as_its_course_says() -> None:
+    for course, last in (
+        ("constant", 1.0),
+        ("linear", 0.1),
+        ("cosine", (1 + torch.cos(torch.tensor(0.9 * torch.pi))) / 2),
+    ):
+        factors = [rate_factor(step, total=14, warmup=4, course=course) for step in range(14)]
+        assert factors[:5] == [0.2, 0.4, 0.6, 0.8, 1.0]
+        assert factors[-1] == pytest.approx(float(last))
+        assert sorted(factors[4:], reverse=True) == factors[4:]
+
+
+def test_learned_means_that_decoding_repeats_every_token(make_tiny: Any) -> None:
+    from cplus.data.encoded import Encoded
+
+    model = make_tiny("qwen3").model
+    prompt = (5, 6, 7)
+    said: list[int] = []
+    for _ in range(3):
+        ids = torch.tensor([[*prompt, *said]])
+        said.append(int(model(input_ids=ids).logits[0, -1].argmax()))
+    right = Encoded(prompt, tuple(said))
+    wrong = Encoded(prompt, (*said[:2], said[2] ^ 1))
+    assert says_every_token(model, [right, right])
+    assert not says_every_token(model, [right, wrong])
+    assert says_every_token(model, [Encoded(prompt, (*said[:2], said[2] ^ 1), (True, True, False))])
+
+
+def test_the_plan_counts_what_the_job_will_use_and_writes_nothing(here: Path) -> None:
+    config = asked(here)
+    run = CliRunner().invoke(app, ["adapt", "--config", str(_yaml(here, config)), "--plan", "--json"])
+    assert run.exit_code == 0, run.output
+    planned = json.loads(run.stdout)
+    assert not (here / "out").exists()
+    done = cplus.adapt(config)
+    assert planned["size"]["parameters"] == done.record["counts"]["parameters"]
+    assert planned["counts"] == {"new": 12, "anchors": 4, "probes": 8}
+    assert planned["updates_an_epoch"] * config.epochs == done.record["steps"]
+    tokens, cost = planned["tokens_an_epoch"], done.record["cost"]
+    assert tokens["training"] == tokens["sft"]
+    assert tokens["training"] * 3 == pytest.approx(cost["training_padded"], rel=0.1)  # each epoch shuffles anew
+    assert tokens["evidence"] * 3 == pytest.approx(
+        cost["preservation_padded"], rel=0.3
+    )  # probes are still to be written
+    assert tokens["percent_above_sft"] == pytest.approx(100 * tokens["evidence"] / tokens["sft"])
+    need = planned["need"]
+    held = need["kept_bytes_a_parameter"] + need["step_bytes_a_parameter"]
+    assert held * done.record["counts"]["parameters"] == cost["extra_bytes"]
+    assert set(planned["seconds"]) == {"asking before and after", "writing probes", "training"}
+    assert all(seconds > 0 for seconds in planned["seconds"].values())
+    told = CliRunner().invoke(app, ["adapt", "--config", str(_yaml(here, config)), "--plan", "--out", "o"]).stdout
+    assert "% FLOPs against plain fine-tuning" in told
+    assert "o/receipt.html" in told
+
+
+def _yaml(here: Path, config: cplus.AdaptConfig) -> Path:
+    path = here / "run.yaml"
+    path.write_text(json.dumps(config.model_dump(mode="json")))
+    return path
+
+
+def test_the_footprint_knows_methods_apart(here: Path) -> None:
+    held = {name: footprint.guard_bytes(asked(here), METHODS[name], 5) for name in ("sft", "cpl", "cplus", "ogd")}
+    assert held["sft"] == (0.0, 0.0)
+    assert held["cplus"][0] > held["cpl"][0] > 0
+    assert held["ogd"] == (20.0, 0.0)
+
+
+class Recorder:
+    """What a tracker's package would be called with."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+        self.logged: list[tuple[dict[str, float], int]] = []
+        self.finished = False
+
+    def init(self, **options: Any) -> Recorder:
+        self.options = options
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.logged.append((values, step))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_gets_every_update_and_every_epoch(here: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    recorder = Recorder()
+    monkeypatch.setitem(sys.modules, name, recorder)  # type: ignore[arg-type]
+    cplus.adapt(asked(here, method="cpl", epochs=2, report_to=name))
+    steps = [step for values, step in recorder.logged if "train/loss" in values]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert [step for values, step in recorder.logged if "epoch/retention" in values] == [3, 6]
+    assert sum("evidence/anchors" in values for values, _ in recorder.logged) == 2
+    assert recorder.finished
+    assert recorder.options["project"] == "cplus"
+    assert recorder.options["resume"] == "allow"
+
+
+def test_a_missing_tracker_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # type: ignore[arg-type]
+    with pytest.raises(ImportError, match="reporting to wandb needs its package: pip install wandb"):
+        cplus.adapt(asked(here, method="sft", report_to="wandb"))
+    monkeypatch.setitem(sys.modules, "peft", None)  # type: ignore[arg-type]
+    with pytest.raises(ImportError, match="needs the package peft"):
+        cplus.adapt(asked(here, method="sft", lora="r=2", out=here / "two"))

@@ -1,0 +1,387 @@
+"""The receipt says what its rows say, in a page that comes from the record alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import receipts
+import typer
+from receipts import HOSTILE, row
+from typer.testing import CliRunner
+
+from cplus import files, models
+from cplus.commands.receipt import receipt as receipt_command
+from cplus.data.examples import Choice, FreeForm, Message
+from cplus.predictions import Prediction
+from cplus.report import receipt as module
+from cplus.report.page import render
+from cplus.report.receipt import (
+    GateShare,
+    ModelId,
+    Point,
+    Receipt,
+    Requirement,
+    Row,
+    RowSet,
+    bank_audit,
+    read_receipt,
+    rows,
+    write_receipt,
+)
+from cplus.report.verdict import headline, sentences
+
+
+def small(*sets: RowSet, **given: Any) -> Receipt:
+    """A receipt of these sets and little else."""
+    names = {"before": ModelId(name="a", fingerprint="0"), "after": ModelId(name="b", fingerprint="1")}
+    return Receipt(title="small", created="2026-01-01", sets=sets, **names, **given)
+
+
+def some(kind: str, counts: dict[str | None, int], *, name: str = "rows", **given: Any) -> RowSet:
+    """A set with so many rows of each outcome."""
+    made = [row(f"{outcome}-{i}", outcome, **given) for outcome, count in counts.items() for i in range(count)]
+    return RowSet(name=name, kind=kind, interface="letter", rows=tuple(made))  # type: ignore[arg-type]
+
+
+def resealed(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with a hash that fits whatever it now says."""
+    body = {key: value for key, value in record.items() if key != "sha256"}
+    return {**body, "sha256": files.fingerprint(body)}
+
+
+def wilson(right: int, total: int) -> tuple[float, float]:
+    """Wilson's interval, written out."""
+    z, p = 1.959963984540054, right / total
+    middle = (p + z * z / (2 * total)) / (1 + z * z / total)
+    half = z / (1 + z * z / total) * math.sqrt(p * (1 - p) / total + z * z / (4 * total * total))
+    return 100 * (middle - half), 100 * (middle + half)
+
+
+def test_a_record_is_read_as_it_was_written() -> None:
+    full = receipts.full()
+    assert Receipt.from_json(json.loads(json.dumps(full.to_json()))) == full
+
+
+def _flip(record: dict[str, Any]) -> None:
+    record["sets"][0]["rows"][0]["kind"] = "kept"
+
+
+def _figure(record: dict[str, Any]) -> None:
+    record["figures"]["retention"]["percent"] = 99.9
+
+
+def _note(record: dict[str, Any]) -> None:
+    record["notes"] = []
+
+
+def _hash(record: dict[str, Any]) -> None:
+    record["sha256"] = "0" * 64
+
+
+@pytest.mark.parametrize("alter", [_flip, _figure, _note, _hash])
+def test_an_altered_record_has_no_page(alter: Callable[[dict[str, Any]], None]) -> None:
+    record = receipts.full().to_json()
+    render(record)
+    alter(record)
+    with pytest.raises(ValueError, match="the record was altered"):
+        render(record)
+
+
+def test_figures_that_do_not_follow_from_the_rows_are_refused_whatever_the_hash() -> None:
+    record = receipts.full().to_json()
+    _figure(record)
+    with pytest.raises(ValueError, match="figures do not follow from its rows"):
+        render(resealed(record))
+
+
+def test_a_record_of_another_version_or_shape_is_refused_by_name() -> None:
+    record = receipts.full().to_json()
+    with pytest.raises(ValueError, match="expected a receipt of schema 1"):
+        Receipt.from_json({**record, "schema": 2})
+    with pytest.raises(ValueError, match="here: surprise: Unexpected"):
+        Receipt.from_json(resealed({**record, "surprise": 1}), where="here")
+    record["sets"][1]["rows"][2]["confidence_after"] = 1.5
+    with pytest.raises(ValueError, match=r"sets\.1\.rows\.2\.confidence_after: .*less than or equal to 1, got 1\.5"):
+        Receipt.from_json(resealed(record))
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: small(), r"sets: .*at least 1 item"),
+        (lambda: small(some("task", {"kept": 1}, confidence_after=math.nan)), "confidence_after: .*finite"),
+        (lambda: small(some("task", {"kept": 1}, nll_after=-0.5)), "nll_after: .*greater than or equal to 0"),
+        (lambda: small(some("tasks", {"kept": 1})), r"sets\.0\.kind: .*'retention'"),
+        (lambda: small(some("task", {"kept": 1}), some("task", {"lost": 1})), "different set names, got 'rows'"),
+        (
+            lambda: small(RowSet(name="x", kind="task", interface="cloze", rows=(row("a", "kept"), row("a", "lost")))),
+            "different ids in set 'x', got 'a'",
+        ),
+        (
+            lambda: small(some("task", {"kept": 1}), gate=(GateShare(name="a", coordinates=0, admitted_share=0.5),)),
+            r"gate\.0\.coordinates",
+        ),
+    ],
+)
+def test_values_that_cannot_be_are_refused_before_anything_is_written(
+    made: Callable[[], Receipt], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        write_receipt(made(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_shares_have_wilson_bounds() -> None:
+    past = some("retention", {"kept": 90, "lost": 10}, name="past")
+    new = some("acquisition", {"gained": 47, "still_wrong": 1}, name="new")
+    found = small(past, new, some("external", {"lost": 40, "gained": 3}, name="far")).to_json()["figures"]
+    kept, learned = found["retention"], found["acquisition"]
+    assert (kept["right"], kept["total"], learned["right"], learned["total"]) == (90, 100, 47, 48)
+    assert (kept["low"], kept["high"]) == pytest.approx(wilson(90, 100))
+    assert (learned["low"], learned["high"]) == pytest.approx(wilson(47, 48))
+    assert headline(found).replace("\u00a0", " ") == "Kept 90.0 % of what it knew and learned 97.9 % of what is new."
+
+
+def test_the_exact_test_is_taken_only_where_rows_could_change_both_ways() -> None:
+    chosen = some("retention", {"kept": 90, "lost": 9}, name="past")
+    whole = some("task", {"kept": 50, "lost": 9, "gained": 1, "still_wrong": 40}, name="whole")
+    found = small(chosen, whole).to_json()["figures"]
+    # 2 (1 + 10) / 2^10: nine or more of ten fair coins on one side
+    assert [own["mcnemar_p"] for own in found["sets"]] == [None, pytest.approx(22 / 1024)]
+    assert found["unselected"] == {"rows": 100, "lost": 9, "gained": 1, "mcnemar_p": pytest.approx(22 / 1024)}
+    assert any("more than chance explains (exact McNemar p = 0.021)" in sentence for sentence in sentences(found))
+
+
+def test_a_whole_task_counts_for_retention_and_for_acquisition() -> None:
+    found = small(some("task", {"kept": 3, "lost": 1, "gained": 1, "still_wrong": 4})).to_json()["figures"]
+    assert (found["retention"]["percent"], found["acquisition"]["percent"]) == (75.0, 20.0)
+    assert (found["sets"][0]["before"]["right"], found["sets"][0]["after"]["right"]) == (4, 4)
+    assert headline(found).replace("\u00a0", " ") == (
+        "Kept 75.0 % of the right answers and corrected 20.0 % of the wrong ones."
+    )
+
+
+def test_a_letter_prior_shows_in_the_mean_over_labels() -> None:
+    keeps_a = [row(f"a{i}", "kept", label="A") for i in range(9)] + [row("b", "lost", label="B")]
+    found = small(RowSet(name="p", kind="retention", interface="letter", rows=tuple(keeps_a))).to_json()["figures"]
+    assert found["retention"]["percent"] == 90.0
+    assert found["labels"]["macro_retention"] == 50.0
+    assert [(one["label"], one["retention"]["right"]) for one in found["labels"]["rows"]] == [("A", 9), ("B", 0)]
+
+
+def test_losses_are_weighed_by_tokens_and_the_rise_by_responses() -> None:
+    long = row("long", None, tokens=30, nll_before=1.0, nll_after=2.0)
+    short = row("short", None, tokens=10, nll_before=2.0, nll_after=2.0)
+    own = RowSet(name="chat", kind="retention", interface="freeform", rows=(long, short))
+    found = small(own).to_json()["figures"]
+    losses = found["sets"][0]["nll"]
+    assert (losses["before"], losses["after"], losses["rise"], losses["error"]) == (1.25, 2.0, 0.5, 0.5)
+    assert found["retention"] is None
+    assert found["sets"][0]["counts"]["unjudged"] == 2
+    assert headline(found) == "No answer was judged: measured by loss alone."
+
+
+def test_methods_are_compared_where_they_have_learned_as_much() -> None:
+    def curve(*pairs: tuple[float, float]) -> tuple[Point, ...]:
+        return tuple(Point(epoch=float(i), new_nll=new, past_nll=past) for i, (new, past) in enumerate(pairs))
+
+    own = curve((3.0, 1.0), (2.0, 1.1), (1.0, 1.2))
+    found = small(
+        some("task", {"kept": 1}),
+        method="cplus",
+        curve=own,
+        comparisons={"sft": curve((3.0, 1.0), (0.5, 2.0)), "late": curve((3.0, 1.0))},
+    ).to_json()["figures"]["matched"]
+    assert found["new_nll"] == 1.0
+    # SFT is at 1.0 after four fifths of its way from 3.0 to 0.5, so it has risen by 0.8.
+    assert found["rows"] == [
+        {"method": "cplus", "rise": pytest.approx(0.2), "ratio": pytest.approx(0.25)},
+        {"method": "sft", "rise": pytest.approx(0.8), "ratio": pytest.approx(1.0)},
+    ]
+
+
+def test_a_requirement_is_held_against_the_lower_bound() -> None:
+    asked = (Requirement(metric="retention", at_least=0.67), Requirement(metric="retention", at_least=0.7))
+    found = small(some("retention", {"kept": 8}), requirements=asked).to_json()["figures"]["requirements"]
+    assert [one["bound"] for one in found] == pytest.approx([wilson(8, 8)[0] / 100] * 2)
+    assert [one["met"] for one in found] == [True, False]
+    unmeasured = small(some("retention", {"kept": 8}), requirements=(Requirement(metric="acquisition", at_least=0.0),))
+    assert unmeasured.to_json()["figures"]["requirements"][0] == {
+        "metric": "acquisition",
+        "at_least": 0.0,
+        "bound": None,
+        "met": False,
+    }
+
+
+def answered(id: str, answer: int | str, correct: bool | None) -> Prediction:
+    return Prediction(id=id, answer=answer, correct=correct, confidence=0.5, scores=(0.0,), num_tokens=(1,))
+
+
+def test_rows_say_what_was_asked_and_answered() -> None:
+    example = Choice(id="q", question="Is ice cold?", choices=("no", "yes"), answer=1)
+    (made,) = rows([example], [answered("q", 1, True)], [answered("q", 0, False)], interface="letter")
+    assert made == Row(
+        id="q",
+        kind="lost",
+        input="Is ice cold?\n  A: no\n  B: yes",
+        gold="B: yes",
+        before="B: yes",
+        after="A: no",
+        confidence_before=0.5,
+        confidence_after=0.5,
+        label="B",
+    )
+    (by_text,) = rows([example], [answered("q", 1, True)], [answered("q", 0, False)], interface="cloze")
+    assert (by_text.gold, by_text.label) == ("yes", None)
+
+
+def test_rows_nobody_judged_have_no_outcome_and_other_rows_are_refused() -> None:
+    turns = (Message(role="system", content="Be brief."), Message(role="user", content="Hi"))
+    example = FreeForm(id="q", messages=turns, response="Hello.")
+    (made,) = rows([example], [answered("q", "Hello.", None)], [answered("q", "Yo.", None)], interface="freeform")
+    assert (made.kind, made.input, made.before, made.after) == (None, "system: Be brief.\nuser: Hi", "Hello.", "Yo.")
+    with pytest.raises(ValueError, match="the same rows before and after"):
+        rows([example], [answered("q", "Hello.", True)], [answered("p", "Yo.", True)], interface="freeform")
+
+
+def test_a_bank_s_audit_is_kept_in_short() -> None:
+    kept = bank_audit(
+        {
+            "bank": {"probes_sha256": "ab"},
+            "probes": 4,
+            "unique": 3,
+            "counts": {"requests": 9, "accepted": 4, "rejected": {"copy": 5}},
+            "confidence": {"mean": 0.5, "median": 0.5, "p10": 0.1},
+            "labels": {"divergence": None, "distinct": 2},
+            "against": {"test.jsonl": {"rows": 7, "exact": 1, "near": 2, "exact_ids": ["x"]}},
+            "sample": [{"text": f"q{i}", "answer": "a", "confidence": 0.5, "topic": None} for i in range(9)],
+        }
+    )
+    assert (kept.unique, kept.requests, kept.rejected, kept.overlaps[0].near) == (3, 9, {"copy": 5}, 2)
+    assert [probe.input for probe in kept.sample] == [f"q{i}" for i in range(6)]
+
+
+def test_the_page_shows_the_record_s_hash_escapes_all_text_and_names_no_address() -> None:
+    record = receipts.full().to_json()
+    page = render(record)
+    assert record["sha256"] in page
+    assert HOSTILE not in page
+    assert "<script>document" not in page
+    assert "<img" not in page
+    assert "http://" not in page
+    assert "https://" not in page
+    assert page == render(json.loads(json.dumps(record)))
+
+
+def test_every_part_of_the_page_may_be_missing() -> None:
+    page = render(small(some("task", {"kept": 1})).to_json())
+    for title in ("While it learned", "Where the gate acted", "The probe bank", "What it cost", "By label"):
+        assert title in render(receipts.full().to_json())
+        assert title not in page
+
+
+def test_both_files_are_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(module, "render", lambda record: (_ for _ in ()).throw(ValueError("no page")))
+        with pytest.raises(ValueError, match="no page"):
+            write_receipt(receipts.full(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    write_receipt(receipts.full(), tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["receipt.html", "receipt.json"]
+
+
+def test_an_edited_page_or_record_is_found(tmp_path: Path) -> None:
+    write_receipt(receipts.full(), tmp_path)
+    assert read_receipt(tmp_path) == receipts.full()
+    page = tmp_path / "receipt.html"
+    untouched = page.read_text()
+    page.write_text(untouched.replace("Kept 91.0", "Kept 99.0"))
+    with pytest.raises(ValueError, match=r"receipt\.html: expected the page of the receipt\.json beside it"):
+        read_receipt(tmp_path)
+    page.write_text(untouched)
+    record = files.read_json(tmp_path / "receipt.json")
+    _flip(record)
+    files.write_json(tmp_path / "receipt.json", record)
+    with pytest.raises(ValueError, match=r"receipt\.json: the record was altered"):
+        read_receipt(tmp_path)
+
+
+def test_making_a_page_never_imports_torch(tmp_path: Path) -> None:
+    files.write_json(tmp_path / "receipt.json", receipts.full().to_json())
+    code = (
+        "import sys, json; from cplus.report.receipt import render;"
+        "render(json.load(open(sys.argv[1]))); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "receipt.json")], check=False)
+    assert done.returncode == 0
+
+
+@pytest.fixture
+def two_models(tmp_path: Path, make_tiny: Callable[[str], Any]) -> tuple[str, str]:
+    """Two folders: a tiny model, and the same with one weight matrix turned."""
+    tiny = make_tiny("llama")
+    models.save(tiny.model, tiny.tokenizer, tmp_path / "before")
+    tiny.model.lm_head.weight.data = tiny.model.lm_head.weight.data.roll(1, 1)
+    models.save(tiny.model, tiny.tokenizer, tmp_path / "after")
+    return str(tmp_path / "before"), str(tmp_path / "after")
+
+
+def run(*arguments: str) -> Any:
+    app = typer.Typer()
+    app.command()(receipt_command)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_the_command_compares_any_two_models(two_models: tuple[str, str], tmp_path: Path) -> None:
+    asked = [
+        {"id": f"q{i}", "question": f"Which is {i}?", "choices": ["a dog", "water", "blue"], "answer": i % 3}
+        for i in range(12)
+    ]
+    spoken = [{"id": f"s{i}", "prompt": f"Say {i}", "response": f"{i}."} for i in range(3)]
+    for name, lines in (("asked", asked), ("spoken", spoken)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = [option for name in ("asked", "spoken") for option in ("--data", str(tmp_path / f"{name}.jsonl"))]
+    out = str(tmp_path / "out")
+    done = run(*two_models, *data, "--out", out, "--max-new-tokens", "4", "--json")
+    assert done.exit_code == 0, done.output
+    printed = json.loads(done.stdout)
+    made = read_receipt(tmp_path / "out")
+    assert printed["sha256"] == made.to_json()["sha256"]
+    assert [(own.kind, own.interface, len(own.rows)) for own in made.sets] == [
+        ("task", "letter", 12),
+        ("task", "freeform", 3),
+    ]
+    assert {row.label for row in made.sets[0].rows} == {"A", "B", "C"}
+    assert all(row.nll_after is not None and row.tokens for row in made.sets[1].rows)
+    assert made.before.fingerprint != made.after.fingerprint
+
+    verified = run("--verify", out)
+    assert verified.exit_code == 0
+    assert "receipt.html" in verified.stdout
+    unmet = run(*two_models, *data, "--out", out, "--max-new-tokens", "4", "--require", "acquisition>=0.99")
+    assert unmet.exit_code == 2
+    assert "NOT MET: acquisition at least 0.99" in unmet.stdout
+
+
+def test_the_command_says_what_it_needs(tmp_path: Path) -> None:
+    assert "expected two models and --data" in str(run("toy").exception)
+    assert isinstance(run("--verify", str(tmp_path)).exception, FileNotFoundError)
+
+
+def test_two_equal_models_keep_everything(two_models: tuple[str, str], tmp_path: Path) -> None:
+    line = {"id": "q", "question": "Which?", "choices": ["a dog", "water"], "answer": 0}
+    lines = [{**line, "id": f"q{i}", "question": f"Which is {i}?", "answer": i % 2} for i in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    done = run(two_models[0], two_models[0], "--data", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out"))
+    assert done.exit_code == 0, done.output
+    made = read_receipt(tmp_path / "out")
+    assert made.notes == ("Both models have the same weights.",)
+    assert {row.kind for row in made.sets[0].rows} <= {"kept", "still_wrong"}

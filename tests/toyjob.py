@@ -1,0 +1,47 @@
+"""A small job on the built-in model: a few untaught facts to learn, a few taught ones to keep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cplus.config import AdaptConfig, settings
+from cplus.data.examples import Example, to_row
+from cplus.toy import world
+
+
+def write_rows(path: Path, examples: list[Example]) -> Path:
+    """Examples as a JSONL file."""
+    path.write_text("".join(json.dumps(to_row(example)) + "\n" for example in examples), encoding="utf-8")
+    return path
+
+
+def write_files(folder: Path) -> None:
+    """`new.jsonl`, `keep.jsonl` and `past.jsonl`, read by the cloze interface."""
+    known = world.taught("harbours")
+    write_rows(folder / "new.jsonl", list(world.untaught("harbours")[:12]))
+    write_rows(folder / "keep.jsonl", list(known[:4]))
+    write_rows(folder / "past.jsonl", list(known[4:28]))
+
+
+def asked(folder: Path, **changes: Any) -> AdaptConfig:
+    """Settings of a job of seconds; three epochs of three updates."""
+    values: dict[str, Any] = {
+        "model": "toy",
+        "new": str(folder / "new.jsonl"),
+        "anchors": str(folder / "keep.jsonl"),
+        "past": str(folder / "past.jsonl"),
+        "interface": "cloze",
+        "out": folder / "out",
+        "num_probes": 8,
+        "epochs": 3,
+        "batch_size": 4,
+        "lr": 1e-3,
+        "stop": "never",
+        "lr_schedule": "cosine",
+        "warmup_steps": 2,
+        "evaluate_rows": 8,
+        "device": "cpu",
+    }
+    return settings(values | changes)
