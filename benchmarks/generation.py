@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import StoppingCriteria
 
 from cplus import interfaces, models
 from cplus.data.examples import Example
@@ -29,6 +30,17 @@ def requests(interface: interfaces.Interface, anchors: list[Example], count: int
     ]
 
 
+class Stop(StoppingCriteria):  # type: ignore[misc]
+    """Ends a row at a stop text. Cheaper than `stop_strings`, which prepares its vocabulary anew in every call."""
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...], begin: int) -> None:
+        self._tokenizer, self._stop, self._begin = tokenizer, stop, begin
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        text = self._tokenizer.decode(input_ids[0, self._begin :])
+        return torch.tensor([any(mark in text for mark in self._stop)], device=input_ids.device)
+
+
 def one_at_a_time(loaded: models.Loaded, asked: list[Request], sampling: Sampling) -> dict[str, Any]:
     """transformers' own `generate`, a request at a time, with the same stop texts."""
     tokens, begin = 0, time.perf_counter()
@@ -43,8 +55,7 @@ def one_at_a_time(loaded: models.Loaded, asked: list[Request], sampling: Samplin
             top_k=0,
             top_p=1.0,
             max_new_tokens=sampling.max_new_tokens,
-            stop_strings=list(sampling.stop),
-            tokenizer=loaded.tokenizer,
+            stopping_criteria=[Stop(loaded.tokenizer, sampling.stop, ids.shape[1])],
             pad_token_id=loaded.tokenizer.pad_token_id,
         )
         tokens += out.shape[1] - ids.shape[1]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cplus import algorithm
+from cplus import algorithm, kernels
 from cplus.data.encoded import Encoded
 from cplus.evidence import Evidence, MeanGradient, Reference, Source, named
 from cplus.gates import Collaborative, Gate, Proposal
+from cplus.kernels import Signs
+from cplus.optim import AdamW, Armed
 from cplus.ranks import Layout, layout, local
 from cplus.support import bare, check_engine, check_supported, trainable, unwrapped
 
@@ -27,6 +30,7 @@ def protect(
     probes: Sequence[Encoded] = (),
     anchor_weight: float = 0.5,
     beta: float = 0.9,
+    ema: kernels.EmaType = "float32",
     refresh_every: int | None = None,
     allow_16bit: bool = False,
 ) -> Guard:
@@ -47,7 +51,7 @@ def protect(
         optimizer,
         model,
         evidence=MeanGradient(model=model, sources=sources),
-        gate=Collaborative(beta=beta),
+        gate=Collaborative(beta=beta, ema=ema),
         refresh_every=refresh_every,
         allow_16bit=allow_16bit,
     )
@@ -74,7 +78,7 @@ class Guard:
         self.refresh_every, self.allow_16bit = refresh_every, allow_16bit
         self.refreshes = 0
         self.steps = 0
-        self.vectors: list[list[Tensor]] = []
+        self._kept: list[list[Tensor | Signs]] = []
         self.theta: list[Tensor] = []
         self.params: list[nn.Parameter] = []
         self.names: dict[int, str] = {}
@@ -94,15 +98,25 @@ class Guard:
         return reference
 
     @property
+    def vectors(self) -> list[list[Tensor]]:
+        """The evidence in use: gradients, or their signs where the gate looks at nothing else."""
+        return [[g.unpacked() if isinstance(g, Signs) else g for g in vector] for vector in self._kept]
+
+    @vectors.setter
+    def vectors(self, vectors: Sequence[Sequence[Tensor]]) -> None:
+        packs = self.gate is not None and self.gate.signs_only and self.projection is None
+        self._kept = [[Signs.of(g) if packs else g for g in vector] for vector in vectors]
+
+    @property
     def nbytes(self) -> int:
         """The memory held from step to step: evidence and gate."""
-        evidence = sum(g.nbytes for vector in self.vectors for g in vector)
+        evidence = sum(g.nbytes for vector in self._kept for g in vector)
         return evidence + (0 if self.gate is None else self.gate.nbytes)
 
     @property
     def step_nbytes(self) -> int:
         """The memory held during a step on top: an opaque optimizer needs a copy of the parameters."""
-        return 0 if self.gate is None else sum(local(p).nbytes for p in self.params)
+        return 0 if self.gate is None or self.one_pass else sum(local(p).nbytes for p in self.params)
 
     def detach(self) -> None:
         """Take the hooks off: the optimizer is plain again."""
@@ -122,7 +136,10 @@ class Guard:
         return {
             "ranks": self.where.world if self.where.sharded else 1,
             "gate": None if self.gate is None else self.gate.state_dict(),
-            "vectors": [[g.clone() for g in vector] for vector in self.vectors],
+            "vectors": [
+                [g if isinstance(k, Signs) else g.clone() for g, k in zip(vector, kept, strict=True)]
+                for vector, kept in zip(self.vectors, self._kept, strict=True)
+            ],
             "refreshes": self.refreshes,
             "steps": self.steps,
         }
@@ -150,7 +167,7 @@ class Guard:
         params = trainable(self.optimizer)
         if len(params) == len(self.params) and all(p is q for p, q in zip(params, self.params, strict=True)):
             return
-        if self.vectors:
+        if self._kept:
             raise ValueError("the optimizer's parameters changed after protect(); detach and protect it again")
         self.names, self.params = named(self.model), params
         for p in params:
@@ -167,11 +184,14 @@ class Guard:
         if not idle and self.refresh_every is not None and self.steps % self.refresh_every == 0:
             with torch.enable_grad():
                 self.refresh()
-        if not idle and not self.vectors:
+        if not idle and not self._kept:
             raise RuntimeError("no evidence yet: call guard.refresh() before the first step, or pass refresh_every=n")
-        if self.projection is not None and self.vectors:
+        if self.projection is not None and self._kept:
             self._project(self.projection)
-        if self.gate is not None:
+        if self.one_pass:
+            if self._kept:
+                self._arm()
+        elif self.gate is not None:
             # Without a gradient the optimizer leaves a parameter alone: it is its own copy, and delta is 0.
             self.theta = [local(p) if p.grad is None else local(p).clone() for p in self.params]
 
@@ -182,21 +202,61 @@ class Guard:
         Paper: Algorithm 1, line 9.    delta = proposed - theta, momentum and weight decay included
         """
         theta, self.theta = self.theta, []
-        if self.gate is None:
-            self.steps += 1
+        if self.gate is None or self.one_pass:
+            self.steps += bool(self._kept)
             return
         proposed = [local(p) for p in self.params]
         if not self._moved(theta, proposed):
             return  # a step that a gradient scaler skipped inside a fused optimizer is not a step
-        if not self.vectors:
+        if not self._kept:
             torch._foreach_copy_(proposed, theta)
             raise RuntimeError("the optimizer moved parameters at learning rate 0; call guard.refresh() before it")
         proposals = [
-            Proposal(theta=t, proposed=p, g_hat=g) for t, p, g in zip(theta, proposed, self.vectors[0], strict=True)
+            Proposal(theta=t, proposed=p, g_hat=g) for t, p, g in zip(theta, proposed, self._kept[0], strict=True)
         ]
-        for proposal, c in zip(proposals, self.gate.coefficients(proposals), strict=True):
-            proposal.proposed.copy_(algorithm.apply(proposal.theta, proposal.proposed, c))
+        if self.compiled:
+            self._apply_compiled(proposals)
+        else:
+            for proposal, c in zip(proposals, self.gate.coefficients(proposals), strict=True):
+                proposal.proposed.copy_(algorithm.apply(proposal.theta, proposal.proposed, c))
         self.steps += 1
+
+    @cached_property
+    def compiled(self) -> bool:
+        """Whether the gate runs as one compiled pass; small models go the plain way, where compiling costs more."""
+        if not isinstance(self.gate, Collaborative) or self.projection is not None or self.where.sharded:
+            return False
+        if sum(p.numel() for p in self.params) < kernels.WORTH_COMPILING:
+            return False
+        return all(map(kernels.fits, self.params)) and kernels.can_compile(self.params[0].device.type)
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether the optimizer itself gates what it proposes, with no copy of the parameters."""
+        return isinstance(self.optimizer, AdamW) and self.compiled
+
+    def _arm(self) -> None:
+        """Hand the step's evidence and average to the one-pass optimizer."""
+        gate, optimizer = self.gate, self.optimizer
+        assert isinstance(gate, Collaborative)
+        assert isinstance(optimizer, AdamW)
+        gate.allocate([p.detach() for p in self.params])
+        gate.step += 1
+        ids = [id(p) for p in self.params]
+        signs = {i: g for i, g in zip(ids, self._kept[0], strict=True) if isinstance(g, Signs)}
+        ema = dict(zip(ids, gate.ema, strict=True))
+        optimizer.armed = Armed(signs=signs, ema=ema, numbers=kernels.gate_numbers(gate.beta, gate.step))
+
+    def _apply_compiled(self, proposals: Sequence[Proposal]) -> None:
+        """Lines 10-13 in one pass a tensor, in place."""
+        gate = self.gate
+        assert isinstance(gate, Collaborative)
+        gate.allocate([proposal.theta for proposal in proposals])
+        gate.step += 1
+        numbers = kernels.scalars(kernels.gate_numbers(gate.beta, gate.step), proposals[0].theta.device)
+        for proposal, ema in zip(proposals, gate.ema, strict=True):
+            assert isinstance(proposal.g_hat, Signs)
+            kernels.on_rows(kernels.gate_block, (proposal.theta, proposal.proposed), proposal.g_hat, ema, numbers)
 
     def _moved(self, theta: Sequence[Tensor], proposed: Sequence[Tensor]) -> bool:
         moved = not all(torch.equal(t, p) for t, p in zip(theta, proposed, strict=True))

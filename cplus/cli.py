@@ -20,13 +20,16 @@ app = typer.Typer(
 def register() -> None:
     """Every verb; their files import nothing heavy until they run."""
     from cplus.commands.adapt import adapt
+    from cplus.commands.audit import audit
     from cplus.commands.config import config
     from cplus.commands.demo import demo
     from cplus.commands.evaluate import evaluate
     from cplus.commands.methods import methods
+    from cplus.commands.probe import probe
+    from cplus.commands.receipt import receipt
     from cplus.commands.split import split
 
-    for command in (adapt, config, demo, evaluate, split, methods):
+    for command in (demo, adapt, receipt, probe, audit, split, evaluate, methods, config):
         app.command()(command)
 
 

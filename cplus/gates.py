@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from cplus import algorithm
+from cplus import algorithm, kernels
+from cplus.kernels import Signs
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,12 @@ class Proposal:
 
     theta: Tensor
     proposed: Tensor
-    g_hat: Tensor
+    g_hat: Tensor | Signs
+
+    @property
+    def sign(self) -> Tensor:
+        """The evidence's signs, unpacked at each call so that nothing is kept."""
+        return self.g_hat.unpacked() if isinstance(self.g_hat, Signs) else self.g_hat
 
     @property
     def delta(self) -> Tensor:
@@ -31,7 +37,12 @@ class Proposal:
 
 
 class Gate(Protocol):
-    """Owned state and one coefficient tensor per proposal, yielded in order."""
+    """Owned state and one coefficient tensor per proposal, yielded in order.
+
+    `signs_only` says that the gate looks at the sign of the evidence alone, so that two bits a coordinate are kept.
+    """
+
+    signs_only: bool
 
     def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
         """One step's coefficients; every proposal of the step is given, so a gate may look twice."""
@@ -54,10 +65,14 @@ class Gate(Protocol):
 class Collaborative:
     """The paper's gate: the sign mask, smoothed over steps. beta = 0 with anchors alone is CPL."""
 
-    def __init__(self, *, beta: float) -> None:
+    signs_only = True
+
+    def __init__(self, *, beta: float, ema: kernels.EmaType = "float32") -> None:
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"beta must lie in [0, 1), got {beta}")
-        self.beta = beta
+        if ema not in ("float32", "bfloat16", "uint8"):
+            raise ValueError(f"the moving average is kept in float32, bfloat16 or uint8, got {ema!r}")
+        self.beta, self.kind = beta, ema
         self.step = 0
         self.ema: list[Tensor] = []
         self._admitted: Tensor | None = None
@@ -68,14 +83,19 @@ class Collaborative:
         self.step += 1
         if self.beta == 0.0:  # ema = mask and the correction is 1: nothing needs to be remembered
             for proposal in proposals:
-                yield self._counted(algorithm.collaborates(proposal.g_hat, proposal.delta))
+                yield self._counted(algorithm.collaborates(proposal.sign, proposal.delta))
             return
-        if not self.ema:
-            self.ema = [algorithm.zeros(p.theta) for p in proposals]
+        self.allocate([proposal.theta for proposal in proposals])
         for i, proposal in enumerate(proposals):
-            mask = self._counted(algorithm.collaborates(proposal.g_hat, proposal.delta))
-            self.ema[i] = algorithm.smooth(self.ema[i], mask, self.beta)
-            yield algorithm.coefficient(self.ema[i], self.beta, self.step)
+            mask = self._counted(algorithm.collaborates(proposal.sign, proposal.delta))
+            average = algorithm.smooth(kernels.read(self.ema[i]), mask, self.beta)
+            self.ema[i] = kernels.stored(average, self.ema[i])
+            yield algorithm.coefficient(kernels.read(self.ema[i]), self.beta, self.step)
+
+    def allocate(self, params: Sequence[Tensor]) -> None:
+        """Make the moving average before the first step."""
+        if not self.ema:
+            self.ema = [kernels.zeros(p, self.kind) for p in params]
 
     def tally(self) -> tuple[int, int]:
         """Coordinates with mask 1 and coordinates in all, over the steps since the last call."""
@@ -113,6 +133,8 @@ class NormMatched:
     Paper: App. E.7, norm-matched SFT.    c = ||c_inner * delta|| / ||delta||, one number for all tensors
     """
 
+    signs_only = True
+
     def __init__(self, inner: Gate) -> None:
         self.inner = inner
 
@@ -147,6 +169,8 @@ class Shuffled:
 
     Paper: App. E.7, randomized mask. The multiset of each tensor is kept; its placement is broken.
     """
+
+    signs_only = True
 
     def __init__(self, inner: Gate, *, seed: int) -> None:
         self.inner = inner

@@ -18,6 +18,7 @@ from torch import Tensor
 from cplus import algorithm
 
 EmaType: TypeAlias = Literal["float32", "bfloat16", "uint8"]
+WORTH_COMPILING = 16_000_000  # parameters; below, a compiled kernel saves less in a run than compiling it costs
 LEVELS = 255.0  # a uint8 average counts in steps of 1/255
 
 
@@ -93,11 +94,17 @@ def zeros(theta: Tensor, kind: EmaType) -> Tensor:
     return torch.zeros_like(theta, dtype=torch.uint8 if kind == "uint8" else torch.bfloat16)
 
 
-def _gated(theta: Tensor, proposed: Tensor, code: Tensor, ema: Tensor, beta: Tensor, correction: Tensor) -> Any:
+def gate_numbers(beta: float, t: int) -> tuple[float, ...]:
+    """The gate's scalars at step t; differences are taken in double precision, where 1 - 0.999 is exact enough."""
+    return beta, 1.0 - beta, 1.0 - beta**t
+
+
+def _gated(theta: Tensor, proposed: Tensor, code: Tensor, ema: Tensor, numbers: Sequence[Tensor]) -> Any:
     """Lines 10-13 of Algorithm 1 on one block of coordinates: the new parameters and the new average."""
+    beta, rest, correction = numbers
     delta = proposed - theta
     conflict = ((code == 1) & (delta > 0)) | ((code == 2) & (delta < 0))
-    average = beta * read(ema) + (1.0 - beta) * (~conflict).to(torch.float32)
+    average = beta * read(ema) + rest * (~conflict).to(torch.float32)
     kept = stored(average, ema)
     c = (read(kept) / correction).clamp(0.0, 1.0)
     return torch.lerp(theta, proposed, c), kept
@@ -120,9 +127,8 @@ def scalars(values: Sequence[float], device: torch.device) -> Tensor:
 
 def gate_block(theta: Tensor, param: Tensor, packed: Tensor, shift: Tensor, ema: Tensor, numbers: Tensor) -> None:
     """In place: `param` holds the proposal and receives the gated step. Blocks are 4 x n/4, signs n/4 bytes."""
-    beta, correction = numbers.unbind()
     code = packed[None, :].to(torch.int32) >> shift & 3
-    applied, kept = _gated(theta, param, code, ema, beta, correction)
+    applied, kept = _gated(theta, param, code, ema, numbers.unbind())
     param.copy_(applied)
     ema.copy_(kept)
 
@@ -134,12 +140,12 @@ def adamw_block(
 
     Source: Loshchilov and Hutter 2019, in the order of torch's fused kernel.
     """
-    lr, beta1, beta2, eps, decay, correction1, correction2, beta, correction = numbers.unbind()
+    rest1, beta2, rest2, decay, step, root, eps, *gate = numbers.unbind()
     code = packed[None, :].to(torch.int32) >> shift & 3
-    first = torch.lerp(m, gradient, 1.0 - beta1)
-    second = beta2 * v + (1.0 - beta2) * gradient * gradient
-    proposed = param * (1.0 - lr * decay) - lr / correction1 * first / (second.sqrt() / correction2.sqrt() + eps)
-    applied, kept = _gated(param, proposed, code, ema, beta, correction)
+    first = torch.lerp(m, gradient, rest1)
+    second = beta2 * v + rest2 * gradient * gradient
+    proposed = param * decay - step * first / (second.sqrt() / root + eps)
+    applied, kept = _gated(param, proposed, code, ema, gate)
     param.copy_(applied)
     m.copy_(first)
     v.copy_(second)

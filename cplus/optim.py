@@ -18,8 +18,7 @@ class Armed:
 
     signs: dict[int, kernels.Signs]
     ema: dict[int, Tensor]
-    beta: float
-    correction: float
+    numbers: tuple[float, ...]
 
 
 class AdamW(torch.optim.AdamW):
@@ -76,7 +75,6 @@ class AdamW(torch.optim.AdamW):
 def step_numbers(group: dict[str, Any], t: float, armed: Armed) -> tuple[float, ...]:
     """The scalars of one step in the order `kernels.adamw_block` reads them."""
     beta1, beta2 = group["betas"]
-    return (
-        float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"],
-        1.0 - beta1**t, 1.0 - beta2**t, armed.beta, armed.correction,
-    )  # fmt: skip
+    lr, decay = float(group["lr"]), group["weight_decay"]
+    step, root = lr / (1.0 - beta1**t), (1.0 - beta2**t) ** 0.5
+    return (1.0 - beta1, beta2, 1.0 - beta2, 1.0 - lr * decay, step, root, group["eps"], *armed.numbers)

@@ -11,17 +11,19 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
+from quadratic import ConstantEvidence
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from trained import ANCHORS, NEW, PROBES, Stop, arguments, check_same, features, ours, same, trainer
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from trl import SFTConfig, SFTTrainer
 
-from cplus.attach import protect
+from cplus.attach import Guard, protect
 from cplus.data.encoded import Encoded
+from cplus.gates import Collaborative
 from cplus.integrations.keeping import ABOUT
 from cplus.integrations.rows import bank_rows, encoded
-from cplus.integrations.transformers import PreservationCallback, preserve, protected
+from cplus.integrations.transformers import PreservationCallback, admitted_share, preserve, protected
 
 
 def sft_trainer(folder: Path, tokenizer: Any, model: nn.Module, rows: Any, **changes: Any) -> SFTTrainer:
@@ -113,6 +115,22 @@ def test_every_tracker_sees_the_figures(tmp_path: Path) -> None:
         assert 0.2 < entry["cplus/admitted_share"] < 0.999
     assert [e["cplus/anchors_loss"] for e in run.state.log_history[:-1]] == [e["cplus/anchors_loss"] for e in logs]
     assert len({e["cplus/anchors_loss"] for e in logs}) == 3  # refreshed in each epoch
+
+
+def test_a_gate_that_does_not_count_gives_its_averages_mean() -> None:
+    gate = Collaborative(beta=0.9)
+    model = tiny.lm()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    guard = Guard(
+        optimizer, model, evidence=ConstantEvidence([torch.ones_like(p) for p in model.parameters()]), gate=gate
+    )
+    guard.refresh()
+    for sign in (1.0, -1.0, 1.0):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, sign)
+        optimizer.step()
+    assert admitted_share(guard) == pytest.approx(2 / 3)  # admitted, blocked, admitted
+    assert admitted_share(guard) == pytest.approx((0.81 + 1) / (0.81 + 0.9 + 1))  # nothing counted since
 
 
 def test_under_bf16_the_evidence_has_the_trainers_precision(tmp_path: Path) -> None:

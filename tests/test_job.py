@@ -212,7 +212,7 @@ def test_bfloat16_computes_otherwise_and_keeps_float32_masters(here: Path) -> No
     assert all(value.dtype == torch.float32 for value in b.values())
     moved = {name: (a[name] - value).abs().max() for name, value in load("toy").model.state_dict().items()}
     assert all((a[name] - b[name]).abs().max() <= 2.5 * moved[name] + 1e-6 for name in a)
-    assert low.record["curve"][1]["loss"] < low.record["curve"][0]["loss"]  # stale casts would repeat the first loss
+    assert low.record["curve"][1]["loss"] < 0.8 * low.record["curve"][0]["loss"]  # stale casts repeat the first loss
 
 
 # What may go wrong

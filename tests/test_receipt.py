@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -385,3 +387,15 @@ def test_two_equal_models_keep_everything(two_models: tuple[str, str], tmp_path:
     made = read_receipt(tmp_path / "out")
     assert made.notes == ("Both models have the same weights.",)
     assert {row.kind for row in made.sets[0].rows} <= {"kept", "still_wrong"}
+
+
+def test_the_documented_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "receipt.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"```bash\ncplus receipt (.*)\n```", text)
+    assert len(commands) == 2
+    for command in commands:
+        done = run(*shlex.split(command))
+        assert done.exit_code == 0, done.output
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(example, "docs/receipt.md", "exec"), {})

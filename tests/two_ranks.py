@@ -40,9 +40,10 @@ class Recorder:
 
     inner: Collaborative = field(default_factory=lambda: Collaborative(beta=0.9))
     steps: list[list[tuple[Tensor, Tensor, Tensor]]] = field(default_factory=list)
+    signs_only: bool = False  # keep the evidence whole, to see how near to zero it was
 
     def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
-        self.steps.append([(algorithm.collaborates(p.g_hat, p.delta), p.g_hat.clone(), p.delta) for p in proposals])
+        self.steps.append([(algorithm.collaborates(p.sign, p.delta), p.sign.clone(), p.delta) for p in proposals])
         return self.inner.coefficients(proposals)
 
     @property

@@ -120,7 +120,7 @@ def _compare(
     made = [_row_set(task, asking, *pair) for task, *pair in zip(asking.tasks, was, now, strict=True)]
     names = ("interface", "limit", "max_new_tokens", "plain", "too_long", "compute_dtype")
     return Receipt(
-        title=f"{before} and {after}",
+        title=f"{after} compared with {before}",
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         before=was_id,
         after=now_id,

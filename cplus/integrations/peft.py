@@ -15,5 +15,6 @@ def scope(model: nn.Module, guard: Guard) -> str:
     count = sum(p.numel() for p in guard.params)
     said = f"the gate acts on {len(guard.params)} tensors of {count:,} coordinates"
     if frozen:
-        said += f"; {len(frozen)} tensors, {packed} of them quantised, are frozen and do not move"
+        quantised = f", {packed} of them quantised," if packed else ""
+        said += f"; {len(frozen)} tensors{quantised} are frozen and do not move"
     return said

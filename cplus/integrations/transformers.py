@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback
@@ -16,6 +17,7 @@ from cplus.data.encoded import Encoded
 from cplus.gates import Collaborative
 from cplus.integrations.keeping import ABOUT, carry, keep, take_up
 from cplus.integrations.peft import scope
+from cplus.kernels import read
 from cplus.terminal import console
 
 Refresh: TypeAlias = Literal["epoch"] | int
@@ -110,13 +112,8 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
         """Add the evidence's losses and the share of coordinates admitted since the last log."""
         if self.guard is None or "loss" not in logs:
             return
-        assert isinstance(self.guard.gate, Collaborative)
-        tally: Sequence[float] = self.guard.gate.tally()
-        if self.guard.where.sharded:
-            tally = self.guard.where.sums(tally, self.guard.params[0].device)
         figures = {f"cplus/{name}_loss": loss for name, loss in self.losses.items()}
-        if tally[1]:
-            figures["cplus/admitted_share"] = tally[0] / tally[1]
+        figures["cplus/admitted_share"] = admitted_share(self.guard)
         logs.update(figures)
         state.log_history[-1].update(figures)
 
@@ -146,6 +143,19 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
                 "the checkpoint as PreservationCallback(resume_from=...), or start anew from its weights"
             )
         return folder
+
+
+def admitted_share(guard: Guard) -> float:
+    """The share of coordinates with mask 1 since it was last asked for, over all shards."""
+    gate = guard.gate
+    assert isinstance(gate, Collaborative)
+    admitted, offered = map(float, gate.tally())
+    if not offered:  # a compiled gate does not count; the mean of its average is the share, weighted to the last steps
+        admitted = sum(float(read(ema).sum(dtype=torch.float64)) for ema in gate.ema) / (1.0 - gate.beta**gate.step)
+        offered = float(sum(ema.numel() for ema in gate.ema))
+    if guard.where.sharded:
+        admitted, offered = guard.where.sums([admitted, offered], guard.params[0].device)
+    return admitted / offered
 
 
 def protected(
