@@ -18,22 +18,30 @@ from cplus.evidence import Evidence, LogitBasis, MeanGradient, NormAligned, Sour
 from cplus.gates import Collaborative, Gate, NormMatched, Shuffled
 from cplus.projections import agem, collaborative_gradient, ogd
 
-Rows: TypeAlias = Literal["new", "anchors", "probes", "synthetic"]
+Rows: TypeAlias = objectives.Kind
 Refresh: TypeAlias = Literal["once", "epoch"] | int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """What is at hand of one past task."""
+    """What is at hand of one past task.
+
+    `synthetic` are probes answered anew by the latest model; `constant` are probes that all have one answer, and
+    `balanced` those left when no answer may have more than its share: both are controls.
+    """
 
     name: str
     anchors: Sequence[Encoded] = ()
     probes: Sequence[Encoded] = ()
     synthetic: Sequence[Encoded] = ()
+    constant: Sequence[Encoded] = ()
+    balanced: Sequence[Encoded] = ()
 
     def rows(self, kind: Rows) -> Sequence[Encoded]:
         """The rows of one kind."""
-        return {"anchors": self.anchors, "probes": self.probes, "synthetic": self.synthetic}[kind]
+        assert kind != "new", "new rows belong to no past task"
+        rows: Sequence[Encoded] = getattr(self, kind)
+        return rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +89,7 @@ class Method:
         """Refuse material that lacks a kind of rows the method needs."""
         for kind in self.needs:
             if not material.rows(kind):
-                advice = "build a bank with 'cplus probe'" if kind == "probes" else f"give some {kind}"
+                advice = f"give some {kind}" if kind == "anchors" else "build a bank with 'cplus probe'"
                 raise ValueError(f"method {self.name!r} needs {kind} and got none; {advice}")
 
     def sources(self, material: Material) -> tuple[Source, ...]:
@@ -194,6 +202,20 @@ _ROWS = (
         paper="App. E.7",
         evidence=BLEND,
         gate=lambda seed: Shuffled(Collaborative(beta=0.9), seed=seed),
+    ),
+    Method(
+        name="constant-label",
+        summary="Control: CPLUS with every probe's answer replaced by the bank's most frequent one.",
+        paper="docs/interpretations.md",
+        evidence=((0.5, "anchors"), (0.5, "constant")),
+        gate=lambda seed: Collaborative(beta=0.9),
+    ),
+    Method(
+        name="balanced-label",
+        summary="Control: CPLUS with no answer holding more than its even share of the probes.",
+        paper="docs/interpretations.md",
+        evidence=((0.5, "anchors"), (0.5, "balanced")),
+        gate=lambda seed: Collaborative(beta=0.9),
     ),
     Method(
         name="cplus-anchors",

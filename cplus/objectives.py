@@ -15,7 +15,7 @@ from cplus.data.encoded import Encoded
 from cplus.evidence import MAX_TOKENS, batched, borrowed_gradients, measured, take_gradients
 from cplus.losses import answer_losses, divergences
 
-Kind: TypeAlias = Literal["new", "anchors", "probes", "synthetic"]
+Kind: TypeAlias = Literal["new", "anchors", "probes", "synthetic", "constant", "balanced"]
 Backward: TypeAlias = Callable[[Sequence[Encoded]], tuple[float, Work]]
 
 
@@ -25,6 +25,11 @@ class Build(Protocol):
     @property
     def needs(self) -> tuple[Kind, ...]:
         """The kinds of past rows it cannot do without."""
+        ...
+
+    @property
+    def bytes_a_parameter(self) -> float:
+        """What it holds beside the model while it trains in float32."""
         ...
 
     def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
@@ -53,6 +58,7 @@ class Answers:
     """The answers' cross-entropy: SFT's objective, the mean over rows of each row's mean token loss."""
 
     needs: tuple[Kind, ...] = ()
+    bytes_a_parameter: float = 0.0
 
     def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
         """Nothing of the past is used."""
@@ -71,6 +77,7 @@ class Distillation:
 
     weight: float
     needs: tuple[Kind, ...] = ("anchors",)
+    bytes_a_parameter: float = 4.0
 
     def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
         """The frozen model is a copy taken now."""
@@ -100,6 +107,7 @@ class ElasticWeights:
 
     weight: float
     needs: tuple[Kind, ...] = ("anchors",)
+    bytes_a_parameter: float = 8.0
 
     def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
         """Fisher and base parameters are taken now."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,13 +145,45 @@ def configured(spec: RunSpec) -> Method:
 
 
 def material(given: Setting) -> Material:
-    """The setting's rows as tokens."""
+    """The setting's rows as tokens.
+
+    Before the first adaptation the latest model is the base model, whose answers the probes already carry; of them
+    SSR replays as many as there are new rows.
+    """
+    probes = [given.interface.encode(example) for example in given.probes]
     past = Past(
         name="past",
         anchors=[given.interface.encode(example) for example in given.anchors],
-        probes=[given.interface.encode(example) for example in given.probes],
+        probes=probes,
+        synthetic=probes[: len(given.new)],
+        constant=constant(probes),
+        balanced=balanced(probes),
     )
     return Material(new=[given.interface.encode(example) for example in given.new], past=(past,))
+
+
+def constant(probes: Sequence[Encoded]) -> list[Encoded]:
+    """The probes with the bank's most frequent answer in place of their own."""
+    if not probes:
+        return []
+    [(answer, _)] = Counter(probe.target for probe in probes).most_common(1)
+    return [Encoded(probe.prompt, answer) for probe in probes]
+
+
+def balanced(probes: Sequence[Encoded]) -> list[Encoded]:
+    """The first probes of each answer, no answer having more than an even share.
+
+    >>> [row.target for row in balanced([Encoded((1,), (t,)) for t in (7, 7, 7, 8)])]
+    [(7,), (7,), (8,)]
+    """
+    share = math.ceil(len(probes) / max(1, len({probe.target for probe in probes})))
+    seen: Counter[tuple[int, ...]] = Counter()
+    kept = []
+    for probe in probes:
+        seen[probe.target] += 1
+        if seen[probe.target] <= share:
+            kept.append(probe)
+    return kept
 
 
 def run(spec: RunSpec, given: Setting, *, watch: Watch = lambda event: None) -> RunResult:

@@ -106,7 +106,7 @@ def test_uses_exactly_the_data_it_declares(name: str) -> None:
     if name == "cplus-rotating":
         assert [e.work.rows for e in refreshes] == [anchors + part for part in (2, 2, 1)]  # quarters of six probes
     if row.evidence and name not in ("cplus-cvar", "cplus-rotating"):
-        size = {"anchors": anchors, "probes": probes}
+        size = {"anchors": anchors, "probes": probes, "constant": probes, "balanced": probes}
         assert {e.work.rows for e in refreshes} == {sum(size[kind] for _, kind in row.evidence)}
 
 

@@ -45,6 +45,7 @@ LAYERS = {
     "methods": 3,
     "loop": 3.2,
     "diagnostics": 3.4,
+    "costs": 3.4,
     "integrations": 3.4,
     "config": 4,
     "run": 5,

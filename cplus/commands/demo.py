@@ -11,21 +11,22 @@ import typer
 if TYPE_CHECKING:
     from cplus.records import RunResult, RunSpec
 
-METHODS = ("sft", "replay", "cpl", "cplus")
-
 
 def demo(
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds to run; each draws its own rows and bank.")] = 3,
+    methods: Annotated[
+        str, typer.Option(help="Methods to compare, separated by commas; 'all' takes every row of 'cplus methods'.")
+    ] = "sft,replay,cpl,cplus",
     out: Annotated[Path, typer.Option(help="Where the picture and the run records go.")] = Path("runs/demo"),
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Adapt the built-in language model by four methods and show what each learned and lost."""
+    """Adapt the built-in language model by several methods and show what each learned and lost."""
     from cplus.files import write_json
     from cplus.records import save_result
     from cplus.report.figures import retention_bars
     from cplus.terminal import console, print_json
 
-    results = compare(seeds, out / "banks")
+    results = compare(named(methods), seeds, out / "banks")
     for result in results:
         save_result(result, out / "records")
     table = summary(results)
@@ -64,7 +65,17 @@ def base_spec(method: str, seed: int) -> RunSpec:
     )
 
 
-def compare(seeds: int, banks: Path) -> list[RunResult]:
+def named(methods: str) -> list[str]:
+    """The methods asked for; SFT and CPLUS are always among them, because the verdict compares them."""
+    from cplus.methods import METHODS, method
+
+    if methods == "all":
+        return list(METHODS)
+    asked = [method(name.strip()).name for name in methods.split(",")]
+    return list(dict.fromkeys(["sft", *asked, "cplus"]))
+
+
+def compare(methods: Sequence[str], seeds: int, banks: Path) -> list[RunResult]:
     """Every method on the same split, anchors, bank and seeds, with live progress."""
     from cplus import models, run
     from cplus.loop import EpochEnded, Event
@@ -77,11 +88,11 @@ def compare(seeds: int, banks: Path) -> list[RunResult]:
     console.print(f"it answers {len(parted[1].past)} of {len(parted[1].predictions)} questions rightly")
     results = []
     with progress() as bars:
-        bar = bars.add_task("adapting", total=seeds * len(METHODS) * first.epochs)
+        bar = bars.add_task("adapting", total=seeds * len(methods) * first.epochs)
         for seed in range(seeds):
             bars.update(bar, description=f"seed {seed}: the frozen model writes {first.num_probes} probes")
             setting = run.set_up(base_spec("sft", seed), base, parted, banks)
-            for method in METHODS:
+            for method in methods:
                 bars.update(bar, description=f"seed {seed}: {method}")
 
                 def advance(event: Event) -> None:

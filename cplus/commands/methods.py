@@ -8,6 +8,10 @@ import typer
 
 
 def methods(
+    costs: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Measure each method's extra memory on this model, e.g. 'toy'."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """List every method: what it does, what data it sees, where it comes from."""
@@ -16,6 +20,9 @@ def methods(
     from cplus.methods import METHODS
     from cplus.terminal import output, print_json
 
+    if costs is not None:
+        _costs(costs, json=json)
+        return
     if json:
         rows = [
             {
@@ -38,3 +45,28 @@ def methods(
         evidence = " + ".join(f"{weight:g} x {kind}" for weight, kind in row.evidence) or "-"
         table.add_row(row.name, row.summary, " + ".join(row.train_on), evidence, row.paper)
     output.print(table)
+
+
+def _costs(model: str, *, json: bool) -> None:
+    """Rows an epoch by formula; extra bytes a parameter as the method says and as measured inside a step."""
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from cplus import costs, models
+    from cplus.data.encoded import Encoded
+    from cplus.terminal import output, print_json
+
+    loaded = models.load(model)
+    tokens = tuple(range(3, 11))
+    table = costs.costs(loaded.model, [Encoded(tokens[:6], tokens[i : i + 1]) for i in range(4)])
+    if json:
+        print_json({"model": model, "costs": [asdict(row) for row in table]})
+        return
+    grid = Table(box=None, header_style="bold")
+    for column in ("method", "rows through the model", "extra bytes/param, by its own count", "measured"):
+        grid.add_column(column, justify="right" if "measured" in column or "bytes" in column else "left")
+    for row in table:
+        grid.add_row(row.method, row.rows, f"{row.reported:.2f}", f"{row.measured:.2f}")
+    output.print(grid)
+    output.print("n new rows, A anchors, N probes; a row costs 6 P L FLOPs. Memory is what is alive inside a step.")

@@ -113,7 +113,9 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
         if self.guard is None or "loss" not in logs:
             return
         figures = {f"cplus/{name}_loss": loss for name, loss in self.losses.items()}
-        figures["cplus/admitted_share"] = admitted_share(self.guard)
+        share = admitted_share(self.guard)
+        if share is not None:
+            figures["cplus/admitted_share"] = share
         logs.update(figures)
         state.log_history[-1].update(figures)
 
@@ -145,17 +147,17 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
         return folder
 
 
-def admitted_share(guard: Guard) -> float:
-    """The share of coordinates with mask 1 since it was last asked for, over all shards."""
+def admitted_share(guard: Guard) -> float | None:
+    """The share of coordinates with mask 1 since it was last asked for, over all shards; None before the first step."""
     gate = guard.gate
     assert isinstance(gate, Collaborative)
     admitted, offered = map(float, gate.tally())
-    if not offered:  # a compiled gate does not count; the mean of its average is the share, weighted to the last steps
+    if not offered and gate.ema:  # a compiled gate does not count; its average's mean is the share, of the last steps
         admitted = sum(float(read(ema).sum(dtype=torch.float64)) for ema in gate.ema) / (1.0 - gate.beta**gate.step)
         offered = float(sum(ema.numel() for ema in gate.ema))
     if guard.where.sharded:
         admitted, offered = guard.where.sums([admitted, offered], guard.params[0].device)
-    return admitted / offered
+    return admitted / offered if offered else None
 
 
 def protected(

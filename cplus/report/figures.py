@@ -53,7 +53,8 @@ def new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]
 
 def retention_bars(summary: Mapping[str, Mapping[str, Mapping[str, float]]], stem: Path) -> list[Path]:
     """Retention, Acquisition and other domains by method: means with standard errors."""
-    figure, axes = new_figure(9.0, 3.0, columns=3)
+    many = len(summary) > 6
+    figure, axes = new_figure(max(9.0, 1.1 * len(summary)), 4.2 if many else 3.0, columns=3)
     titles = {"retention": "Retention (%)", "acquisition": "Acquisition (%)", "external": "Other domains kept (%)"}
     methods: Sequence[str] = list(summary)
     for axis, (metric, title) in zip(axes, titles.items(), strict=True):
@@ -61,9 +62,9 @@ def retention_bars(summary: Mapping[str, Mapping[str, Mapping[str, float]]], ste
         errors = [summary[m][metric]["se"] for m in methods]
         colours = [COLOURS.get(m, OTHER) for m in methods]
         bars = axis.bar([label(m) for m in methods], means, yerr=errors, color=colours, capsize=3, width=0.65)
-        axis.bar_label(bars, fmt="%.1f", padding=3, fontsize=8)
+        axis.bar_label(bars, fmt="%.0f" if many else "%.1f", padding=3, fontsize=6 if many else 8)
         axis.set_title(title, fontsize=10, loc="left")
         axis.set_ylim(0, 110)
         axis.set_yticks(range(0, 101, 20))
-        axis.tick_params(axis="x", labelsize=8)
+        axis.tick_params(axis="x", labelsize=8, rotation=90 if many else 0)
     return save(figure, stem)

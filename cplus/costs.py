@@ -1,0 +1,99 @@
+"""What each method costs: rows through the model by formula, and extra memory by measurement."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from cplus.data.encoded import Encoded
+from cplus.loop import prepare
+from cplus.methods import METHODS, Material, Method, Past
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Extra bytes a parameter: what the method says it holds, and what was found alive inside a step."""
+
+    method: str
+    rows: str
+    reported: float
+    measured: float
+
+
+def rows_formula(method: Method) -> str:
+    """Rows an epoch of n new rows, A anchors and N probes, each at 6 P L FLOPs; what is computed once is left out.
+
+    >>> rows_formula(METHODS["cplus"]), rows_formula(METHODS["replay"])
+    ('n + A + N an epoch', '2n an epoch')
+    """
+    sizes = {"probes": "N", "anchors": "A", "constant": "N", "balanced": "N", "synthetic": "n"}
+    parts = ["n"]
+    for kind in method.train_on[1:]:
+        weight = "max(n, N)" if "probes" in method.train_on else "n"
+        parts.append(weight if kind == "anchors" else sizes[kind])
+    seen = [
+        sizes[kind] if method.parts == 1 or kind == "anchors" else f"N/{method.parts}" for _, kind in method.evidence
+    ]
+    if method.refresh == "epoch":
+        parts += seen
+    trained = "2n" if parts[:2] == ["n", "n"] else None
+    text = " + ".join([trained, *parts[2:]] if trained else parts) + " an epoch"
+    if isinstance(method.refresh, int) and method.evidence:
+        text += f", {' + '.join(seen)} every {'step' if method.refresh == 1 else f'{method.refresh} steps'}"
+    return text + (", A every step (8 P L)" if method.name == "distillation" else "")
+
+
+def live_bytes() -> int:
+    """The storage of every tensor alive, each counted once."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, Tensor) and thing.device.type != "meta":
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def inside_a_step(method: Method, base: nn.Module, rows: Sequence[Encoded]) -> tuple[int, int]:
+    """Bytes alive when the optimizer steps for the second time, and what the method says it holds by then."""
+    past = Past(name="past", anchors=rows, probes=rows, synthetic=rows, constant=rows, balanced=rows)
+    model = copy.deepcopy(base)
+    optimizer = AdamW(model.parameters(), lr=1e-5)
+    prepared = prepare(method, optimizer, model, Material(new=rows, past=(past,)), seed=0)
+    found: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: found.append(live_bytes()))
+    for _ in range(2):
+        if prepared.guard is not None:
+            prepared.guard.refresh()
+        optimizer.zero_grad(set_to_none=True)
+        prepared.backward(rows)
+        optimizer.step()
+    guard = prepared.guard
+    said = 0 if guard is None else guard.nbytes + guard.step_nbytes
+    if guard is not None:
+        guard.detach()
+    parameters = sum(p.numel() for p in model.parameters())
+    return found[-1], said + int(method.objective.bytes_a_parameter * parameters)
+
+
+def costs(base: nn.Module, rows: Sequence[Encoded]) -> list[Cost]:
+    """Every row of the table, measured against SFT on the same rows."""
+    parameters = sum(p.numel() for p in base.parameters())
+    plain, _ = inside_a_step(METHODS["sft"], base, rows)
+    table = []
+    for method in METHODS.values():
+        alive, said = inside_a_step(method, base, rows)
+        table.append(
+            Cost(
+                method=method.name,
+                rows=rows_formula(method),
+                reported=said / parameters,
+                measured=(alive - plain) / parameters,
+            )
+        )
+    return table

@@ -1,0 +1,116 @@
+"""Every example runs. axolotl and LLaMA-Factory pin other versions than ours, so stand-ins take their places."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from trained import trainer
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[str, float]]]:
+    """Import an example from its folder and call its main with these arguments."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+    def call(name: str, *arguments: str) -> dict[str, float]:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        return importlib.import_module(name).main()  # type: ignore[no-any-return]
+
+    yield call
+    for name in {path.stem for path in EXAMPLES.glob("*.py")} & (set(sys.modules) - before):
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", ["plain_loop", "trainer", "sft_trainer", "lora"])
+def test_the_model_learns_and_keeps(name: str, run: Callable[..., dict[str, float]], tmp_path: Path) -> None:
+    found = run(name, "--epochs", "6", "--new", "32", "--out", str(tmp_path))
+    assert found["learned"] > 0.4  # four candidates: chance is 0.25, and none was right before
+    assert found["kept"] > 0.7
+
+
+def test_optax_keeps_more_under_the_gate(run: Callable[..., dict[str, float]]) -> None:
+    found = run("optax_loop")
+    assert min(found["learned plain"], found["learned gated"]) > 0.9
+    assert found["kept gated"] > found["kept plain"]
+
+
+def test_fsdp2_under_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLES / "fsdp2.py")]
+    options = ["--epochs", "1", "--new", "16", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [*command, *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "epoch 1: {'anchors':" in done.stdout
+    assert (tmp_path / "guard" / ".metadata").is_file()
+    assert (tmp_path / "training" / ".metadata").is_file()
+
+
+@pytest.fixture
+def keep(tmp_path: Path) -> Path:
+    rows = [{"prompt": "Where do fish live?", "response": "in water"}, {"prompt": "Which barks?", "response": "a dog"}]
+    path = tmp_path / "keep.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
+    parts = name.split(".")
+    for i in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(".".join(parts[:i])))
+    for key, value in content.items():
+        setattr(sys.modules[name], key, value)
+
+
+def test_the_axolotl_plugin_puts_the_gate_on_the_trainer(
+    monkeypatch: pytest.MonkeyPatch, keep: Path, tmp_path: Path, make_tiny: Callable[[str], Any]
+) -> None:
+    stand_in(monkeypatch, "axolotl.integrations.base", BasePlugin=type("BasePlugin", (), {}))
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    module = importlib.import_module("axolotl_plugin")
+    monkeypatch.delitem(sys.modules, "axolotl_plugin")
+    made = make_tiny("qwen3")
+    run = trainer(tmp_path / "run", made.model, num_train_epochs=1)
+    run.processing_class = made.tokenizer
+    plugin = module.CplusPlugin()
+    settings = module.CplusArgs(cplus_anchors=str(keep))
+    assert plugin.get_input_args() == "axolotl_plugin.CplusArgs"
+    plugin.post_model_build(settings, made.model)
+    plugin.post_trainer_create(settings, run)
+    run.train()
+    callback = run.callback_handler.callbacks[0]
+    assert len(callback.anchors) == 2
+    assert callback.guard.steps == run.state.global_step == 3
+
+
+def test_the_llama_factory_recipe_hands_over_the_callback(
+    monkeypatch: pytest.MonkeyPatch, keep: Path, tmp_path: Path, make_tiny: Callable[[str], Any]
+) -> None:
+    seen = SimpleNamespace()
+    stand_in(monkeypatch, "llamafactory.train.tuner", run_exp=lambda args, callbacks: vars(seen).update(locals()))
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    module = importlib.import_module("llama_factory")
+    monkeypatch.delitem(sys.modules, "llama_factory")
+    make_tiny("qwen3").tokenizer.save_pretrained(tmp_path / "model")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"model_name_or_path: {tmp_path / 'model'}\nstage: sft\n")
+    module.main(str(recipe), str(keep))
+    assert seen.args["stage"] == "sft"
+    assert len(seen.callbacks[0].anchors) == 2
