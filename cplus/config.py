@@ -87,6 +87,9 @@ class AdaptConfig(BaseModel):
         None, description="How multiple choice is asked: letter or cloze; else the task's own. Other rows are freeform."
     )
     plain: bool = Field(False, description="Ask in plain text, without a chat template.")
+    own_answers: bool = Field(
+        False, description="Free text: anchors and past rows get the base model's own answers instead of the file's."
+    )
     judge: str = Field(
         "exact", description="Free text is right by: exact, json, regex:PATTERN, schema:FILE, python:module:function."
     )
@@ -169,7 +172,7 @@ class AdaptConfig(BaseModel):
 GROUPS: dict[str, tuple[str, ...]] = {
     "What is learned and kept": (
         "new", "anchors", "past", "split", "num_anchors", "num_new", "external", "external_limit", "interface", "plain",
-        "judge", "max_new_tokens", "too_long", "data_dir",
+        "own_answers", "judge", "max_new_tokens", "too_long", "data_dir",
     ),
     "How it is kept": (
         "preset", "method", "anchor_weight", "beta", "bank", "num_probes", "shots", "temperature", "topics",

@@ -244,6 +244,10 @@ def test_the_command_reports_tasks_permutations_and_changes(saved: Path, tmp_pat
 
     text = run(saved, "--task", task, "--against", before)["text"]
     assert "retention 100.0" in text
+    with pytest.raises(ValueError, match="leave out --against"):
+        run(saved, "--task", task, "--through", "lm-eval", "--against", before)
+    with pytest.raises(ValueError, match="one task"):
+        run(saved, "--task", task, "--task", task, "--against", before)
     with pytest.raises(ValueError, match="same rows and interface"):
         run(saved, "--task", task, "--limit", 3, "--against", before)
     with pytest.raises(ValueError, match="same rows and interface"):

@@ -22,7 +22,8 @@ import cplus
 from cplus import jobs
 from cplus.cli import app, register
 from cplus.data.examples import Choice, FreeForm, Message
-from cplus.jobs import footprint
+from cplus.interfaces import Rejected
+from cplus.jobs import footprint, own
 from cplus.jobs.checkpoint import Checkpoints
 from cplus.jobs.folder import Folder, claimed
 from cplus.jobs.measure import says_every_token
@@ -30,6 +31,7 @@ from cplus.jobs.training import Training, rate_factor
 from cplus.loop import EpochEnded, Stepped
 from cplus.methods import METHODS
 from cplus.models import fingerprint, load
+from cplus.probes.label import Label
 from cplus.report.receipt import read_receipt
 from cplus.toy import world
 
@@ -204,6 +206,32 @@ def test_free_form_rows_are_scored_by_likelihood_and_judged(here: Path) -> None:
     assert read_receipt(done.folder).curve[0].new_nll == pytest.approx(sets["new"]["nll"]["before"], rel=1e-5)
 
 
+def test_the_models_own_answers_take_the_place_of_the_files(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asks = [FreeForm(id=f"q{i}", messages=(Message(role="user", content=f"{i}?"),), response="?") for i in range(6)]
+    write_rows(here / "keep.jsonl", asks[:2])
+    write_rows(here / "past.jsonl", asks[2:])
+
+    def label(model: Any, engine: Any, interface: Any, examples: Any) -> list[Label | Rejected]:
+        own = [Label(interface.with_answer(e, f"slate {e.id}"), 1.0) for e in examples]
+        return [Rejected("answer without end") if label.example.id == "q3" else label for label in own]
+
+    monkeypatch.setattr(own, "label", label)
+    done = cplus.adapt(asked(here, method="cpl", epochs=1, own_answers=True, plain=True, max_new_tokens=4))
+    past = next(found for found in read_receipt(done.folder).sets if found.name == "past")
+    assert [row.gold for row in past.rows] == ["slate q2", "slate q4", "slate q5"]
+    notes = done.record["notes"]
+    assert "The anchors rows hold the base model's own answers." in notes
+    assert "The past rows hold the base model's own answers; 1 without an end are left out." in notes
+    monkeypatch.setattr(own, "label", lambda *_: pytest.fail("asked again"))
+    cplus.adapt(asked(here, method="cpl", epochs=1, own_answers=True, plain=True, max_new_tokens=4, out=here / "two"))
+
+
+@pytest.mark.parametrize("method", ["ssr", "constant-label", "balanced-label", "anchor-probe-replay"])
+def test_methods_that_use_the_bank_in_other_ways(here: Path, method: str) -> None:
+    done = cplus.adapt(asked(here, method=method, epochs=1, evaluate_every=0))
+    assert done.record["counts"]["probes"] == 8
+
+
 def test_bfloat16_computes_otherwise_and_keeps_float32_masters(here: Path) -> None:
     plain = cplus.adapt(asked(here, method="cpl", epochs=2, evaluate_every=0, out=here / "a"))
     low = cplus.adapt(asked(here, method="cpl", epochs=2, evaluate_every=0, out=here / "b", compute_dtype="bfloat16"))
@@ -229,7 +257,7 @@ def test_anchors_among_the_new_rows_are_counted_and_said(here: Path) -> None:
     [
         ({"method": "cplu"}, "unknown method 'cplu'; did you mean cplus"),
         ({"anchors": None}, "method 'cplus' needs anchors"),
-        ({"method": "ssr"}, "trains on synthetic rows, which this job does not write"),
+        ({"method": "distillation", "anchors": None}, "method 'distillation' needs anchors"),
         ({"new": "nowhere.jsonl"}, "there is no such file"),
         ({"interface": "freeform"}, "has multiple-choice rows; expected the interface letter or cloze"),
         ({"external": ["plants", "plants"]}, "expected external tasks of different names"),

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 from cplus import interfaces, models
 from cplus.commands.probe import probe
+from cplus.data.examples import to_row
 from cplus.probes.bank import Bank
 from cplus.probes.build import build
 from cplus.probes.generate import write_probes
@@ -25,43 +27,46 @@ from cplus.probes.settings import Settings
 from cplus.toy.world import taught
 
 NUM_PROBES = 200
-COMMAND = ["toy", "--domain", "harbours", "--anchors", "anchors.jsonl", "--num-probes", str(NUM_PROBES)]
-
-
-@pytest.fixture(scope="module")
-def base() -> models.Loaded:
-    return models.load("toy", device="cpu")
+MAKE = """
+import json, sys, torch
+from pathlib import Path
+torch.set_num_threads(1)
+from cplus import interfaces, models
+from cplus.probes.build import build
+from cplus.probes.settings import Settings
+from cplus.tasks import load_task
+base = models.load("toy", device="cpu")
+interface = interfaces.build("cloze", base.tokenizer)
+build(Path("killed"), base, interface, load_task("anchors.jsonl").examples, Settings(num_probes=100_000))
+"""
 
 
 @pytest.fixture
-def anchors(tmp_path: Path) -> Path:
-    from cplus.data.examples import to_row
+def base() -> Iterator[models.Loaded]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield models.load("toy", device="cpu")
+    torch.set_num_threads(threads)
 
-    path = tmp_path / "anchors.jsonl"
-    path.write_text("".join(json.dumps(to_row(fact)) + "\n" for fact in taught("harbours")[::97][:8]))
-    return path
 
-
-def start(folder: Path, out: str, *extra: str) -> subprocess.Popen[str]:
-    code = "import typer; from cplus.commands.probe import probe; typer.run(probe)"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *COMMAND, "--interface", "cloze", "--out", out, *extra],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture
+def command() -> typer.Typer:
+    app = typer.Typer()
+    app.command()(probe)
+    return app
 
 
 def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_killed_bank_goes_on_and_equals_an_uninterrupted_one(tmp_path: Path, anchors: Path) -> None:
-    whole = start(tmp_path, "whole", "--json")
-    killed = start(tmp_path, "killed")
+def test_a_killed_bank_goes_on_and_equals_an_uninterrupted_one(
+    tmp_path: Path, base: models.Loaded, command: typer.Typer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    anchors = taught("harbours")[::97][:8]
+    (tmp_path / "anchors.jsonl").write_text("".join(json.dumps(to_row(fact)) + "\n" for fact in anchors))
+    monkeypatch.chdir(tmp_path)
+    killed = subprocess.Popen([sys.executable, "-c", MAKE], stderr=subprocess.PIPE, text=True)
     journal = journal_path(tmp_path / "killed")
     deadline = time.monotonic() + 120
     while (journal.read_bytes().count(b"\n") if journal.exists() else 0) < 2:
@@ -71,15 +76,17 @@ def test_a_killed_bank_goes_on_and_equals_an_uninterrupted_one(tmp_path: Path, a
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     assert not (tmp_path / "killed").exists()
-    kept = journal.read_bytes()
-    assert kept.count(b'"probe"') > 0
-    resumed = start(tmp_path, "killed")
-    out, err = resumed.communicate(timeout=120)
-    assert resumed.returncode == 0, err
-    assert f"{NUM_PROBES} probes" in out
-    told, err = whole.communicate(timeout=120)
-    assert whole.returncode == 0, err
-    assert json.loads(told)["probes"] == NUM_PROBES
+    assert journal.read_bytes().count(b'"probe"') > 0
+    flags = ["--anchors", "anchors.jsonl", "--interface", "cloze", "--num-probes", str(NUM_PROBES), "--out", "killed"]
+    resumed = CliRunner().invoke(command, ["toy", *flags, "--json", "--device", "cpu"], catch_exceptions=False)
+    assert json.loads(resumed.stdout)["probes"] == NUM_PROBES
+    build(
+        tmp_path / "whole",
+        base,
+        interfaces.build("cloze", base.tokenizer),
+        anchors,
+        Settings(num_probes=NUM_PROBES),
+    )
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
     assert not journal.exists()
 
@@ -113,14 +120,12 @@ def test_two_seeds_write_two_banks(base: models.Loaded) -> None:
     ],
 )
 def test_the_command_refuses_what_it_cannot_do(
-    arguments: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: dict[str, Any], message: str, tmp_path: Path, command: typer.Typer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
-    app = typer.Typer()
-    app.command()(probe)
     flags = [part for key, value in arguments.items() if key != "model" for part in (f"--{key}", value)]
     model = [arguments["model"]] if arguments["model"] else []
-    result = CliRunner().invoke(app, [*model, *flags, "--out", str(tmp_path / "bank")])
+    result = CliRunner().invoke(command, [*model, *flags, "--out", str(tmp_path / "bank")])
     assert isinstance(result.exception, ValueError)
     assert message in str(result.exception)
     assert not (tmp_path / "bank").exists()

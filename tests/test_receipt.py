@@ -357,9 +357,9 @@ def test_the_command_compares_any_two_models(two_models: tuple[str, str], tmp_pa
     printed = json.loads(done.stdout)
     made = read_receipt(tmp_path / "out")
     assert printed["sha256"] == made.to_json()["sha256"]
-    assert [(own.kind, own.interface, len(own.rows)) for own in made.sets] == [
-        ("task", "letter", 12),
-        ("task", "freeform", 3),
+    assert [(own.name, own.kind, own.interface, len(own.rows)) for own in made.sets] == [
+        ("asked.jsonl", "task", "letter", 12),
+        ("spoken.jsonl", "task", "freeform", 3),
     ]
     assert {row.label for row in made.sets[0].rows} == {"A", "B", "C"}
     assert all(row.nll_after is not None and row.tokens for row in made.sets[1].rows)
@@ -375,6 +375,9 @@ def test_the_command_compares_any_two_models(two_models: tuple[str, str], tmp_pa
 
 def test_the_command_says_what_it_needs(tmp_path: Path) -> None:
     assert "expected two models and --data" in str(run("toy").exception)
+    assert "expected each --data once, got plants" in str(
+        run("toy", "toy", "--data", "plants", "--data", "plants", "--out", str(tmp_path / "out")).exception
+    )
     assert isinstance(run("--verify", str(tmp_path)).exception, FileNotFoundError)
 
 

@@ -54,6 +54,8 @@ def evaluate(
 
     if against is not None and len(task) > 1:
         raise ValueError(f"--against compares one task with stored predictions of it, got {len(task)} tasks")
+    if through == "lm-eval" and (against is not None or permute_options):
+        raise ValueError("--through lm-eval reports accuracies only; leave out --against and --permute-options")
     judged = judges.judge(judge)
     found = [load_task(name, data_dir) for name in task]
     loaded = models.load(model, device=device)
@@ -142,6 +144,9 @@ def _show_details(each: dict[str, Any]) -> None:
             f"given responses: {each['responses']['log_likelihood_per_token']:.3f} nats a token "
             f"(perplexity {each['responses']['perplexity']:.1f}, {each['responses']['tokens']:,} tokens)"
         )
+    if "harness" in each:
+        own = each["harness"]
+        output.print(f"lm-evaluation-harness: acc {own['acc']:.1f} (sum), acc_norm {own['acc_norm']:.1f} (per byte)")
     if "against" in each:
         changed = each["against"]
         for name in ("retention", "acquisition"):

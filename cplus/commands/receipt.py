@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -58,7 +58,7 @@ def receipt(
     from cplus.tasks import load_task
 
     asking = Asking(
-        tasks=[load_task(name, data_dir) for name in data],
+        tasks=_named([load_task(name, data_dir) for name in data]),
         interface=interface,
         limit=limit,
         judge=judge_of(judge),
@@ -102,6 +102,18 @@ class Answered:
 
     predictions: dict[str, Prediction]
     scores: dict[str, Score]
+
+
+def _named(tasks: Sequence[Task]) -> list[Task]:
+    """The tasks under the names the page shows: a file's without its folder, where that tells them apart."""
+    from cplus.data.readers import ENDINGS
+
+    given = [task.name for task in tasks]
+    short = [Path(name).name if Path(name).suffix in ENDINGS else name for name in given]
+    names = short if len(set(short)) == len(short) else given
+    if len(set(names)) < len(names):
+        raise ValueError(f"expected each --data once, got {max(names, key=names.count)} more than once")
+    return [replace(task, name=name) for task, name in zip(tasks, names, strict=True)]
 
 
 def _compare(

@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from cplus import files
 from cplus.config import AdaptConfig
+from cplus.data.encoded import Encoded
 from cplus.jobs.rows import Group
 from cplus.jobs.view import bank_view, say
+from cplus.methods import Method, Past
 from cplus.models import Loaded
 from cplus.models.gguf import cache_folder
 from cplus.probes.bank import Bank
 from cplus.probes.build import build, identify
 from cplus.probes.local import LocalEngine
 from cplus.probes.settings import TOPICS, Settings
+from cplus.run import balanced, constant
+
+FROM_BANK = frozenset({"probes", "synthetic", "constant", "balanced"})
+"""The kinds of rows that are made of a bank."""
+
+
+def needed(method: Method) -> bool:
+    """Whether the method uses a bank at all."""
+    return not FROM_BANK.isdisjoint(method.needs)
+
+
+def past(anchors: Sequence[Encoded], probes: Sequence[Encoded], num_new: int) -> Past:
+    """The rows of past behaviour of every kind; the latest model is the base model, whose answers the probes carry."""
+    return Past(
+        name="past",
+        anchors=anchors,
+        probes=probes,
+        synthetic=probes[:num_new],
+        constant=constant(probes),
+        balanced=balanced(probes),
+    )
 
 
 def settings(config: AdaptConfig, num_new: int) -> Settings:

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -20,13 +19,10 @@ from cplus.evidence import MAX_TOKENS, LogitBasis, Reference
 from cplus.jobs.lora import with_adapters
 from cplus.jobs.rows import Tasks, located
 from cplus.methods import Method
-from cplus.objectives import Distillation, ElasticWeights
 from cplus.records import RunSpec
 from cplus.run import OPTIMIZERS
 
 _CGROUP = Path("/sys/fs/cgroup")
-_OBJECTIVES: dict[type[Any], int] = {Distillation: 4, ElasticWeights: 8}
-"""Bytes a parameter: a frozen copy of the model; the Fisher information and the base weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +85,7 @@ def footprint(config: AdaptConfig, method: Method, size: Shape, num_anchors: int
     kept, step = guard_bytes(config, method, num_anchors)
     states = 8 if config.optimizer == "adamw" else 0
     gradient = 4
-    objective = sum(own for kind, own in _OBJECTIVES.items() if isinstance(method.objective, kind))
+    objective = method.objective.bytes_a_parameter
     held = 4 * size.parameters + round(size.trainable * (gradient + states + kept + step + objective))
     checkpoint = round(size.trainable * (4 + states + kept))
     # A checkpoint is written beside the one it replaces.

@@ -99,7 +99,7 @@ def check_requirements(config: AdaptConfig, groups: tuple[Group, ...], before: M
 
 
 def _bank(job: Job) -> Bank | None:
-    if "probes" not in job.method.needs or job.rows.anchors is None:
+    if not banks.needed(job.method) or job.rows.anchors is None:
         return None
     given = None if job.config.bank is None else Path(located(str(job.config.bank), job.home))
     new = len(job.rows.new.examples)

@@ -8,6 +8,7 @@ import torch
 
 from cplus import files, models
 from cplus.data.examples import fingerprint
+from cplus.jobs import banks
 from cplus.jobs.checkpoint import Checkpoints
 from cplus.jobs.interruption import Interrupted, Interruption
 from cplus.jobs.lora import with_adapters
@@ -18,7 +19,7 @@ from cplus.jobs.tracking import Tracker
 from cplus.jobs.training import Training, scheduler, updates_an_epoch
 from cplus.jobs.view import say, training_view
 from cplus.loop import EpochEnded, Refreshed, Stepped, prepare
-from cplus.methods import Material, Past
+from cplus.methods import Material
 from cplus.probes.bank import Bank
 from cplus.run import OPTIMIZERS
 
@@ -30,10 +31,10 @@ def begun(job: Job, bank: Bank | None) -> Training:
     model = job.base.model
     if config.lora is not None:
         model = with_adapters(model, config.lora, seed=config.seed)
-    past = Past(
-        name="past",
-        anchors=[] if anchors is None else anchors.encoded(),
-        probes=[] if bank is None or anchors is None else [anchors.interface.encode(e) for e in bank.examples],
+    past = banks.past(
+        [] if anchors is None else anchors.encoded(),
+        [] if bank is None or anchors is None else [anchors.interface.encode(e) for e in bank.examples],
+        len(job.rows.new.examples),
     )
     material = Material(new=job.rows.new.encoded(), past=(past,))
     optimizer = OPTIMIZERS[config.optimizer](model, spec)

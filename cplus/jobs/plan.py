@@ -19,7 +19,7 @@ from cplus.jobs.rows import Rows, Tasks, gather, group_of, located, read
 from cplus.jobs.training import updates_an_epoch
 from cplus.jobs.view import duration
 from cplus.loop import Schedule, epoch_batches
-from cplus.methods import METHODS, Material, Method, Past
+from cplus.methods import METHODS, Material, Method
 from cplus.models import Loaded
 from cplus.objectives import Distillation
 from cplus.probes.bank import Bank
@@ -179,11 +179,12 @@ def _material(config: AdaptConfig, method: Method, rows: Rows, home: Path) -> tu
     """Rows as tokens; probes that are not written yet are taken to be as long as the anchors."""
     anchors = [] if rows.anchors is None else rows.anchors.encoded()
     probes: list[Encoded] = []
-    if "probes" in method.needs and rows.anchors is not None:
+    if banks.needed(method) and rows.anchors is not None:
         if config.bank is not None:
             bank = Bank.load(Path(located(str(config.bank), home)))
             probes = [rows.anchors.interface.encode(example) for example in bank.examples]
         else:
             count = banks.settings(config, len(rows.new.examples)).num_probes
             probes = list(islice(cycle(anchors), count))
-    return Material(new=rows.new.encoded(), past=(Past(name="past", anchors=anchors, probes=probes),)), len(probes)
+    past = banks.past(anchors, probes, len(rows.new.examples))
+    return Material(new=rows.new.encoded(), past=(past,)), len(probes)

@@ -52,6 +52,10 @@ class _Objective:
     def needs(self) -> tuple[Kind, ...]:
         return self.inner.needs
 
+    @property
+    def bytes_a_parameter(self) -> float:
+        return self.inner.bytes_a_parameter
+
     def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
         with models.computing(self.dtype, self.device):
             inner = self.inner(model, anchors)

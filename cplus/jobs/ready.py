@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cplus import models
 from cplus.config import AdaptConfig
 from cplus.jobs import footprint
 from cplus.jobs.folder import Folder
+from cplus.jobs.own import with_own_answers
 from cplus.jobs.rows import Group, Rows, gather, located, read
 from cplus.jobs.view import say
 from cplus.methods import Method
@@ -60,11 +61,25 @@ def ready(config: AdaptConfig, folder: Folder, home: Path) -> Job:
     base = load(config, home)
     with models.computing(config.compute_dtype, base.device):
         rows = gather(config, tasks, base)
+        if config.own_answers:
+            rows = answered(rows, base)
     for note in rows.notes:
         say(f"note: {note}")
     return Job(
         config=config, home=home, folder=folder, method=method, base=base, rows=rows, groups=rows.asked(config)
     )  # fmt: skip
+
+
+def answered(rows: Rows, base: Loaded) -> Rows:
+    """The rows to keep with the base model's own answers, where they are free text."""
+    anchors, past, said = rows.anchors, rows.past, list(rows.notes)
+    if anchors is not None and not anchors.closed:
+        anchors, sentence = with_own_answers(anchors, base)
+        said.append(sentence)
+    if past is not None and not past.closed:
+        past, sentence = with_own_answers(past, base)
+        said.append(sentence)
+    return replace(rows, anchors=anchors, past=past, notes=tuple(said))
 
 
 def load(config: AdaptConfig, home: Path) -> Loaded:

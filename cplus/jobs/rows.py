@@ -85,12 +85,8 @@ class Tasks:
 
 def read(config: AdaptConfig, method: Method, home: Path) -> Tasks:
     """Read every file and task; what the method cannot do without is asked for now, not after an hour."""
-    if config.split is None and config.anchors is None and {"anchors", "probes"} & set(method.needs):
+    if config.split is None and config.anchors is None and set(method.needs) != {"new"}:
         raise ValueError(f"method {method.name!r} needs anchors: rows the model should keep; give some as anchors")
-    if "synthetic" in method.needs:
-        raise ValueError(
-            f"method {method.name!r} trains on synthetic rows, which this job does not write; see 'cplus methods'"
-        )
     new, anchors, past, split = (
         None if name is None else load_task(located(name, home), config.data_dir)
         for name in (config.new, config.anchors, config.past, config.split)

@@ -9,6 +9,7 @@ from statistics import median
 
 from cplus import models
 from cplus.config import AdaptConfig
+from cplus.jobs import banks
 from cplus.jobs.measure import ask
 from cplus.jobs.precision import in_precision
 from cplus.jobs.rows import Group
@@ -41,7 +42,7 @@ def pace(config: AdaptConfig, method: Method, base: Loaded, material: Material, 
     past = material.past[0]
     short = Material(
         new=(list(material.new) * (_STEPS + 1))[: (_STEPS + 1) * config.batch_size],
-        past=(replace(past, anchors=past.anchors[:_EVIDENCE], probes=past.probes[:_EVIDENCE]),),
+        past=(banks.past(past.anchors[:_EVIDENCE], past.probes[:_EVIDENCE], _EVIDENCE),),
     )
     method = replace(in_precision(method, config.compute_dtype, base.device), parts=1)
     optimizer = OPTIMIZERS[config.optimizer](base.model, spec)

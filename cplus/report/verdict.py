@@ -69,7 +69,7 @@ def _bounds(rate: Mapping[str, Any]) -> str:
 def _changed(pooled: Mapping[str, Any]) -> str:
     chance = "more than chance explains" if pooled["mcnemar_p"] < 0.05 else "no more than chance explains"
     return (
-        f"Of {pooled['rows']:,} rows that were not chosen by earlier answers, {pooled['lost']:,} were lost and "
+        f"Among {pooled['rows']:,} rows not chosen by earlier answers, {pooled['lost']:,} lost and "
         f"{pooled['gained']:,} gained: {chance} (exact McNemar p {p_value(pooled['mcnemar_p'])})."
     )
 
