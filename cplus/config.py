@@ -137,7 +137,7 @@ class AdaptConfig(BaseModel):
     evaluate_every: int = Field(1, ge=0, description="Epochs between looks at what is learned and lost; 0 for none.")
     evaluate_rows: Positive = Field(64, description="Rows of each kind in such a look; the end asks all of them.")
     require: tuple[Annotated[str, BeforeValidator(_checked)], ...] = Field(
-        (), description="retention>=0.9 (its lower 95 % bound) or acquisition>=0.95: else exit code 2."
+        (), description="retention>=0.9 or acquisition>=0.9, held against the lower 95 % bound: else exit code 2."
     )
     report_to: Literal["tensorboard", "wandb", "trackio"] | None = Field(None, description="Also log the curves there.")
     checkpoint_minutes: float = Field(10.0, gt=0, description="Minutes between checkpoints.")

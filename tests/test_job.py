@@ -66,7 +66,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> jobs.Outcome:
     folder = tmp_path_factory.mktemp("finished")
     write_files(folder)
     return cplus.adapt(
-        asked(folder, require=["retention>=0.2", "acquisition>=0.99"], external=["plants"], external_limit=8)
+        asked(folder, require=["retention>=0.2", "retention>=0.86"], external=["plants"], external_limit=8)
     )
 
 
@@ -115,13 +115,12 @@ def test_the_model_loads_in_plain_transformers_and_is_the_one_that_was_measured(
 
 
 def test_requirements_decide_the_exit_code(finished: jobs.Outcome) -> None:
-    by = {r["metric"]: r for r in finished.record["figures"]["requirements"]}
     retention = finished.record["figures"]["retention"]
-    assert by["retention"]["met"] == (retention["low"] / 100 >= 0.2)
+    assert retention["low"] / 100 < 0.86
+    assert [r["met"] for r in finished.record["figures"]["requirements"]] == [retention["low"] / 100 >= 0.2, False]
     run = CliRunner().invoke(app, ["adapt", "--resume", str(finished.folder), "--json"])
     printed = json.loads(run.stdout)
-    assert printed["kept"] == finished.kept == all(r["met"] for r in by.values())
-    assert run.exit_code == (0 if finished.kept else 2)
+    assert (run.exit_code, printed["kept"], finished.kept) == (2, False, False)
     assert printed["retention"] == retention
 
 
@@ -308,7 +307,7 @@ def test_a_folder_in_use_is_refused(here: Path) -> None:
 def test_too_little_memory_or_disk_is_said_before_loading(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cplus.models.load", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setattr(footprint, "available", lambda device: 1_000_000)
-    with pytest.raises(ValueError, match=r"toy needs 0\.017 GB for weights.*0\.001 GB are free; train adapters"):
+    with pytest.raises(ValueError, match=r"toy needs 0\.01\d GB for weights.*0\.001 GB are free; train adapters"):
         cplus.adapt(asked(here))
     monkeypatch.undo()
     monkeypatch.setattr(footprint.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1))
@@ -323,6 +322,8 @@ def test_an_unmeasurable_requirement_is_refused_before_training(here: Path) -> N
     )
     with pytest.raises(ValueError, match="retention is required, but none of 3 rows was answered rightly"):
         cplus.adapt(asked(here, require=["retention>=0.5"], method="sft"))
+    with pytest.raises(ValueError, match=r"acquisition>=0.95 cannot be met: .* 0\.\d+ when all \d+ rows are right"):
+        cplus.adapt(asked(here, require=["acquisition>=0.95"], method="sft", out=here / "two"))
 
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(

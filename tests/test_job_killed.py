@@ -17,12 +17,13 @@ from cplus.report.receipt import read_receipt
 def test_a_job_killed_again_and_again_ends_bitwise_as_if_never_stopped(tmp_path: Path) -> None:
     script = Path(__file__).with_name("killed_job.py")
     environment = {**os.environ, "CPLUS_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # nothing that a fork would break
     run = subprocess.run(
         [sys.executable, str(script), str(tmp_path), "7"], env=environment, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
     ends = json.loads(run.stdout.splitlines()[-1])
-    assert ends == {**dict.fromkeys(MOMENTS, -9), "the end": 0, "whole": 0}, run.stderr
+    assert ends == {**dict.fromkeys(MOMENTS, -9), "the end": 0}, run.stderr
     assert run.stderr.count("resumed after update") >= 6
     out, whole = tmp_path / "out", tmp_path / "whole"
     assert sha256_file(out / "model" / "model.safetensors") == sha256_file(whole / "model" / "model.safetensors")

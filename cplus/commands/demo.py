@@ -22,13 +22,10 @@ def demo(
 ) -> None:
     """Adapt the built-in language model by several methods and show what each learned and lost."""
     from cplus.files import write_json
-    from cplus.records import save_result
     from cplus.report.figures import retention_bars
     from cplus.terminal import console, print_json
 
-    results = compare(named(methods), seeds, out / "banks")
-    for result in results:
-        save_result(result, out / "records")
+    results = compare(named(methods), seeds, out)
     table = summary(results)
     report = {"rows": [row(result) for result in results], "summary": table}
     write_json(out / "demo.json", report)
@@ -75,10 +72,11 @@ def named(methods: str) -> list[str]:
     return list(dict.fromkeys(["sft", *asked, "cplus"]))
 
 
-def compare(methods: Sequence[str], seeds: int, banks: Path) -> list[RunResult]:
-    """Every method on the same split, anchors, bank and seeds, with live progress."""
+def compare(methods: Sequence[str], seeds: int, out: Path) -> list[RunResult]:
+    """Every method on the same split, anchors, bank and seeds, with live progress; each run is kept when it ends."""
     from cplus import models, run
     from cplus.loop import EpochEnded, Event
+    from cplus.records import save_result
     from cplus.terminal import console, progress
 
     base = models.load("toy")
@@ -91,7 +89,7 @@ def compare(methods: Sequence[str], seeds: int, banks: Path) -> list[RunResult]:
         bar = bars.add_task("adapting", total=seeds * len(methods) * first.epochs)
         for seed in range(seeds):
             bars.update(bar, description=f"seed {seed}: the frozen model writes {first.num_probes} probes")
-            setting = run.set_up(base_spec("sft", seed), base, parted, banks)
+            setting = run.set_up(base_spec("sft", seed), base, parted, out / "banks")
             for method in methods:
                 bars.update(bar, description=f"seed {seed}: {method}")
 
@@ -100,6 +98,7 @@ def compare(methods: Sequence[str], seeds: int, banks: Path) -> list[RunResult]:
                         bars.advance(bar)
 
                 results.append(run.run(base_spec(method, seed), setting, watch=advance))
+                save_result(results[-1], out / "records")
     return results
 
 

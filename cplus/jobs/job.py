@@ -9,6 +9,7 @@ from typing import Any
 
 from cplus import files, models
 from cplus.config import AdaptConfig
+from cplus.evaluate import Rate
 from cplus.jobs import banks
 from cplus.jobs.folder import Folder, asked, begin, check_free, claimed
 from cplus.jobs.gateshares import layer_shares
@@ -84,17 +85,20 @@ def _work(job: Job, interruption: Interruption) -> Outcome:
 
 def check_requirements(config: AdaptConfig, groups: tuple[Group, ...], before: Mapping[str, Answers]) -> None:
     """Refuse a requirement that no result could meet, before the training and not after it."""
-    right = {
-        part: [p.correct for g in groups if g.part == part for p in before[g.name].predictions]
-        for part in ("retention", "acquisition")
-    }
     for required in config.requirements:
-        wanted = required.metric == "retention"
-        if wanted not in right[required.metric]:
-            state = "right" if wanted else "wrong"
+        state = "right" if required.metric == "retention" else "wrong"
+        asked = [p for g in groups if g.part == required.metric for p in before[g.name].predictions]
+        count = sum(p.correct == (state == "right") for p in asked)
+        if not count:
             raise ValueError(
-                f"{required.metric} is required, but none of {len(right[required.metric])} rows was answered {state}ly "
-                f"by the base model (judge: {config.judge}); give other rows or another judge, or leave it out"
+                f"{required.metric} is required, but none of {len(asked)} rows was answered {state}ly by the base model "
+                f"(judge: {config.judge}); give other rows or another judge, or leave it out"
+            )
+        best = Rate(count, count).interval()[0] / 100
+        if best < required.at_least:
+            raise ValueError(
+                f"{required.metric}>={required.at_least:g} cannot be met: it is held against the lower 95 % bound, and "
+                f"that is {best:.3f} when all {count} rows are right; give more rows or ask for less"
             )
 
 

@@ -1,0 +1,51 @@
+"""The walk-through of docs/adapt.md works as it is written."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cplus.cli import app, register
+from cplus.config import AdaptConfig
+
+PAGE = (Path(__file__).parent.parent / "docs" / "adapt.md").read_text()
+
+if not app.registered_commands:
+    register()
+
+
+def test_the_walk_through_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
+    section = PAGE.split("## Walk-through")[1].split("\n## ")[0]
+    blocks = re.findall(r"```(python|bash)\n(.*?)```", section, re.DOTALL)
+    assert [kind for kind, _ in blocks] == ["python", "bash", "bash", "python", "python"]
+    for kind, text in blocks:
+        if kind == "python":
+            exec(compile(text, "docs/adapt.md", "exec"), {})
+            continue
+        for line in text.splitlines():
+            run = CliRunner().invoke(app, shlex.split(line)[1:])
+            assert run.exit_code == 0, run.output
+    records = {name: json.loads((tmp_path / name / "record.json").read_text()) for name in ("out", "sft", "again")}
+    assert all(record["figures"]["acquisition"]["percent"] == 100 for record in records.values())
+    assert records["out"]["model"]["after"] == records["again"]["model"]["after"]
+    kept = {name: record["figures"]["retention"]["percent"] for name, record in records.items()}
+    assert kept["out"] > kept["sft"]
+
+
+def test_every_option_the_page_names_exists() -> None:
+    known = {name.replace("_", "-") for name in AdaptConfig.model_fields} | {
+        "config",
+        "resume",
+        "force",
+        "plan",
+        "json",
+    }
+    named = set(re.findall(r"--([a-z][a-z-]+)", PAGE)) - {"example", "schema"}
+    assert named <= known
