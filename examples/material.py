@@ -54,7 +54,7 @@ def material(new: int, seed: int = 0) -> Material:
     base = models.load("toy")
     interface = interfaces.build("cloze", base.tokenizer)
     facts = examples("harbours")
-    random.Random(seed).shuffle(facts)
+    facts = random.Random(seed).sample(facts, 600)
     right = [p.right for p in predict(base.model, interface, facts)]
     known = [fact for fact, was_right in zip(facts, right, strict=True) if was_right]
     unknown = [fact for fact, was_right in zip(facts, right, strict=True) if not was_right][:new]

@@ -41,15 +41,16 @@ def fit(theta: Any, batch: Batch, optimizer: Any, past: Callable[[Any], Any], en
     state = optimizer.init(theta)
 
     @jax.jit
-    def step(theta: Any, state: Any, g_hat: Any) -> tuple[Any, Any]:
-        updates, state = optimizer.update(jax.grad(loss)(theta, batch), state, theta, preservation=g_hat)
-        return optax.apply_updates(theta, updates), state
+    def step(theta: Any, state: Any, g_hat: Any) -> tuple[Any, Any, jax.Array]:
+        value, gradient = jax.value_and_grad(loss)(theta, batch)
+        updates, state = optimizer.update(gradient, state, theta, preservation=g_hat)
+        return optax.apply_updates(theta, updates), state, value
 
     for number in range(2000):
         if number % 25 == 0:
             g_hat = past(theta)
-        theta, state = step(theta, state, g_hat)
-        if loss(theta, batch) < enough:
+        theta, state, value = step(theta, state, g_hat)
+        if value < enough:
             break
     return theta
 

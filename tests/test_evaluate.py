@@ -138,6 +138,23 @@ def test_permuted_options_unmask_a_letter_and_leave_knowledge_alone() -> None:
     assert likes_w.averaged == Rate(sum(q.right == "w" for q in QUESTIONS if isinstance(q, Choice)), 12)
 
 
+def test_other_rules_by_hand() -> None:
+    rows = [
+        # By token: -2, -3; by sum: -4, -3; by character: -2, -0.5.
+        (("ab", "cdefgh"), (-2.0, -3.0), (2, 1), 1),
+        # By token: -1, -2; by sum: -4, -2; by character: -0.4, -1.
+        (("abcdefghij", "cd"), (-1.0, -2.0), (4, 1), 0),
+    ]
+    examples = [Choice(id=str(i), question="?", choices=row[0], answer=row[3]) for i, row in enumerate(rows)]
+    predictions = [
+        Prediction(id=str(i), answer=0, correct=not row[3], confidence=0.5, scores=row[1], num_tokens=row[2])
+        for i, row in enumerate(rows)
+    ]
+    summary = summaries.answered(predictions, examples)
+    assert summary["accuracy"]["percent"] == 50.0
+    assert summary["by_other_rules"] == {"sum": 50.0, "per_character": 100.0}
+
+
 ANY = FreeForm(id="f", messages=(Message(role="user", content="Name it."),), response="The capital is Jakarta.")
 
 
@@ -290,4 +307,6 @@ def test_the_harness_agrees_with_our_scores(tiny_llama: Any) -> None:
     _, ours = ask(tiny_llama.model, asked)
     assert theirs["accuracy"] == ours["accuracy"]
     assert theirs["answers"] == ours["answers"]
-    assert set(theirs["harness"]) == {"acc", "acc_norm"}
+    assert theirs["harness"] == pytest.approx(
+        {"acc": ours["by_other_rules"]["sum"], "acc_norm": ours["by_other_rules"]["per_character"]}
+    )

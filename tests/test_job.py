@@ -316,6 +316,14 @@ def test_too_little_memory_or_disk_is_said_before_loading(here: Path, monkeypatc
     assert not (here / "out").exists()
 
 
+def test_a_packed_file_too_big_to_unpack_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "big.gguf").write_bytes(b"GGUF")
+    tensors = [types.SimpleNamespace(n_elements=10**15)] * 3
+    monkeypatch.setattr(footprint, "GGUFReader", lambda path: types.SimpleNamespace(tensors=tensors))
+    with pytest.raises(ValueError, match=r"big\.gguf: unpacked it needs 12000000\.0 GB"):
+        cplus.adapt(asked(here, model=str(here / "big.gguf")))
+
+
 def test_an_unmeasurable_requirement_is_refused_before_training(here: Path) -> None:
     write_rows(
         here / "past.jsonl", [dataclasses.replace(f, answer=(f.answer + 1) % 4) for f in world.taught("plants")[:3]]

@@ -132,6 +132,12 @@ def _show(report: dict[str, Any]) -> None:
 def _show_details(each: dict[str, Any]) -> None:
     from cplus.terminal import clean, output
 
+    if "by_other_rules" in each:
+        other = each["by_other_rules"]
+        output.print(
+            f"choices compared by mean per token; by sum the accuracy is {other['sum']:.1f}, "
+            f"by sum per character {other['per_character']:.1f}"
+        )
     if "permuted" in each:
         permuted = each["permuted"]
         output.print(
@@ -146,7 +152,9 @@ def _show_details(each: dict[str, Any]) -> None:
         )
     if "harness" in each:
         own = each["harness"]
-        output.print(f"lm-evaluation-harness: acc {own['acc']:.1f} (sum), acc_norm {own['acc_norm']:.1f} (per byte)")
+        output.print(
+            f"lm-evaluation-harness: acc {own['acc']:.1f} (sum), acc_norm {own['acc_norm']:.1f} (per character)"
+        )
     if "against" in each:
         changed = each["against"]
         for name in ("retention", "acquisition"):

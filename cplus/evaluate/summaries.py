@@ -28,7 +28,24 @@ def answered(predictions: Sequence[Prediction], examples: Sequence[Example]) -> 
             "answers": letters.answers(predictions),
             "gold": dict(sorted(Counter(labels.values()).items())),
         }
+        if any(count > 1 for prediction in predictions for count in prediction.num_tokens):
+            summary["by_other_rules"] = by_other_rules(predictions, examples)
     return summary
+
+
+def by_other_rules(predictions: Sequence[Prediction], examples: Sequence[Example]) -> dict[str, float]:
+    """Accuracy if choices were compared by their summed log-likelihood, or by the sum per character.
+
+    These are `acc` and `acc_norm` of lm-evaluation-harness; ours is the mean per token.
+    """
+    right = {"sum": 0, "per_character": 0}
+    for prediction, example in zip(predictions, examples, strict=True):
+        assert isinstance(example, Choice)
+        sums = [mean * count for mean, count in zip(prediction.scores, prediction.num_tokens, strict=True)]
+        spread = [total / len(choice) for total, choice in zip(sums, example.choices, strict=True)]
+        right["sum"] += sums.index(max(sums)) == example.answer
+        right["per_character"] += spread.index(max(spread)) == example.answer
+    return {rule: 100 * count / len(predictions) for rule, count in right.items()}
 
 
 def responses(totals: Sequence[float], counts: Sequence[int]) -> dict[str, Any]:

@@ -44,6 +44,11 @@ class Folder:
         return self.root / "work"
 
     @property
+    def home(self) -> Path:
+        """In which folder the job's files were named; a finished job tells nobody."""
+        return self.work / "home.json"
+
+    @property
     def answers(self) -> Path:
         """The base model's answers."""
         return self.work / "before.json"
@@ -119,8 +124,8 @@ def begin(folder: Folder, config: AdaptConfig, home: Path) -> None:
     for name in reversed(_OURS):
         path = folder.root / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    body = {"format": FORMAT, "home": str(home), "settings": config.model_dump(mode="json")}
-    files.write_json(folder.settings, body)
+    files.write_json(folder.settings, {"format": FORMAT, "settings": config.model_dump(mode="json")})
+    files.write_json(folder.home, str(home.absolute()))
 
 
 def asked(folder: Folder) -> tuple[AdaptConfig, Path]:
@@ -131,4 +136,5 @@ def asked(folder: Folder) -> tuple[AdaptConfig, Path]:
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise ValueError(f"{folder.settings}: expected the format {FORMAT}; it was written by another version")
     # The folder may have been moved since: it is where it is.
-    return settings({**raw["settings"], "out": folder.root}, where=str(folder.settings)), Path(raw["home"])
+    config = settings({**raw["settings"], "out": folder.root}, where=str(folder.settings))
+    return config, Path(files.read_json(folder.home)) if folder.home.is_file() else Path.cwd()

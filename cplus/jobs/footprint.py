@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import torch
+from gguf import GGUFReader
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -51,7 +52,10 @@ class Footprint:
 
 def needs(config: AdaptConfig, method: Method, tasks: Tasks, home: Path) -> tuple[Shape, Footprint]:
     """The model's size and what the job will take, from names and files alone."""
-    size = shape(config, models.resolve(located(config.model, home)))
+    name = located(config.model, home)
+    if name.endswith(".gguf") and Path(name).is_file():
+        _check_packed(Path(name), available(models.choose_device(config.device)))
+    size = shape(config, models.resolve(name))
     anchors = config.num_anchors if tasks.anchors is None else len(tasks.anchors.examples)
     return size, footprint(config, method, size, anchors)
 
@@ -122,6 +126,15 @@ def check(found: Footprint, size: Shape, config: AdaptConfig) -> list[str]:
             f"{size.stored_dtype} would round small updates away"
         )
     return said
+
+
+def _check_packed(path: Path, free: int) -> None:
+    """Refuse a GGUF file too big to unpack, before it is: its first use writes a float32 folder."""
+    need = 4 * sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
+    if need > free:
+        raise ValueError(
+            f"{path}: unpacked it needs {giga(need)} GB, but {giga(free)} GB are free; take a smaller model"
+        )
 
 
 def guard_bytes(config: AdaptConfig, method: Method, num_anchors: int) -> tuple[float, float]:

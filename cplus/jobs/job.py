@@ -87,12 +87,12 @@ def check_requirements(config: AdaptConfig, groups: tuple[Group, ...], before: M
     """Refuse a requirement that no result could meet, before the training and not after it."""
     for required in config.requirements:
         state = "right" if required.metric == "retention" else "wrong"
-        asked = [p for g in groups if g.part == required.metric for p in before[g.name].predictions]
-        count = sum(p.correct == (state == "right") for p in asked)
+        answers = [p for g in groups if g.part == required.metric for p in before[g.name].predictions]
+        count = sum(p.correct == (state == "right") for p in answers)
         if not count:
             raise ValueError(
-                f"{required.metric} is required, but none of {len(asked)} rows was answered {state}ly by the base model "
-                f"(judge: {config.judge}); give other rows or another judge, or leave it out"
+                f"{required.metric} is required, but none of {len(answers)} rows was answered {state}ly by the base "
+                f"model (judge: {config.judge}); give other rows or another judge, or leave it out"
             )
         best = Rate(count, count).interval()[0] / 100
         if best < required.at_least:

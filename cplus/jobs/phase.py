@@ -61,7 +61,8 @@ def train(
     if kept.load(training):
         say(f"resumed after update {kept.step}")
     updates = updates_an_epoch(job.rows.new.examples, config.batch_size)
-    view = training_view(epochs=config.epochs, updates=updates, done=training.ledger.cursor.step)
+    begins = "training" if training.prepared.guard is None else "taking evidence"
+    view = training_view(epochs=config.epochs, updates=updates, done=training.ledger.cursor.step, begins=begins)
     with interruption.patient(), view as shown:
         watch = _Watch(job, before, training)
         try:

@@ -52,9 +52,9 @@ def duration(seconds: float) -> str:
 class TrainingView:
     """A bar over all updates with what is known so far, and a line an epoch."""
 
-    def __init__(self, bars: Progress, *, epochs: int, updates: int, done: int) -> None:
-        self._bars, self._epochs, self._total = bars, epochs, epochs * updates
-        self._bar = bars.add_task("taking evidence", total=self._total, completed=done)
+    def __init__(self, bars: Progress, *, epochs: int, updates: int, done: int, begins: str) -> None:
+        self._bars, self._epochs, self._total, self._begins = bars, epochs, epochs * updates, begins
+        self._bar = bars.add_task(begins, total=self._total, completed=done)
         self._known: dict[str, float] = {}
         self._begun, self._first = time.monotonic(), done
 
@@ -70,19 +70,21 @@ class TrainingView:
             self._bars.update(self._bar, description=f"epoch {event.epoch}/{self._epochs}: evidence taken ({found})")
         elif isinstance(event, EpochEnded) and point is not None:
             self._known |= point
-            say(f"epoch {event.epoch}/{self._epochs}: {told(point)}; at most {self._left(event.step)} left")
-            self._bars.update(self._bar, description=f"epoch {event.epoch + 1}/{self._epochs}: taking evidence")
+            more = event.epoch < self._epochs
+            say(f"epoch {event.epoch}/{self._epochs}: {told(point)}" + (f"; {self._left(event.step)}" if more else ""))
+            if more:
+                self._bars.update(self._bar, description=f"epoch {event.epoch + 1}/{self._epochs}: {self._begins}")
 
     def _left(self, step: int) -> str:
         spent = time.monotonic() - self._begun
-        return duration(spent / max(1, step - self._first) * (self._total - step))
+        return f"at most {duration(spent / max(1, step - self._first) * (self._total - step))} left"
 
 
 @contextmanager
-def training_view(*, epochs: int, updates: int, done: int) -> Iterator[TrainingView]:
-    """The view of a training that has `done` updates behind it."""
+def training_view(*, epochs: int, updates: int, done: int, begins: str) -> Iterator[TrainingView]:
+    """The view of a training that has `done` updates behind it; `begins` is what an epoch begins with."""
     with progress() as bars:
-        yield TrainingView(bars, epochs=epochs, updates=updates, done=done)
+        yield TrainingView(bars, epochs=epochs, updates=updates, done=done, begins=begins)
 
 
 @contextmanager

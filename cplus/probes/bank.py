@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cplus.data.examples import Choice, Example, from_row, to_row
-from cplus.files import canonical_json, fingerprint, read_json, sha256_file, write_json, write_text
+from cplus.files import canonical_json, fingerprint, read_json, replacing_folder, sha256_file, write_json, write_text
 
 FORMAT = "cplus-bank/1"
 PROBES, MANIFEST = "probes.jsonl", "manifest.json"
@@ -69,16 +67,10 @@ def seal(folder: Path, probes: Sequence[Probe], manifest: Mapping[str, Any]) -> 
     """Write a bank as a whole: the folder appears when everything in it is on the disk."""
     if folder.exists():
         raise ValueError(f"{folder} is already there; remove it or choose another folder for the bank")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".part"))
-    try:
+    with replacing_folder(folder) as part:
         write_text(part / PROBES, probe_lines(probes))
         body = {**manifest, "format": FORMAT, "probes_sha256": sha256_file(part / PROBES)}
         write_json(part / MANIFEST, {**body, "seal": fingerprint(body)})
-        part.chmod(0o755)
-        part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return Bank.load(folder)
 
 
