@@ -139,6 +139,10 @@ class AdaptConfig(BaseModel):
     require: tuple[Annotated[str, BeforeValidator(_checked)], ...] = Field(
         (), description="retention>=0.9 or acquisition>=0.9, held against the lower 95 % bound: else exit code 2."
     )
+    compare: tuple[Path, ...] = Field(
+        (),
+        description="Folders of finished jobs on the same rows, shown beside this one in the receipt; may be repeated.",
+    )
     report_to: Literal["tensorboard", "wandb", "trackio"] | None = Field(None, description="Also log the curves there.")
     checkpoint_minutes: float = Field(10.0, gt=0, description="Minutes between checkpoints.")
     checkpoint_steps: Positive | None = Field(None, description="Updates between checkpoints, besides the minutes.")
@@ -182,7 +186,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "clip_norm", "lora", "compute_dtype", "seed",
     ),
     "What is watched and written": (
-        "out", "max_asked", "evaluate_every", "evaluate_rows", "require", "report_to", "checkpoint_minutes",
+        "out", "max_asked", "evaluate_every", "evaluate_rows", "require", "compare", "report_to", "checkpoint_minutes",
         "checkpoint_steps",
     ),
     "Machine": ("device", "revision", "trust_remote_code"),

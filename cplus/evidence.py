@@ -118,6 +118,7 @@ class MeanGradient:
         with borrowed_gradients(self.model, params):
             for i, source in enumerate(self.sources):
                 seen = source.at(refresh)
+                where.check_alike(seen, source.name, params[0].device)
                 # FSDP2 averages gradients over the processes; the mean over all rows is a sum over them.
                 weight = source.weight / len(seen) * (where.world if where.sharded else 1)
                 for batch, counts in dealt(seen, where, self.max_tokens):

@@ -38,6 +38,8 @@ class AdamW(torch.optim.AdamW):
         weight_decay: float = 1e-2,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+        # torch's fused kernel divides by a gradient scaler's scale itself; the gated one leaves that to the scaler.
+        pass
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -40,6 +41,15 @@ class Layout:
         if self.world == 1:
             return list(values)
         return self.sum(torch.tensor(values, dtype=torch.float64, device=device)).tolist()
+
+    def check_alike(self, value: object, what: str, device: torch.device) -> None:
+        """Refuse, in every process, a value that is not the same in all of them."""
+        if self.world == 1:
+            return
+        mark = float(zlib.crc32(repr(value).encode()) & 0xFFFFF)  # small enough for exact squares in float64
+        total, squares = self.sums([mark, mark * mark], device)
+        if squares * self.world != total * total:
+            raise ValueError(f"the {self.world} processes hold different {what}; make them in one and hand them out")
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -14,21 +14,23 @@ from cplus.losses import answer_losses
 
 
 def main() -> dict[str, float]:
-    """Learn new facts in adapters and keep the known ones."""
+    """Learn new rows in adapters and keep the known ones."""
     options = arguments()
-    data = material(options.new)
+    data = material(options)
     data.report("before", data.model)
     model = get_peft_model(data.model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     rows = list(data.new)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=2 * options.lr, weight_decay=0.0
+    )
     guard = cplus.protect(optimizer, model, anchors=data.anchors, probes=data.probes)
     print(scope(model, guard))
     for epoch in range(options.epochs):
         guard.refresh()
         random.Random(epoch).shuffle(rows)
-        for first in range(0, len(rows), 32):
+        for first in range(0, len(rows), options.batch):
             optimizer.zero_grad()
-            answer_losses(model, rows[first : first + 32]).mean().backward()
+            answer_losses(model, rows[first : first + options.batch]).mean().backward()
             optimizer.step()
     guard.detach()
     return data.report("after, merged", model.merge_and_unload())

@@ -1,4 +1,4 @@
-"""What the examples share: the built-in model, facts it does not know yet, and what it should keep."""
+"""What the examples share: a model, rows it gets wrong, and rows it should keep getting right."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-import cplus
 from cplus import interfaces, models
 from cplus.data.encoded import Encoded
 from cplus.data.examples import Example
 from cplus.probes.generate import write_probes
 from cplus.probes.settings import Settings
 from cplus.scoring import predict
-from cplus.toy.world import examples
+from cplus.tasks import load_task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,48 +30,51 @@ class Material:
     probes: list[Encoded]
 
     def report(self, when: str, model: Any) -> dict[str, float]:
-        """Print and return the shares of new facts learned and of known facts kept."""
+        """Print and return the shares of new rows learned and of known rows kept."""
         learned, kept = (
             sum(p.right for p in predict(model, self.interface, rows)) / len(rows)
             for rows in (self.unknown, self.known)
         )
-        print(f"{when}: {learned:.0%} of the new facts, {kept:.0%} of the known facts", flush=True)
+        print(f"{when}: {learned:.0%} of the new rows right, {kept:.0%} of the known rows", flush=True)
         return {"learned": learned, "kept": kept}
 
 
 def arguments() -> argparse.Namespace:
-    """The few options of every example."""
+    """The options of every example; by default a toy that takes seconds."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="toy", help="alias, hub id or folder")
+    parser.add_argument("--task", default="harbours", help="what to learn, by name or file")
+    parser.add_argument("--interface", default="cloze", choices=interfaces.NAMES)
+    parser.add_argument("--asked", type=int, default=600, help="rows of the task that are asked and used")
+    parser.add_argument("--new", type=int, default=96, help="rows to learn, of those answered wrong")
+    parser.add_argument("--anchors", type=int, default=8, help="rows to keep as evidence, of those answered right")
+    parser.add_argument("--probes", type=int, default=64, help="rows the model writes itself as further evidence")
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--new", type=int, default=96, help="facts to learn")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--out", default="runs/example")
     return parser.parse_args()
 
 
-def material(new: int, seed: int = 0) -> Material:
-    """Ask the model about one domain: what it gets wrong is new, what it gets right is the past."""
-    base = models.load("toy")
-    interface = interfaces.build("cloze", base.tokenizer)
-    facts = examples("harbours")
-    facts = random.Random(seed).sample(facts, 600)
-    right = [p.right for p in predict(base.model, interface, facts)]
-    known = [fact for fact, was_right in zip(facts, right, strict=True) if was_right]
-    unknown = [fact for fact, was_right in zip(facts, right, strict=True) if not was_right][:new]
-    anchors, held_out = known[:8], known[8:208]
-    probes = write_probes(base, interface, anchors, Settings(num_probes=64, seed=seed))
-
-    def tokens(rows: list[Example]) -> list[Encoded]:
-        return cplus.encode(rows, base.tokenizer, interface="cloze")
-
+def material(options: argparse.Namespace, seed: int = 0) -> Material:
+    """Ask the model: what it gets wrong is new, what it gets right is the past."""
+    base, task = models.load(options.model), load_task(options.task)
+    interface = interfaces.build(options.interface, base.tokenizer, wording=task.wording)
+    rows = random.Random(seed).sample(list(task.examples), min(options.asked, len(task.examples)))
+    right = [p.right for p in predict(base.model, interface, rows)]
+    known = [row for row, was_right in zip(rows, right, strict=True) if was_right]
+    unknown = [row for row, was_right in zip(rows, right, strict=True) if not was_right][: options.new]
+    anchors, held_out = known[: options.anchors], known[options.anchors :][:200]
+    probes = write_probes(base, interface, anchors, Settings(num_probes=options.probes, seed=seed))
     return Material(
         model=base.model,
         tokenizer=base.tokenizer,
         interface=interface,
         unknown=unknown,
         known=held_out,
-        new=tokens(unknown),
-        anchors=tokens(anchors),
-        probes=tokens([probe.example for probe in probes]),
+        new=[interface.encode(row) for row in unknown],
+        anchors=[interface.encode(row) for row in anchors],
+        probes=[interface.encode(probe.example) for probe in probes],
     )
 
 

@@ -12,19 +12,19 @@ from cplus.losses import answer_losses
 
 
 def main() -> dict[str, float]:
-    """Learn new facts and keep the known ones."""
+    """Learn new rows and keep the known ones."""
     options = arguments()
-    data = material(options.new)
+    data = material(options)
     data.report("before", data.model)
     model, rows = data.model.train(), list(data.new)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.5e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
     guard = cplus.protect(optimizer, model, anchors=data.anchors, probes=data.probes)  # +
     for epoch in range(options.epochs):
         guard.refresh()  # +
         random.Random(epoch).shuffle(rows)
-        for first in range(0, len(rows), 32):
+        for first in range(0, len(rows), options.batch):
             optimizer.zero_grad()
-            answer_losses(model, rows[first : first + 32]).mean().backward()
+            answer_losses(model, rows[first : first + options.batch]).mean().backward()
             optimizer.step()
     guard.detach()  # +
     return data.report("after", model)

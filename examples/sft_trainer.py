@@ -11,9 +11,9 @@ from cplus.toy.world import prompt
 
 
 def main() -> dict[str, float]:
-    """Learn new facts and keep the known ones."""
+    """Learn new rows and keep the known ones."""
     options = arguments()
-    data = material(options.new)
+    data = material(options)
     data.report("before", data.model)
     rows = [{"prompt": prompt(fact.question), "completion": f" {fact.right}\n\n"} for fact in data.unknown]
     trainer = SFTTrainer(
@@ -21,8 +21,8 @@ def main() -> dict[str, float]:
         args=SFTConfig(
             output_dir=options.out,
             num_train_epochs=options.epochs,
-            per_device_train_batch_size=32,
-            learning_rate=1.5e-3,
+            per_device_train_batch_size=options.batch,
+            learning_rate=options.lr,
             lr_scheduler_type="constant",
             gradient_checkpointing=False,
             bf16=False,

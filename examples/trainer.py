@@ -9,17 +9,17 @@ from cplus.integrations.transformers import preserve
 
 
 def main() -> dict[str, float]:
-    """Learn new facts and keep the known ones."""
+    """Learn new rows and keep the known ones."""
     options = arguments()
-    data = material(options.new)
+    data = material(options)
     data.report("before", data.model)
     trainer = Trainer(
         model=data.model,
         args=TrainingArguments(
             output_dir=options.out,
             num_train_epochs=options.epochs,
-            per_device_train_batch_size=32,
-            learning_rate=1.5e-3,
+            per_device_train_batch_size=options.batch,
+            learning_rate=options.lr,
             lr_scheduler_type="constant",
             logging_steps=3,
             save_strategy="epoch",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,34 @@ import two_ranks
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
-from two_ranks import HALF, STEPS, build, keep, sharded, take_up, train, whole
+from transformers import Phi3Config, Phi3ForCausalLM
+from two_ranks import EPOCH, HALF, STEPS, build, keep, sharded, take_up, train, whole
 
 from cplus.attach import Guard, protect
-from cplus.evidence import MeanGradient, NormAligned, Tail
+from cplus.evidence import MeanGradient, NormAligned, Source, Tail
 from cplus.gates import Collaborative, NormMatched
 from cplus.integrations import distributed
 from cplus.integrations.transformers import preserve
 from cplus.projections import agem
 
+PHI = Phi3Config(
+    vocab_size=tiny.VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    sliding_window=None,
+)
 EVIDENCE = {"mean": MeanGradient, "norm-aligned": NormAligned, "tail": Tail}
 
 
@@ -63,9 +76,41 @@ def work(rank: int, folder: Path) -> None:
             params = list(candidate.parameters())
             reference = kind(model=candidate, sources=two_ranks.SOURCES)(params, 0)
             found[f"{name} {wrap}"] = (reference.vectors[0], reference.losses)
+    found["phi"] = phi_in_bf16()
+    model, optimizer, guard = adapters(sharded)
+    train(model, optimizer, guard, 1, EPOCH)
+    found["lora"] = (guard.where.sharded, whole(model))
     found["said"] = refusals(rank)
     found |= trainers(folder)
     torch.save(found, folder / f"found-{rank}.pt")
+
+
+def phi_in_bf16() -> dict[str, Any]:
+    """The paper's setting for Phi-3.5, tiny: two processes, FSDP, bfloat16 passes over float32 weights."""
+    evidence = {}
+    for name, dtype in (("float32", None), ("bfloat16", torch.bfloat16)):
+        torch.manual_seed(0)
+        model = Phi3ForCausalLM(PHI)
+        policy = MixedPrecisionPolicy(param_dtype=dtype)
+        for layer in model.model.layers:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        optimizer = AdamW(model.parameters(), lr=1e-5, weight_decay=0.1)
+        rows = MeanGradient(model=model, sources=two_ranks.SOURCES)
+        guard = Guard(optimizer, model, evidence=rows, gate=two_ranks.Recorder())
+        evidence[name] = torch.cat([g.flatten() for g in guard.refresh().vectors[0]])
+    train(model, optimizer, guard, 1, 4)
+    return {**evidence, "steps": guard.steps, "dtypes": [str(p.dtype) for p in guard.params]}
+
+
+def adapters(wrap: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, AdamW, Guard]:
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = get_peft_model(tiny.lm(), config)
+    wrap(model.get_base_model())
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    evidence = MeanGradient(model=model, sources=two_ranks.SOURCES)
+    return model, optimizer, Guard(optimizer, model, evidence=evidence, gate=two_ranks.Recorder())
 
 
 def trainers(folder: Path) -> dict[str, Any]:
@@ -120,6 +165,8 @@ def refusals(rank: int) -> dict[str, str]:
     ask("projection", lambda: Guard(SGD(model.parameters(), lr=0.1), model, evidence=evidence, projection=agem))
     control = NormMatched(Collaborative(beta=0.9))
     ask("norm", lambda: Guard(SGD(model.parameters(), lr=0.1), model, evidence=evidence, gate=control))
+    different = MeanGradient(model=model, sources=(Source(name="anchors", weight=1.0, rows=rows[rank:]),))
+    ask("rows", lambda: different(list(model.parameters()), 0))
     model.extra = nn.Linear(2, 2)
     ask("mixed", lambda: protect(SGD(model.parameters(), lr=0.1), model, anchors=rows))
 
@@ -207,6 +254,23 @@ def test_trainer_on_two_ranks_gives_the_weights_of_our_loop_and_resumes(engine: 
         assert distance(resumed, weights) < 1e-6
 
 
+def test_sharded_adapters_equal_those_of_one_process(two: list[dict[str, Any]]) -> None:
+    model, optimizer, guard = adapters(plain)
+    train(model, optimizer, guard, 1, EPOCH)
+    for is_sharded, weights in (found["lora"] for found in two):
+        assert is_sharded
+        assert distance(weights, whole(model)) < 1e-6
+
+
+def test_bf16_passes_over_float32_shards_give_the_evidence_of_float32(two: list[dict[str, Any]]) -> None:
+    for found in (rank["phi"] for rank in two):
+        assert set(found["dtypes"]) == {"torch.float32"}
+        assert found["steps"] == 4
+        assert found["bfloat16"].dtype == torch.float32
+        assert float(torch.cosine_similarity(found["bfloat16"], found["float32"], dim=0)) > 0.999
+        assert not torch.equal(found["bfloat16"], found["float32"])
+
+
 @pytest.mark.parametrize("name", EVIDENCE)
 def test_evidence_over_ranks_is_the_evidence_of_one(name: str, two: list[dict[str, Any]]) -> None:
     model = tiny.lm()
@@ -243,5 +307,6 @@ def test_two_ranks_refuse_alike(two: list[dict[str, Any]]) -> None:
         assert "compares whole vectors and the parameters are sharded" in said["projection"]
         assert "compares whole vectors" in said["norm"]
         assert "'extra.weight' is a plain tensor beside" in said["mixed"]
+        assert "the 2 processes hold different anchors; make them in one and hand them out" in said["rows"]
         assert "is not finite at step 1; nothing was changed" in said["nan"]
     assert "held by another process" in two[0]["said"]["nan"]

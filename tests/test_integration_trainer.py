@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from quadratic import ConstantEvidence
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
-from trained import ANCHORS, NEW, PROBES, Stop, arguments, check_same, features, ours, same, trainer
+from trained import ANCHORS, NEW, PROBES, Stop, arguments, check_same, features, flat, ours, same, trainer
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from trl import SFTConfig, SFTTrainer
 
@@ -24,6 +25,8 @@ from cplus.gates import Collaborative
 from cplus.integrations.keeping import ABOUT
 from cplus.integrations.rows import bank_rows, encoded
 from cplus.integrations.transformers import PreservationCallback, admitted_share, preserve, protected
+from cplus.losses import answer_losses
+from cplus.optim import AdamW as OnePass
 
 
 def sft_trainer(folder: Path, tokenizer: Any, model: nn.Module, rows: Any, **changes: Any) -> SFTTrainer:
@@ -178,6 +181,62 @@ def test_the_factory_gives_the_callbacks_weights_and_resumes(tmp_path: Path) -> 
     bare.train()
     with pytest.raises(ValueError, match="kept without a guard's"):
         start(tmp_path / "bare").train(resume_from_checkpoint=True)
+
+
+def test_a_loop_under_accelerate_is_our_loop() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    plain = tiny.lm()
+    model, optimizer = accelerator.prepare(plain, AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0))
+    guard = protect(optimizer, model, anchors=ANCHORS, probes=PROBES)
+    for _ in range(3):
+        guard.refresh()
+        for first in range(0, len(NEW), 2):  # two passes make one batch of four
+            with accelerator.accumulate(model):
+                accelerator.backward(answer_losses(model, NEW[first : first + 2]).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    assert guard.steps == 9
+    check_same(plain, ours())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_the_gradient_scaler_skips_is_not_a_step(fused: bool) -> None:
+    model = tiny.lm()
+    optimizer = AdamW(model.parameters(), lr=1e-3, fused=fused)
+    guard = protect(optimizer, model, anchors=ANCHORS)
+    guard.refresh()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for poison in (1.0, float("inf"), 1.0):
+        before = flat(model)
+        optimizer.zero_grad()
+        scaler.scale(answer_losses(model, NEW[:4]).mean() * poison).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(flat(model), before) == (poison != 1.0)
+    assert guard.steps == 2
+    assert isinstance(guard.gate, Collaborative)
+    assert guard.gate.step == 2
+
+
+def test_a_gradient_scaler_unscales_before_the_one_pass_optimizer_steps() -> None:
+    model = tiny.lm()
+    optimizer = OnePass(model.parameters(), lr=1e-3)
+    seen: list[Tensor] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(torch.cat([p.grad.flatten() for p in model.parameters()])))
+    answer_losses(model, NEW[:4]).mean().backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(answer_losses(model, NEW[:4]).mean()).backward()
+    scaler.step(optimizer)
+    torch.testing.assert_close(seen[0], expected)
+
+
+def test_deepspeed_is_refused_before_any_work(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    run.is_deepspeed_enabled = True
+    with pytest.raises(TypeError, match="DeepSpeed ZeRO steps a flat copy of the parameters; use FSDP2"):
+        preserve(run, anchors=ANCHORS)
 
 
 TURNS = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 import signal
 import sys
 import types
@@ -174,6 +175,19 @@ def test_the_bank_is_reused_and_a_given_one_must_be_sealed_for_the_same_anchors(
         cplus.adapt(asked(here, bank=first.folder / "bank", out=here / "three"))
 
 
+def test_a_receipt_shows_the_curves_of_other_jobs_on_the_same_rows(here: Path) -> None:
+    sft = cplus.adapt(asked(here, method="sft", out=here / "sft", epochs=2))
+    done = cplus.adapt(asked(here, method="cpl", epochs=2, compare=[here / "sft"]))
+    shown = read_receipt(done.folder).comparisons
+    assert shown == {"sft": read_receipt(sft.folder).curve}
+    write_rows(here / "past.jsonl", list(world.taught("plants")[:5]))
+    with pytest.raises(ValueError, match="sft: its retention rows are others than this job's"):
+        cplus.adapt(asked(here, method="cpl", compare=[here / "sft"], out=here / "two"))
+    with pytest.raises(ValueError, match="expected the folder of a finished job to compare with"):
+        cplus.adapt(asked(here, method="cpl", compare=[here], out=here / "two"))
+    assert not (here / "two").exists()
+
+
 @pytest.mark.parametrize("merge", [True, False])
 def test_adapters_are_gated_and_written_merged_or_apart(here: Path, merge: bool) -> None:
     done = cplus.adapt(asked(here, lora={"r": 4, "merge": merge}, epochs=2, lr=5e-3, checkpoint_steps=2))
@@ -202,7 +216,12 @@ def test_free_form_rows_are_scored_by_likelihood_and_judged(here: Path) -> None:
     assert sets["past"]["nll"]["rows"] == 5
     point = done.record["curve"][-1]
     assert {"new_nll", "past_nll", "loss"} <= set(point)
-    assert read_receipt(done.folder).curve[0].new_nll == pytest.approx(sets["new"]["nll"]["before"], rel=1e-5)
+    receipt = read_receipt(done.folder)
+    rows = {row.id: row for found in receipt.sets for row in found.rows if found.name == "new"}
+    seen = [rows[example.id] for example in random.Random("0/new").sample(list(rows.values()), 3)]
+    tokens = sum(row.tokens or 0 for row in seen)
+    start = sum((row.nll_before or 0) * (row.tokens or 0) for row in seen) / tokens
+    assert receipt.curve[0].new_nll == pytest.approx(start, rel=1e-5)  # the same rows as the looks that follow
 
 
 def test_the_models_own_answers_take_the_place_of_the_files(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

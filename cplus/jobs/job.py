@@ -133,6 +133,7 @@ def _finish(job: Job, before: Mapping[str, Answers], bank: Bank | None, training
         ledger=training.ledger,
         bank=bank,
         layers=layers,
+        comparisons=job.comparisons,
         parameters=parameters,
         trainable=trainable,
     )

@@ -31,11 +31,6 @@ class Answers:
     predictions: tuple[Prediction, ...]
     scores: tuple[Score, ...] = ()
 
-    @property
-    def nll(self) -> float | None:
-        """The given responses' mean loss a token, over all of them."""
-        return token_loss(self.scores) if self.scores else None
-
 
 def token_loss(scores: Sequence[Score]) -> float:
     """The mean loss a token over all responses.

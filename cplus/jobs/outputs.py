@@ -12,9 +12,10 @@ import torch
 
 from cplus import files
 from cplus.config import AdaptConfig
+from cplus.jobs.comparison import row_hashes
 from cplus.jobs.folder import Folder
 from cplus.jobs.gateshares import LayerShare
-from cplus.jobs.measure import Answers
+from cplus.jobs.measure import Answers, token_loss
 from cplus.jobs.rows import Group, Rows
 from cplus.jobs.training import Ledger
 from cplus.models import Loaded
@@ -53,6 +54,7 @@ class Finished:
     ledger: Ledger
     bank: Bank | None
     layers: Sequence[LayerShare]
+    comparisons: Mapping[str, tuple[Point, ...]]
     parameters: int
     trainable: int
 
@@ -86,6 +88,7 @@ def write_outputs(folder: Folder, done: Finished) -> dict[str, Any]:
         "settings": done.config.model_dump(mode="json"),
         "model": {"name": done.config.model, "before": done.base.fingerprint, "after": done.after_fingerprint},
         "figures": shown["figures"],
+        "rows": row_hashes(done.groups),
         "counts": counts(done),
         "cost": done.cost,
         "steps": done.ledger.cursor.step,
@@ -123,6 +126,7 @@ def receipt(done: Finished) -> Receipt:
         settings=config.model_dump(mode="json"),
         environment=environment(threads=torch.get_num_threads(), device=str(done.base.device)),
         curve=(_start(done), *(_point(point) for point in done.ledger.curve)),
+        comparisons=dict(done.comparisons),
         gate=tuple(
             GateShare(name=layer.name, coordinates=layer.coordinates, admitted_share=layer.admitted)
             for layer in done.layers
@@ -160,16 +164,19 @@ def _row_set(group: Group, before: Answers, after: Answers) -> RowSet:
 
 
 def _start(done: Finished) -> Point:
-    """The model before: nothing lost, nothing learned."""
+    """The model before, on the rows of the looks on the way: nothing lost, nothing learned."""
     known: dict[str, float] = {}
     for group in done.groups:
         if group.part == "external":
             continue
         new = group.part == "acquisition"
-        loss = done.before[group.name].nll
-        known |= {"acquisition": 0.0} if new and group.closed else {}
-        known |= {"retention": 100.0} if not new and group.closed else {}
-        known |= {} if loss is None else {"new_nll" if new else "past_nll": max(0.0, loss)}
+        if group.closed:
+            known |= {"acquisition": 0.0} if new else {"retention": 100.0}
+            continue
+        seen = {example.id for example in group.drawn(done.config.evaluate_rows, done.config.seed).examples}
+        scores = zip(group.examples, done.before[group.name].scores, strict=True)
+        loss = token_loss([score for example, score in scores if example.id in seen])
+        known["new_nll" if new else "past_nll"] = max(0.0, loss)
     return _point({"epoch": 0.0, **known})
 
 

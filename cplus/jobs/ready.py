@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cplus import models
 from cplus.config import AdaptConfig
 from cplus.jobs import footprint
+from cplus.jobs.comparison import curves
 from cplus.jobs.folder import Folder
 from cplus.jobs.own import with_own_answers
 from cplus.jobs.rows import Group, Rows, gather, located, read
@@ -15,6 +17,7 @@ from cplus.jobs.view import say
 from cplus.methods import Method
 from cplus.models import Loaded
 from cplus.records import RunSpec
+from cplus.report.receipt import Point
 from cplus.run import configured
 
 
@@ -29,6 +32,7 @@ class Job:
     base: Loaded
     rows: Rows
     groups: tuple[Group, ...]
+    comparisons: Mapping[str, tuple[Point, ...]]
 
 
 def row_of(config: AdaptConfig) -> tuple[Method, RunSpec]:
@@ -65,9 +69,17 @@ def ready(config: AdaptConfig, folder: Folder, home: Path) -> Job:
             rows = answered(rows, base)
     for note in rows.notes:
         say(f"note: {note}")
+    groups = rows.asked(config)
     return Job(
-        config=config, home=home, folder=folder, method=method, base=base, rows=rows, groups=rows.asked(config)
-    )  # fmt: skip
+        config=config,
+        home=home,
+        folder=folder,
+        method=method,
+        base=base,
+        rows=rows,
+        groups=groups,
+        comparisons=curves([Path(located(str(place), home)) for place in config.compare], groups, config.method),
+    )
 
 
 def answered(rows: Rows, base: Loaded) -> Rows:
