@@ -39,7 +39,7 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
         # torch's fused kernel divides by a gradient scaler's scale itself; the gated one leaves that to the scaler.
-        pass
+        self._step_supports_amp_scaling = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:

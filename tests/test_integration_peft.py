@@ -55,11 +55,11 @@ def test_only_adapters_move_and_the_evidence_is_about_them() -> None:
     losses = train(model, optimizer, guard)
     assert losses[-1] < losses[0]
     assert all(torch.equal(p, base[name]) for name, p in model.named_parameters() if name in base)
-    guard.refresh()
+    found = guard.refresh()
     model.zero_grad()
     weights = [0.5 / len(ANCHORS)] * len(ANCHORS) + [0.5 / len(PROBES)] * len(PROBES)
     (answer_losses(model.eval(), [*ANCHORS, *PROBES]) * torch.tensor(weights)).sum().backward()
-    for p, g in zip(guard.params, guard.vectors[0], strict=True):
+    for p, g in zip(guard.params, found.vectors[0], strict=True):
         torch.testing.assert_close(g, p.grad, rtol=1e-4, atol=1e-7)
 
 

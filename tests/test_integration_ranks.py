@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from transformers import Phi3Config, Phi3ForCausalLM
@@ -170,6 +172,11 @@ def refusals(rank: int) -> dict[str, str]:
     model.extra = nn.Linear(2, 2)
     ask("mixed", lambda: protect(SGD(model.parameters(), lr=0.1), model, anchors=rows))
 
+    for name, shape, placements in (("tensor", (1, 2), [Shard(0), Shard(1)]), ("alone", (2,), [Shard(0)])):
+        linear = nn.Linear(4, 4, bias=False)
+        linear.weight = nn.Parameter(distribute_tensor(linear.weight, init_device_mesh("cpu", shape), placements))
+        ask(name, partial(protect, SGD(linear.parameters(), lr=0.1), linear, anchors=rows))
+
     model, optimizer, guard = build(sharded, torch.float32)
     guard.refresh()
     for p in model.parameters():
@@ -307,6 +314,8 @@ def test_two_ranks_refuse_alike(two: list[dict[str, Any]]) -> None:
         assert "compares whole vectors and the parameters are sharded" in said["projection"]
         assert "compares whole vectors" in said["norm"]
         assert "'extra.weight' is a plain tensor beside" in said["mixed"]
+        assert "tensor parallelism is not supported; train with FSDP2" in said["tensor"]
+        assert "sharded, but not by FSDP2" in said["alone"]
         assert "the 2 processes hold different anchors; make them in one and hand them out" in said["rows"]
         assert "is not finite at step 1; nothing was changed" in said["nan"]
     assert "held by another process" in two[0]["said"]["nan"]
