@@ -40,8 +40,8 @@ def test_the_model_learns_and_keeps(
 ) -> None:
     # Adapters begin at zero and take more steps to learn as much.
     found = run(name, "--epochs", str(epochs), "--new", "32", "--out", str(tmp_path))
-    assert found["learned"] > 0.4  # four candidates: chance is 0.25, and none was right before
-    assert found["kept"] > 0.7
+    assert found["learned"] > 0.8  # none was right before
+    assert found["kept"] > 0.65
 
 
 def test_optax_keeps_more_under_the_gate(run: Callable[..., dict[str, float]]) -> None:
