@@ -22,11 +22,12 @@ from trl import SFTConfig, SFTTrainer
 from cplus.attach import Guard, protect
 from cplus.data.encoded import Encoded
 from cplus.gates import Collaborative
-from cplus.integrations.keeping import ABOUT
+from cplus.integrations.keeping import ABOUT, keep, take_up
 from cplus.integrations.rows import bank_rows, encoded
 from cplus.integrations.transformers import PreservationCallback, admitted_share, preserve, protected
 from cplus.losses import answer_losses
 from cplus.optim import AdamW as OnePass
+from cplus.ranks import Layout
 
 
 def sft_trainer(folder: Path, tokenizer: Any, model: nn.Module, rows: Any, **changes: Any) -> SFTTrainer:
@@ -333,6 +334,20 @@ def test_the_guard_of_other_weights_is_refused_and_the_right_one_taken(tmp_path:
     callback.resume_from = Path(checkpoint)
     run.train(resume_from_checkpoint=checkpoint)
     assert (Path(checkpoint) / ABOUT).is_file()
+
+
+def test_a_state_kept_whole_is_refused_by_a_sharded_run(tmp_path: Path) -> None:
+    model = tiny.lm()
+    guard = protect(AdamW(model.parameters()), model, anchors=ANCHORS)
+    guard.refresh()
+    keep(guard, tmp_path, first=True)
+    take_up(guard, tmp_path)
+    guard.where = Layout(rank=0, world=2, sharded=True)
+    with pytest.raises(ValueError, match=r"kept whole by one process and this run shards over 2; .*distributed.save"):
+        take_up(guard, tmp_path)
+    (tmp_path / ABOUT).write_text("{}")
+    with pytest.raises(ValueError, match="expected the format cplus-guard/1"):
+        take_up(guard, tmp_path)
 
 
 def engine(name: str, module: str) -> type[Any]:

@@ -74,11 +74,14 @@ def named(methods: str) -> list[str]:
 
 def compare(methods: Sequence[str], seeds: int, out: Path) -> list[RunResult]:
     """Every method on the same split, anchors, bank and seeds, with live progress; each run is kept when it ends."""
+    import torch
+
     from cplus import models, run
     from cplus.loop import EpochEnded, Event
     from cplus.records import save_result
     from cplus.terminal import console, progress
 
+    torch.set_num_threads(1)  # a model this small loses more to threads that wait for each other than it gains
     base = models.load("toy")
     first = base_spec("sft", 0)
     console.print(f"base model: toy; new facts and past facts: {first.task}; outside: {', '.join(first.external)}")

@@ -19,7 +19,7 @@ FILE, FOLDER, ABOUT = "cplus_guard.pt", "cplus_guard", "cplus_guard.json"
 def keep(guard: Guard, folder: Path, *, first: bool) -> None:
     """Write a guard's state into a checkpoint folder; every process calls it, `first` writes what is not sharded."""
     sharded = guard.where.sharded
-    about = {"format": FORMAT, "ranks": guard.where.world if sharded else 1, "weights": _sums(guard)}
+    about = {"format": FORMAT, "weights": _sums(guard)}
     if sharded:
         from cplus.integrations import distributed
 
