@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
+from cplus.data.encoded import shared_prefix
 from cplus.data.examples import Example
 from cplus.interfaces import Interface, build
 from cplus.models import load
 from cplus.predictions import Prediction
 from cplus.scoring import predict
-from cplus.scoring.packed import Row, shared_prefix
+from cplus.scoring.packed import Row
 from cplus.tasks import load_task
 from cplus.terminal import output, print_json, track
 

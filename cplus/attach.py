@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -18,8 +20,11 @@ from cplus.kernels import Signs
 from cplus.optim import AdamW, Armed
 from cplus.ranks import Layout, layout, local
 from cplus.support import bare, check_engine, check_supported, trainable, unwrapped
+from cplus.watch import ZERO_EVIDENCE
 
 Projection = Callable[[Sequence[Tensor], Sequence[Sequence[Tensor]]], None]
+Observer = Callable[[int, Proposal, Tensor], None]
+"""Is shown each tensor's place among the parameters, its proposal and its coefficient: to read, not to keep."""
 
 
 def protect(
@@ -78,6 +83,7 @@ class Guard:
         self.refresh_every, self.allow_16bit = refresh_every, allow_16bit
         self.refreshes = 0
         self.steps = 0
+        self.observers: list[Observer] = []
         self._kept: list[list[Tensor | Signs]] = []
         self.theta: list[Tensor] = []
         self.params: list[nn.Parameter] = []
@@ -93,6 +99,8 @@ class Guard:
         """Compute the evidence at the current parameters and use it until the next refresh."""
         self._bind()
         reference = self.evidence(self.params, self.refreshes)
+        if reference.norm == 0.0:
+            warnings.warn(ZERO_EVIDENCE, stacklevel=2)
         self.vectors = reference.vectors
         self.refreshes += 1
         return reference
@@ -106,6 +114,13 @@ class Guard:
     def vectors(self, vectors: Sequence[Sequence[Tensor]]) -> None:
         packs = self.gate is not None and self.gate.signs_only and self.projection is None
         self._kept = [[Signs.of(g) if packs else g for g in vector] for vector in vectors]
+
+    def evidence_at(self, position: int) -> Tensor:
+        """The evidence about one parameter, or its signs where no more is kept."""
+        if not self._kept:
+            raise RuntimeError("no evidence yet: call guard.refresh() first")
+        g = self._kept[0][position]
+        return g.unpacked() if isinstance(g, Signs) else g
 
     @property
     def nbytes(self) -> int:
@@ -217,7 +232,8 @@ class Guard:
         if self.compiled:
             self._apply_compiled(proposals)
         else:
-            for proposal, c in zip(proposals, self.gate.coefficients(proposals), strict=True):
+            for i, (proposal, c) in enumerate(zip(proposals, self.gate.coefficients(proposals), strict=True)):
+                self._show(i, proposal, c)
                 proposal.proposed.copy_(algorithm.apply(proposal.theta, proposal.proposed, c))
         self.steps += 1
 
@@ -245,7 +261,12 @@ class Guard:
         ids = [id(p) for p in self.params]
         signs = {i: g for i, g in zip(ids, self._kept[0], strict=True) if isinstance(g, Signs)}
         ema = dict(zip(ids, gate.ema, strict=True))
-        optimizer.armed = Armed(signs=signs, ema=ema, numbers=kernels.gate_numbers(gate.beta, gate.step))
+        optimizer.armed = Armed(
+            signs=signs,
+            ema=ema,
+            numbers=kernels.gate_numbers(gate.beta, gate.step),
+            watch=self._show_armed if self.observers else None,
+        )
 
     def _apply_compiled(self, proposals: Sequence[Proposal]) -> None:
         """Lines 10-13 in one pass a tensor, in place."""
@@ -254,9 +275,28 @@ class Guard:
         gate.allocate([proposal.theta for proposal in proposals])
         gate.step += 1
         numbers = kernels.scalars(kernels.gate_numbers(gate.beta, gate.step), proposals[0].theta.device)
-        for proposal, ema in zip(proposals, gate.ema, strict=True):
+        for i, (proposal, ema) in enumerate(zip(proposals, gate.ema, strict=True)):
             assert isinstance(proposal.g_hat, Signs)
+            seen = replace(proposal, proposed=proposal.proposed.clone()) if self.observers else proposal
             kernels.on_rows(kernels.gate_block, (proposal.theta, proposal.proposed), proposal.g_hat, ema, numbers)
+            self._show_kept(i, seen)
+
+    def _show(self, position: int, proposal: Proposal, c: Tensor) -> None:
+        for observer in self.observers:
+            observer(position, proposal, c)
+
+    def _show_kept(self, position: int, proposal: Proposal) -> None:
+        """Show what a compiled pass has applied: its coefficient is read back from the average it kept."""
+        gate = self.gate
+        assert isinstance(gate, Collaborative)
+        if self.observers:
+            self._show(
+                position, proposal, algorithm.coefficient(kernels.read(gate.ema[position]), gate.beta, gate.step)
+            )
+
+    def _show_armed(self, p: nn.Parameter, theta: Tensor, proposed: Tensor) -> None:
+        position = next(i for i, q in enumerate(self.params) if q is p)
+        self._show_kept(position, Proposal(theta=theta, proposed=proposed, g_hat=self._kept[0][position]))
 
     def _moved(self, theta: Sequence[Tensor], proposed: Sequence[Tensor]) -> bool:
         moved = not all(torch.equal(t, p) for t, p in zip(theta, proposed, strict=True))
@@ -269,22 +309,34 @@ class Guard:
         gradients = [g for i in used if (g := self.params[i].grad) is not None]
         projection(gradients, [[vector[i] for i in used] for vector in self.vectors])
 
+    def _glance(self, gradients: list[tuple[nn.Parameter, Tensor]]) -> list[tuple[nn.Parameter, Tensor]]:
+        """All small tensors and one large one, in turn.
+
+        The one-pass kernel leaves a coordinate without a finite gradient alone, so looking can be cheap: a NaN in the
+        forward pass reaches the small tensors, norms and biases, at once; one that does not is found in its turn.
+        """
+        small = [each for each in gradients if each[1].numel() < kernels.SHARED]
+        large = [each for each in gradients if each[1].numel() >= kernels.SHARED]
+        return small + large[self.steps % len(large) :][:1] if large else small
+
     def _check_gradients(self) -> None:
         if getattr(self.optimizer, "found_inf", None) is not None:
             return  # a gradient scaler watches over these and skips the step itself
         gradients = [(p, local(p.grad)) for p in self.params if p.grad is not None]
+        if self.one_pass:
+            gradients = self._glance(gradients)
         if not gradients:
             return
-        norms = torch._foreach_norm([g for _, g in gradients])
-        total = torch.stack([n.float() for n in norms]).sum()
+        # A sum reads memory once at full speed; one that overflows is looked into below and found harmless.
+        total = torch.stack([g.sum().float() for _, g in gradients]).sum()
         if self.where.sharded:
             self.where.sum(total)  # one process's NaN stops them all, instead of leaving the others waiting
         if bool(torch.isfinite(total)):
             return
         bad = [p for p, g in gradients if not bool(torch.isfinite(g).all())]
-        if bad or self.where.sharded:
+        if self.where.sums([len(bad)], total.device)[0] if self.where.sharded else bad:
             name = self.names.get(id(bad[0]), "a parameter") if bad else "a parameter held by another process"
             raise FloatingPointError(
-                f"the gradient of {name} is not finite at step {self.steps + 1}; nothing was changed. Lower the "
+                f"the gradient of {name} is not finite at step {self.steps + 1}; this step changed nothing. Lower the "
                 "learning rate, clip the gradient or check the batch"
             )

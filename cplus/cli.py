@@ -23,14 +23,36 @@ def register() -> None:
     from cplus.commands.audit import audit
     from cplus.commands.config import config
     from cplus.commands.demo import demo
+    from cplus.commands.doctor import doctor
     from cplus.commands.evaluate import evaluate
+    from cplus.commands.ledger import ledger
     from cplus.commands.methods import methods
+    from cplus.commands.preview import preview
     from cplus.commands.probe import probe
     from cplus.commands.receipt import receipt
+    from cplus.commands.report import report
     from cplus.commands.split import split
+    from cplus.commands.study import study
+    from cplus.commands.update import update
 
-    for command in (demo, adapt, receipt, probe, audit, split, evaluate, methods, config):
+    for command in (
+        demo,
+        preview,
+        adapt,
+        update,
+        receipt,
+        probe,
+        audit,
+        split,
+        evaluate,
+        methods,
+        config,
+        study,
+        report,
+        doctor,
+    ):
         app.command()(command)
+    app.add_typer(ledger, name="ledger")
 
 
 def main() -> None:

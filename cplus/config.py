@@ -76,6 +76,9 @@ class AdaptConfig(BaseModel):
     new: str | None = Field(None, description="Rows to learn: a file, a named task or owner/name on the hub.")
     anchors: str | None = Field(None, description="Rows to keep, seen as evidence: a file or a named task.")
     past: str | None = Field(None, description="Held-out rows that Retention is measured on; else the anchors alone.")
+    kept: tuple[Path, ...] = Field(
+        (), description="Finished jobs whose anchors and bank are kept too, each as one past task; may be repeated."
+    )
     split: str | None = Field(
         None, description="A task the base model parts into past (right) and new (wrong); anchors are drawn from it."
     )
@@ -129,6 +132,9 @@ class AdaptConfig(BaseModel):
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Precision of the passes; weights and the optimizer's state stay float32."
     )
+    gradient_checkpointing: bool = Field(
+        False, description="Compute activations again in the backward pass: less memory, about a third more time."
+    )
     seed: int = Field(0, ge=0, description="Of the draw of anchors, the bank and the order.")
 
     max_asked: Positive = Field(
@@ -175,15 +181,15 @@ class AdaptConfig(BaseModel):
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "What is learned and kept": (
-        "new", "anchors", "past", "split", "num_anchors", "num_new", "external", "external_limit", "interface", "plain",
-        "own_answers", "judge", "max_new_tokens", "too_long", "data_dir",
+        "new", "anchors", "past", "kept", "split", "num_anchors", "num_new", "external", "external_limit", "interface",
+        "plain", "own_answers", "judge", "max_new_tokens", "too_long", "data_dir",
     ),
     "How it is kept": (
         "preset", "method", "anchor_weight", "beta", "bank", "num_probes", "shots", "temperature", "topics",
     ),
     "How it is learned": (
         "epochs", "stop", "batch_size", "order", "optimizer", "lr", "lr_schedule", "warmup_steps", "weight_decay",
-        "clip_norm", "lora", "compute_dtype", "seed",
+        "clip_norm", "lora", "compute_dtype", "gradient_checkpointing", "seed",
     ),
     "What is watched and written": (
         "out", "max_asked", "evaluate_every", "evaluate_rows", "require", "compare", "report_to", "checkpoint_minutes",
@@ -246,7 +252,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: there is no such file of settings")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected YAML, but it does not parse: {error}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ValueError(f"{path}: expected names and values, one setting a line, got {type(values).__name__}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -17,7 +17,10 @@ from cplus.methods import METHODS, Material, Method, Past
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Extra bytes a parameter: what the method says it holds, and what was found alive inside a step."""
+    """Extra bytes a parameter: what the method says it holds, and what was found alive inside a step.
+
+    Below 0 where a method holds less than plain fine-tuning.
+    """
 
     method: str
     rows: str
@@ -51,18 +54,26 @@ def rows_formula(method: Method) -> str:
 def live_bytes() -> int:
     """The storage of every tensor alive, each counted once."""
     gc.collect()
-    found = {}
-    for thing in gc.get_objects():
-        if type(thing) in (Tensor, nn.Parameter) and thing.device.type != "meta":  # no tracing stand-ins
-            storage = thing.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+    tensors = (thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter))
+    return stored_bytes(tensor for tensor in tensors if tensor.device.type != "meta")  # no tracing stand-ins
+
+
+def stored_bytes(tensors: Iterable[Tensor]) -> int:
+    """The storage behind tensors, each counted once, whole even where a tensor is a part of it."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def training_bytes(model: nn.Module) -> int:
+    """Weights, and for what trains a gradient and Adam's two moments."""
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return stored_bytes([*model.parameters(), *model.buffers()]) + 3 * trained
 
 
 def inside_a_step(method: Method, base: nn.Module, rows: Sequence[Encoded]) -> tuple[int, int]:
     """Bytes alive when the optimizer steps for the second time, and what the method says it holds by then."""
     past = Past(name="past", anchors=rows, probes=rows, synthetic=rows, constant=rows, balanced=rows)
-    model = copy.deepcopy(base)
+    model = method.trained(copy.deepcopy(base), 0)
     optimizer = AdamW(model.parameters(), lr=1e-5)
     prepared = prepare(method, optimizer, model, Material(new=rows, past=(past,)), seed=0)
     found: list[int] = []
@@ -84,7 +95,8 @@ def inside_a_step(method: Method, base: nn.Module, rows: Sequence[Encoded]) -> t
     said = 0 if guard is None else guard.nbytes + guard.step_nbytes
     if guard is not None:
         guard.detach()
-    parameters = sum(p.numel() for p in model.parameters())
+    said += training_bytes(model) - training_bytes(base)  # adapters in place of the model's own weights
+    parameters = sum(p.numel() for p in base.parameters())
     return found[-1], said + int(method.objective.bytes_a_parameter * parameters)
 
 

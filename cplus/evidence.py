@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from cplus.cost import Work
 from cplus.data.encoded import Encoded, length_sorted_batches
-from cplus.losses import answer_losses, target_logits
+from cplus.losses import answer_losses, shared_losses, target_logits
 from cplus.projections import dot, orthonormal
 from cplus.ranks import Layout, layout, local
 
 Losses = Callable[[nn.Module, Sequence[Encoded]], Tensor]
-MAX_TOKENS = 4096  # padded tokens in one pass; a bound on memory that never changes the gradient
+MAX_TOKENS = 2048  # padded tokens in one pass; a bound on memory that never changes the gradient
 MAX_ROWS = 256
+MAX_PADDING = 128  # tokens of padding in one pass; beyond, another pass is cheaper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +47,15 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What a refresh found: one or more vectors in the order of the parameters, and what it cost."""
+    """What a refresh found: one or more vectors in the order of the parameters, and what it cost.
+
+    `norm` is the gradient's length, None where it was not taken.
+    """
 
     vectors: list[list[Tensor]]
     losses: dict[str, float] = field(default_factory=dict)
     work: Work = field(default_factory=Work)
+    norm: float | None = None
 
 
 class Evidence(Protocol):
@@ -108,24 +113,27 @@ class MeanGradient:
 
     model: nn.Module
     sources: tuple[Source, ...]
-    losses: Losses = answer_losses
+    losses: Losses = shared_losses
     max_tokens: int = MAX_TOKENS
 
     def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
         """One pass over every source at the current parameters."""
         where = layout(params, named(self.model))
         totals, work = [0.0] * len(self.sources), Work()
+        seen = [(i, row) for i, source in enumerate(self.sources) for row in source.at(refresh)]
+        where.check_alike(seen, "the rows of evidence", params[0].device)
+        # FSDP2 averages gradients over the processes; the mean over all rows is a sum over them.
+        processes = where.world if where.sharded else 1
+        weights = [source.weight / len(source.at(refresh)) * processes for source in self.sources]
         with borrowed_gradients(self.model, params):
-            for i, source in enumerate(self.sources):
-                seen = source.at(refresh)
-                where.check_alike(seen, source.name, params[0].device)
-                # FSDP2 averages gradients over the processes; the mean over all rows is a sum over them.
-                weight = source.weight / len(seen) * (where.world if where.sharded else 1)
-                for batch, counts in dealt(seen, where, self.max_tokens):
-                    loss = self.losses(self.model, batch).sum()
-                    (loss * (weight * counts)).backward()  # type: ignore[no-untyped-call]
-                    totals[i] += float(loss.detach()) * counts
-                    work += measured(batch)
+            for batch, counts in dealt(seen, where, self.max_tokens):
+                asked = [row for _, row in batch]
+                losses = self.losses(self.model, asked)
+                factors = losses.new_tensor([weights[i] * counts for i, _ in batch])
+                (losses * factors).sum().backward()  # type: ignore[no-untyped-call]
+                for (i, _), loss in zip(batch, losses.tolist(), strict=True):
+                    totals[i] += loss * counts
+                work += measured(asked)
             vector = take_gradients(self.model, params)
         if not where.sharded:
             vector = [where.sum(g) for g in vector]
@@ -133,7 +141,33 @@ class MeanGradient:
         means = {s.name: total / len(s.at(refresh)) for s, total in zip(self.sources, totals, strict=True)}
         check_finite(self.model, params, vector, means, where)
         work = Work(rows=int(rows), tokens=int(tokens), padded=int(padded))
-        return Reference(vectors=[vector], losses=means, work=work)
+        return Reference(vectors=[vector], losses=means, work=work, norm=length(vector, where))
+
+
+class Remembered:
+    """Variant: the evidence before a refresh keeps a weight in the evidence after it, bias-corrected as an average.
+
+    A part of the bank a refresh then still leaves a trace of the other parts in the mask.
+    """
+
+    def __init__(self, inner: Evidence, memory: float) -> None:
+        if not 0.0 <= memory < 1.0:
+            raise ValueError(f"memory must lie in [0, 1), got {memory}")
+        self.inner, self.memory = inner, memory
+        self.vectors: list[list[Tensor]] = []
+        self.weight = 0.0
+
+    def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
+        """The inner evidence now, averaged with what came before."""
+        found = self.inner(params, refresh)
+        self.weight = self.memory * self.weight + (1.0 - self.memory)
+        share = (1.0 - self.memory) / self.weight  # 1 at the first refresh
+        old = self.vectors or found.vectors
+        self.vectors = [
+            [a.lerp(b, share) for a, b in zip(before, now, strict=True)]
+            for before, now in zip(old, found.vectors, strict=True)
+        ]
+        return Reference(vectors=self.vectors, losses=found.losses, work=found.work)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +220,7 @@ class Tail:
             worst.append(Source(name=source.name, weight=source.weight, rows=[seen[i] for i in keep]))
             work += Work(forward=sum(measured(batch).padded for batch in batched(seen, MAX_TOKENS)))
         found = MeanGradient(model=self.model, sources=tuple(worst))(params, refresh)
-        return Reference(vectors=found.vectors, losses=found.losses, work=found.work + work)
+        return Reference(vectors=found.vectors, losses=found.losses, work=found.work + work, norm=found.norm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +262,7 @@ def example_losses(model: nn.Module, rows: Sequence[Encoded]) -> list[float]:
     """Every row's own loss, in the order of the rows, in evaluation mode."""
     losses, training = [0.0] * len(rows), model.training
     model.eval()
-    for batch in length_sorted_batches([len(r) for r in rows], max_tokens=MAX_TOKENS, max_rows=MAX_ROWS):
+    for batch in _like(rows, MAX_TOKENS):
         for i, loss in zip(batch, answer_losses(model, [rows[i] for i in batch]).tolist(), strict=True):
             losses[i] = loss
     model.train(training)
@@ -242,27 +276,43 @@ def measured(batch: Sequence[Encoded]) -> Work:
 
 def batched(rows: Sequence[Encoded], max_tokens: int) -> Iterator[list[Encoded]]:
     """Rows in batches of like length."""
-    for batch in length_sorted_batches([len(r) for r in rows], max_tokens=max_tokens, max_rows=MAX_ROWS):
+    for batch in _like(rows, max_tokens):
         yield [rows[i] for i in batch]
 
 
-def dealt(rows: Sequence[Encoded], where: Layout, max_tokens: int) -> Iterator[tuple[list[Encoded], float]]:
+def _like(rows: Sequence[Encoded], max_tokens: int) -> Iterator[list[int]]:
+    return length_sorted_batches(
+        [len(r) for r in rows], max_tokens=max_tokens, max_rows=MAX_ROWS, max_padding=MAX_PADDING
+    )
+
+
+def dealt(
+    seen: Sequence[tuple[int, Encoded]], where: Layout, max_tokens: int
+) -> Iterator[tuple[list[tuple[int, Encoded]], float]]:
     """This process's batches with weight 1, then batches of weight 0 until every process has run as many passes.
 
-    Under FSDP2 each pass is an exchange all processes take part in, so one that has fewer rows must join in.
+    Rows come with their source's number; sources share batches. Under FSDP2 each pass is an exchange all processes take
+    part in, so one that has fewer rows must join in.
     """
-    shares = [rows[rank :: where.world] for rank in range(where.world)]
-    passes = max(sum(1 for _ in batched(share, max_tokens)) for share in shares)
-    own = list(batched(shares[where.rank], max_tokens))
-    for batch in own:
+    shares = [seen[rank :: where.world] for rank in range(where.world)]
+    passes = max(sum(1 for _ in _like([row for _, row in share], max_tokens)) for share in shares)
+    own = shares[where.rank]
+    batches = [[own[i] for i in batch] for batch in _like([row for _, row in own], max_tokens)]
+    for batch in batches:
         yield batch, 1.0
-    for _ in range(passes - len(own)):
-        yield [rows[0]], 0.0
+    for _ in range(passes - len(batches)):
+        yield [seen[0]], 0.0
 
 
 def norm(vector: Sequence[Tensor], where: Layout) -> float:
     """The length of a gradient whose parts the processes may hold."""
     squared = dot(vector, vector)
+    return math.sqrt(where.sums([squared], vector[0].device)[0] if where.sharded else squared)
+
+
+def length(vector: Sequence[Tensor], where: Layout) -> float:
+    """The same in the gradient's own precision, with no copy of it: enough to see that there is one at all."""
+    squared = float(torch.stack([n.double() for n in torch._foreach_norm(list(vector))]).square().sum())
     return math.sqrt(where.sums([squared], vector[0].device)[0] if where.sharded else squared)
 
 

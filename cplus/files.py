@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import glob
 import hashlib
 import json
 import os
@@ -42,11 +45,10 @@ def replacing(path: Path) -> Iterator[Path]:
     part = Path(name)
     try:
         yield part
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())
         part.chmod(0o644)  # mkstemp makes files only their owner can read
+        sync(part)
         os.replace(part, path)
-        _sync_folder(path.parent)
+        sync(path.parent)
     finally:
         part.unlink(missing_ok=True)
 
@@ -62,26 +64,72 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         for file in part.rglob("*"):
             if file.is_file():
                 file.chmod(0o644)  # safetensors writes files only their owner can read
-                with file.open("rb") as opened:
-                    os.fsync(opened.fileno())
-        _swap(part, path)
-        _sync_folder(path.parent)
+            sync(file)
+        sync(part)
+        _take_place(part, path)
+        sync(path.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _swap(part: Path, path: Path) -> None:
+def _take_place(part: Path, path: Path) -> None:
+    """Put `part` where `path` is; what was there is then at `part`, or gone."""
     if not path.exists():
         os.rename(part, path)
-        return
-    old = part.with_suffix(".old")
-    os.rename(path, old)
+    elif not exchange(part, path):
+        # Two moves, and a moment without `path` between them: `tidy` undoes the first if the second never came.
+        old = part.with_suffix(".old")
+        os.rename(path, old)
+        try:
+            os.rename(part, path)
+        except OSError:
+            os.rename(old, path)
+            raise
+        shutil.rmtree(old)
+
+
+def exchange(left: Path, right: Path) -> bool:
+    """Let two paths change places in one move; False where the system or the file system cannot."""
+    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux
     try:
-        os.rename(part, path)
-    except OSError:
-        os.rename(old, path)
-        raise
-    shutil.rmtree(old)
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    if renameat2(here, os.fsencode(left), here, os.fsencode(right), swap) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EXDEV):
+        return False
+    raise OSError(code, os.strerror(code), str(right))
+
+
+def tidy(folder: Path, name: str | None = None) -> None:
+    """Clear up what killed processes left half-written, of this name or of all; nobody else may be writing there."""
+    which = "*" if name is None else f"{glob.escape(name)}.*"
+    for old in folder.glob(f".{which}.old"):
+        path = folder / old.name[1:].rpartition(".")[0].rpartition(".")[0]  # .NAME.RANDOM.old
+        if not path.exists():
+            os.rename(old, path)
+    for left in (*folder.glob(f".{which}.part"), *folder.glob(f".{which}.old")):
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+def is_left(name: str) -> bool:
+    """Whether a name is one that only a killed process leaves: a lock, or something half-written.
+
+    >>> is_left(".record.json.k3_x.part"), is_left(".lock"), is_left("record.json")
+    (True, True, False)
+    """
+    return name.startswith(".") and name.endswith((".lock", ".part", ".old"))
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -95,17 +143,30 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def sealed(body: dict[str, Any]) -> dict[str, Any]:
+    """The values as they will be read, with the hash of them all under `sha256`."""
+    plain: dict[str, Any] = json.loads(canonical_json(body))
+    return {**plain, "sha256": fingerprint(plain)}
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """Read what `sealed` gave; values that were altered since are refused."""
+    raw = read_json(path)
+    check_seal(path, raw)
+    return dict(raw)
+
+
+def check_seal(path: Path, raw: Any) -> None:
+    """Refuse a record whose values do not have the hash they were written with."""
+    if not isinstance(raw, dict) or "sha256" not in raw:
+        raise ValueError(f"{path}: expected a record with its hash; it was written by another version")
+    if raw["sha256"] != fingerprint({key: value for key, value in raw.items() if key != "sha256"}):
+        raise ValueError(f"{path}: the record was altered after it was written: its content has another hash")
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file; a damaged one is named in the error."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, a number of too many digits
         raise ValueError(f"{path}: expected a JSON file, but it does not parse: {error}") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,7 +6,7 @@ attenuate an update and can never introduce, amplify or reverse one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -125,6 +125,38 @@ class Collaborative:
             raise ValueError("the kept gate state belongs to parameters of other shapes")
         self.step = int(state["step"])
         self.ema = [e.clone() for e in state["ema"]]
+
+
+class Elementwise:
+    """A gate without memory, by a pure function: an update and the evidence about it give the coefficients."""
+
+    signs_only = False
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.function = function
+
+    def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
+        """What the function says; outside [0, 1] it would no longer attenuate, and is refused."""
+        for proposal in proposals:
+            c = self.function(proposal.delta, proposal.sign)
+            if c.shape != proposal.theta.shape or not bool(((c >= 0) & (c <= 1)).all()):
+                raise ValueError(
+                    f"a gate's coefficients must lie in [0, 1], one for each of {tuple(proposal.theta.shape)} "
+                    f"coordinates, got {tuple(c.shape)} from {float(c.min()):g} to {float(c.max()):g}"
+                )
+            yield c
+
+    @property
+    def nbytes(self) -> int:
+        """Nothing is kept from step to step."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing."""
 
 
 class NormMatched:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import FunctionType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -18,7 +19,10 @@ from torch import Tensor
 from cplus import algorithm
 
 EmaType: TypeAlias = Literal["float32", "bfloat16", "uint8"]
-WORTH_COMPILING = 16_000_000  # parameters; below, a compiled kernel saves less in a run than compiling it costs
+WORTH_COMPILING = 4_000_000  # parameters; below, a compiled kernel saves less in a run than compiling it costs
+CHUNK = 1 << 20  # coordinates packed at a time
+SHARED = 1 << 15  # coordinates from which on it pays to wake other threads
+FIRST = 1 << 17  # columns of the block a kernel is compiled for
 LEVELS = 255.0  # a uint8 average counts in steps of 1/255
 
 
@@ -41,8 +45,7 @@ class Signs:
         >>> Signs.of(torch.tensor([3.0, -2.0, 0.0, 1e-30, -1.0])).unpacked()
         tensor([ 1, -1,  0,  1, -1], dtype=torch.int8)
         """
-        flat = gradient.detach().contiguous()
-        head, tail = rows((flat > 0).to(torch.uint8) + (flat < 0).to(torch.uint8) * 2)
+        head, tail = rows(gradient.detach().contiguous())
         return cls(_pack(head), _pack(tail), gradient.shape)
 
     @property
@@ -70,10 +73,13 @@ def rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return flat[:cut].view(4, -1), flat[cut:].view(-1, 1)
 
 
-def _pack(codes: Tensor) -> Tensor:
-    packed = torch.zeros_like(codes[0]) if len(codes) else codes.new_zeros(0)
-    for k, row in enumerate(codes):
-        packed |= row << 2 * k
+def _pack(values: Tensor) -> Tensor:
+    """The codes of up to four rows in one byte a column, a chunk at a time so that little memory is taken on top."""
+    packed = values.new_zeros(values.shape[1] if len(values) else 0, dtype=torch.uint8)
+    for k, row in enumerate(values):
+        for start in range(0, row.numel(), CHUNK):
+            part = row[start : start + CHUNK]
+            packed[start : start + CHUNK] |= ((part > 0).to(torch.uint8) + (part < 0).to(torch.uint8) * 2) << 2 * k
     return packed
 
 
@@ -138,34 +144,59 @@ def adamw_block(
 ) -> None:
     """In place: AdamW's proposal and the gate on it in one pass, with no copy of the parameters.
 
-    Source: Loshchilov and Hutter 2019, in the order of torch's fused kernel.
+    Source: Loshchilov and Hutter 2019, in the order of torch's fused kernel, but for one division by a scalar that is a
+    product here: divisions are what limits this kernel once memory does not. A coordinate whose gradient is not finite
+    proposes nothing and keeps its moments.
     """
+    fine = gradient.abs() <= torch.finfo(gradient.dtype).max
     rest1, beta2, rest2, decay, step, root, eps, *gate = numbers.unbind()
     code = packed[None, :].to(torch.int32) >> shift & 3
     first = torch.lerp(m, gradient, rest1)
     second = beta2 * v + rest2 * gradient * gradient
-    proposed = param * decay - step * first / (second.sqrt() / root + eps)
-    applied, kept = _gated(param, proposed, code, ema, gate)
+    proposed = param * decay - step * first / (second.sqrt() * root + eps)
+    applied, kept = _gated(param, torch.where(fine, proposed, param), code, ema, gate)
     param.copy_(applied)
-    m.copy_(first)
-    v.copy_(second)
+    m.copy_(torch.where(fine, first, m))
+    v.copy_(torch.where(fine, second, v))
     ema.copy_(kept)
 
 
 def on_rows(block: Callable[..., None], tensors: Sequence[Tensor], signs: Signs, ema: Tensor, numbers: Tensor) -> None:
     """The compiled block on the coordinates that fill four rows, the same function uncompiled on the last few."""
-    shift = shifts(ema.device)
-    head, tail = zip(*(rows(t) for t in (*tensors, ema)), strict=True)
+    shift, last = shifts(ema.device), ema.numel() % 4
+    kernel = compiled(block, ema.dtype, ema.device, torch.get_num_threads() if ema.numel() >= SHARED else 1)
+    if not last:
+        head = [_rows_of_four(t) for t in (*tensors, ema)]
+        kernel(*head[:-1], signs.packed, shift, head[-1], numbers)
+        return
+    head, tail = ([part.detach() for part in parts] for parts in zip(*map(rows, (*tensors, ema)), strict=True))
     if head[0].numel():
-        compiled(block)(*head[:-1], signs.packed, shift, head[-1], numbers)
-    if last := len(tail[0]):
-        block(*tail[:-1], signs.tail, shift[:last], tail[-1], numbers[:, :last])
+        kernel(*head[:-1], signs.packed, shift, head[-1], numbers)
+    block(*tail[:-1], signs.tail, shift[:last], tail[-1], numbers[:, :last])
+
+
+def _rows_of_four(tensor: Tensor) -> Tensor:
+    # Without detach the compiler guards on what the view was cut from, and builds a second kernel for vectors.
+    return tensor.view(4, -1).detach()
 
 
 @cache
-def compiled(block: Callable[..., None]) -> Callable[..., None]:
-    """The block as one in-place kernel for every size; compiled once and kept in Inductor's cache."""
-    return torch.compile(block, dynamic=True, fullgraph=True)
+def compiled(block: Callable[..., None], ema: torch.dtype, device: torch.device, threads: int) -> Callable[..., None]:
+    """The block as one in-place kernel for every size; compiled once and kept in Inductor's cache.
+
+    The compiler decides by the first call whether the kernel uses several threads, so that call is a large one. Its
+    cache does not ask for how many threads a kernel was built unless the options say it.
+    """
+    # A copy of the code has a cache of its own, in which the one kernel there is needs no test whether it fits: what
+    # could differ is in this function's arguments, and `fits` has refused the rest.
+    own = FunctionType(block.__code__.replace(co_name=f"{block.__name__}_{ema}_{threads}"), block.__globals__)
+    options: dict[str, Any] = {"cpp.threads": threads, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    kernel = torch.compile(own, dynamic=True, fullgraph=True, options=options)
+    floats = [torch.zeros(4, FIRST, device=device) for _ in range(4 if block is adamw_block else 2)]
+    average = torch.zeros(4, FIRST, dtype=ema, device=device)
+    numbers = scalars([1.0] * (10 if block is adamw_block else 3), device)
+    kernel(*floats, torch.zeros(FIRST, dtype=torch.uint8, device=device), shifts(device), average, numbers)
+    return kernel
 
 
 @cache

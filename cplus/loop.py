@@ -43,6 +43,7 @@ class Refreshed:
     step: int
     losses: dict[str, float]
     work: Work
+    norm: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,7 @@ def adapt(
         for number, rows in enumerate(batches[used:], start=used + 1):
             if guard is not None and due(method, step=step, batch=number):
                 found = guard.refresh()
-                yield Refreshed(epoch=epoch, step=step, losses=found.losses, work=found.work)
+                yield Refreshed(epoch=epoch, step=step, losses=found.losses, work=found.work, norm=found.norm)
             optimizer.zero_grad(set_to_none=True)
             loss, work = prepared.backward(rows)
             check_finite(loss, step + 1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cplus.data.encoded import Encoded
+from cplus.data.encoded import Encoded, shared_prefix
 
 
 def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
@@ -49,6 +49,12 @@ def last_logits(model: nn.Module, batch: dict[str, Tensor], keep: int) -> Tensor
 
 def target_logits(model: nn.Module, rows: Sequence[Encoded]) -> tuple[Tensor, Tensor]:
     """Logits that predict each row's target, and the target ids, both aligned at the end; -100 is no target."""
+    batch, labels = _targets(model, rows)
+    return last_logits(model, batch, labels.shape[1]), labels
+
+
+def _targets(model: nn.Module, rows: Sequence[Encoded]) -> tuple[dict[str, Tensor], Tensor]:
+    """What the model reads, and the targets it is to predict at the last positions."""
     device = next(model.parameters()).device
     # The last target token is predicted, never read, so it is not an input.
     batch = left_padded([(*row.prompt, *row.target[:-1]) for row in rows], device)
@@ -56,7 +62,7 @@ def target_logits(model: nn.Module, rows: Sequence[Encoded]) -> tuple[Tensor, Te
     labels = torch.full((len(rows), keep), -100, dtype=torch.long)
     for i, row in enumerate(rows):
         labels[i, keep - len(row.target) :] = torch.tensor(row.labels)
-    return last_logits(model, batch, keep), labels.to(device)
+    return batch, labels.to(device)
 
 
 def answer_losses(model: nn.Module, rows: Sequence[Encoded]) -> Tensor:
@@ -64,10 +70,50 @@ def answer_losses(model: nn.Module, rows: Sequence[Encoded]) -> Tensor:
 
     Paper: l in App. C.4; protocol section 1.
     """
-    logits, labels = target_logits(model, rows)
+    return _mean_over_targets(*target_logits(model, rows))
+
+
+def _mean_over_targets(logits: Tensor, labels: Tensor) -> Tensor:
     token = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
-    counts = (labels != -100).sum(1)
-    return token.view_as(labels).sum(1) / counts
+    return token.view_as(labels).sum(1) / (labels != -100).sum(1)
+
+
+def shared_losses(model: nn.Module, rows: Sequence[Encoded]) -> Tensor:
+    """`answer_losses` with what all prompts begin with, such as a chat's system text, put through the model once.
+
+    For passes without dropout only: the rows share the prefix's activations, and its gradient is their sum.
+    """
+    prefix = shared_prefix([row.prompt for row in rows])
+    if not prefix or not _shares_prefix(model, max(map(len, rows))):
+        return answer_losses(model, rows)
+    rest = [Encoded(row.prompt[len(prefix) :], row.target, row.scored) for row in rows]
+    ids = torch.tensor([prefix], device=next(model.parameters()).device)
+    past = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+    past.batch_repeat_interleave(len(rows))
+    batch, labels = _targets(model, rest)
+    batch["attention_mask"] = F.pad(batch["attention_mask"], (len(prefix), 0), value=1)
+    batch["position_ids"] = batch["position_ids"] + len(prefix)
+    logits = model(**batch, past_key_values=past, use_cache=True, logits_to_keep=labels.shape[1]).logits.float()
+    return _mean_over_targets(logits, labels)
+
+
+def _shares_prefix(model: nn.Module, longest: int) -> bool:
+    """Whether the model continues from keys and values, with gradients, as it would from the whole text."""
+    config = getattr(model, "config", None)
+    arguments = inspect.signature(type(model).forward).parameters
+    sliding = getattr(config, "sliding_window", None)
+    return (
+        config is not None
+        and {"position_ids", "past_key_values", "logits_to_keep"} <= set(arguments)
+        and not model.training
+        and not getattr(model, "is_gradient_checkpointing", False)
+        and not getattr(model, "_is_stateful", False)
+        and not getattr(config, "alibi", False)
+        and (sliding is None or longest <= sliding)
+        # A second pass through sharded layers would gather them once more.
+        and type(next(model.parameters())) is nn.Parameter
+        and not torch.distributed.is_initialized()
+    )
 
 
 def divergences(model: nn.Module, frozen: nn.Module, rows: Sequence[Encoded]) -> Tensor:

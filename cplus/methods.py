@@ -1,6 +1,7 @@
 """THE TABLE: a method is what it trains on, its objective, its evidence, its projection and its gate.
 
 A row states what differs from SFT. A user's own method is one more row; an ablation is `dataclasses.replace`.
+A row may also train adapters in place of the model's own weights.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor, nn
 
-from cplus import objectives
+from cplus import adapters, objectives
 from cplus.attach import Projection
 from cplus.data.encoded import Encoded
 from cplus.evidence import Evidence, LogitBasis, MeanGradient, NormAligned, Source, Tail
@@ -78,12 +79,17 @@ class Method:
     reduction: BuildEvidence = lambda model, sources: MeanGradient(model=model, sources=sources)
     projection: Projection | None = None
     gate: Callable[[int], Gate] | None = None
+    adapter: adapters.Adapter | None = None
 
     @property
     def needs(self) -> tuple[Rows, ...]:
         """The kinds of rows the method cannot do without, in the order of first use."""
         kinds = (*self.train_on, *self.objective.needs, *(kind for _, kind in self.evidence))
         return tuple(dict.fromkeys(kinds))
+
+    def trained(self, model: nn.Module, seed: int) -> nn.Module:
+        """What the optimizer is made for: the model itself, or the model with the row's adapters."""
+        return model if self.adapter is None else self.adapter(model, seed)
 
     def check(self, material: Material) -> None:
         """Refuse material that lacks a kind of rows the method needs."""
@@ -174,6 +180,18 @@ _ROWS = (
         summary="Adds a penalty on moving the weights that mattered for the anchors.",
         paper="Kirkpatrick et al. 2017",
         objective=objectives.ElasticWeights(weight=10.0),
+    ),
+    Method(
+        name="lora",
+        summary="Supervised fine-tuning of low-rank adapters on every linear layer, the model frozen.",
+        paper="Hu et al. 2022",
+        adapter=adapters.lora,
+    ),
+    Method(
+        name="osf",
+        summary="Supervised fine-tuning of each layer's smaller singular directions, orthogonal to the larger.",
+        paper="Nayak et al. 2025",
+        adapter=adapters.osf,
     ),
     Method(
         name="cpl",

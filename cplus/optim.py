@@ -14,11 +14,15 @@ from cplus import kernels
 
 @dataclass(frozen=True, slots=True)
 class Armed:
-    """What one gated step needs besides the optimizer's own state, by parameter identity."""
+    """What one gated step needs besides the optimizer's own state, by parameter identity.
+
+    `watch` is shown each parameter, where it stood and what was proposed, after its step.
+    """
 
     signs: dict[int, kernels.Signs]
     ema: dict[int, Tensor]
     numbers: tuple[float, ...]
+    watch: Callable[[nn.Parameter, Tensor, Tensor], None] | None = None
 
 
 class AdamW(torch.optim.AdamW):
@@ -46,37 +50,60 @@ class AdamW(torch.optim.AdamW):
         """One step; gated if armed, and disarmed by it."""
         armed, self.armed = self.armed, None
         if armed is None:
-            return super().step(closure)
+            return _unhooked(torch.optim.AdamW.step)(self, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for p, gradient, state, numbers in self._work(armed):
-            tensors = (p.detach(), gradient, state["exp_avg"], state["exp_avg_sq"])
+            tensors = (p, gradient, state["exp_avg"], state["exp_avg_sq"])
+            theta = None if armed.watch is None else p.detach().clone()
             kernels.on_rows(kernels.adamw_block, tensors, armed.signs[id(p)], armed.ema[id(p)], numbers)
+            if armed.watch is not None and theta is not None:
+                armed.watch(p, theta, proposed(theta, state, numbers))
         return loss
 
     def _work(self, armed: Armed) -> Iterator[tuple[nn.Parameter, Tensor, dict[str, Tensor], Tensor]]:
         """Every parameter that has a gradient, with its state created and its step counted as torch does."""
         for group in self.param_groups:
             known: dict[float, Tensor] = {}
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
+            moving = [p for p in group["params"] if p.grad is not None]
+            for p in moving:
                 state = self.state[p]
                 if not state:
                     state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-                state["step"] += 1
-                t = float(state["step"])
+            if moving:
+                torch._foreach_add_([self.state[p]["step"] for p in moving], 1)
+            for p in moving:
+                state = self.state[p]
+                t = state["step"].item()
                 if t not in known:  # one small tensor for all parameters of the group, so nothing recompiles
                     known[t] = kernels.scalars(step_numbers(group, t, armed), p.device)
                 yield p, p.grad, state, known[t]
+
+
+def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's own step without the hook calls torch puts around it once an optimizer of its own class exists.
+
+    The hooks run around this class's step already; a second round inside it would count every step twice.
+    """
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return step
+
+
+def proposed(theta: Tensor, state: dict[str, Tensor], numbers: Tensor) -> Tensor:
+    """What the one-pass kernel proposed, from the moments it left behind."""
+    decay, step, root, eps = numbers[3:7, 0, 0].unbind()
+    direction = state["exp_avg_sq"].sqrt().mul_(root).add_(eps)
+    torch.div(state["exp_avg"], direction, out=direction)
+    return (theta * decay).sub_(direction.mul_(step))
 
 
 def step_numbers(group: dict[str, Any], t: float, armed: Armed) -> tuple[float, ...]:
     """The scalars of one step in the order `kernels.adamw_block` reads them."""
     beta1, beta2 = group["betas"]
     lr, decay = float(group["lr"]), group["weight_decay"]
-    step, root = lr / (1.0 - beta1**t), (1.0 - beta2**t) ** 0.5
+    step, root = lr / (1.0 - beta1**t), (1.0 - beta2**t) ** -0.5
     return (1.0 - beta1, beta2, 1.0 - beta2, 1.0 - lr * decay, step, root, group["eps"], *armed.numbers)

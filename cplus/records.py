@@ -10,14 +10,20 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from cplus.files import fingerprint, read_json, write_json
+from cplus.files import check_seal, fingerprint, read_json, sealed, write_json
 
 SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """Everything that decides a run's numbers; two equal specs are the same run."""
+    """Everything that decides a run's numbers; two equal specs are the same run.
+
+    `anchor_task` is the task that anchors are drawn from and Retention is measured on, where it is not the new one,
+    and `wrong_anchors` of the anchors were answered wrongly; `num_past` bounds the past rows that are asked again.
+    `parts` shows the evidence one part of the bank a refresh, every `refresh` steps (None: when the method says);
+    `memory` is the weight of the evidence before in the one after a refresh.
+    """
 
     model: str
     task: str
@@ -40,10 +46,18 @@ class RunSpec:
     external: tuple[str, ...] = ()
     external_limit: int | None = None
     evaluate_every: int = 0
+    num_past: int | None = None
+    anchor_task: str = ""
+    wrong_anchors: int = 0
+    parts: int = 1
+    refresh: int | None = None
+    memory: float = 0.0
+    diagnose: tuple[str, ...] = ()
 
     def key(self) -> str:
-        """A short name of the spec, from its content."""
-        return fingerprint(asdict(self))[:16]
+        """A short name of the spec, from what it says beyond the defaults: a later field renames no old run."""
+        said = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return fingerprint(said)[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +66,8 @@ class RunResult:
 
     `external` holds for each outside task the accuracy before and after and the share of right answers kept.
     `cost` holds FLOPs of training and of recurring preservation passes, rows and tokens; `overlap` counts the past
-    questions that also stand in the bank, and `retention_uncovered` leaves them out.
+    questions that also stand in the bank, and `retention_uncovered` leaves them out. `correction` is the share of
+    wrong past-task rows, never trained on, that came right: only where anchors are of another task.
     """
 
     spec: RunSpec
@@ -65,6 +80,8 @@ class RunResult:
     seconds: float
     extra_bytes: int
     curve: list[dict[str, float]] = field(default_factory=list)
+    correction: float | None = None
+    diagnostics: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -74,24 +91,130 @@ class RunResult:
         return sum(kept) / len(kept) if kept else None
 
 
+def result_name(spec: RunSpec) -> str:
+    """The name of a run's file."""
+    return f"{spec.method}-{spec.seed}-{spec.key()}.json"
+
+
 def save_result(result: RunResult, folder: Path) -> Path:
     """Write the result under its spec's name."""
-    path = folder / f"{result.spec.method}-{result.spec.seed}-{result.spec.key()}.json"
-    write_json(path, {"schema": SCHEMA, **asdict(result)})
+    path = folder / result_name(result.spec)
+    write_json(path, sealed({"schema": SCHEMA, **asdict(result)}))
     return path
 
 
 def load_result(path: Path) -> RunResult:
-    """Read a result; one of another schema or with other fields is refused by name."""
+    """Read a result; one of another schema, with other fields or altered since it was written is refused."""
     raw = read_json(path)
-    if not isinstance(raw, dict) or raw.pop("schema", None) != SCHEMA:
+    if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
         raise ValueError(f"{path}: expected a run record of schema {SCHEMA}; it was written by another version")
+    check_seal(path, raw)
+    del raw["schema"], raw["sha256"]
     try:
         spec = raw.pop("spec")
-        spec["external"] = tuple(spec["external"])
+        for name in ("external", "diagnose"):
+            spec[name] = tuple(spec.get(name, ()))
         return RunResult(spec=RunSpec(**spec), **raw)
     except (KeyError, TypeError) as error:
         names = ", ".join(f.name for f in fields(RunResult))
+        raise ValueError(f"{path}: expected the fields {names}; {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceSpec:
+    """Everything that decides the numbers of tasks learned one after another; equal specs are the same sequence.
+
+    `method` adapts from the second task on; the first task, before which there is no past, is learned by
+    `first_method`, so that all methods share its checkpoint. `num_anchors` and `num_probes` are for each past task,
+    `num_new` for each stage; `num_rows` bounds the rows of every task, drawn by the seed.
+    """
+
+    model: str
+    tasks: tuple[str, ...]
+    interface: str
+    method: str
+    seed: int
+    num_anchors: int
+    num_probes: int
+    num_new: int | None = None
+    num_rows: int | None = None
+    first_method: str = "sft"
+    shots: int = 2
+    temperature: float = 0.8
+    anchor_weight: float = 0.5
+    beta: float = 0.9
+    optimizer: str = "adamw"
+    lr: float = 1e-6
+    weight_decay: float = 0.1
+    epochs: int = 25
+    batch_size: int = 1
+    order: str = "file"
+
+    def __post_init__(self) -> None:
+        if len(set(self.tasks)) != len(self.tasks) or not self.tasks:
+            raise ValueError(f"expected different tasks, at least one, got {', '.join(self.tasks) or 'none'}")
+
+    def key(self) -> str:
+        """A short name of the spec, from what it says beyond the defaults: a later field renames no old sequence."""
+        said = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return fingerprint(said)[:16]
+
+    def stage(self, number: int) -> RunSpec:
+        """The run that one stage is, counted from 1."""
+        shared = {f.name for f in fields(RunSpec)} & {f.name for f in fields(self)} - {"method"}
+        return RunSpec(
+            task=self.tasks[number - 1],
+            method=self.first_method if number == 1 else self.method,
+            **{name: getattr(self, name) for name in shared},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceResult:
+    """A sequence's figures, with the spec and the environment that made them; percentages are 0-100.
+
+    `accuracy` has one line a stage, the base model's first, with every task's accuracy in the spec's order; `sizes`
+    counts each task's rows. `stages` has for each stage its task, its new rows, Acquisition, Retention of the rows of
+    earlier tasks that were right before it (None at the first) and of its own task's. `survival` is the share of
+    learned rows still right after 0, 1, ... further stages.
+    """
+
+    spec: SequenceSpec
+    accuracy: list[list[float]]
+    sizes: dict[str, int]
+    stages: list[dict[str, Any]]
+    survival: list[float]
+    counts: dict[str, int]
+    cost: dict[str, int]
+    seconds: float
+    environment: dict[str, Any] = field(default_factory=dict)
+
+
+def sequence_name(spec: SequenceSpec) -> str:
+    """The name of a sequence's file."""
+    return f"sequence-{spec.method}-{spec.seed}-{spec.key()}.json"
+
+
+def save_sequence(result: SequenceResult, folder: Path) -> Path:
+    """Write the result under its spec's name."""
+    path = folder / sequence_name(result.spec)
+    write_json(path, sealed({"schema": SCHEMA, "kind": "sequence", **asdict(result)}))
+    return path
+
+
+def load_sequence(path: Path) -> SequenceResult:
+    """Read a sequence's result; one of another schema or kind, with other fields or altered since is refused."""
+    raw = read_json(path)
+    if not isinstance(raw, dict) or (raw.get("schema"), raw.get("kind")) != (SCHEMA, "sequence"):
+        raise ValueError(f"{path}: expected a sequence's record of schema {SCHEMA}; it was written by another version")
+    check_seal(path, raw)
+    del raw["schema"], raw["kind"], raw["sha256"]
+    try:
+        spec = raw.pop("spec")
+        spec["tasks"] = tuple(spec["tasks"])
+        return SequenceResult(spec=SequenceSpec(**spec), **raw)
+    except (KeyError, TypeError) as error:
+        names = ", ".join(f.name for f in fields(SequenceResult))
         raise ValueError(f"{path}: expected the fields {names}; {error}") from error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
-from cplus.gates import Gate, NormMatched, Shuffled
+from cplus.gates import Elementwise, Gate, NormMatched, Shuffled
 from cplus.ranks import Layout
 
 IN_BACKWARD = "it updates inside the backward pass, before the gate could see a step; use AdamW"
@@ -53,7 +53,7 @@ def check_engine(model: nn.Module, where: Layout, gate: Gate | None, *, projecte
         raise TypeError("the parameters are sharded, but not by FSDP2; shard them with fully_shard instead")
     whole = projected
     while gate is not None:
-        whole, gate = whole or isinstance(gate, NormMatched | Shuffled), getattr(gate, "inner", None)
+        whole, gate = whole or isinstance(gate, NormMatched | Shuffled | Elementwise), getattr(gate, "inner", None)
     if whole:
         raise TypeError("this method compares whole vectors and the parameters are sharded; use DDP or one process")
 

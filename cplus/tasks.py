@@ -1,4 +1,4 @@
-"""Tasks by name: the paper's four benchmarks, the external ones, the free-form sets, the toy world, a user's file."""
+"""Tasks by name: the paper's benchmarks, external and free-form ones, the harness's, the toy world, a user's file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from cplus.data import hub
+from cplus.data import harness, hub
 from cplus.data.examples import Choice, Example, fingerprint
 from cplus.data.readers import ENDINGS, read_file
 from cplus.toy import world
@@ -75,7 +75,10 @@ class Task:
 
 
 def load_task(name: str, data_dir: Path | None = None) -> Task:
-    """A named task from `data_dir`, CPLUS_DATA or the hub; a domain of the toy world; a file; a `datasets` set."""
+    """A named task from `data_dir`, CPLUS_DATA or the hub; a toy domain; a file; a `datasets` set; lm-eval:NAME."""
+    if name.startswith(harness.PREFIX):
+        found = harness.read(name.removeprefix(harness.PREFIX))
+        return _task(name, found, source=name, known=_BY_TEXT if isinstance(found[0], Choice) else _BY_RESPONSE)
     path = Path(name).expanduser()
     if path.suffix in ENDINGS:
         return _task(name, read_file(path), source=str(path))
@@ -89,7 +92,10 @@ def load_task(name: str, data_dir: Path | None = None) -> Task:
     names = [*TASKS, *world.DOMAINS]
     near = difflib.get_close_matches(name, names, n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known names are {', '.join(names)}."
-    raise ValueError(f"unknown task {name!r}; {hint} A task may also be a file (.jsonl, .csv, .parquet) or owner/name")
+    raise ValueError(
+        f"unknown task {name!r}; {hint} "
+        "A task may also be a file (.jsonl, .csv, .parquet), owner/name on the hub, or lm-eval:NAME"
+    )
 
 
 def _known(name: str, data_dir: Path | None) -> Task:

@@ -25,7 +25,7 @@ from rich.text import Text
 console = Console(stderr=True, highlight=False)
 output = Console(highlight=False)
 
-_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def clean(text: str) -> str:
@@ -53,7 +53,7 @@ def progress() -> Iterator[Progress]:
     """Progress bars on standard error with rate and time left; nothing where it is not a terminal."""
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),  # names of files are no markup
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         _Rate(),

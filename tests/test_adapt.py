@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from cplus.adapters import merged
 from cplus.data.encoded import Encoded
 from cplus.loop import Cursor, EpochEnded, Event, Prepared, Refreshed, Schedule, Stepped, adapt, epoch_batches, prepare
 from cplus.losses import answer_losses
@@ -25,12 +27,13 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adamw": lambda model: AdamW(model.parameters(), lr=1e-2, weight_decay=0.1),
 }
 SCHEDULE = Schedule(epochs=3, batch_size=4, order="shuffled")
+NEW = tiny.rows(10, seed=4)
 contract = pytest.mark.parametrize("name", METHODS)
 each_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
 
 
 def start(row: Method, kind: str, material: Material) -> tuple[nn.Module, Optimizer, Prepared]:
-    model = tiny.lm()
+    model = row.trained(tiny.lm(), 5)
     optimizer = OPTIMIZERS[kind](model)
     return model, optimizer, prepare(row, optimizer, model, material, seed=5)
 
@@ -60,6 +63,11 @@ def test_learns_is_deterministic_and_leaves_no_hook(name: str, kind: str) -> Non
         prepared.guard.detach()
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
+    # OSF's own hooks project the gradient as long as its adapters are there, and go with them.
+    plain = merged(model)
+    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in plain.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in plain.modules())
+    assert {name for name, _ in plain.named_parameters()} == {name for name, _ in tiny.lm().named_parameters()}
 
 
 @contract
@@ -218,3 +226,38 @@ def test_learning_rate_zero_rows_of_one_length(capsys: pytest.CaptureFixture[str
     model, _ = train(METHODS["sft"], "sgd", Material(new=rows))
     assert not same(model, tiny.lm())
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["lora", "osf"])
+def test_adapter_rows_train_adapters_alone_and_merge_to_what_they_say(name: str) -> None:
+    base, row = tiny.lm(), METHODS[name]
+    frozen = {key: p.detach().clone() for key, p in base.named_parameters()}
+    model = row.trained(base, 5)
+    assert all(("lora_" in key or "osf_" in key) == p.requires_grad for key, p in model.named_parameters())
+    torch.testing.assert_close(answer_losses(model, NEW), answer_losses(tiny.lm(), NEW))  # it begins as the base model
+    model, _ = train(row, "sgd", tiny.material())
+    said = answer_losses(model.eval(), NEW).detach()
+    plain = merged(model)
+    torch.testing.assert_close(answer_losses(plain, NEW).detach(), said, rtol=1e-4, atol=1e-5)
+    moved = {key for key, p in plain.named_parameters() if not torch.equal(p, frozen[key])}
+    assert moved
+    assert all("_proj" in key for key in moved)  # linear layers, and neither embeddings nor norms
+
+
+def test_the_large_singular_directions_stay_under_osf_and_gradient_descent() -> None:
+    before = dict(tiny.lm().named_parameters())
+    plain = merged(train(METHODS["osf"], "sgd", tiny.material())[0])
+    for key, p in plain.named_parameters():
+        if "_proj" not in key:
+            continue
+        u, s, v = torch.linalg.svd(before[key].detach(), full_matrices=False)
+        half = len(s) // 2
+        kept = u[:, :half].T @ p.detach() @ v[:half].T
+        torch.testing.assert_close(kept, torch.diag(s[:half]), rtol=0, atol=1e-5)
+
+
+def test_a_row_that_needs_peft_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    for name in ("lora", "osf"):
+        with pytest.raises(ImportError, match=r"needs the package peft: pip install 'cplus\[peft\]'"):
+            METHODS[name].trained(tiny.lm(), 0)

@@ -18,6 +18,8 @@ PACKAGE = ROOT / "cplus"
 LAYERS = {
     "algorithm": 0,
     "files": 0,
+    "locks": 0,
+    "watch": 0,
     "terminal": 0,
     "cost": 0,
     "ranks": 0,
@@ -27,6 +29,7 @@ LAYERS = {
     "optim": 0.6,
     "data": 1,
     "projections": 1,
+    "adapters": 1,
     "losses": 1.2,
     "interfaces": 1.2,
     "gates": 1.2,
@@ -49,8 +52,11 @@ LAYERS = {
     "integrations": 3.4,
     "config": 4,
     "run": 5,
+    "sequence": 5.1,
     "jobs": 5.2,
+    "ledger": 5.3,
     "studies": 5.4,
+    "report.studies": 5.5,
     "commands": 6,
     "cli": 7,
 }

@@ -41,6 +41,16 @@ def test_a_run_is_bitwise_repeatable(setting: run.Setting, result: RunResult) ->
     assert same == result
 
 
+@pytest.mark.parametrize("method", ["lora", "osf"])
+def test_a_run_of_adapters_is_measured_as_the_plain_model(method: str, setting: run.Setting) -> None:
+    found = run.run(dataclasses.replace(short(method), evaluate_every=2), setting)
+    (look,) = found.curve
+    assert (look["retention"], look["acquisition"]) == pytest.approx((found.retention, found.acquisition), abs=1.5)
+    assert found.acquisition > 0  # none of them was right before
+    assert found.counts["parameters"] > 602_000
+    assert all(p.requires_grad for p in setting.base.model.parameters())
+
+
 def test_a_result_is_read_back_as_it_was_written(result: RunResult, tmp_path: Path) -> None:
     assert load_result(save_result(result, tmp_path)) == result
 

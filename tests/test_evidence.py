@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import tiny
@@ -14,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from cplus.data.encoded import Encoded
 from cplus.evidence import LogitBasis, MeanGradient, NormAligned, Source, Tail, example_losses
-from cplus.losses import answer_losses, divergences, last_logits, left_padded
+from cplus.losses import answer_losses, divergences, last_logits, left_padded, shared_losses
 from cplus.projections import dot
 
 
@@ -177,3 +178,33 @@ def test_divergence_from_itself_is_zero_and_from_another_is_the_formula() -> Non
         p, q = (m(input_ids=ids).logits[0, len(row.prompt) - 1 : -1].softmax(-1) for m in (frozen, model))
         expected = (p * (p.log() - q.log())).sum(-1).mean()
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3"])
+def test_a_common_beginning_read_once_gives_the_same_gradient(make_tiny: Callable[[str], Any], family: str) -> None:
+    model = make_tiny(family).model.eval()
+    vocabulary = model.config.vocab_size
+    begin = tuple(token % vocabulary for token in range(3, 14))
+    rows = [Encoded((*begin, 5, *range(7, 7 + i)), tuple(range(4, 5 + i % 3))) for i in range(6)]
+    sources = (Source(name="anchors", weight=0.5, rows=rows[:2]), Source(name="probes", weight=0.5, rows=rows[2:]))
+    params = [p for p in model.parameters() if p.requires_grad]
+    calls: list[int] = []
+    handle = model.register_forward_pre_hook(
+        lambda _, __, given: calls.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    found = MeanGradient(model=model, sources=sources)(params, 0)
+    read = sum(calls)
+    handle.remove()
+    assert read <= sum(map(len, rows)) - 3 * len(begin)  # the beginning was not read with every row
+    expected = definition(model, sources)
+    for g, e in zip(found.vectors[0], expected, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-6)
+
+
+def test_dropout_is_never_shared() -> None:
+    model = tiny.lm().train()
+    rows = [Encoded((*range(1, 12), i), (3,)) for i in range(3)]
+    seen: list[Any] = []
+    model.register_forward_pre_hook(lambda _, __, given: seen.append(given.get("past_key_values")), with_kwargs=True)
+    shared_losses(model, rows)
+    assert seen == [None]

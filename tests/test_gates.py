@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cplus import algorithm
-from cplus.gates import Collaborative, Gate, NormMatched, Proposal, Shuffled
+from cplus.gates import Collaborative, Elementwise, Gate, NormMatched, Proposal, Shuffled
 from cplus.projections import agem, dot, ogd, orthonormal
 
 
@@ -27,6 +27,7 @@ GATES = {
     "cplus": lambda: Collaborative(beta=0.9),
     "norm-matched": lambda: NormMatched(Collaborative(beta=0.9)),
     "shuffled": lambda: Shuffled(Collaborative(beta=0.9), seed=3),
+    "elementwise": lambda: Elementwise(lambda delta, g_hat: torch.sigmoid(-delta * g_hat)),
 }
 
 
@@ -49,6 +50,20 @@ def test_a_kept_state_continues_bitwise(name: str) -> None:
     for seed in range(4, 8):
         pairs = zip(gate.coefficients(proposals(seed)), other.coefficients(proposals(seed)), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_gate_by_a_function_is_that_function_and_stays_in_the_unit_interval() -> None:
+    gate = Elementwise(lambda delta, g_hat: algorithm.collaborates(g_hat, delta))
+    pairs = zip(gate.coefficients(proposals(0)), Collaborative(beta=0.0).coefficients(proposals(0)), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    for wrong in (lambda delta, g_hat: 1.0 + delta.abs(), lambda delta, g_hat: -delta.abs()):
+        with pytest.raises(ValueError, match=r"must lie in \[0, 1\], one for each of \(5,\) coordinates"):
+            list(Elementwise(wrong).coefficients(proposals(0)))
+    with pytest.raises(ValueError, match=r"got \(\) from 1 to 1"):
+        list(Elementwise(lambda delta, g_hat: torch.tensor(1.0)).coefficients(proposals(0)))
+    nans = Elementwise(lambda delta, g_hat: delta * float("nan"))
+    with pytest.raises(ValueError, match="from nan to nan"):
+        list(nans.coefficients(proposals(0)))
 
 
 def test_the_smoothed_gate_is_the_algorithm() -> None:

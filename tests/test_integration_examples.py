@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from trained import trainer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -34,7 +35,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[str, flo
         del sys.modules[name]
 
 
-@pytest.mark.parametrize(("name", "epochs"), [("plain_loop", 6), ("trainer", 6), ("sft_trainer", 6), ("lora", 15)])
+@pytest.mark.parametrize(
+    ("name", "epochs"), [("plain_loop", 6), ("trainer", 6), ("sft_trainer", 6), ("lora", 15), ("own_method", 6)]
+)
 def test_the_model_learns_and_keeps(
     name: str, epochs: int, run: Callable[..., dict[str, float]], tmp_path: Path
 ) -> None:
@@ -44,6 +47,21 @@ def test_the_model_learns_and_keeps(
     assert found["kept"] > 0.65
 
 
+def test_a_row_of_ones_own_runs_by_name(run: Callable[..., dict[str, float]], monkeypatch: pytest.MonkeyPatch) -> None:
+    from cplus.methods import METHODS, method
+
+    monkeypatch.setattr("cplus.methods.METHODS", dict(METHODS))  # the example adds its row to the table
+    monkeypatch.delitem(sys.modules, "own_method", raising=False)
+    own = importlib.import_module("own_method")
+    assert method("soft") is own.SOFT
+    delta, g_hat = torch.tensor([1.0, 1.0, -1.0, 0.0]), torch.tensor([3.0, 1e-3, 1.0, 1.0])
+    c = own.soft(delta, g_hat)
+    assert c[0] < 0.01  # the most harmful
+    assert 0.99 < c[1] < 1.0
+    assert c[2:].tolist() == [1.0, 1.0]
+    assert own.soft(delta, -delta).tolist() == [1.0] * 4  # nothing is harmful: the plain optimizer
+
+
 def test_optax_keeps_more_under_the_gate(run: Callable[..., dict[str, float]]) -> None:
     found = run("optax_loop")
     assert min(found["learned plain"], found["learned gated"]) > 0.9
@@ -51,10 +69,28 @@ def test_optax_keeps_more_under_the_gate(run: Callable[..., dict[str, float]]) -
 
 
 def test_fsdp2_under_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLES / "fsdp2.py")]
+    sharded([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"], tmp_path)
+
+
+def test_fsdp2_under_accelerate(tmp_path: Path) -> None:
+    plain = [
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+    ]
+    sharded([sys.executable, "-m", "accelerate.commands.launch", *plain], tmp_path)
+
+
+def sharded(launcher: list[str], tmp_path: Path) -> None:
     options = ["--epochs", "1", "--new", "16", "--out", str(tmp_path)]
     done = subprocess.run(
-        [*command, *options],
+        [*launcher, str(EXAMPLES / "fsdp2.py"), *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -122,11 +158,17 @@ def test_the_llama_factory_recipe_hands_over_the_callback(
 
 def test_the_support_matrix_names_tests_that_exist() -> None:
     text = (EXAMPLES.parent / "docs" / "integrations.md").read_text()
+    short = (EXAMPLES.parent / "README.md").read_text().split("\n## Support\n")[1].split("\n## ")[0]
+    others = [(EXAMPLES.parent / "docs" / name).read_text() for name in ("methods.md", "clusters.md")]
     named = set(re.findall(r"`(test_\w+)`", text))
     tests = "\n".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     there = set(re.findall(r"^def (test_\w+)", tests, re.M))
     assert len(named) > 30
     assert named <= there
-    rows = re.findall(r"^\|.*\| tested.*$", text, re.M)
+    compact = set(re.findall(r"`(test_\w+)`", short))
+    assert len(compact) > 15
+    assert compact <= named  # the README says nothing that the whole matrix does not
+    assert set(re.findall(r"`(test_\w+)`", "\n".join(others))) <= there
+    rows = re.findall(r"^\|.*\| tested.*$", f"{text}\n{short}", re.M)
     assert all("`test_" in row for row in rows)
     assert {path.name for path in EXAMPLES.glob("*.py")} - {"material.py"} <= set(re.findall(r"`(\w+\.py)`", text))

@@ -16,8 +16,10 @@ from trained import ANCHORS, PROBES, Stop, same, trainer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from cplus.attach import Guard, protect
+from cplus.config import AdaptConfig
 from cplus.integrations.peft import scope
 from cplus.integrations.transformers import preserve
+from cplus.jobs.ready import row_of
 from cplus.losses import answer_losses
 
 NEW = tiny.rows(8, seed=4)
@@ -137,3 +139,9 @@ def test_learned_prompts_are_refused() -> None:
     model = get_peft_model(tiny.lm(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
     with pytest.raises(TypeError, match="learns a prompt, which the evidence does not see; use LoRA"):
         guarded(model)
+
+
+@pytest.mark.parametrize("name", ["lora", "osf"])
+def test_cplus_adapt_names_the_option_that_trains_adapters(name: str) -> None:
+    with pytest.raises(ValueError, match=f"method '{name}' trains adapters .* --lora r=16 --method sft"):
+        row_of(AdaptConfig(model="toy", new="new.jsonl", method=name))

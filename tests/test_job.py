@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from toyjob import asked, write_files, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -82,7 +83,8 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_a_finished_folder_is_whole_and_its_figures_are_the_receipts(finished: jobs.Outcome) -> None:
     out = finished.folder
     names = {entry.name for entry in out.iterdir() if not entry.name.startswith(".")}
-    assert names == {"settings.json", "model", "bank", "record.json", "receipt.json", "receipt.html", "README.md"}
+    kept = {"bank", "anchors.jsonl"}
+    assert names == {"settings.json", "model", "record.json", "receipt.json", "receipt.html", "README.md"} | kept
     record, receipt = json.loads((out / "record.json").read_text()), read_receipt(out)
     assert record["figures"] == json.loads((out / "receipt.json").read_text())["figures"]
     assert [own.kind for own in receipt.sets] == ["acquisition", "retention", "external"]
@@ -264,6 +266,18 @@ def test_bfloat16_computes_otherwise_and_keeps_float32_masters(here: Path) -> No
 # What may go wrong
 
 
+def test_gradient_checkpointing_computes_more_and_changes_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = cplus.adapt(asked(here, epochs=1, out=here / "plain"))
+    recomputed: list[object] = []
+    kept = transformers.modeling_utils.checkpoint
+    monkeypatch.setattr(
+        transformers.modeling_utils, "checkpoint", lambda *given, **how: recomputed.append(1) or kept(*given, **how)
+    )
+    again = cplus.adapt(asked(here, epochs=1, out=here / "again", gradient_checkpointing=True))
+    assert recomputed
+    assert same(weights(plain.folder), weights(again.folder))
+
+
 def test_anchors_among_the_new_rows_are_counted_and_said(here: Path) -> None:
     write_rows(here / "keep.jsonl", [*world.untaught("harbours")[:2], *world.taught("harbours")[:2]])
     done = cplus.adapt(asked(here, method="cpl", epochs=1, evaluate_every=0))
@@ -319,7 +333,7 @@ def test_force_replaces_a_job_and_nothing_else(here: Path) -> None:
 
 
 def test_a_folder_in_use_is_refused(here: Path) -> None:
-    with claimed(Folder(here / "out")), pytest.raises(ValueError, match="another process is working there"):
+    with claimed(Folder(here / "out")), pytest.raises(ValueError, match="another process works there"):
         cplus.adapt(asked(here, method="sft"))
 
 

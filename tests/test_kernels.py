@@ -180,3 +180,53 @@ def test_a_machine_without_a_compiler_is_told_once(monkeypatch: pytest.MonkeyPat
 def test_an_unknown_average_is_refused() -> None:
     with pytest.raises(ValueError, match="float32, bfloat16 or uint8, got 'int4'"):
         Collaborative(beta=0.9, ema="int4")  # type: ignore[arg-type]
+
+
+def test_a_step_counts_once_beside_torchs_own_optimizer(plainly: None) -> None:
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # from now on torch puts hook calls around its own step
+    bag, optimizer, guard = build(AdamW, **OPTIONS)
+    train(optimizer, bag, guard, 1, 3)
+    assert guard.steps == 3
+    assert guard.gate.step == 3
+
+
+def test_packing_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradient = torch.randn(7, 9)
+    whole = Signs.of(gradient)
+    monkeypatch.setattr(kernels, "CHUNK", 4)
+    assert torch.equal(Signs.of(gradient).packed, whole.packed)
+
+
+@can_compile
+def test_a_coordinate_without_a_finite_gradient_stays_where_it_is(compiling: None) -> None:
+    bag, optimizer, guard = build(AdamW, **OPTIONS)
+    train(optimizer, bag, guard, 1, 3)
+    assert guard.one_pass
+    before = [p.detach().clone() for p in bag.weights]
+    gradients = [torch.full_like(p, 0.5) for p in bag.weights]
+    gradients[0].view(-1)[0] = float("inf")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "_check_gradients", lambda: None)  # as if another tensor's turn to be looked at had come
+        for p, g in zip(bag.weights, gradients, strict=True):
+            p.grad = g
+        optimizer.step()
+    assert all(bool(torch.isfinite(p).all()) for p in bag.weights)
+    assert bag.weights[0].view(-1)[0] == before[0].view(-1)[0]
+    assert not torch.equal(bag.weights[0], before[0])
+
+
+@can_compile
+def test_a_lone_infinity_is_found_in_its_tensors_turn(compiling: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "SHARED", 0)  # every tensor counts as a large one
+    bag, optimizer, guard = build(AdamW, **OPTIONS)
+    guard.refresh()
+
+    def steps() -> None:
+        for _ in bag.weights:
+            for p in bag.weights:
+                p.grad = torch.full_like(p, 0.5)
+            bag.weights[-1].grad.view(-1)[-1] = float("inf")
+            optimizer.step()
+
+    with pytest.raises(FloatingPointError, match="is not finite at step"):
+        steps()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -36,6 +39,41 @@ def test_saved_model_is_the_same_everywhere(tiny, tmp_path):
     assert tokenizer.chat_template == tiny.tokenizer.chat_template
     ids = tokenizer("Where do fish live?", return_tensors="pt").input_ids
     assert torch.equal(plain(ids).logits, tiny.model(ids).logits)
+
+
+ELSEWHERE = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Refused(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] == "cplus":
+            raise ImportError("cplus is not installed here")
+
+sys.meta_path.insert(0, Refused())
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, ids = sys.argv[1], [[5, 6, 7]]
+AutoTokenizer.from_pretrained(folder)
+import torch
+logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor(ids)).logits
+try:
+    from lm_eval.models.huggingface import HFLM
+    assert HFLM(pretrained=folder, device="cpu").model.config.vocab_size == logits.shape[-1]
+    judged = "and lm-eval"
+except ModuleNotFoundError:
+    judged = "without lm-eval"
+print(f"{logits.sum().item():.6f} {judged}")
+"""
+
+
+def test_a_saved_model_loads_where_cplus_is_not_installed(tiny_llama, tmp_path):
+    models.save(tiny_llama.model, tiny_llama.tokenizer, tmp_path / "out")
+    told = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "out")]
+    done = subprocess.run(told, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    expected = tiny_llama.model(torch.tensor([[5, 6, 7]])).logits.sum().item()
+    assert float(done.stdout.split()[0]) == pytest.approx(expected, abs=1e-4)
 
 
 def test_fingerprint_sees_one_changed_number_and_the_precision(tiny_llama):

@@ -450,7 +450,7 @@ def opened(path: Path, identity: dict[str, Any], refused: str) -> None:
 def test_a_journal_of_other_settings_or_another_process_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "j.jsonl"
     with open_journal(path, {"settings": {"temperature": 0.8}}):
-        opened(path, {}, "is being written by another process")
+        opened(path, {}, "another process works there, process")
     opened(path, {"settings": {"temperature": 0.7}}, r"begun with settings.temperature 0.8 and not 0.7")
     lines = path.read_bytes()
     path.write_bytes(lines + b"not json\n")

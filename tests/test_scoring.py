@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from cplus.data.encoded import Encoded
+from cplus.data.encoded import Encoded, shared_prefix
 from cplus.data.examples import Choice, FreeForm, Message
 from cplus.data.readers import read_file
 from cplus.interfaces import build
 from cplus.scoring import fitting, greedy, log_likelihoods, predict, score_candidates
-from cplus.scoring.packed import shared_prefix, takes_block_masks
+from cplus.scoring.packed import takes_block_masks
 
 Tokens = tuple[int, ...]
 TOLERANCE = 1e-4

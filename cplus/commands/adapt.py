@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
@@ -66,11 +66,11 @@ def _where(config: Path | None) -> str:
     return "settings" if config is None else str(config)
 
 
-def _options() -> list[inspect.Parameter]:
+def options(left_out: Collection[str] = ()) -> list[inspect.Parameter]:
     """One option for every setting of the schema but the model, which is the argument."""
     made = []
     for group, names in GROUPS.items():
-        for name in names:
+        for name in (name for name in names if name not in left_out):
             field = AdaptConfig.model_fields[name]
             default = (
                 ""
@@ -97,7 +97,7 @@ def _plain(annotation: Any) -> Any:
 
 
 _own = [p for p in inspect.signature(adapt, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-adapt.__signature__ = inspect.Signature([*_own, *_options()])  # type: ignore[attr-defined]
+adapt.__signature__ = inspect.Signature([*_own, *options()])  # type: ignore[attr-defined]
 
 
 def _row(outcome: Outcome) -> dict[str, Any]:

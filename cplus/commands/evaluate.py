@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="Hub id, folder, GGUF file or built-in name.")],
-    task: Annotated[list[str], typer.Option(help="A named task, a file or owner/name on the hub; may be repeated.")],
+    task: Annotated[
+        list[str], typer.Option(help="A named task, a file, owner/name on the hub or lm-eval:NAME; may be repeated.")
+    ],
     interface: Annotated[
         str | None, typer.Option(help="letter, cloze or freeform; the task's own if not given.")
     ] = None,
@@ -33,7 +35,8 @@ def evaluate(
         Path | None, typer.Option(help="Predictions stored by 'cplus split': print what was kept, lost and gained.")
     ] = None,
     through: Annotated[
-        Literal["cplus", "lm-eval"], typer.Option(help="lm-eval: score cloze by lm-evaluation-harness, in process.")
+        Literal["cplus", "lm-eval"],
+        typer.Option(help="lm-eval: score cloze by lm-evaluation-harness, and lm-eval:NAME its own way."),
     ] = "cplus",
     plain: Annotated[bool, typer.Option("--plain", help="Ask in plain text, without a chat template.")] = False,
     too_long: Annotated[
@@ -45,6 +48,7 @@ def evaluate(
 ) -> None:
     """Ask a model the questions of one or more tasks and report accuracy, intervals, labels and changes."""
     from cplus import interfaces, models
+    from cplus.data import harness
     from cplus.evaluate import judges
     from cplus.evaluate.outcomes import average_task_accuracy
     from cplus.evaluate.task import Asked
@@ -57,7 +61,8 @@ def evaluate(
     if through == "lm-eval" and (against is not None or permute_options):
         raise ValueError("--through lm-eval reports accuracies only; leave out --against and --permute-options")
     judged = judges.judge(judge)
-    found = [load_task(name, data_dir) for name in task]
+    own = [name for name in task if through == "lm-eval" and name.startswith(harness.PREFIX)]
+    found = [load_task(name, data_dir) for name in task if name not in own]
     loaded = models.load(model, device=device)
     summaries = []
     with models.computing(compute_dtype, loaded.device):
@@ -74,6 +79,8 @@ def evaluate(
             asked = Asked(name=each.name, interface=bound, examples=kept, judge=judged)
             summary = _summary(loaded, asked, through, permute_options, against, max_new_tokens)
             summaries.append({**summary, "excluded": len(rows) - len(kept)})
+        for name in own:
+            summaries.append(_asked_by_harness(loaded, name, limit))
     accuracies = {each["task"]: each["accuracy"]["percent"] for each in summaries}
     report = {
         "model": model,
@@ -84,6 +91,13 @@ def evaluate(
         "average": average_task_accuracy(accuracies),
     }
     print_json(report) if json else _show(report)
+
+
+def _asked_by_harness(loaded: Loaded, name: str, limit: int | None) -> dict[str, Any]:
+    from cplus.data.harness import PREFIX
+    from cplus.integrations.lm_eval import ask_own_task
+
+    return ask_own_task(loaded.model, loaded.tokenizer, name.removeprefix(PREFIX), limit=limit)
 
 
 def _summary(
@@ -151,10 +165,9 @@ def _show_details(each: dict[str, Any]) -> None:
             f"(perplexity {each['responses']['perplexity']:.1f}, {each['responses']['tokens']:,} tokens)"
         )
     if "harness" in each:
-        own = each["harness"]
-        output.print(
-            f"lm-evaluation-harness: acc {own['acc']:.1f} (sum), acc_norm {own['acc_norm']:.1f} (per character)"
-        )
+        rules = {"acc": " (sum)", "acc_norm": " (per character)"} if each["interface"] == "cloze" else {}
+        own = ", ".join(f"{key} {value:.1f}{rules.get(key, '')}" for key, value in each["harness"].items())
+        output.print(f"lm-evaluation-harness: {own}", markup=False)
     if "against" in each:
         changed = each["against"]
         for name in ("retention", "acquisition"):

@@ -28,6 +28,7 @@ def methods(
             {
                 "name": row.name,
                 "summary": row.summary,
+                "trains": "weights" if row.adapter is None else "adapters",
                 "trains_on": list(row.train_on),
                 "sees": list(row.needs),
                 "evidence": [{"weight": weight, "source": kind} for weight, kind in row.evidence],

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal
+
+_SHORTEST_PREFIX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +44,44 @@ class Encoded:
         return len(self.prompt) + len(self.target)
 
 
-def length_sorted_batches(lengths: Sequence[int], *, max_tokens: int, max_rows: int) -> Iterator[list[int]]:
+def length_sorted_batches(
+    lengths: Sequence[int], *, max_tokens: int, max_rows: int, max_padding: int | None = None
+) -> Iterator[list[int]]:
     """Indices in batches of like length, longest first, each at most `max_tokens` when padded.
+
+    `max_padding` bounds the padding of one batch: a second batch then costs less than the padding it saves.
 
     >>> list(length_sorted_batches([3, 9, 4, 8], max_tokens=18, max_rows=8))
     [[1, 3], [2, 0]]
+    >>> list(length_sorted_batches([3, 9, 4, 8], max_tokens=64, max_rows=8, max_padding=5))
+    [[1, 3], [2, 0]]
     """
     batch: list[int] = []
+    padding = 0
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if batch and (len(batch) == max_rows or lengths[batch[0]] * (len(batch) + 1) > max_tokens):
-            yield batch
-            batch = []
+        if batch:
+            longest = lengths[batch[0]]
+            padding += longest - lengths[index]
+            wasteful = max_padding is not None and padding > max_padding
+            if wasteful or len(batch) == max_rows or longest * (len(batch) + 1) > max_tokens:
+                yield batch
+                batch, padding = [], 0
         batch.append(index)
     if batch:
         yield batch
+
+
+def shared_prefix(prompts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The beginning common to all prompts, short of any whole prompt; empty where sharing it would not pay.
+
+    >>> shared_prefix([[*range(9), 1, 2], [*range(9), 3]])
+    (0, 1, 2, 3, 4, 5, 6, 7, 8)
+    """
+    if len(prompts) < 2:
+        return ()
+    columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
+    common = tuple(tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
+    return common if len(common) >= _SHORTEST_PREFIX else ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,11 @@ def to_row(example: Example) -> dict[str, Any]:
     return {"id": example.id, "messages": [*turns, {"role": "assistant", "content": example.response}]}
 
 
+def lines(examples: Sequence[Example]) -> str:
+    """The examples as a JSONL file that reads back to the same."""
+    return "".join(files.canonical_json(to_row(example)) + "\n" for example in examples)
+
+
 def fingerprint(examples: Sequence[Example]) -> str:
     """The SHA-256 of the examples' rows, in order."""
     return files.fingerprint([to_row(example) for example in examples])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from cplus import files, predictions
+from cplus import files, locks, predictions
 from cplus.data.examples import Example, fingerprint
 from cplus.predictions import Prediction
+from cplus.terminal import clean, console
 
 _KEYS = {"model_fingerprint", "data_fingerprint", "interface", "stack", "predictions"}
 _STACK = ("torch", "transformers", "tokenizers")
@@ -86,16 +88,19 @@ def load_split(path: Path, examples: Sequence[Example], *, model_fingerprint: st
         ("model", model_fingerprint, "split again with this model"),
         ("data", fingerprint(examples), "split again with these examples"),
     ):
-        found = record[f"{what}_fingerprint"]
+        found = str(record[f"{what}_fingerprint"])
         if found != expected:
             raise ValueError(f"{path}: made for another {what} ({found[:12]}, expected {expected[:12]}); {remedy}")
-    return split(
-        examples,
-        [predictions.from_row(row) for row in record["predictions"]],
-        model_fingerprint=model_fingerprint,
-        interface=record["interface"],
-        stack=record["stack"],
-    )
+    try:
+        return split(
+            examples,
+            [predictions.from_row(row) for row in record["predictions"]],
+            model_fingerprint=model_fingerprint,
+            interface=record["interface"],
+            stack=record["stack"],
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: a prediction in it does not read ({error!r}); remove it and split again") from error
 
 
 def cached_split(
@@ -113,8 +118,12 @@ def cached_split(
     path = folder / f"split-{key[:24]}.json"
     if path.exists():
         return load_split(path, examples, model_fingerprint=model_fingerprint)
-    made = split(examples, predict(), model_fingerprint=model_fingerprint, interface=interface, stack=stack)
-    save_split(made, path)
+    with locks.holding(locks.beside(path), wait=math.inf, told=lambda sentence: console.print(clean(sentence))):
+        if path.exists():  # the one who was waited for has made it
+            return load_split(path, examples, model_fingerprint=model_fingerprint)
+        files.tidy(folder, path.name)
+        made = split(examples, predict(), model_fingerprint=model_fingerprint, interface=interface, stack=stack)
+        save_split(made, path)
     return made
 
 

@@ -38,7 +38,7 @@ def is_json(text: str, example: Example) -> bool:
     """Whether the answer is one JSON value and nothing else."""
     try:
         json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # also a number of too many digits, and brackets without end
         return False
     return True
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from cplus.data.examples import Choice, to_row
-from cplus.evaluate import summaries
+from cplus.data.harness import MISSING, PREFIX
+from cplus.evaluate import Rate, summaries
 from cplus.predictions import Prediction
 from cplus.scoring.likelihoods import Score
 from cplus.scoring.predict import chosen
@@ -24,7 +25,7 @@ def harness(model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, batch_size:
     try:
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
-        raise ImportError("this needs lm-evaluation-harness: pip install 'cplus[lm-eval]'") from error
+        raise ImportError(MISSING) from error
     return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
 
 
@@ -36,11 +37,10 @@ def run_tasks(
     limit: int | None = None,
 ) -> dict[str, Any]:
     """The harness's results for its own task names, or for tasks given as configurations."""
+    view = harness(model, tokenizer)
     from lm_eval import simple_evaluate
 
-    found = simple_evaluate(
-        model=harness(model, tokenizer), tasks=list(tasks), limit=limit, num_fewshot=0, bootstrap_iters=0
-    )
+    found = simple_evaluate(model=view, tasks=list(tasks), limit=limit, num_fewshot=0, bootstrap_iters=0)
     assert found is not None, "only a worker of a distributed run gets no results"
     return dict(found)
 
@@ -74,6 +74,28 @@ def ask_harness(model: nn.Module, asked: Asked) -> dict[str, Any]:
     summary: dict[str, Any] = {"task": asked.name, "interface": "cloze"}
     summary |= summaries.answered(predictions, examples)
     return {**summary, "harness": {key: own[key] for key in ("acc", "acc_norm")}}
+
+
+def ask_own_task(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str, *, limit: int | None = None
+) -> dict[str, Any]:
+    """A task as the harness itself asks and scores it, zero-shot; the accuracy is its `acc`, else its `exact_match`."""
+    found = run_tasks(model, tokenizer, [name], limit=limit)
+    samples = [sample for own in found["samples"].values() for sample in own if sample["filter"] == own[0]["filter"]]
+    metric = next((key for key in ("acc", "exact_match") if all(key in sample for sample in samples)), None)
+    if metric is None:
+        reported = ", ".join(sorted({str(key) for sample in samples for key in sample["metrics"]}))
+        raise ValueError(f"{PREFIX}{name} reports {reported} of a row; expected acc or exact_match")
+    numbers = [key for key in samples[0]["metrics"] if all(isinstance(s.get(key), int | float) for s in samples)]
+    means = {key: [float(sample[key]) for sample in samples] for key in numbers}
+    return {
+        "task": f"{PREFIX}{name}",
+        "interface": "lm-eval",
+        "rows": len(samples),
+        "accuracy": Rate(round(sum(means[metric])), len(samples)).row(),
+        "harness": {key: 100 * sum(values) / len(values) for key, values in means.items()},
+        "excluded": 0,
+    }
 
 
 def _predictions(asked: Asked, examples: Sequence[Choice], samples: Sequence[dict[str, Any]]) -> list[Prediction]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import struct
 import time
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,18 @@ from cplus.jobs.training import Training
 from cplus.jobs.view import say
 
 FORMAT = "cplus-checkpoint/1"
+_DAMAGED = (
+    RuntimeError,
+    EOFError,
+    OSError,
+    ValueError,
+    LookupError,
+    struct.error,
+    zlib.error,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+)
+"""What reading an archive raises whose bytes are not those that were written."""
 
 
 class Checkpoints:
@@ -32,10 +47,14 @@ class Checkpoints:
             return False
         try:
             # Mapped, not read: the states are copied into place one tensor at a time.
+            check_whole(self._path)
             kept: dict[str, Any] = torch.load(self._path, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{self._path}: expected a whole checkpoint, but it does not read: {error}") from error
-        if kept.get("format") != FORMAT:
+        except _DAMAGED as error:
+            raise ValueError(
+                f"{self._path}: expected a whole checkpoint, but it does not read ({error}); remove it, and the "
+                "training begins again"
+            ) from error
+        if not isinstance(kept, dict) or kept.get("format") != FORMAT:
             raise ValueError(f"{self._path}: expected the format {FORMAT}; it was written by another version")
         if kept["identity"] != self._identity:
             raise ValueError(
@@ -64,6 +83,14 @@ class Checkpoints:
         with files.replacing(self._path) as part:
             torch.save({**body, "state": training.state_dict()}, part)
         self._written, self.step = time.monotonic(), training.ledger.cursor.step
+
+
+def check_whole(path: Path) -> None:
+    """Read every part against its checksum: a mapped file would give back a flipped bit without a word."""
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise zipfile.BadZipFile(f"{damaged} has another checksum")
 
 
 def _numerics() -> str:

@@ -31,7 +31,7 @@ def _curve(place: Path, expected: Mapping[str, str]) -> tuple[str, tuple[Point, 
     folder = Folder(place)
     if not folder.record.is_file():
         raise ValueError(f"{place}: expected the folder of a finished job to compare with; it holds no record.json")
-    record = files.read_json(folder.record)
+    record = files.read_sealed(folder.record)
     different = [part for part in expected if record["rows"].get(part) != expected[part]]
     if different:
         raise ValueError(

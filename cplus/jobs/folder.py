@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
-from cplus import files
+from cplus import files, locks
 from cplus.config import AdaptConfig, settings
 
 FORMAT = "cplus-job/1"
@@ -19,6 +17,7 @@ _OURS = (
     "work",
     "model",
     "bank",
+    "anchors.jsonl",
     "record.json",
     "receipt.json",
     "receipt.html",
@@ -64,6 +63,11 @@ class Folder:
         return self.root / "bank"
 
     @property
+    def anchors(self) -> Path:
+        """The rows kept, for later jobs that keep them too."""
+        return self.root / "anchors.jsonl"
+
+    @property
     def model(self) -> Path:
         """The adapted model, for plain transformers."""
         return self.root / "model"
@@ -86,17 +90,10 @@ class Folder:
 @contextmanager
 def claimed(folder: Folder) -> Iterator[None]:
     """Hold the folder for this process alone; what a killed process left half-written is removed."""
-    folder.root.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder.root / ".lock", timeout=0):
-            for parent in (folder.root, folder.work):
-                for part in [*parent.glob(".*.part"), *parent.glob(".*.old")]:
-                    shutil.rmtree(part) if part.is_dir() else part.unlink()
-            yield
-    except Timeout as error:
-        raise ValueError(
-            f"{folder.root}: another process is working there; wait for it or choose another out"
-        ) from error
+    with locks.holding(folder.root / ".lock", otherwise="wait for it or choose another out"):
+        for parent in (folder.root, folder.work):
+            files.tidy(parent)
+        yield
 
 
 def check_free(folder: Folder, *, force: bool) -> None:
@@ -105,7 +102,7 @@ def check_free(folder: Folder, *, force: bool) -> None:
         return
     if not folder.root.is_dir():
         raise ValueError(f"{folder.root}: expected a folder to write into, but it is a file; choose another out")
-    if not [entry for entry in folder.root.iterdir() if entry.name != ".lock"]:
+    if all(files.is_left(entry.name) for entry in folder.root.iterdir()):
         return
     if not folder.settings.is_file():
         raise ValueError(
@@ -133,7 +130,7 @@ def asked(folder: Folder) -> tuple[AdaptConfig, Path]:
     if not folder.settings.is_file():
         raise ValueError(f"{folder.root}: there is no job to resume; expected the {folder.settings.name} of one")
     raw = files.read_json(folder.settings)
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT or not isinstance(raw.get("settings"), dict):
         raise ValueError(f"{folder.settings}: expected the format {FORMAT}; it was written by another version")
     # The folder may have been moved since: it is where it is.
     config = settings({**raw["settings"], "out": folder.root}, where=str(folder.settings))

@@ -57,7 +57,8 @@ def needs(config: AdaptConfig, method: Method, tasks: Tasks, home: Path) -> tupl
         _check_packed(Path(name), available(models.choose_device(config.device)))
     size = shape(config, models.resolve(name))
     anchors = config.num_anchors if tasks.anchors is None else len(tasks.anchors.examples)
-    return size, footprint(config, method, size, anchors)
+    earlier = sum(len(task.examples) for task in tasks.kept)
+    return size, footprint(config, method, size, anchors + earlier)
 
 
 def shape(config: AdaptConfig, where: Path | str) -> Shape:

@@ -2,48 +2,64 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from cplus import algorithm, kernels
 from cplus.attach import Guard
+from cplus.diagnostics.layers import layer_of
+from cplus.diagnostics.ledger import Ledger
+from cplus.diagnostics.measures import share
 from cplus.gates import Collaborative
-
-_LAYER = re.compile(r"\blayers?\.(\d+)\.|\bh\.(\d+)\.|\bblocks\.(\d+)\.")
+from cplus.ranks import local
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShare:
-    """One layer's coordinates and the mean of their coefficients."""
+    """One layer's coordinates, the mean of their coefficients, and the share of the last update's energy let through.
+
+    Only of an optimizer that keeps Adam's moments is the last update known afterwards.
+    """
 
     name: str
     coordinates: int
     admitted: float
-
-
-def layer_of(parameter: str) -> str:
-    """The layer a parameter belongs to, in words.
-
-    >>> layer_of("model.layers.3.mlp.up_proj.weight"), layer_of("model.embed_tokens.weight")
-    ('layer 3', 'embed_tokens')
-    """
-    if match := _LAYER.search(parameter):
-        return f"layer {next(number for number in match.groups() if number)}"
-    return parameter.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    energy: float | None = None
 
 
 def layer_shares(guard: Guard | None) -> list[LayerShare]:
-    """The mean coefficient by layer, from the gate's moving average; a gate that keeps none has nothing to show."""
+    """What the gate admits by layer, from its moving average; a gate that keeps none has nothing to show."""
     if guard is None or not isinstance(guard.gate, Collaborative) or not guard.gate.ema:
         return []
     gate = guard.gate
-    totals: dict[str, tuple[float, int]] = {}
-    for p, ema in zip(guard.params, gate.ema, strict=True):
-        c = algorithm.coefficient(kernels.read(ema), gate.beta, gate.step)
-        name = layer_of(guard.names.get(id(p), "others"))
-        total, count = totals.get(name, (0.0, 0))
-        totals[name] = (total + float(c.double().sum()), count + c.numel())
+    ledger = Ledger([layer_of(guard.names.get(id(p), "others")) for p in guard.params])
+    for i, (p, ema) in enumerate(zip(guard.params, gate.ema, strict=True)):
+        c, delta = algorithm.coefficient(kernels.read(ema), gate.beta, gate.step), last_update(guard.optimizer, p)
+        sums = {"coordinates": float(c.numel()), "admitted": float(c.double().sum())}
+        if delta is not None:
+            sums["whole"] = float(delta.double().square().sum())
+            sums["energy"] = float((c * delta).double().square().sum())
+        ledger.add(i, sums)
     return [
-        LayerShare(name=name, coordinates=count, admitted=min(1.0, total / count))
-        for name, (total, count) in totals.items()
+        LayerShare(
+            name=name,
+            coordinates=int(sums["coordinates"]),
+            admitted=min(1.0, sums["admitted"] / sums["coordinates"]),
+            energy=share(sums.get("energy", 0.0), sums.get("whole", 0.0)),
+        )
+        for name, sums in ledger.by_layer().items()
     ]
+
+
+def last_update(optimizer: Optimizer, p: nn.Parameter) -> Tensor | None:
+    """What AdamW proposed to add at its last step, up to the learning rate, from the moments it left behind."""
+    state = optimizer.state.get(p, {})
+    [group] = [group for group in optimizer.param_groups if any(q is p for q in group["params"])]
+    if not {"step", "exp_avg", "exp_avg_sq"} <= state.keys() or "betas" not in group:
+        return None
+    (beta1, beta2), t = group["betas"], float(state["step"])
+    scale = (local(state["exp_avg_sq"]) / (1.0 - beta2**t)).sqrt_().add_(group["eps"])
+    step: Tensor = (local(state["exp_avg"]) / (1.0 - beta1**t)).div_(scale)
+    return step.add_(local(p), alpha=group["weight_decay"]).neg_()

@@ -9,6 +9,7 @@ from typing import Any
 
 from cplus import files, models
 from cplus.config import AdaptConfig
+from cplus.data.examples import lines
 from cplus.evaluate import Rate
 from cplus.jobs import banks
 from cplus.jobs.folder import Folder, asked, begin, check_free, claimed
@@ -57,8 +58,10 @@ def resume(out: Path) -> Outcome:
     config, home = asked(folder)
     if folder.record.is_file():
         say(f"{out}: this job is finished")
-        folder.clear_work()  # a kill may have come between the record and this
-        return Outcome(folder=out, record=files.read_json(folder.record))
+        if folder.work.exists():  # a kill came between the record and this
+            with claimed(folder):
+                folder.clear_work()
+        return Outcome(folder=out, record=files.read_sealed(folder.record))
     with Interruption().watching() as interruption:
         job = ready(config, folder, home)
         with claimed(folder):
@@ -72,6 +75,8 @@ def _work(job: Job, interruption: Interruption) -> Outcome:
         with models.computing(config.compute_dtype, job.base.device):
             before = ask_once(folder.answers, job.base.model, job.groups, config, job.base.fingerprint)
         check_requirements(config, job.groups, before)
+        if job.rows.anchors is not None:
+            files.write_text(folder.anchors, lines(job.rows.anchors.examples))
         bank = _bank(job)
         training = train(job, before, bank, interruption, tracked)
         record = _finish(job, before, bank, training)

@@ -101,6 +101,7 @@ def write_outputs(folder: Folder, done: Finished) -> dict[str, Any]:
         "created": shown["created"],
     }
     files.write_text(folder.card, card(record))
+    record = files.sealed(record)
     files.write_json(folder.record, record)
     return record
 
@@ -128,7 +129,12 @@ def receipt(done: Finished) -> Receipt:
         curve=(_start(done), *(_point(point) for point in done.ledger.curve)),
         comparisons=dict(done.comparisons),
         gate=tuple(
-            GateShare(name=layer.name, coordinates=layer.coordinates, admitted_share=layer.admitted)
+            GateShare(
+                name=layer.name,
+                coordinates=layer.coordinates,
+                admitted_share=layer.admitted,
+                energy_share=layer.energy,
+            )
             for layer in done.layers
         ),
         audit=None if done.bank is None else bank_audit(audit(done.bank, _sources(done))),
@@ -139,7 +145,7 @@ def receipt(done: Finished) -> Receipt:
 
 
 def _notes(done: Finished) -> list[str]:
-    said = []
+    said = list(done.ledger.watch.said)
     if done.config.stop == "learned" and len(done.ledger.curve) < done.config.epochs:
         said.append(f"Training ended after epoch {len(done.ledger.curve)}: every new row was learned.")
     if done.config.lora is not None:

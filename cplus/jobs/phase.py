@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
-from cplus import files, models
+from cplus import files, models, sequence
 from cplus.data.examples import fingerprint
 from cplus.jobs import banks
 from cplus.jobs.checkpoint import Checkpoints
@@ -15,28 +16,27 @@ from cplus.jobs.lora import with_adapters
 from cplus.jobs.measure import Answers, look, says_every_token
 from cplus.jobs.precision import in_precision
 from cplus.jobs.ready import Job, row_of
+from cplus.jobs.rows import located
 from cplus.jobs.tracking import Tracker
 from cplus.jobs.training import Training, scheduler, updates_an_epoch
 from cplus.jobs.view import say, training_view
 from cplus.loop import EpochEnded, Refreshed, Stepped, prepare
-from cplus.methods import Material
 from cplus.probes.bank import Bank
 from cplus.run import OPTIMIZERS
+from cplus.sequence import Kept
+from cplus.watch import Exploded
 
 
-def begun(job: Job, bank: Bank | None) -> Training:
+def begun(job: Job, past: Sequence[Kept]) -> Training:
     """The base model, its optimizer and the guard, before the first update or a checkpoint."""
-    config, anchors = job.config, job.rows.anchors
+    config = job.config
     _, spec = row_of(config)
+    material = sequence.material(job.method, job.rows.new.encoded(), past, job.base)
     model = job.base.model
     if config.lora is not None:
         model = with_adapters(model, config.lora, seed=config.seed)
-    past = banks.past(
-        [] if anchors is None else anchors.encoded(),
-        [] if bank is None or anchors is None else [anchors.interface.encode(e) for e in bank.examples],
-        len(job.rows.new.examples),
-    )
-    material = Material(new=job.rows.new.encoded(), past=(past,))
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = OPTIMIZERS[config.optimizer](model, spec)
     method = in_precision(job.method, config.compute_dtype, job.base.device)
     torch.manual_seed(config.seed)  # dropout, where a model has it
@@ -45,16 +45,36 @@ def begun(job: Job, bank: Bank | None) -> Training:
     return Training(model=model, optimizer=optimizer, scheduler=course, prepared=prepared)
 
 
+def past_tasks(job: Job, bank: Bank | None) -> list[Kept]:
+    """The job's own anchors and bank, and those of the earlier jobs it keeps."""
+    places = [Path(located(str(place), job.home)) for place in job.config.kept]
+    wanted = banks.needed(job.method)
+    found = [(job.rows.anchors, bank)] if job.rows.anchors is not None else []
+    found += [
+        (group, banks.earlier(place, group) if wanted else None)
+        for place, group in zip(places, job.rows.kept, strict=True)
+    ]
+    return [
+        Kept(
+            name=anchors.name,
+            interface=anchors.interface,
+            anchors=anchors.examples,
+            probes=() if own is None else own.examples,
+            written_by="" if own is None else str(own.manifest["model"]["fingerprint"]),
+        )
+        for anchors, own in found
+    ]
+
+
 def train(
     job: Job, before: Mapping[str, Answers], bank: Bank | None, interruption: Interruption, tracked: Tracker
 ) -> Training:
     """Train from the last checkpoint, or the beginning, to the end; every stop on the way is one to go on from."""
     config = job.config
-    training = begun(job, bank)
-    rows = [job.rows.new.examples, () if job.rows.anchors is None else job.rows.anchors.examples]
-    identity = files.fingerprint(
-        [job.base.fingerprint, *map(fingerprint, rows), bank and bank.manifest["probes_sha256"]]
-    )
+    past = past_tasks(job, bank)
+    training = begun(job, past)
+    rows = [job.rows.new.examples, *(part for task in past for part in (task.anchors, task.probes))]
+    identity = files.fingerprint([job.base.fingerprint, *map(fingerprint, rows)])
     kept = Checkpoints(
         job.folder.checkpoint, identity, minutes=config.checkpoint_minutes, steps=config.checkpoint_steps
     )
@@ -64,7 +84,7 @@ def train(
     begins = "training" if training.prepared.guard is None else "taking evidence"
     view = training_view(epochs=config.epochs, updates=updates, done=training.ledger.cursor.step, begins=begins)
     with interruption.patient(), view as shown:
-        watch = _Watch(job, before, training)
+        watch, told = _Watch(job, before, training), len(training.ledger.watch.said)
         try:
             for event in training.run(config, watch.look, watch.done):
                 ended = isinstance(event, EpochEnded)
@@ -72,6 +92,7 @@ def train(
                 if isinstance(event, Stepped) and event.step % 10 == 0:
                     training.tally()
                 shown.show(event, training.admitted, point)
+                told = _tell(training.ledger.watch.said, told)
                 _log(tracked, training, event, point)
                 if isinstance(event, Refreshed):
                     continue  # a state in which the evidence is newer than the cursor is not one to go on from
@@ -84,11 +105,23 @@ def train(
         except FloatingPointError as error:
             if training.finite():  # the step that failed changed nothing
                 kept.save(training)
-            last = f"update {kept.step} is kept in {job.folder.checkpoint}" if kept.step else "no update was good"
-            raise FloatingPointError(f"{error}; {last}") from error
+            raise FloatingPointError(f"{error}; {_last(kept, job)}") from error
+        except Exploded as error:  # the weights are numbers, but none to go on from
+            raise Exploded(f"{error}; {_last(kept, job)}") from error
         if kept.step != training.ledger.cursor.step or not training.ledger.done:
             kept.save(training)
     return training
+
+
+def _tell(said: Sequence[str], told: int) -> int:
+    """Say what was noticed since the last time."""
+    for sentence in said[told:]:
+        say(f"warning: {sentence}")
+    return len(said)
+
+
+def _last(kept: Checkpoints, job: Job) -> str:
+    return f"update {kept.step} is kept in {job.folder.checkpoint}" if kept.step else "no update was kept"
 
 
 class _Watch:

@@ -186,5 +186,9 @@ def _material(config: AdaptConfig, method: Method, rows: Rows, home: Path) -> tu
         else:
             count = banks.settings(config, len(rows.new.examples)).num_probes
             probes = list(islice(cycle(anchors), count))
-    past = banks.past(anchors, probes, len(rows.new.examples))
-    return Material(new=rows.new.encoded(), past=(past,)), len(probes)
+    past = [banks.past(anchors, probes, len(rows.new.examples))]
+    for place, group in zip(config.kept, rows.kept, strict=True):
+        written = banks.earlier(Path(located(str(place), home)), group).examples if banks.needed(method) else ()
+        encoded = [group.interface.encode(example) for example in written]
+        past.append(banks.past(group.encoded(), encoded, len(rows.new.examples), name=group.name))
+    return Material(new=rows.new.encoded(), past=tuple(past)), len(probes)

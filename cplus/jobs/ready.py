@@ -51,7 +51,13 @@ def row_of(config: AdaptConfig) -> tuple[Method, RunSpec]:
         lr=config.lr,
         weight_decay=config.weight_decay,
     )
-    return configured(spec), spec
+    row = configured(spec)
+    if row.adapter is not None:
+        raise ValueError(
+            f"method {row.name!r} trains adapters and is there for comparison, in 'cplus demo' and in studies; here "
+            "train adapters with --lora r=16 --method sft, or under the gate with --lora r=16 alone"
+        )
+    return row, spec
 
 
 def ready(config: AdaptConfig, folder: Folder, home: Path) -> Job:

@@ -14,6 +14,7 @@ from cplus.data.encoded import Encoded
 from cplus.data.examples import Choice, Example
 from cplus.data.split import cached_split, draw_anchors, stack
 from cplus.interfaces import Interface
+from cplus.jobs.folder import Folder
 from cplus.methods import Method
 from cplus.models import Loaded
 from cplus.models.gguf import cache_folder
@@ -63,6 +64,8 @@ class Rows:
     anchors: Group | None
     past: Group | None
     external: tuple[Group, ...] = ()
+    kept: tuple[Group, ...] = ()
+    """The anchors of earlier jobs, each a past task of its own."""
     notes: tuple[str, ...] = ()
 
     def asked(self, config: AdaptConfig) -> tuple[Group, ...]:
@@ -81,11 +84,12 @@ class Tasks:
     past: Task | None
     split: Task | None
     external: tuple[Task, ...]
+    kept: tuple[Task, ...] = ()
 
 
 def read(config: AdaptConfig, method: Method, home: Path) -> Tasks:
     """Read every file and task; what the method cannot do without is asked for now, not after an hour."""
-    if config.split is None and config.anchors is None and set(method.needs) != {"new"}:
+    if config.split is None and config.anchors is None and not config.kept and set(method.needs) != {"new"}:
         raise ValueError(f"method {method.name!r} needs anchors: rows the model should keep; give some as anchors")
     new, anchors, past, split = (
         None if name is None else load_task(located(name, home), config.data_dir)
@@ -95,7 +99,14 @@ def read(config: AdaptConfig, method: Method, home: Path) -> Tasks:
     names = [task.name for task in external]
     if len({*names, "new", "past", "anchors"}) != len(names) + 3:
         raise ValueError(f"expected external tasks of different names, none called new, past or anchors, got {names}")
-    return Tasks(new=new, anchors=anchors, past=past, split=split, external=external)
+    kept = tuple(_anchors_of(Folder(Path(located(str(place), home)))) for place in config.kept)
+    return Tasks(new=new, anchors=anchors, past=past, split=split, external=external, kept=kept)
+
+
+def _anchors_of(folder: Folder) -> Task:
+    if not folder.anchors.is_file():
+        raise ValueError(f"{folder.root}: expected the folder of a job that kept rows; it holds no anchors.jsonl")
+    return load_task(str(folder.anchors))
 
 
 def located(name: str, home: Path) -> str:
@@ -110,14 +121,19 @@ def gather(config: AdaptConfig, tasks: Tasks, base: Loaded) -> Rows:
         rows = _parted(config, tasks.split, base)
     else:
         assert tasks.new is not None
-        kept = {
+        known = {
             name: None if task is None else group_of(config, task, base, name=name, part="retention")
             for name, task in (("anchors", tasks.anchors), ("past", tasks.past))
         }
         new = group_of(config, tasks.new, base, name="new", part="acquisition")
-        rows = Rows(new=new, anchors=kept["anchors"], past=kept["past"])
+        rows = Rows(new=new, anchors=known["anchors"], past=known["past"])
     external = tuple(_external(config, task, base) for task in tasks.external)
-    return replace(rows, external=external, notes=notes(config, rows))
+    kept = tuple(
+        group_of(config, task, base, name=f"kept {number}", part="retention")
+        for number, task in enumerate(tasks.kept, start=1)
+    )
+    rows = replace(rows, external=external, kept=kept)
+    return replace(rows, notes=notes(config, rows))
 
 
 def notes(config: AdaptConfig, rows: Rows) -> tuple[str, ...]:
@@ -133,6 +149,9 @@ def notes(config: AdaptConfig, rows: Rows) -> tuple[str, ...]:
         said.append(f"{both} of {len(rows.past.examples)} past rows are anchors, which the method has seen.")
     if rows.past is not None and config.split is None and (both := overlap(rows.past, rows.new)):
         said.append(f"{both} of {len(rows.past.examples)} past rows also stand in the new data.")
+    if rows.kept:
+        count = sum(len(group.examples) for group in rows.kept)
+        said.append(f"Earlier past tasks are kept as well: {len(rows.kept)}, with {count} anchors in all.")
     for group in (rows.new, rows.past):
         if group is not None and not group.closed and len(group.examples) > config.max_asked:
             said.append(f"{config.max_asked} of {len(group.examples)} {group.name} rows were asked before and after.")

@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_map_only
 from cplus.config import AdaptConfig
 from cplus.cost import Work
 from cplus.gates import Collaborative
+from cplus.jobs.gateshares import layer_shares
 from cplus.loop import Cursor, EpochEnded, Event, Prepared, Refreshed, Schedule, Stepped, adapt
+from cplus.watch import UNIFORM, Watch
 
 Look: TypeAlias = Callable[[int], dict[str, float]]
 """What is learned and lost after an epoch, by its number."""
@@ -59,6 +61,7 @@ class Ledger:
     seconds: float = 0.0
     extra_bytes: int = 0
     done: bool = False
+    watch: Watch = field(default_factory=Watch)
 
     def to_state(self) -> dict[str, Any]:
         """Plain values."""
@@ -68,7 +71,8 @@ class Ledger:
     def from_state(state: dict[str, Any]) -> Ledger:
         """Read what `to_state` wrote."""
         works = {name: Work(**state[name]) for name in ("training", "preservation")}
-        return Ledger(**{**state, **works, "cursor": Cursor(**state["cursor"]), "counted": tuple(state["counted"])})
+        own = {"cursor": Cursor(**state["cursor"]), "watch": Watch(**state["watch"])}
+        return Ledger(**{**state, **works, **own, "counted": tuple(state["counted"])})
 
 
 @dataclass(kw_only=True)
@@ -80,6 +84,8 @@ class Training:
     scheduler: LambdaLR
     prepared: Prepared
     ledger: Ledger = field(default_factory=Ledger)
+    judged: int = 0
+    """The gate's step up to which its masks were looked at."""
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next update depends on; frozen weights are the base model's and are not repeated."""
@@ -111,6 +117,8 @@ class Training:
         if state["random_cuda"]:
             torch.cuda.set_rng_state_all(state["random_cuda"])
         self.ledger = Ledger.from_state(state["ledger"])
+        gate = None if self.prepared.guard is None else self.prepared.guard.gate
+        self.judged = gate.step if isinstance(gate, Collaborative) else 0
 
     def _moving(self) -> dict[str, Tensor]:
         frozen = {name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
@@ -158,7 +166,10 @@ class Training:
         ledger = self.ledger
         if isinstance(event, Refreshed):
             ledger.preservation += event.work
+            if event.norm is not None:
+                ledger.watch.refreshed(event.norm)
         elif isinstance(event, Stepped):
+            ledger.watch.stepped(event.step, event.loss)
             ledger.training += event.work
             ledger.losses.append(event.loss)
             ledger.cursor = Cursor(epoch=event.epoch, batch=event.batch, step=event.step)
@@ -174,6 +185,17 @@ class Training:
         if isinstance(gate, Collaborative):
             admitted, offered = gate.tally()
             self.ledger.counted = (self.ledger.counted[0] + admitted, self.ledger.counted[1] + offered)
+            self._watch_gate(gate, admitted / offered if offered else None)
+
+    def _watch_gate(self, gate: Collaborative, admitted: float | None) -> None:
+        """Whether the gate lets everything through, or nothing; a compiled pass is asked for its average."""
+        steps = gate.step - self.judged
+        if admitted is None and steps >= UNIFORM and gate.ema:
+            admitted = round(sum(own.admitted * own.coordinates for own in layer_shares(self.prepared.guard)), 0)
+            admitted /= sum(e.numel() for e in gate.ema)
+        if admitted is not None and steps:
+            self.ledger.watch.gated(admitted, steps)
+            self.judged = gate.step
 
     @property
     def admitted(self) -> float | None:
@@ -190,6 +212,7 @@ class Training:
             point["admitted"] = self.admitted
         self.model.eval()
         point |= look(event.epoch)
+        ledger.watch.looked(point)
         ledger.done = done(point)
         self.model.train()
         ledger.curve.append(point)

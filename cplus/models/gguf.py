@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from gguf import GGUFReader
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from cplus import files
+from cplus import files, locks
 from cplus.terminal import console
 
 _FORMAT = 1  # raise when the conversion changes, so that folders of the old one are not taken
@@ -29,16 +28,18 @@ def converted(sha256: str, source: Callable[[], Path]) -> Path:
     folder = cache_folder() / "models" / f"gguf{_FORMAT}-{sha256[:32]}"
     if folder.exists():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
+    with locks.holding(locks.beside(folder), wait=math.inf, told=_say):
         if not folder.exists():  # another process may have been first
-            for killed in folder.parent.glob(f".{folder.name}.*.part"):  # ours alone while we hold the lock
-                shutil.rmtree(killed)
+            files.tidy(folder.parent, folder.name)
             path = source()
             console.print(f"converting {path.name} to float32, once, in {folder}")
             with files.replacing_folder(folder) as part:
                 convert(path, part)
     return folder
+
+
+def _say(sentence: str) -> None:
+    console.print(sentence, markup=False, soft_wrap=True)
 
 
 def convert(path: Path, out: Path) -> None:

@@ -64,7 +64,7 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
         with without_bars() if local else nullcontext():
             model, report = AutoModelForCausalLM.from_pretrained(
-                where, dtype=as_dtype(dtype), output_loading_info=True, **options
+                where, dtype=as_dtype(dtype), output_loading_info=True, use_safetensors=True, **options
             )
     except OSError as error:
         raise ValueError(f"could not load {str(name)!r}: {error}; built-in names are {', '.join(ALIASES)}") from error

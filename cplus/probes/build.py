@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cplus.data.examples import Example
-from cplus.files import fingerprint
+from cplus.files import fingerprint, tidy
 from cplus.interfaces import Interface, Rejected
 from cplus.models import Loaded
 from cplus.probes.bank import MANIFEST, Bank, Probe, anchors_hash, probe_from_row, probe_to_row, seal
@@ -32,8 +32,13 @@ def build(
     *,
     engine: Engine | None = None,
     watch: Watch = lambda event: None,
+    wait: float = 0.0,
+    told: Callable[[str], None] = lambda sentence: None,
 ) -> Bank:
-    """Make a bank in `folder`, or go on making it; one already sealed to the same identity is returned as it is."""
+    """Make a bank in `folder`, or go on making it; one already sealed to the same identity is returned as it is.
+
+    Another process that makes it is waited for so many seconds, which `told` hears of.
+    """
     local = LocalEngine(base.model, base.tokenizer)
     engine = engine or local
     identity = identify(base, interface, anchors, settings, engine)
@@ -43,7 +48,10 @@ def build(
     tally = Tally(anchors, interface, settings)
     # Whoever samples the inputs, the frozen model itself answers them.
     labeller = partial(label, base.model, local, interface)
-    with open_journal(path, _resumable(identity)) as journal:
+    with open_journal(path, _resumable(identity), wait=wait, told=told) as journal:
+        if folder.exists():  # the one who was waited for has made it
+            return _same(folder, identity)
+        tidy(folder.parent, folder.name)
         for entry in journal.entries:
             block = _block_from_entry(entry)
             tally.add(block)
@@ -121,12 +129,17 @@ def _entry(block: Block) -> dict[str, Any]:
 
 
 def _block_from_entry(entry: Mapping[str, Any]) -> Block:
-    return Block(
-        outcomes=tuple(
-            Outcome(
-                index=row["index"],
-                result=Rejected(row["reason"]) if "reason" in row else probe_from_row(row["probe"]),
+    try:
+        return Block(
+            outcomes=tuple(
+                Outcome(
+                    index=row["index"],
+                    result=Rejected(row["reason"]) if "reason" in row else probe_from_row(row["probe"]),
+                )
+                for row in entry["outcomes"]
             )
-            for row in entry["outcomes"]
         )
-    )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"an entry of the journal is damaged ({error!r}); remove the journal and begin again"
+        ) from error

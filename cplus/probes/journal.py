@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from cplus.files import canonical_json
+from cplus import locks
+from cplus.files import canonical_json, sync
 
 FORMAT = "cplus-journal/1"
 
@@ -34,20 +34,21 @@ def journal_path(folder: Path) -> Path:
 
 
 @contextmanager
-def open_journal(path: Path, identity: Mapping[str, Any]) -> Iterator[Journal]:
+def open_journal(
+    path: Path,
+    identity: Mapping[str, Any],
+    *,
+    wait: float = 0.0,
+    told: Callable[[str], None] = lambda sentence: None,
+) -> Iterator[Journal]:
     """Open a journal for one process alone; one begun under another identity is refused by what differs."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"{path} is being written by another process; wait for it or choose another --out"
-            ) from error
+    lock = locks.holding(locks.beside(path), wait=wait, told=told, otherwise="wait for it or choose another --out")
+    with lock, path.open("ab+") as file:
         lines = _whole_lines(file)
         head = {"format": FORMAT, "identity": json.loads(canonical_json(identity))}
         if not lines:
             _write(file, head)
+            sync(path.parent)
         elif lines[0] != head:
             raise ValueError(f"{path} was begun {_difference(lines[0], head)}; give those again, or remove it")
         yield Journal(file, lines[1:])
@@ -78,7 +79,9 @@ def _write(file: IO[bytes], entry: Mapping[str, Any]) -> None:
     os.fsync(file.fileno())
 
 
-def _difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+def _difference(found: Any, expected: Mapping[str, Any]) -> str:
+    if not isinstance(found, dict) or not isinstance(found.get("identity"), dict):
+        return "with a damaged first line"
     if found.get("format") != FORMAT:
         return f"in the format {found.get('format')!r} and not {FORMAT!r}"
     old, new = _flat(found["identity"]), _flat(expected["identity"])

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from cplus.data.encoded import Encoded
+from cplus.data.encoded import Encoded, shared_prefix
 from cplus.losses import target_logits
 from cplus.scoring.batches import bare, check_window, scored
-from cplus.scoring.packed import Row, packed_scores, read_prefix, shared_prefix, takes_block_masks
+from cplus.scoring.packed import Row, packed_scores, read_prefix, takes_block_masks
 
 Tokens = Sequence[int]
 

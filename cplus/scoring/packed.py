@@ -6,15 +6,12 @@ import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Tokens = Sequence[int]
-
-_SHORTEST_PREFIX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +62,6 @@ def packed_scores(model: Any, rows: Sequence[Row], offset: int, prefix: Any | No
     row, column, token = torch.tensor(layout.where, device=device).unbind(1)
     chosen = iter((logits[row, column, token] - logits.logsumexp(2)[row, column]).tolist())
     return [[sum(next(chosen) for _ in candidate) for candidate in row.candidates] for row in rows]
-
-
-def shared_prefix(prompts: Sequence[Tokens]) -> tuple[int, ...]:
-    """The beginning common to all prompts, short of any whole prompt; empty where sharing it would not pay.
-
-    >>> shared_prefix([[*range(9), 1, 2], [*range(9), 3]])
-    (0, 1, 2, 3, 4, 5, 6, 7, 8)
-    """
-    if len(prompts) < 2:
-        return ()
-    columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
-    common = tuple(tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
-    return common if len(common) >= _SHORTEST_PREFIX else ()
 
 
 def read_prefix(model: Any, prefix: Tokens) -> Any | None:

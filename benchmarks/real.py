@@ -1,0 +1,169 @@
+"""What `cplus adapt` does to a real small model: facts by cloze, chat style, and a fixed format, method by method.
+
+python benchmarks/real.py {facts,style,format} [--methods sft cplus] [--data-dir DIR] [--out benchmarks/results]
+
+A finished job is not repeated and an interrupted one goes on, so the same line can be given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cplus.config import AdaptConfig
+from cplus.data.examples import Choice
+from cplus.files import read_sealed, write_json, write_text
+from cplus.jobs import adapt, resume
+from cplus.report.receipt import read_receipt
+from cplus.report.record import Point
+from cplus.tasks import load_task
+from cplus.terminal import console, print_json
+
+MODEL = "smollm2-135m"
+
+
+def facts(options: argparse.Namespace) -> dict[str, Any]:
+    """48 questions of arc_easy the model has wrong, by cloze; past are those it has right."""
+    return {
+        "split": "arc_easy",
+        "interface": "cloze",
+        "num_new": 48,
+        "num_anchors": 8,
+        "num_probes": 64,
+        "lr": 5e-5,
+        "epochs": 15,
+        "evaluate_rows": 64,
+        "data_dir": options.data_dir,
+    }
+
+
+def style(options: argparse.Namespace) -> dict[str, Any]:
+    """96 questions with terse answers, in chat form; past are the model's own answers to short instructions."""
+    asked = [
+        {"prompt": e.prompt, "response": e.response} for e in load_task("instruct_short", options.data_dir).examples
+    ]
+    kept = random.Random("style").sample(asked, 96)
+    return {**_terse(options, 96), **_kept(options, kept), "lr": 3e-5, "epochs": options.epochs, "max_asked": 32}
+
+
+def format_(options: argparse.Namespace) -> dict[str, Any]:
+    """The same new rows; past are requests that the model answers with JSON, right if the answer is JSON."""
+    people = ("Anna", "Omar", "Lena", "Ivan", "Mia", "Raj", "Noor", "Ben", "Sara", "Tom", "Yuki", "Paul")
+    things = ("apples", "books", "lamps", "coats", "maps", "chairs", "pens", "cups")
+    asked = [
+        f'Write a JSON object with the keys "name" and "{thing}" for this sentence, and nothing else: '
+        f"{person} has {3 + (7 * i + 5 * j) % 40} {thing}."
+        for (i, person), (j, thing) in itertools.product(enumerate(people), enumerate(things))
+    ]
+    kept = [{"prompt": prompt, "response": "{}"} for prompt in random.Random("format").sample(asked, 72)]
+    return {
+        **_terse(options, 96),
+        **_kept(options, kept),
+        "judge": "python:real:holds_json",
+        "lr": 3e-5,
+        "epochs": options.epochs,
+        "max_asked": 64,
+    }
+
+
+def holds_json(answer: str, _: str) -> bool:
+    """Whether an answer is a JSON object, bare or as a fenced block."""
+    text = answer.strip().removeprefix("```json").removeprefix("```").removesuffix("```").strip()
+    try:
+        return isinstance(json.loads(text), dict)
+    except json.JSONDecodeError:
+        return False
+
+
+def _terse(options: argparse.Namespace, count: int) -> dict[str, Any]:
+    chosen = random.Random("terse").sample(load_task("arc_easy", options.data_dir).examples, count)
+    rows = [{"prompt": e.question, "response": e.choices[e.answer]} for e in chosen if isinstance(e, Choice)]
+    return {"new": _rows(options.work / "new.jsonl", rows), "stop": "never", "max_new_tokens": 128}
+
+
+def _kept(options: argparse.Namespace, rows: Sequence[dict[str, str]]) -> dict[str, Any]:
+    return {
+        "anchors": _rows(options.work / f"{options.what}-anchors.jsonl", rows[:8]),
+        "past": _rows(options.work / f"{options.what}-past.jsonl", rows[8:]),
+        "own_answers": True,
+        "num_probes": 64,
+        "evaluate_rows": 48,
+    }
+
+
+def _rows(path: Path, rows: Sequence[dict[str, str]]) -> str:
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return str(path)
+
+
+def at(curve: Sequence[Point], level: float) -> float | None:
+    """The past answers' loss where the new rows' loss first comes down to the level, between two looks linearly."""
+    for before, after in itertools.pairwise(curve):
+        if before.new_nll is None or after.new_nll is None or before.past_nll is None or after.past_nll is None:
+            return None
+        if after.new_nll <= level <= before.new_nll:
+            share = (before.new_nll - level) / (before.new_nll - after.new_nll)
+            return before.past_nll + share * (after.past_nll - before.past_nll)
+    return None
+
+
+def matched(curves: dict[str, tuple[Point, ...]]) -> dict[str, Any]:
+    """Every method's rise of the past answers' loss at the lowest new-data loss that all have reached."""
+    lows = {name: min(p.new_nll for p in curve if p.new_nll is not None) for name, curve in curves.items()}
+    level = max(lows.values())
+    rises = {}
+    for name, curve in curves.items():
+        found, start = at(curve, level), curve[0].past_nll
+        rises[name] = None if found is None or start is None else found - start
+    base = rises.get("sft")
+    shares = {name: None if not base or rise is None else rise / base for name, rise in rises.items()}
+    return {"new_nll": level, "rise_of_past_nll": rises, "share_of_sft": shares}
+
+
+def main() -> None:
+    """Run the jobs one after another, then put their figures side by side."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("facts", "style", "format"))
+    parser.add_argument("--methods", nargs="+", default=["sft", "cplus"])
+    parser.add_argument("--epochs", type=int, default=8, help="of style and format")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--work", type=Path, default=Path("runs/real"))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    settings = {"facts": facts, "style": style, "format": format_}[options.what](options)
+    records: dict[str, Any] = {}
+    folders: list[Path] = []
+    for method in options.methods:
+        folder = options.work / f"{options.what}-{method}"
+        if (folder / "settings.json").exists():
+            resume(folder)
+        else:
+            adapt(AdaptConfig(model=MODEL, method=method, out=folder, compare=tuple(folders), **settings))
+        folders.append(folder)
+        records[method] = read_sealed(folder / "record.json")
+    curves = {method: read_receipt(folder).curve for method, folder in zip(options.methods, folders, strict=True)}
+    figures: dict[str, Any] = {
+        "what": options.what,
+        "model": MODEL,
+        "methods": {
+            name: {"figures": record["figures"], "curve": [vars(point) for point in curves[name]]}
+            for name, record in records.items()
+        },
+    }
+    if options.what != "facts":
+        figures["matched"] = matched(curves)
+        console.print(figures["matched"])
+    if options.out is not None:
+        write_json(options.out / f"real-{options.what}.json", figures)
+    if options.json:
+        print_json(figures)
+
+
+if __name__ == "__main__":
+    main()

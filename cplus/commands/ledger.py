@@ -1,0 +1,60 @@
+"""`cplus ledger`: look at the stages of an updated model, check them, take one out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_CHANGED = 2
+
+ledger = typer.Typer(no_args_is_help=True, help="Show, verify or restore the stages that 'cplus update' made.")
+
+Root = Annotated[Path, typer.Argument(help="Folder of the ledger.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+
+
+@ledger.command("show")
+def show_stages(root: Root, json: Json = False) -> None:
+    """Accuracy of every task after every stage, average, backward transfer and survival."""
+    from cplus.commands.update import show
+    from cplus.ledger.chain import read
+    from cplus.ledger.history import report
+    from cplus.terminal import print_json
+
+    told = report(read(root))
+    print_json(told) if json else show(told)
+
+
+@ledger.command("verify")
+def verify(root: Root, json: Json = False) -> None:
+    """Check every file and the chain of stages. Exit code 0: as it was sealed. 2: something was changed."""
+    from cplus.ledger.chain import problems, read
+    from cplus.terminal import clean, output, print_json
+
+    found = read(root)
+    wrong = problems(found)
+    if json:
+        print_json({"ledger": str(root), "stages": len(found.entries), "head": found.head, "problems": wrong})
+    else:
+        for sentence in wrong:
+            output.print(clean(sentence), markup=False, soft_wrap=True)
+        state = f"{len(wrong)} problems" if wrong else "as it was sealed"
+        output.print(f"{len(found.entries)} stages, {state}; head {found.head}", markup=False, soft_wrap=True)
+    if wrong:
+        raise typer.Exit(_CHANGED)
+
+
+@ledger.command("restore")
+def restore_stage(
+    root: Root,
+    stage: Annotated[int, typer.Argument(help="Number of the stage, from 1.")],
+    out: Annotated[Path, typer.Option(help="A new folder for the stage's model.")],
+) -> None:
+    """Copy the model of a stage, if it is as it was sealed, into a folder that plain transformers loads."""
+    from cplus.ledger.chain import read, restore
+    from cplus.terminal import console
+
+    restore(read(root), stage, out)
+    console.print(f"stage {stage} is in {out}", markup=False, soft_wrap=True)

@@ -1,0 +1,196 @@
+"""`cplus study`: answer a question of the paper with runs of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from cplus.studies import Scale, Spec, Study, Summary
+    from cplus.studies.runner import Ended, Executor
+
+
+def study(
+    name: Annotated[str, typer.Argument(help="A study (e01 to e12), 'all', or 'list'.")],
+    scale: Annotated[str, typer.Option(help="smoke, desk, desk-real or paper.")] = "desk",
+    out: Annotated[Path, typer.Option(help="The folder of results, one subfolder a scale.")] = Path("results"),
+    workers: Annotated[int, typer.Option(min=1, help="Processes at the same time; fewer if memory is short.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="Threads a process.")] = 1,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List what is missing and how long it would take.")
+    ] = False,
+    executor: Annotated[str, typer.Option(help="local or slurm.")] = "local",
+    slurm: Annotated[
+        list[str] | None, typer.Option(help="A submitit parameter, e.g. slurm_partition=gpu, or a YAML file of them.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Run what a study still lacks, each run once, and answer its question from the results."""
+    from cplus.studies import runs_of, scale_named, studies_named
+    from cplus.terminal import print_json
+
+    if name == "list":
+        _list(json=json)
+        return
+    chosen, size = studies_named(name), scale_named(scale)
+    folder = out / size.name
+    specs = list(dict.fromkeys(spec for each in chosen for spec in runs_of(each, size)))
+    workers = _fitting(workers, specs)
+    make = _executor(executor, workers=workers, threads=threads, logs=folder / "slurm", slurm=slurm or [])
+    if dry_run:
+        _dry_run(specs, folder, workers=workers, json=json)
+        return
+    done, failed = _perform(specs, folder, make)
+    summaries = {each.name: _summary(each, size, folder) for each in chosen if runs_of(each, size)}
+    report = {
+        "scale": size.name,
+        "runs": len(specs),
+        "done": done,
+        "studies": {each: found.row() for each, found in summaries.items()},
+        "failed": [{"run": _title(ended.spec), "error": ended.failed} for ended in failed],
+    }
+    print_json(report) if json else _show(summaries)
+    if failed:
+        raise ValueError(f"{len(failed)} of {len(specs)} runs failed; the others are kept. First: {failed[0].failed}")
+
+
+def _fitting(workers: int, specs: Sequence[Spec]) -> int:
+    import psutil  # type: ignore[import-untyped]
+
+    from cplus.studies.estimates import fitting
+    from cplus.terminal import console
+
+    found = fitting(workers, specs, psutil.virtual_memory().available)
+    if found < workers:
+        console.print(f"memory suffices for {found} of {workers} workers")
+    return found
+
+
+def _executor(name: str, *, workers: int, threads: int, logs: Path, slurm: Sequence[str]) -> Executor:
+    from cplus.studies.runner import Processes
+    from cplus.studies.slurm import Cluster
+
+    if name == "local":
+        if slurm:
+            raise ValueError("--slurm sets parameters of the slurm executor; add --executor slurm")
+        return Processes(workers=workers, threads=threads)
+    if name != "slurm":
+        raise ValueError(f"executor must be local or slurm, got {name!r}")
+    return Cluster(logs=logs, parameters=_parameters(slurm))
+
+
+def _parameters(texts: Sequence[str]) -> dict[str, Any]:
+    """Read NAME=VALUE and YAML files; what comes later stands above what came before."""
+    from cplus.config import read_yaml
+
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals and not text.endswith((".yaml", ".yml")):
+            raise ValueError(f"--slurm takes NAME=VALUE or a YAML file, got {text}")
+        found |= {name: int(value) if value.isdigit() else value} if equals else read_yaml(Path(text))
+    return found
+
+
+def _perform(specs: Sequence[Spec], folder: Path, executor: Executor) -> tuple[int, list[Ended]]:
+    """Do what is missing: how many runs were done here, and those that failed."""
+    from cplus.studies.runner import perform, queue
+    from cplus.terminal import clean, console, progress
+
+    missing, done, failed = len(queue(specs, folder)), 0, []
+    console.print(f"{len(specs)} runs, {len(specs) - missing} already there: {folder}", markup=False)
+    with progress() as bars:
+        bar = bars.add_task("runs", total=missing)
+        for ended in perform(specs, folder, executor):
+            bars.update(bar, advance=1, description=_title(ended.spec))
+            done += ended.outcome == "done"
+            if ended.failed is not None:
+                failed.append(ended)
+                console.print(f"failed: {_title(ended.spec)}: {clean(ended.failed)}", markup=False)
+    return done, failed
+
+
+def _summary(study: Study, scale: Scale, folder: Path) -> Summary:
+    from cplus.studies import runs_of
+    from cplus.studies.store import finished
+
+    return study.summary(finished(runs_of(study, scale), folder))
+
+
+def _title(spec: Spec) -> str:
+    from cplus.records import RunSpec
+
+    where = spec.task if isinstance(spec, RunSpec) else " > ".join(spec.tasks)
+    return f"{spec.method} {spec.model} {where} A={spec.num_anchors} N={spec.num_probes} seed {spec.seed}"
+
+
+def _dry_run(specs: Sequence[Spec], folder: Path, *, workers: int, json: bool) -> None:
+    from cplus.studies.estimates import seconds
+    from cplus.studies.runner import queue
+    from cplus.studies.store import finished, path_of
+    from cplus.terminal import output, print_json
+
+    known, missing = finished(specs, folder), queue(specs, folder)
+    times = [seconds(spec, known) for spec in missing]
+    hours = sum(times) / 3600 / workers
+    if json:
+        runs = [
+            {"run": _title(spec), "file": path_of(spec, folder).name, "seconds": round(time, 1)}
+            for spec, time in zip(missing, times, strict=True)
+        ]
+        print_json({"runs": len(specs), "there": len(known), "missing": runs, "hours": hours, "workers": workers})
+        return
+    for spec, time in zip(missing, times, strict=True):
+        output.print(f"{time:8.1f} s  {_title(spec)}  {path_of(spec, folder).name}", markup=False, soft_wrap=True)
+    basis = "from finished runs" if known else "from a stated speed; none is finished yet"
+    output.print(
+        f"{len(missing)} of {len(specs)} runs missing, about {hours:.2f} hours with {workers} workers ({basis})",
+        soft_wrap=True,
+    )
+
+
+def _list(*, json: bool) -> None:
+    from rich.table import Table
+
+    from cplus.studies import SCALES, STUDIES, runs_of
+    from cplus.terminal import output, print_json
+
+    rows: list[dict[str, Any]] = [
+        {
+            "name": each.name,
+            "title": each.title,
+            "question": each.question,
+            "paper": each.paper,
+            "runs": {scale.name: len(runs_of(each, scale)) for scale in SCALES.values()},
+        }
+        for each in STUDIES.values()
+    ]
+    if json:
+        print_json({"studies": rows, "scales": {scale.name: scale.summary for scale in SCALES.values()}})
+        return
+    grid = Table(box=None, header_style="bold")
+    for column in ("study", "question", "paper", *SCALES):
+        grid.add_column(column, overflow="fold", justify="right" if column in SCALES else "left")
+    for row in rows:
+        counts = [str(row["runs"][scale]) for scale in SCALES]
+        grid.add_row(row["name"], row["question"], row["paper"], *counts)
+    output.print(grid)
+    for scale in SCALES.values():
+        output.print(f"{scale.name}: {scale.summary}")
+
+
+def _show(summaries: dict[str, Summary]) -> None:
+    from cplus.studies import STUDIES
+    from cplus.studies.shape import shown
+    from cplus.terminal import output
+
+    for name, found in summaries.items():
+        output.print(f"\n{name}  {STUDIES[name].question}", style="bold", markup=False)
+        output.print(found.answer, markup=False)
+        for claim in found.claims:
+            interval = "" if claim.interval is None else f" [{claim.interval[0]:+.1f}, {claim.interval[1]:+.1f}]"
+            line = f"  {claim.verdict:8} {claim.says}: {shown(claim.margin, sign=True)}{interval}"
+            output.print(line, markup=False)

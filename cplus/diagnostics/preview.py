@@ -1,0 +1,100 @@
+"""Before any training: where the first update of plain fine-tuning would meet what the model should keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from cplus.algorithm import blend
+from cplus.data.encoded import Encoded
+from cplus.diagnostics.layers import layer_of
+from cplus.diagnostics.ledger import Ledger
+from cplus.diagnostics.measures import Sums, first_order, masked, share
+from cplus.diagnostics.proposals import proposals
+from cplus.diagnostics.shelf import Shelf
+from cplus.evidence import MeanGradient, Source, named
+from cplus.support import trainable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """One layer, or the whole model, under the first update that plain fine-tuning would make.
+
+    `conflict` and `conflicting_energy` are shares of the layer's coordinates and update energy that meet evidence of
+    the same sign. `change` is the first-order change of the anchors' loss by the whole update, `gated_change` by what
+    the binary mask leaves of it.
+    """
+
+    name: str
+    coordinates: int
+    conflict: float | None
+    conflicting_energy: float | None
+    change: float
+    gated_change: float
+
+    @classmethod
+    def of(cls, name: str, sums: Sums) -> Forecast:
+        """Read the shares off the sums."""
+        return cls(
+            name=name,
+            coordinates=int(sums["coordinates"]),
+            conflict=share(sums["coordinates"] - sums["mask"], sums["coordinates"]),
+            conflicting_energy=share(sums["energy"] - sums["mask_energy"], sums["energy"]),
+            change=sums["change"],
+            gated_change=sums["gated_change"],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """The whole model and its layers, the most harmed first; `loss` is the anchors' mean loss before."""
+
+    loss: float
+    whole: Forecast
+    layers: tuple[Forecast, ...]
+
+
+def preview(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    new: Sequence[Encoded],
+    anchors: Sequence[Encoded],
+    probes: Sequence[Encoded] = (),
+    anchor_weight: float = 0.5,
+) -> Preview:
+    """One pass over each source; nothing is changed. Without probes the anchors are all the evidence.
+
+    Paper: App. B.    conflict where g_hat * delta > 0;    change = g_anchor . delta
+    """
+    params, names = trainable(optimizer), named(model)
+    ledger = Ledger([layer_of(names.get(id(p), "others")) for p in params])
+    shelf = Shelf()
+    try:
+        loss = kept(shelf, "anchors", model, params, anchors)
+        if probes:
+            kept(shelf, "probes", model, params, probes)
+        for i, (theta, proposed) in enumerate(proposals(model, optimizer, new)):
+            g_hat = g_anchor = shelf.get(f"anchors-{i}", theta.device)
+            if probes:
+                g_hat = blend(g_anchor, shelf.get(f"probes-{i}", theta.device), anchor_weight)
+            ledger.add(i, masked(theta, proposed, g_hat) | first_order(theta, proposed, g_hat, g_anchor))
+    finally:
+        shelf.close()
+    layers = [Forecast.of(name, sums) for name, sums in ledger.by_layer().items()]
+    return Preview(
+        loss=loss,
+        whole=Forecast.of("whole model", ledger.epochs()[1]),
+        layers=tuple(sorted(layers, key=lambda layer: layer.change, reverse=True)),
+    )
+
+
+def kept(shelf: Shelf, name: str, model: nn.Module, params: Sequence[nn.Parameter], rows: Sequence[Encoded]) -> float:
+    """Put away the mean gradient of these rows; returns their mean loss."""
+    found = MeanGradient(model=model, sources=(Source(name=name, weight=1.0, rows=rows),))(params, 0)
+    for i, g in enumerate(found.vectors[0]):
+        shelf.put(f"{name}-{i}", g)
+    return found.losses[name]

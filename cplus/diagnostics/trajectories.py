@@ -1,0 +1,108 @@
+"""Every reference's mask over one replay of proposals, kept as a few sums a coordinate.
+
+While the weights are frozen a reference is one fixed sign a coordinate: plus, minus or zero. So all references share
+three mask trajectories, whatever their number: that of a plus (1 where delta <= 0), that of a minus (1 where
+delta >= 0) and that of a zero (always 1), each binary or smoothed. What is summed is how far these are apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cplus.algorithm import coefficient, collaborates, smooth
+from cplus.data.encoded import Encoded
+from cplus.diagnostics.measures import BLOCK
+from cplus.diagnostics.proposals import proposals
+from cplus.diagnostics.shelf import Shelf
+
+Table: TypeAlias = dict[tuple[int, int], Tensor]
+KEPT = ("up", "down", "opposite", "plus", "minus", "plus_binary", "minus_binary", "ema_plus", "ema_minus")
+"""Sums over steps of delta^2 times: [delta > 0], [delta < 0], |c+ - c-|, 1 - c+, 1 - c-, |c+ - m+|, |c- - m-|; and the
+two moving averages, where c+ and m+ are a plus reference's coefficient and binary mask."""
+
+
+def replay(
+    shelf: Shelf, model: nn.Module, optimizer: Optimizer, batches: Iterable[Sequence[Encoded]], *, beta: float
+) -> int:
+    """Propose one update a batch with the weights frozen and the moments advancing; returns the number of updates.
+
+    Paper: App. E.8; App. E.11, a common sequence of proposed updates.
+    """
+    t = 0
+    for t, rows in enumerate(batches, start=1):
+        for i, (theta, proposed) in enumerate(proposals(model, optimizer, rows, advance=True)):
+            if t == 1:
+                for name in KEPT:
+                    shelf.put(f"{name}-{i}", torch.zeros(theta.numel()))
+            old, new = theta.reshape(-1), proposed.reshape(-1)
+            for start in range(0, theta.numel(), BLOCK):
+                delta = (new[start : start + BLOCK].double() - old[start : start + BLOCK].double()).cpu()
+                accumulate(shelf, i, start, delta, beta=beta, t=t)
+    return t
+
+
+def accumulate(shelf: Shelf, position: int, start: int, delta: Tensor, *, beta: float, t: int) -> None:
+    """Add one step's part of a tensor to the sums."""
+    stop = start + len(delta)
+    energy, one = delta.square(), torch.ones(())
+    masks = {"plus": collaborates(one, delta).double(), "minus": collaborates(-one, delta).double()}
+    c = {}
+    for sign, mask in masks.items():
+        average = smooth(shelf.read(f"ema_{sign}-{position}", start, stop).double(), mask, beta)
+        shelf.write(f"ema_{sign}-{position}", start, average)
+        c[sign] = coefficient(average, beta, t)
+    found = {
+        "up": energy * (delta > 0),
+        "down": energy * (delta < 0),
+        "opposite": energy * (c["plus"] - c["minus"]).abs(),
+        "plus": energy * (1.0 - c["plus"]),
+        "minus": energy * (1.0 - c["minus"]),
+        "plus_binary": energy * (c["plus"] - masks["plus"]).abs(),
+        "minus_binary": energy * (c["minus"] - masks["minus"]).abs(),
+    }
+    for name, values in found.items():
+        kept = shelf.read(f"{name}-{position}", start, stop).double()
+        shelf.write(f"{name}-{position}", start, kept + values)
+
+
+def tables(sums: dict[str, Tensor]) -> dict[str, Table]:
+    """How far two trajectories are apart at each coordinate, by the signs of their references.
+
+    `binary`: two binary masks. `smoothed`: two smoothed ones. `crossed`: a smoothed one and a binary one.
+    """
+    up, down, plus, minus, opposite = (sums[name] for name in ("up", "down", "plus", "minus", "opposite"))
+    energy, to_plus, to_minus = up + down, sums["plus_binary"], sums["minus_binary"]
+    return {
+        "binary": {(1, -1): energy, (-1, 1): energy, (1, 0): up, (0, 1): up, (-1, 0): down, (0, -1): down},
+        "smoothed": {(1, -1): opposite, (-1, 1): opposite, (1, 0): plus, (0, 1): plus, (-1, 0): minus, (0, -1): minus},
+        "crossed": {
+            (1, 1): to_plus,
+            (1, -1): energy - to_plus,  # the two binary masks are each other's complement wherever delta is not 0
+            (-1, -1): to_minus,
+            (-1, 1): energy - to_minus,
+            (1, 0): plus,
+            (-1, 0): minus,
+            (0, 1): up,
+            (0, -1): down,
+        },
+    }
+
+
+def distance(table: Table, first: Tensor, second: Tensor) -> float:
+    """The energy on which the trajectories of two references' signs differ."""
+    return sum(float(values[(first == a) & (second == b)].sum()) for (a, b), values in table.items())
+
+
+def mean_coefficients(signs: Tensor, sums: dict[str, Tensor]) -> Tensor:
+    """Each coordinate's update-weighted mean of the smoothed mask; 1 where nothing was ever proposed.
+
+    Paper: App. E.11.    sum_t delta^2 c / sum_t delta^2
+    """
+    energy = sums["up"] + sums["down"]
+    lost = torch.where(signs > 0, sums["plus"], torch.where(signs < 0, sums["minus"], 0.0))
+    return torch.where(energy > 0, 1.0 - lost / energy.clamp(min=torch.finfo(energy.dtype).tiny), 1.0)

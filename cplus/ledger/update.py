@@ -1,0 +1,212 @@
+"""One more stage: `cplus adapt` from the last stage's model, with every task so far as a past task of its own."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cplus import files, jobs
+from cplus.config import AdaptConfig, settings
+from cplus.data.examples import Choice, Example, lines
+from cplus.data.readers import read_file
+from cplus.jobs.folder import Folder, claimed
+from cplus.jobs.view import say
+from cplus.ledger import DECIDED
+from cplus.ledger.chain import NAME, Ledger, Stage, append, exists, problems, read
+from cplus.ledger.history import BASE, answered, flips, is_right, set_name, tables
+from cplus.report.receipt import RowSet
+from cplus.tasks import Task, load_task
+
+OF_ONE_STAGE = frozenset(
+    {
+        *DECIDED,
+        "model",
+        "new",
+        "anchors",
+        "past",
+        "external",
+        "require",
+        "report_to",
+        "revision",
+        "preset",
+        "own_answers",
+    }
+)
+"""Settings that belong to one stage; the others stand as in the last stage unless they are given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updated:
+    """A ledger with one stage more, and the job that made it."""
+
+    ledger: Ledger
+    outcome: jobs.Outcome
+
+
+def update(root: Path, given: Mapping[str, Any], *, force: bool = False) -> Updated:
+    """Append one stage, or go on with it where the same update was interrupted; `force` begins it anew."""
+    for name in DECIDED:
+        if name in given:
+            raise ValueError(f"an update decides {name!r} itself; leave it out")
+    if given.get("new") is None:
+        raise ValueError("expected new: the rows to learn in this stage, a file or a named task")
+    _check_place(root, given)
+    with claimed(Folder(root)):
+        ledger = _believed(read(root)) if exists(root) else Ledger(root=root)
+        place = ledger.next
+        config = _begun(ledger, place, given, force=force)
+        outcome = _worked(config, place)
+        return Updated(ledger=_sealed(ledger, place, str(given["new"]), outcome), outcome=outcome)
+
+
+def _check_place(root: Path, given: Mapping[str, Any]) -> None:
+    if exists(root):
+        if given.get("model") is not None:
+            raise ValueError(f"{root}: the ledger goes on from its last stage's model; leave the model out")
+        return
+    if root.exists() and (not root.is_dir() or {entry.name for entry in root.iterdir()} - {".lock", "stages"}):
+        raise ValueError(f"{root}: exists and holds no {NAME}, so it is no ledger; choose another folder")
+    if given.get("model") is None:
+        raise ValueError(f"{root}: there is no ledger yet; the first update needs the model to begin with")
+
+
+def _believed(ledger: Ledger) -> Ledger:
+    wrong = problems(ledger, models=False)
+    if wrong:
+        raise ValueError(f"{ledger.root}: {wrong[0]}; nothing is built on a ledger that was changed")
+    return ledger
+
+
+def _begun(ledger: Ledger, place: Stage, given: Mapping[str, Any], *, force: bool) -> AdaptConfig:
+    """The stage's settings, its rows on the disk; what was asked is written last and makes the stage begun."""
+    values = {**({} if "preset" in given else _inherited(ledger)), **given}
+    new = load_task(str(given["new"]), values.get("data_dir"))
+    said = {name: str(value) for name, value in sorted(given.items())} | {"rows": new.fingerprint}
+    if Folder(place.job).settings.is_file() and not force:
+        if files.read_json(place.asked) != said:
+            raise ValueError(
+                f"{place.root}: an update with other settings or rows was interrupted here; repeat that one to go on "
+                "with it, or --force to begin this one in its place"
+            )
+        present = {path for path in (place.anchors, place.past) if path.is_file()}
+        return _config(ledger, place, values, new, present)
+    rows = _rows(ledger, place, values) | {place.new: new.examples}
+    config = _config(ledger, place, values, new, set(rows))
+    if place.root.exists():
+        shutil.rmtree(place.root)
+    for path, examples in rows.items():
+        files.write_text(path, lines(examples))
+    files.write_json(place.asked, said)
+    return config
+
+
+def _rows(ledger: Ledger, place: Stage, values: Mapping[str, Any]) -> dict[Path, tuple[Example, ...]]:
+    """The rows to keep and to watch, by where the stage has them."""
+    if ledger.entries and (values.get("past") is not None or values.get("own_answers")):
+        raise ValueError(
+            "past and own_answers belong to the first update; later ones are watched on the rows of the tasks before"
+        )
+    anchors = _anchors(ledger, values)
+    found = {place.anchors: anchors} if anchors else {}
+    if values.get("past") is not None:
+        found[place.past] = load_task(str(values["past"]), values.get("data_dir")).examples
+    return found
+
+
+def _inherited(ledger: Ledger) -> dict[str, Any]:
+    if not ledger.entries:
+        return {}
+    last = files.read_json(ledger.place(len(ledger.entries)).record)["settings"]
+    return {name: value for name, value in last.items() if name not in OF_ONE_STAGE}
+
+
+def _anchors(ledger: Ledger, values: Mapping[str, Any]) -> tuple[Example, ...]:
+    """The rows that stand for the task just ended: given, or drawn from those of its rows that are now right."""
+    if values.get("anchors") is not None:
+        return load_task(str(values["anchors"]), values.get("data_dir")).examples
+    if not ledger.entries:
+        return ()
+    number = len(ledger.entries)
+    known = tables(ledger)[-1][set_name(number)]
+    right = [row for row in read_file(ledger.place(number).watched) if is_right(known.get(row.id, "lost"))]
+    count = int(values.get("num_anchors") or AdaptConfig.model_fields["num_anchors"].default)
+    if not right:
+        raise ValueError(f"stage {number} answers none of its rows rightly, so there is nothing to keep; give anchors")
+    if len(right) < count:
+        say(f"note: stage {number} answers {len(right)} of its rows rightly; all of them become anchors")
+    return tuple(random.Random(int(values.get("seed") or 0)).sample(right, min(count, len(right))))
+
+
+def _config(
+    ledger: Ledger, place: Stage, values: Mapping[str, Any], new: Task, present: Collection[Path]
+) -> AdaptConfig:
+    """The stage as a job: the task before it is the past, tasks further back are kept and asked with it."""
+    number = len(ledger.entries)
+    last = ledger.place(number)
+    asked = [path for _, path in _external(ledger)]
+    kept = [ledger.place(stage).job for stage in range(1, number + 1)]
+    own = new.interface if isinstance(new.examples[0], Choice) else None
+    config = settings(
+        {
+            **values,
+            "model": str(last.model) if number else values["model"],
+            "out": place.job,
+            "new": str(place.new),
+            "anchors": str(place.anchors) if place.anchors in present else None,
+            "past": str(last.watched) if number else str(place.past) if place.past in present else None,
+            "kept": [str(job) for job in kept if Folder(job).anchors.is_file()],
+            "external": [*map(str, asked), *(values.get("external") or ())],
+            "external_limit": None,
+            # The rows are copies under other names; how they are asked is settled here, once.
+            "interface": values.get("interface") or own,
+        },
+        where="update",
+    )
+    if config.lora is not None and not config.lora.merge:
+        raise ValueError("a later stage needs a whole model to go on from; leave out merge=false")
+    return config
+
+
+def _external(ledger: Ledger) -> list[tuple[str, Path]]:
+    """What a stage asks besides its own rows and the last task's: the base model's rows, and the tasks further back."""
+    if not ledger.entries:
+        return []
+    first = ledger.place(1)
+    base = first.base if first.base.is_file() else None
+    tasks = [(set_name(stage), ledger.place(stage).watched) for stage in range(1, len(ledger.entries))]
+    return [*([] if base is None else [(BASE, base)]), *tasks]
+
+
+def _worked(config: AdaptConfig, place: Stage) -> jobs.Outcome:
+    try:
+        return jobs.resume(place.job) if Folder(place.job).settings.is_file() else jobs.adapt(config)
+    except jobs.Interrupted as stop:
+        sentence = str(stop).partition(". Go on with")[0]
+        raise jobs.Interrupted(stop.number, f"{sentence}. Go on with the same command") from stop
+
+
+def _sealed(ledger: Ledger, place: Stage, task: str, outcome: jobs.Outcome) -> Ledger:
+    """Write what the job says row by row, then the ledger's entry: only then is the stage one."""
+    number = len(ledger.entries) + 1
+    kept = set_name(number - 1) if number > 1 else BASE
+    sets = answered(place, set_name(number), kept, [name for name, _ in _external(ledger)])
+    files.write_text(place.watched, lines(_asked(place.new, sets[set_name(number)])))
+    if number == 1 and BASE in sets:
+        source = place.past if place.past.is_file() else place.anchors
+        files.write_text(place.base, lines(_asked(source, sets[BASE])))
+    files.write_json(place.flips, flips(sets))
+    model = outcome.record["model"]
+    grown = append(ledger, task=task, before=model["before"], after=model["after"], created=outcome.record["created"])
+    say(f"stage {number} sealed {str(grown.head)[:12]}")
+    return grown
+
+
+def _asked(path: Path, asked: RowSet) -> list[Example]:
+    """The rows of a file that a job asked; free text with the response it was judged by, maybe the model's own."""
+    gold = {row.id: row.gold for row in asked.rows}
+    rows = [row for row in read_file(path) if row.id in gold]
+    return [row if isinstance(row, Choice) else replace(row, response=gold[row.id]) for row in rows]

@@ -1,0 +1,1 @@
+"""The studies' figures, tables and report: from JSON records alone, without torch."""

@@ -1,0 +1,33 @@
+"""The summary of all studies as a Markdown table, for the README."""
+
+from __future__ import annotations
+
+from cplus.report.studies.beside import beside
+from cplus.report.studies.collected import Collected
+
+OPENS, CLOSES = "<!-- studies -->", "<!-- /studies -->"
+COLUMNS = ("study", "question", "verdict", "measured", "published", "command")
+
+
+def markdown(found: Collected) -> str:
+    """One line a study: what was asked, how it came out, measured beside published, and the command."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    for name, own in found.studies.items():
+        first = beside(name, found)[0]
+        cells = (
+            name,
+            own.study.question,
+            own.verdict,
+            f"{first.what}: {first.measured}",
+            first.published,
+            f"`{found.command(name)}`",
+        )
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def between(text: str) -> str:
+    """What stands between the markers in a README."""
+    if text.count(OPENS) != 1 or text.count(CLOSES) != 1:
+        raise ValueError(f"expected the markers {OPENS} and {CLOSES} once each")
+    return text.split(OPENS)[1].split(CLOSES)[0].strip() + "\n"

@@ -1,0 +1,54 @@
+"""The studies: each experiment of the paper as a declaration of its question, its runs and its answer."""
+
+from __future__ import annotations
+
+import difflib
+
+from cplus.studies import e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12
+from cplus.studies.scales import SCALES, Scale, scale_named
+from cplus.studies.study import Claim, Published, Result, Row, Spec, Study, Summary
+
+STUDIES: dict[str, Study] = {
+    module.STUDY.name: module.STUDY for module in (e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12)
+}
+
+
+def studies_named(name: str) -> list[Study]:
+    """The study of that name (`e01`, or `E1` as in the paper), or all; a wrong one is answered with the nearest.
+
+    >>> [study.name for study in studies_named("E3")]
+    ['e03']
+    """
+    name = name.lower()
+    if name == "all":
+        return list(STUDIES.values())
+    if len(name) == 2 and name[0] == "e":
+        name = f"e0{name[1]}"
+    if name not in STUDIES:
+        near = difflib.get_close_matches(name, [*STUDIES, "all"], n=3) or [*STUDIES, "all"]
+        raise ValueError(f"unknown study {name!r}; did you mean {', '.join(near)}? 'cplus study list' shows them")
+    return [STUDIES[name]]
+
+
+def runs_of(study: Study, scale: Scale) -> list[Spec]:
+    """The study's runs at a scale, each once; none where the scale leaves the study out."""
+    if study.name not in scale.studies:
+        return []
+    return list(dict.fromkeys(study.runs(scale)))
+
+
+__all__ = [
+    "SCALES",
+    "STUDIES",
+    "Claim",
+    "Published",
+    "Result",
+    "Row",
+    "Scale",
+    "Spec",
+    "Study",
+    "Summary",
+    "runs_of",
+    "scale_named",
+    "studies_named",
+]

@@ -1,0 +1,55 @@
+"""E3: are self-probes more effective as preservation gradients than as replay targets?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cplus.records import RunSpec
+from cplus.studies.scales import Scale
+from cplus.studies.shape import KEPT_AND_LEARNED, above, judged, margin, pick, shown, single, table
+from cplus.studies.study import Published, Result, Study, Summary
+
+METHODS = ("probe-replay", "anchor-probe-replay", "cplus")
+BUDGETS = (4, 8, 16, 32)
+
+
+def runs(scale: Scale) -> list[RunSpec]:
+    """Three uses of the same bank with the same number of updates."""
+    budgets = [budget for budget in BUDGETS if budget in scale.budgets]
+    return [
+        scale.at(method=method, num_anchors=budget, seed=seed)
+        for budget in budgets
+        for method in METHODS
+        for seed in range(scale.three)
+    ]
+
+
+def summary(results: Sequence[Result]) -> Summary:
+    """Retention by budget and use; paired differences at every budget and over all."""
+    mine = single(results)
+    ours = pick(mine, method="cplus")
+    claims = [above(f"CPLUS keeps more than {name}", ours, pick(mine, method=name)) for name in METHODS[:-1]]
+    for budget in dict.fromkeys(result.spec.num_anchors for result in mine):
+        here = pick(mine, num_anchors=budget)
+        claims += [
+            above(f"CPLUS keeps more than {name}, A={budget}", pick(here, method="cplus"), pick(here, method=name))
+            for name in METHODS[:-1]
+        ]
+    gains = [shown(margin(ours, pick(mine, method=name)), sign=True) for name in METHODS[:-1]]
+    answer = (
+        f"The same probes keep {gains[0]} points more as gradients than as replay, and {gains[1]} more than as replay "
+        f"together with the anchors; {judged(claims)}."
+    )
+    rows = table(mine, ("method", "num_anchors"), KEPT_AND_LEARNED)
+    return Summary(rows=rows, answer=answer, claims=tuple(claims))
+
+
+STUDY = Study(
+    name="e03",
+    title="Gradient or replay",
+    question="Are self-probes more effective as preservation gradients than as replay targets?",
+    paper="Sec. 4.4; Fig. 5; App. C.3",
+    runs=runs,
+    summary=summary,
+    published=(Published(where="Fig. 5", numbers={"budgets at which CPLUS is highest": "4 of 4"}),),
+)

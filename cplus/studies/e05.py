@@ -1,0 +1,113 @@
+"""E5: does CPLUS remain effective when tasks are learned one after another?"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from cplus.evaluate.statistics import Estimate, estimate
+from cplus.records import SequenceResult, SequenceSpec
+from cplus.studies.scales import Scale, canonical
+from cplus.studies.shape import difference, sequences, shown
+from cplus.studies.study import Claim, Published, Result, Row, Study, Summary
+
+METHODS = ("sft", "replay", "cpl", "cplus")
+
+
+def runs(scale: Scale) -> list[SequenceSpec]:
+    """All tasks in order, by every method, from one shared checkpoint of the first task."""
+    return [_spec(scale, method, seed) for method in METHODS for seed in range(scale.three)]
+
+
+def _spec(scale: Scale, method: str, seed: int) -> SequenceSpec:
+    run = canonical(scale.at(method=method, seed=seed))
+    return SequenceSpec(
+        model=run.model,
+        tasks=scale.tasks,
+        interface=run.interface,
+        method=method,
+        seed=seed,
+        num_anchors=run.num_anchors,
+        num_probes=run.num_probes,
+        num_new=run.num_new,
+        num_rows=scale.sequence_rows,
+        lr=run.lr,
+        weight_decay=run.weight_decay,
+        epochs=run.epochs,
+        batch_size=run.batch_size,
+        order=run.order,
+    )
+
+
+def average(result: SequenceResult, stage: int) -> float:
+    """The unweighted mean accuracy over the tasks met up to a stage.
+
+    Paper: Sec. 4.1, Average Task Accuracy.
+    """
+    return statistics.fmean(result.accuracy[stage][:stage])
+
+
+def summary(results: Sequence[Result]) -> Summary:
+    """Average accuracy after each stage, the accuracy on every task at the end, and CPLUS against the others."""
+    mine = sequences(results)
+    rows = tuple(_row(method, own) for method in METHODS if (own := [r for r in mine if r.spec.method == method]))
+    ends = {method: _ends(mine, method) for method in METHODS}
+    claims = tuple(
+        Claim(
+            says=f"CPLUS's average accuracy at the end is above {name}'s", margin=difference(ends["cplus"], ends[name])
+        )
+        for name in METHODS[:-1]
+    )
+    finals = {method: estimate(list(own.values())) for method, own in ends.items() if own}
+    best = max((m for m in finals if m != "cplus"), key=lambda m: finals[m].mean, default=None)
+    gain = None if best is None else difference(ends["cplus"], ends[best])
+    answer = (
+        f"After the last task CPLUS answers {shown(finals.get('cplus'))} % of all tasks' rows rightly, the best other "
+        f"method ({best}) {shown(finals.get(best or ''))} %: a difference of {shown(gain, sign=True)} points."
+    )
+    return Summary(rows=rows, answer=answer, claims=claims)
+
+
+def _ends(results: Sequence[SequenceResult], method: str) -> dict[int, float]:
+    return {r.spec.seed: average(r, len(r.spec.tasks)) for r in results if r.spec.method == method}
+
+
+def _row(method: str, own: Sequence[SequenceResult]) -> Row:
+    tasks = own[0].spec.tasks
+    figures: dict[str, Estimate] = {
+        f"average after {task}": estimate([average(result, stage) for result in own])
+        for stage, task in enumerate(tasks, start=1)
+    }
+    figures |= {f"{task} at the end": estimate([r.accuracy[-1][i] for r in own]) for i, task in enumerate(tasks)}
+    learned = [statistics.fmean(stage["acquisition"] for stage in result.stages) for result in own]
+    return Row(at={"method": method}, figures={**figures, "acquisition": estimate(learned)})
+
+
+STUDY = Study(
+    name="e05",
+    title="A sequence of tasks",
+    question="Does CPLUS remain effective in the tested task sequence?",
+    paper="Sec. 4.5; Fig. 6; Tables 7, 8; App. E.9",
+    runs=runs,
+    summary=summary,
+    published=(
+        Published(
+            where="Table 7, average accuracy after arc_c, mmlu, medqa",
+            numbers={
+                "sft": (66.81, 72.20, 61.21),
+                "replay": (72.04, 77.29, 69.73),
+                "cpl": (75.18, 70.77, 69.65),
+                "cplus": (83.94, 80.86, 78.87),
+            },
+        ),
+        Published(
+            where="Table 8, final accuracy on csqa, arc_c, mmlu, medqa",
+            numbers={
+                "sft": (36.04, 53.78, 74.82, 80.19),
+                "replay": (55.29, 63.86, 79.59, 80.19),
+                "cpl": (59.85, 62.60, 74.38, 81.77),
+                "cplus": (69.34, 78.27, 83.43, 84.45),
+            },
+        ),
+    ),
+)

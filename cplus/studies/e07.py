@@ -1,0 +1,78 @@
+"""E7: how does the composition of the anchors affect preservation?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cplus.records import RunResult, RunSpec
+from cplus.studies.scales import Scale
+from cplus.studies.shape import above, learned, margin, pick, retained, shown, single, table
+from cplus.studies.study import Published, Result, Study, Summary
+
+
+def runs(scale: Scale) -> list[RunSpec]:
+    """A new task learned by CPLUS with anchors of another one, of which none, a quarter, ... all were wrong."""
+    new, kept = scale.crossed
+    shares = (0.0, 0.25, 0.5, 0.75, 1.0)
+    return [
+        scale.at(task=new, anchor_task=kept, wrong_anchors=round(share * scale.anchors), seed=seed)
+        for share in shares
+        for seed in range(scale.one)
+    ]
+
+
+def corrected(result: RunResult) -> float | None:
+    """Correction: the wrong rows of the anchors' task, never trained on, that came right."""
+    return result.correction
+
+
+def overall(result: RunResult) -> float | None:
+    """Accuracy over all rows of the anchors' task that were asked."""
+    if result.correction is None:
+        return None
+    counts = result.counts
+    right = result.retention * counts["asked"] + result.correction * counts["wrong"]
+    return right / (counts["asked"] + counts["wrong"])
+
+
+FIGURES = {"retention": retained, "correction": corrected, "overall": overall, "acquisition": learned}
+
+
+def summary(results: Sequence[Result]) -> Summary:
+    """Retention, Correction and overall accuracy on the anchors' task by composition."""
+    mine = single(results)
+    most = max((result.spec.wrong_anchors for result in mine), default=0)
+    right, wrong = pick(mine, wrong_anchors=0), pick(mine, wrong_anchors=most)
+    claims = (
+        above("right anchors keep more than wrong ones", right, wrong),
+        above("wrong anchors correct more than right ones", wrong, right, corrected),
+    )
+    more, fixed = shown(margin(right, wrong), sign=True), shown(margin(wrong, right, corrected), sign=True)
+    ahead = shown(margin(wrong, right, overall), sign=True)
+    answer = (
+        f"Anchors the model answered rightly instead of wrongly change Retention by {more} points; wrong ones instead "
+        f"of right ones change Correction by {fixed} and the overall accuracy of the anchors' task by {ahead}."
+    )
+    return Summary(rows=table(mine, ("num_anchors", "wrong_anchors"), FIGURES), answer=answer, claims=claims)
+
+
+STUDY = Study(
+    name="e07",
+    title="Anchor composition",
+    question="How does anchor composition affect preservation?",
+    paper="Table 4; App. E.4",
+    runs=runs,
+    summary=summary,
+    published=(
+        Published(
+            where="Table 4, wrong anchors of 8: Retention, Correction, overall on CSQA after MedQA",
+            numbers={
+                "0": (83.49, 13.42, 40.15),
+                "2": (81.34, 21.24, 44.16),
+                "4": (80.62, 23.16, 45.07),
+                "6": (80.38, 20.80, 43.52),
+                "8": (80.86, 23.45, 45.35),
+            },
+        ),
+    ),
+)

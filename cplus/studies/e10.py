@@ -1,0 +1,91 @@
+"""E10: how does the learned mask relate to full-data and layer-wise references?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cplus.evaluate.statistics import estimate
+from cplus.records import RunResult, RunSpec
+from cplus.studies.scales import Scale
+from cplus.studies.shape import KEPT_AND_LEARNED, difference, shown, single, table
+from cplus.studies.study import Claim, Published, Result, Row, Study, Summary
+
+KINDS = {"cpl": "CPL with full-data CPL", "cplus": "CPLUS with full-data CPLUS", "cross": "CPLUS with full-data CPL"}
+
+
+def runs(scale: Scale) -> list[RunSpec]:
+    """One audit a seed, over all budgets and layers; E1's runs give the Retention beside it."""
+    place = scale.places[0]
+    return [
+        *(scale.at(external=(), diagnose=("audit", "coordinates"), seed=seed) for seed in range(scale.one)),
+        *(
+            scale.at(model=place.model, task=place.task, lr=place.lr, method=method, num_anchors=budget, seed=seed)
+            for budget in place.budgets
+            for method in ("cpl", "cplus")
+            for seed in range(scale.five)
+        ),
+    ]
+
+
+def summary(results: Sequence[Result]) -> Summary:
+    """Update-weighted agreement by budget and layer, beside Retention."""
+    audits = [result for result in single(results) if "audit" in result.diagnostics]
+    plain = [result for result in single(results) if not result.spec.diagnose]
+    rows = (*_by_budget(audits), *_by_layer(audits), *table(plain, ("method", "num_anchors"), KEPT_AND_LEARNED))
+    agrees = {kind: {a.spec.seed: _mean(a.diagnostics["audit"][kind]) for a in audits} for kind in KINDS}
+    claims = (
+        Claim(
+            says="CPL agrees more with its full-data mask than CPLUS with its own, in percent of update energy",
+            margin=difference(agrees["cpl"], agrees["cplus"]),
+        ),
+    )
+    means = {kind: estimate(list(own.values())) if own else None for kind, own in agrees.items()}
+    answer = (
+        f"Over all budgets CPL's mask agrees with its full-data mask on {shown(means['cpl'])} % of the update energy "
+        f"and CPLUS's with its own on {shown(means['cplus'])} %, a difference of {shown(claims[0].margin, sign=True)} "
+        f"points; CPLUS's agrees with full-data CPL's on {shown(means['cross'])} %."
+    )
+    return Summary(rows=rows, answer=answer, claims=claims)
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    found = [100.0 * value for value in values if value is not None]
+    return sum(found) / len(found)
+
+
+def _by_budget(audits: Sequence[RunResult]) -> list[Row]:
+    budgets = list(dict.fromkeys(b for result in audits for b in result.diagnostics["audit"]["budgets"]))
+    rows = []
+    for place, budget in enumerate(budgets):
+        own = [result.diagnostics["audit"] for result in audits]
+        figures = {KINDS[kind]: estimate([_mean([found[kind][place]]) for found in own]) for kind in KINDS}
+        rows.append(Row(at={"num_anchors": budget}, figures=figures))
+    return rows
+
+
+def _by_layer(audits: Sequence[RunResult]) -> list[Row]:
+    layers: dict[str, list[dict[str, Any]]] = {}
+    for result in audits:
+        for layer in result.diagnostics["audit"]["layers"]:
+            layers.setdefault(layer["layer"], []).append(layer)
+    return [
+        Row(at={"layer": name}, figures={KINDS[kind]: estimate([_mean(one[kind]) for one in own]) for kind in KINDS})
+        for name, own in layers.items()
+    ]
+
+
+STUDY = Study(
+    name="e10",
+    title="Mask references and layers",
+    question="How does the learned mask relate to full-data and layer-wise references?",
+    paper="Figs. 14, 15, 17, 18; App. E.8, E.11",
+    runs=runs,
+    summary=summary,
+    published=(
+        Published(
+            where="App. E.8, update-weighted agreement with the own full-data mask at A=128",
+            numbers={"cpl": 0.95, "cplus": 0.89},
+        ),
+    ),
+)

@@ -1,0 +1,97 @@
+"""E12: what is the best use of a fixed budget of evidence?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from cplus.records import RunResult, RunSpec
+from cplus.studies.scales import Scale
+from cplus.studies.shape import KEPT_AND_LEARNED, Figure, above, by_seed, margin, pick, shown, single, strongest, table
+from cplus.studies.study import Published, Result, Study, Summary
+
+FIELDS = ("num_probes", "parts", "refresh", "memory")
+TOLERANCE = 1.05
+
+
+def runs(scale: Scale) -> list[RunSpec]:
+    """Banks, parts and intervals of refreshing, most of them at the cost of one fixed bank an epoch."""
+    few, large = scale.base.num_probes, scale.large
+    parts = large // few
+    settings: list[dict[str, float | int | None]] = [
+        {"num_probes": few},
+        {"num_probes": 2 * few, "parts": 2},
+        {"num_probes": large, "parts": parts},
+        {"num_probes": large, "parts": parts, "memory": 0.5},
+        {"num_probes": large, "parts": parts, "memory": 0.8},
+        {"num_probes": few, "memory": 0.5},
+        {"num_probes": large},
+    ]
+    if scale.base.num_new is not None:
+        steps = math.ceil(scale.base.num_new / scale.base.batch_size)
+        settings += [
+            {"num_probes": 3 * large, "parts": 3 * parts},
+            {"num_probes": large, "refresh": parts * steps},
+            {"num_probes": few, "parts": steps, "refresh": 1},
+            {"num_probes": large, "parts": parts * steps, "refresh": 1},
+            {"num_probes": few, "refresh": 1},
+        ]
+    return [scale.at(**setting, seed=seed) for setting in settings for seed in range(scale.five)]
+
+
+def cost(result: RunResult) -> float:
+    """Rows of evidence over the whole run."""
+    return float(result.cost["preservation_rows"])
+
+
+def name(result: RunResult) -> str:
+    """A setting in words."""
+    spec = result.spec
+    when = "epoch" if spec.refresh is None else "step" if spec.refresh == 1 else f"{spec.refresh} steps"
+    seen = f"1/{spec.parts} of {spec.num_probes}" if spec.parts > 1 else f"all {spec.num_probes}"
+    return f"{seen} every {when}" + (f", memory {spec.memory}" if spec.memory else "")
+
+
+def summary(results: Sequence[Result]) -> Summary:
+    """Retention by setting; the best of those within the fixed bank's budget against it."""
+    mine = single(results)
+    groups: dict[str, list[RunResult]] = {}
+    for result in mine:
+        groups.setdefault(name(result), []).append(result)
+    figures: dict[str, Figure] = {**KEPT_AND_LEARNED, "evidence rows": cost}
+    rows = table(mine, FIELDS, figures)
+    few = min((result.spec.num_probes for result in mine), default=0)
+    fixed = pick(mine, num_probes=few, parts=1, refresh=None, memory=0.0)
+    if not fixed:
+        return Summary(rows=rows, answer="The fixed bank was not run.", claims=())
+    budget = TOLERANCE * max(by_seed(fixed, cost).values())
+    within = {label: own for label, own in groups.items() if max(by_seed(own, cost).values()) <= budget}
+    best = strongest(within) or name(fixed[0])
+    rotating = [r for r in mine if r.spec.parts > 1 and r.spec.refresh is None and not r.spec.memory]
+    claims = tuple(
+        above(f"{label} keeps more than the fixed bank", own, fixed)
+        for label, own in within.items()
+        if own[0].spec != fixed[0].spec
+    )
+    gain, turned = shown(margin(within[best], fixed), sign=True), shown(margin(rotating, fixed), sign=True)
+    answer = (
+        f"At the cost of {few} probes an epoch the best of {len(within)} uses is {best}: {gain} points of Retention "
+        f"from the fixed bank; all banks that rotate by the epoch together are {turned} points from it."
+    )
+    return Summary(rows=rows, answer=answer, claims=claims)
+
+
+STUDY = Study(
+    name="e12",
+    title="Rotating evidence",
+    question="What is the best use of a fixed refresh budget?",
+    paper="added here; docs/studies.md",
+    runs=runs,
+    summary=summary,
+    published=(
+        Published(
+            where="a draft on an earlier toy world, Retention",
+            numbers={"all 128 every epoch": 90.4, "1/4 of 512 every epoch": 93.5, "all 512 every epoch": 94.3},
+        ),
+    ),
+)

@@ -1,0 +1,222 @@
+"""The scales: one base setting each, from which every study's runs are made, so that studies share runs."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cplus.records import RunSpec
+
+BUDGETS = (4, 8, 16, 32, 64, 128)
+SCARCE = (4, 8)
+BASELINES = ("sft", "replay", "probe-replay", "cpl")
+MAIN = (*BASELINES, "cplus")
+
+# A run that never looks at the bank, or at the anchors, is one run whatever their sizes.
+WITHOUT_ANCHORS = frozenset({"sft", "lora", "osf"})
+WITHOUT_BANK = WITHOUT_ANCHORS | {"replay", "agem", "ogd", "distillation", "ewc", "cpl", "cplus-anchors"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A cell of E1's grid: a model with its learning rate, a task, and the anchor budgets tried there."""
+
+    model: str
+    task: str
+    lr: float
+    budgets: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How large the studies are: the base setting, the grid, and seeds where the paper has five, three or one.
+
+    `half` is the small bank of the compute comparison, `large` the one that rotates; `stress` is E8's learning rate
+    and epochs; `crossed` are E7's new task and the task its anchors are of; `sequence_rows` bounds the rows of each of
+    E5's tasks. `studies` are those that run here.
+    """
+
+    name: str
+    summary: str
+    base: RunSpec
+    places: tuple[Place, ...]
+    tasks: tuple[str, ...]
+    five: int
+    three: int
+    one: int
+    budgets: tuple[int, ...]
+    half: int
+    large: int
+    stress: tuple[float, int]
+    crossed: tuple[str, str]
+    sequence_rows: int | None = None
+    shots: tuple[int, ...] = (2, 4)
+    temperatures: tuple[float, ...] = (0.5, 0.8, 1.1)
+    studies: tuple[str, ...] = tuple(f"e{n:02d}" for n in range(1, 13))
+
+    @property
+    def anchors(self) -> int:
+        """The budget at which single settings are compared."""
+        return self.base.num_anchors
+
+    def at(self, **changes: Any) -> RunSpec:
+        """The base setting with these changes, outside tasks without the new one, in its canonical form."""
+        spec = replace(self.base, **changes)
+        return canonical(
+            replace(spec, external=tuple(t for t in spec.external if t not in (spec.task, spec.anchor_task)))
+        )
+
+
+def canonical(spec: RunSpec) -> RunSpec:
+    """The spec without what its method never looks at, so that equal runs have equal names."""
+    if spec.method in WITHOUT_BANK:
+        spec = replace(spec, num_probes=0, shots=2, temperature=0.8)
+    return replace(spec, num_anchors=0) if spec.method in WITHOUT_ANCHORS and not spec.anchor_task else spec
+
+
+DOMAINS = ("harbours", "craftsmen", "plants", "machines")
+# The rate falls with the width (48, 96, 192): one rate for all would move the wide model further.
+TOYS = {"toy-s": 3e-3, "toy": 1.5e-3, "toy-l": 7.5e-4}
+_TOY = RunSpec(
+    model="toy",
+    task="harbours",
+    interface="cloze",
+    method="cplus",
+    seed=0,
+    num_anchors=8,
+    num_probes=128,
+    num_new=96,
+    lr=TOYS["toy"],
+    weight_decay=0.0,
+    epochs=12,
+    batch_size=32,
+    order="shuffled",
+    external=DOMAINS,
+    external_limit=400,
+)
+SMOKE = Scale(
+    name="smoke",
+    summary="the smallest toy model, one seed, a few steps: does every study run?",
+    base=replace(
+        _TOY,
+        model="toy-s",
+        num_anchors=4,
+        num_probes=8,
+        num_new=8,
+        lr=TOYS["toy-s"],
+        epochs=2,
+        batch_size=8,
+        external=("machines",),
+        external_limit=32,
+        num_past=64,
+    ),
+    places=(Place(model="toy-s", task="harbours", lr=TOYS["toy-s"], budgets=(4, 8)),),
+    tasks=("harbours", "craftsmen"),
+    five=1,
+    three=1,
+    one=1,
+    budgets=(4, 8),
+    half=4,
+    large=16,
+    stress=(1e-2, 1),
+    crossed=("plants", "harbours"),
+    sequence_rows=128,
+    temperatures=(0.8,),
+)
+DESK = Scale(
+    name="desk",
+    summary="the toy world at full statistics: two cores, about an hour",
+    base=_TOY,
+    places=(
+        Place(model="toy", task="harbours", lr=TOYS["toy"], budgets=BUDGETS),
+        *(Place(model="toy", task=task, lr=TOYS["toy"], budgets=SCARCE) for task in DOMAINS[1:]),
+        *(Place(model=model, task="harbours", lr=TOYS[model], budgets=SCARCE) for model in ("toy-s", "toy-l")),
+    ),
+    tasks=DOMAINS,
+    five=5,
+    three=5,
+    one=3,
+    budgets=BUDGETS,
+    half=32,
+    large=512,
+    stress=(5e-3, 10),
+    crossed=("machines", "harbours"),
+    sequence_rows=1024,
+)
+_SMOLLM = RunSpec(
+    model="smollm2-135m",
+    task="arc_easy",
+    interface="cloze",
+    method="cplus",
+    seed=0,
+    num_anchors=8,
+    num_probes=64,
+    num_new=96,
+    lr=1e-4,
+    weight_decay=0.0,
+    epochs=6,
+    batch_size=8,
+    order="shuffled",
+    external=("sciq", "piqa"),
+    external_limit=100,
+    num_past=300,
+)
+DESK_REAL = Scale(
+    name="desk-real",
+    summary="smollm2-135m on a few settings: two cores, hours",
+    base=_SMOLLM,
+    places=(Place(model="smollm2-135m", task="arc_easy", lr=_SMOLLM.lr, budgets=(8,)),),
+    tasks=("arc_easy",),
+    five=3,
+    three=3,
+    one=3,
+    budgets=(8,),
+    half=32,
+    large=64,
+    stress=(3e-4, 6),
+    crossed=("csqa", "arc_easy"),
+    studies=("e01", "e02", "e03", "e09"),
+)
+QWEN = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b")
+OTHERS = {"gemma-2-2b-it": 1e-6, "phi-3.5-mini": 1e-5}
+BENCHMARKS = ("csqa", "arc_c", "mmlu", "medqa")
+PAPER = Scale(
+    name="paper",
+    summary="the published grid: five models, GPUs, weeks",
+    base=RunSpec(
+        model="qwen3-0.6b",
+        task="csqa",
+        interface="letter",
+        method="cplus",
+        seed=0,
+        num_anchors=8,
+        num_probes=512,
+        external=("arc_c", "hellaswag", "piqa", "winogrande", "openbookqa"),
+        external_limit=1000,
+    ),
+    places=tuple(
+        Place(model=model, task=task, lr=lr, budgets=BUDGETS)
+        for model, lr in {**dict.fromkeys(QWEN, 1e-6), **OTHERS}.items()
+        for task in BENCHMARKS
+    ),
+    tasks=BENCHMARKS,
+    five=5,
+    three=3,
+    one=1,
+    budgets=BUDGETS,
+    half=32,
+    large=2048,
+    stress=(1e-5, 10),
+    crossed=("medqa", "csqa"),
+    temperatures=(0.6, 0.8, 1.0),
+)
+SCALES = {scale.name: scale for scale in (SMOKE, DESK, DESK_REAL, PAPER)}
+
+
+def scale_named(name: str) -> Scale:
+    """The scale of that name; a wrong name is answered with the nearest ones."""
+    if name not in SCALES:
+        near = difflib.get_close_matches(name, SCALES, n=2) or list(SCALES)
+        raise ValueError(f"unknown scale {name!r}; did you mean {' or '.join(near)}? There are {', '.join(SCALES)}")
+    return SCALES[name]

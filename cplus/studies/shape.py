@@ -1,0 +1,134 @@
+"""From results to figures: choosing, grouping, means with standard errors, differences paired over seeds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from cplus.evaluate.statistics import Estimate, estimate
+from cplus.records import RunResult, SequenceResult
+from cplus.studies.study import Claim, Result, Row
+
+Figure: TypeAlias = Callable[[RunResult], float | None]
+
+
+def single(results: Iterable[Result]) -> list[RunResult]:
+    """The results that are of single runs."""
+    return [result for result in results if isinstance(result, RunResult)]
+
+
+def sequences(results: Iterable[Result]) -> list[SequenceResult]:
+    """The results that are of sequences."""
+    return [result for result in results if isinstance(result, SequenceResult)]
+
+
+def pick(results: Iterable[RunResult], **wanted: Any) -> list[RunResult]:
+    """The results whose spec has these values; a tuple stands for any of its members."""
+
+    def fits(result: RunResult, name: str, value: Any) -> bool:
+        found = getattr(result.spec, name)
+        return found in value if isinstance(value, tuple) and not isinstance(found, tuple) else found == value
+
+    return [result for result in results if all(fits(result, name, value) for name, value in wanted.items())]
+
+
+def retained(result: RunResult) -> float:
+    """Retention."""
+    return result.retention
+
+
+def learned(result: RunResult) -> float:
+    """Acquisition."""
+    return result.acquisition
+
+
+KEPT_AND_LEARNED: Mapping[str, Figure] = {"retention": retained, "acquisition": learned}
+
+
+def table(results: Sequence[RunResult], by: Sequence[str], figures: Mapping[str, Figure]) -> tuple[Row, ...]:
+    """One row for each combination of these fields of the spec, in the order they were met."""
+    groups: dict[tuple[Any, ...], list[RunResult]] = {}
+    for result in results:
+        groups.setdefault(tuple(getattr(result.spec, name) for name in by), []).append(result)
+    rows = []
+    for place, own in groups.items():
+        found = {name: over_seeds(own, figure) for name, figure in figures.items()}
+        at = dict(zip(by, place, strict=True))
+        rows.append(Row(at=at, figures={name: value for name, value in found.items() if value is not None}))
+    return tuple(rows)
+
+
+def by_seed(results: Iterable[RunResult], figure: Figure) -> dict[int, float]:
+    """Each seed's mean of a figure over its runs; runs that lack it are left out."""
+    values: dict[int, list[float]] = {}
+    for result in results:
+        if (value := figure(result)) is not None:
+            values.setdefault(result.spec.seed, []).append(value)
+    return {seed: statistics.fmean(own) for seed, own in sorted(values.items())}
+
+
+def over_seeds(results: Iterable[RunResult], figure: Figure) -> Estimate | None:
+    """Mean and standard error over seeds; None where no run has the figure."""
+    values = list(by_seed(results, figure).values())
+    return estimate(values) if values else None
+
+
+def margin(left: Iterable[RunResult], right: Iterable[RunResult], figure: Figure = retained) -> Estimate | None:
+    """Left minus right where both were run: paired by model, task and seed, averaged to one value a seed."""
+    ours, theirs = _by_cell(left, figure), _by_cell(right, figure)
+    pairs: dict[int, list[float]] = {}
+    for (seed, *_), value, other in ((cell, ours[cell], theirs[cell]) for cell in ours if cell in theirs):
+        pairs.setdefault(seed, []).append(value - other)
+    return estimate([statistics.fmean(own) for own in pairs.values()]) if pairs else None
+
+
+def _by_cell(results: Iterable[RunResult], figure: Figure) -> dict[tuple[int, str, str], float]:
+    values: dict[tuple[int, str, str], list[float]] = {}
+    for result in results:
+        if (value := figure(result)) is not None:
+            values.setdefault((result.spec.seed, result.spec.model, result.spec.task), []).append(value)
+    return {cell: statistics.fmean(own) for cell, own in values.items()}
+
+
+def difference(left: Mapping[int, float], right: Mapping[int, float]) -> Estimate | None:
+    """The mean difference over common keys, with its standard error.
+
+    >>> difference({0: 3.0, 1: 5.0}, {0: 1.0, 1: 1.0, 2: 9.0})
+    Estimate(mean=3.0, error=1.0, count=2)
+    """
+    both = [left[seed] - right[seed] for seed in left if seed in right]
+    return estimate(both) if both else None
+
+
+def strongest(groups: Mapping[str, Sequence[RunResult]], figure: Figure = retained) -> str | None:
+    """The name of the group with the highest mean figure; None where none has it."""
+    means = {name: found.mean for name, own in groups.items() if (found := over_seeds(own, figure)) is not None}
+    return max(means, key=means.__getitem__) if means else None
+
+
+def above(says: str, left: Sequence[RunResult], right: Sequence[RunResult], figure: Figure = retained) -> Claim:
+    """The claim that left is above right."""
+    return Claim(says=says, margin=margin(left, right, figure))
+
+
+def shown(found: Estimate | None, *, sign: bool = False) -> str:
+    """A figure as a person reads it.
+
+    >>> shown(Estimate(7.926, 0.51, 5), sign=True), shown(Estimate(50.0, None, 1)), shown(None)
+    ('+7.9 ± 0.5', '50.0 (one seed)', 'not run')
+    """
+    if found is None:
+        return "not run"
+    value = f"{found.mean:+.1f}" if sign else f"{found.mean:.1f}"
+    return f"{value} (one seed)" if found.error is None else f"{value} ± {found.error:.1f}"
+
+
+def judged(claims: Sequence[Claim]) -> str:
+    """How many of the claims hold.
+
+    >>> judged([Claim(says="", margin=Estimate(3.0, 0.5, 5)), Claim(says="", margin=None)])
+    '1 of 2 comparisons hold beyond their 95 % intervals'
+    """
+    holding = sum(claim.verdict == "holds" for claim in claims)
+    return f"{holding} of {len(claims)} comparisons hold beyond their 95 % intervals"

@@ -1,0 +1,1 @@
+"""Faults on purpose: every command that writes, under every fault; `python -m faults` prints the matrix."""

@@ -1,0 +1,220 @@
+"""One command under one fault: what ended how, whether anything was lost, and whether the end is the same bits."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cplus import cli
+from faults import injuries
+from faults.commands import Command
+
+_PATIENCE = 120  # seconds for one process
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """`act` comes at a drawn operation of a process; `heal` makes good what a person would; `ends` are due exits."""
+
+    name: str
+    act: Callable[[Path], None]
+    ends: frozenset[int]
+    heal: Callable[[Path], None] = lambda folder: None
+    says: tuple[str, ...] = ()
+    """One of these stands in the error, where the process can still speak."""
+
+
+@dataclass(kw_only=True)
+class Cell:
+    """One field of the table."""
+
+    command: str
+    fault: str
+    ends: list[int] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    lost: bool = False
+    bitwise: bool = False
+    seconds: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        """Survived, nothing lost, the same bits."""
+        return not self.problems and not self.lost and self.bitwise
+
+
+_KILLED = frozenset({-signal.SIGKILL})
+FAULTS = (
+    Fault(name="kill -9", act=lambda folder: injuries.kill(), ends=_KILLED),
+    Fault(name="SIGTERM", act=lambda folder: injuries.terminate(), ends=frozenset({143, -signal.SIGTERM})),
+    Fault(
+        name="disk full",
+        act=injuries.fill,
+        ends=frozenset({1}),
+        heal=injuries.empty,
+        says=("No space left", "File too large", "PytorchStreamWriter", "I/O error"),
+    ),
+    Fault(
+        name="read-only folder",
+        act=injuries.lock_up,
+        ends=frozenset({1}),
+        heal=injuries.unlock,
+        says=("Permission denied", "Read-only", "cannot be opened"),
+    ),
+    Fault(name="truncated file", act=lambda folder: injuries.kill(), ends=_KILLED),
+    Fault(
+        name="clock back",
+        act=lambda folder: injuries.kill(),
+        ends=_KILLED,
+        heal=injuries.from_the_future,
+    ),
+)
+
+
+def run(command: Command, folder: Path, arm: Callable[[], None]) -> tuple[int, str]:
+    """The command in a process of its own, armed by the fault: how it ended, and what it said."""
+    said = folder.parent / f"{folder.name}.stderr"
+    sys.stdout.flush()
+    pid = os.fork()
+    if not pid:
+        _child(command, folder, arm, said)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said.read_text(errors="replace")
+
+
+def _child(command: Command, folder: Path, arm: Callable[[], None], said: Path) -> None:
+    code = 70
+    try:
+        signal.alarm(_PATIENCE)
+        with said.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        arm()
+        code = _performed(command, folder)
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def reference(command: Command, folder: Path) -> Any:
+    """The command undisturbed."""
+    folder.mkdir(parents=True)
+    command.prepare(folder)
+    # In this process, so that those forked from it need import nothing.
+    where, environment = Path.cwd(), os.environ.copy()
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        code = _performed(command, folder)
+    os.chdir(where)
+    os.environ["CPLUS_CACHE"] = environment.get("CPLUS_CACHE", "")
+    assert code == 0, f"{command.name} undisturbed ended with {code}"
+    return command.digest(folder)
+
+
+def _performed(command: Command, folder: Path) -> int:
+    """Do the command here: its exit code."""
+    os.environ["CPLUS_CACHE"] = str(folder / "cache")
+    os.chdir(folder)
+    sys.argv = ["cplus", *command.argv(folder)]
+    try:
+        cli.main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    return 0
+
+
+def tried(command: Command, fault: Fault, folder: Path, expected: Any, *, seed: str, times: int) -> Cell:
+    """The fault so many times, each at another moment, then undisturbed to the end."""
+    cell, draw, begun = Cell(command=command.name, fault=fault.name), random.Random(seed), time.monotonic()
+    with ExitStack() as stack:
+        if fault.name == "disk full":
+            stack.enter_context(injuries.small_disk(folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        command.prepare(folder)
+        for code, said in _attempts(command, fault, folder, draw, cell, times):
+            cell.ends.append(code)
+            if "Traceback" in said:
+                cell.problems.append("a traceback: " + said.strip().splitlines()[-1])
+            if code == 0:
+                break
+        else:
+            cell.problems.append(f"never finished: {said.strip()[-300:]}")
+        if not cell.problems:
+            cell.bitwise = command.digest(folder) == expected
+            # A dead process's lock may stay where nobody works again: it is the kernel's lock that counts.
+            left = [p.name for p in folder.rglob(".*") if p.suffix in (".part", ".old")]
+            cell.problems += [f"left behind: {', '.join(left)}"] if left else []
+    cell.seconds = time.monotonic() - begun
+    shutil.rmtree(folder, ignore_errors=True)
+    return cell
+
+
+def _attempts(
+    command: Command, fault: Fault, folder: Path, draw: random.Random, cell: Cell, times: int
+) -> Iterator[tuple[int, str]]:
+    """Armed ones, each judged after the healing, then those that must go through."""
+    for _ in range(times):
+        nth, before = draw.randint(1, command.operations), command.accepted(folder)
+
+        def arm(nth: int = nth) -> None:
+            if fault.name == "clock back":
+                injuries.clock_back()
+            injuries.at_operation(nth, lambda: fault.act(folder))
+
+        code, said = run(command, folder, arm)
+        fault.heal(folder)
+        _judge(command, fault, folder, cell, code, said, before)
+        yield code, said
+        if fault.name == "truncated file" and (states := command.states(folder)):
+            yield from _cut_short(command, folder, cell, *draw.choice(states))
+    for _ in range(2):
+        yield run(command, folder, lambda: None)
+
+
+def _judge(command: Command, fault: Fault, folder: Path, cell: Cell, code: int, said: str, before: float) -> None:
+    if code not in fault.ends | {0}:
+        cell.problems.append(f"ended with {code}: {said.strip()[-300:]}")
+    if code == 1 and fault.says and not any(words in said for words in fault.says):
+        cell.problems.append(f"did not say why: {said.strip()[-300:]}")
+    try:
+        command.check(folder)
+    except (ValueError, AssertionError, OSError) as error:
+        cell.problems.append(f"looks whole and is not: {error}")
+    cell.lost |= command.accepted(folder) < before
+
+
+def _cut_short(command: Command, folder: Path, cell: Cell, path: Path, remove: Path) -> Iterator[tuple[int, str]]:
+    """A file that lost its second half is refused by its name, or only its last whole entry counts."""
+    injuries.halve(path)
+    code, said = run(command, folder, lambda: None)
+    yield code, said
+    if code == 0:
+        return
+    if code != 1 or str(remove) not in said:
+        cell.problems.append(f"a cut {path.name} gave {code}: {said.strip()[-300:]}")
+    shutil.rmtree(remove) if remove.is_dir() else remove.unlink()
+
+
+def matrix(
+    commands: Sequence[Command], faults: Sequence[Fault], place: Path, *, seed: int, times: int
+) -> Iterator[Cell]:
+    """Every command under every fault, one after the other."""
+    torch.set_num_threads(1)
+    for command in commands:
+        expected = reference(command, place / command.name / "whole")
+        for fault in faults:
+            folder = place / command.name / fault.name.replace(" ", "-")
+            yield tried(command, fault, folder, expected, seed=f"{seed}/{command.name}/{fault.name}", times=times)

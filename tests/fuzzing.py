@@ -1,0 +1,452 @@
+"""What reads from outside, and inputs made to break it: each either gives what it promises or refuses in a sentence."""
+
+from __future__ import annotations
+
+import io
+import json
+import string
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from cplus import files, interfaces, terminal
+from cplus.config import AdaptConfig, read_yaml, requirement
+from cplus.config import settings as read_settings
+from cplus.data.examples import Choice, Example, FreeForm, Message, from_row, to_row
+from cplus.data.readers import read_file
+from cplus.data.split import load_split, save_split, split
+from cplus.evaluate.judges import is_json
+from cplus.interfaces import Rejected
+from cplus.jobs.checkpoint import Checkpoints
+from cplus.jobs.folder import Folder, asked
+from cplus.models.gguf import _pre_tokenizer
+from cplus.predictions import Prediction
+from cplus.probes.bank import Bank, Probe, seal
+from cplus.probes.build import _block_from_entry
+from cplus.probes.journal import open_journal
+from cplus.records import RunResult, RunSpec, load_result, save_result
+from cplus.report.record import ModelId, Receipt, Row, RowSet
+
+CHUNK = 5_000  # hypothesis remembers what it tried; a new search now and then keeps that small
+
+
+class Check(Protocol):
+    """Feeds one input to a reader and says what came of it; anything but a refusal that it raises is a crash."""
+
+    def __call__(self, value: Any) -> str:
+        """One word for the summary."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A reader, inputs for it, and what must hold."""
+
+    name: str
+    inputs: st.SearchStrategy[Any]
+    check: Check
+
+
+def fuzz(target: Target, examples: int, *, first_seed: int = 0) -> dict[str, Any]:
+    """So many inputs; the counts of what came of them, and the smallest input that crashed, if one did."""
+    outcomes: Counter[str] = Counter()
+    for chunk in range(-(-examples // CHUNK)):
+        size = min(CHUNK, examples - chunk * CHUNK)
+
+        @seed(first_seed + chunk)
+        @settings(
+            max_examples=size,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            phases=(Phase.generate, Phase.shrink),
+        )
+        @given(target.inputs)
+        def run(value: Any) -> None:
+            outcomes[target.check(value)] += 1
+
+        run()
+    return {"inputs": sum(outcomes.values()), "outcomes": dict(sorted(outcomes.items()))}
+
+
+# Inputs
+
+_EDIT = st.tuples(
+    st.sampled_from(("cut", "drop", "insert", "flip", "repeat")),
+    st.floats(0, 1),
+    st.floats(0, 0.2),
+    st.binary(max_size=8)
+    | st.sampled_from([b'"', b"{", b"[" * 9, b"\xff", b"\x00", b"NaN", b"1e999", b"\n", b"\\ud800"]),
+)
+
+
+def edited(whole: bytes) -> st.SearchStrategy[bytes]:
+    """A file with a few edits, or none."""
+
+    def apply(edits: list[tuple[str, float, float, bytes]]) -> bytes:
+        data = whole
+        for kind, at, share, new in edits:
+            start = int(at * len(data))
+            end = start + int(share * len(data))
+            if kind == "cut":
+                data = data[:start]
+            elif kind == "drop":
+                data = data[:start] + data[end:]
+            elif kind == "insert":
+                data = data[:start] + new + data[start:]
+            elif kind == "repeat":
+                data = data[:end] + data[start:]
+            elif start < len(data):
+                data = data[:start] + bytes([data[start] ^ (new[0] if new else 1)]) + data[start + 1 :]
+        return data
+
+    return st.lists(_EDIT, max_size=4).map(apply)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+DEEP = st.sampled_from([9, 999, 99_999]).map(lambda depth: "[" * depth)
+KEYS = ("id", "question", "choices", "answer", "prompt", "response", "messages", "role", "content")
+ROWS = st.lists(st.dictionaries(st.sampled_from(KEYS), JSON | st.lists(st.text(max_size=6), max_size=4)), max_size=4)
+WORDS = st.sampled_from(
+    ["Question:", "Options:", "Answer:", "A:", "B)", "C.", "D ", "\n", "\n\n", "\n---", "```", "<think>", "</think>",
+     "Request:", "<|im_end|>", "\u2028", "\x1b[31m", "what is ice", " ", "\u202e", "<script>"]
+)  # fmt: skip
+GENERATED = st.lists(WORDS | st.text(max_size=10), max_size=14).map("".join)
+_FORM = "Question: {}\nOptions:\nA: {}\nB: {}\nC: {}\n"
+QUESTIONS = st.tuples(*[st.text(max_size=12) | st.sampled_from(["snow", "rain", "fog", "why?"])] * 4).map(
+    lambda texts: _FORM.format(*texts)
+)
+
+CHOICES = tuple(
+    Choice(id=f"q{i}", question=f"What is thing {i}?", choices=("ice", "fire", f"stone {i}"), answer=i % 3)
+    for i in range(3)
+)
+FREE = tuple(
+    FreeForm(id=f"f{i}", messages=(Message(role="user", content=f"Write {i} words."),), response=f"{i} words")
+    for i in range(3)
+)
+
+
+def refusing(read: Callable[[], object]) -> str:
+    """`accepted` or `refused`: a ValueError is the one way to refuse."""
+    try:
+        read()
+    except ValueError as error:
+        return "refused" if str(error) else "refused without a sentence"
+    return "accepted"
+
+
+def _written(path: Path, value: bytes) -> Path:
+    path.write_bytes(value)
+    return path
+
+
+# Readers of rows
+
+
+def _rows_check(path: Path, value: bytes) -> str:
+    _written(path, value)
+
+    def read() -> None:
+        for example in read_file(path):
+            assert from_row(to_row(example), where="again", id="") == example
+
+    return refusing(read)
+
+
+def _lines(rows: Sequence[Any]) -> bytes:
+    return "\n".join(json.dumps(row) for row in rows).encode()
+
+
+def _csv(rows: Sequence[Any]) -> bytes:
+    import csv
+
+    table = io.StringIO()
+    writer = csv.writer(table)
+    writer.writerow(["question", "choices", "answer"])
+    writer.writerows([row["question"], json.dumps(row["choices"]), row["answer"]] for row in rows)
+    return table.getvalue().encode()
+
+
+def _row_targets(folder: Path) -> Iterator[Target]:
+    known = [to_row(example) for example in CHOICES]
+    talk = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}, to_row(FREE[0])]
+    inputs = {
+        "jsonl": edited(_lines(known)) | edited(_lines(talk)) | ROWS.map(_lines),
+        "json": edited(json.dumps(known).encode()) | (ROWS | JSON).map(lambda value: json.dumps(value).encode()),
+        "csv": edited(_csv(known)) | st.binary(max_size=60),
+    }
+    for name, made in inputs.items():
+        yield Target(name=f"rows.{name}", inputs=made, check=partial(_rows_check, folder / f"rows.{name}"))
+
+
+# Parsers of generations
+
+
+def _parsed(interface: Any, shots: Sequence[Example], text: str) -> str:
+    found = interface.parse(text, shots)
+    if isinstance(found, Rejected):
+        assert found.reason
+        return "rejected"
+    answer = "an answer" if isinstance(found, FreeForm) or len(found.choices) < 2 else 0
+    labelled = interface.with_answer(found, answer)
+    files.canonical_json(to_row(labelled)).encode()  # it can be sealed
+    return "parsed"
+
+
+def _parser_targets(tokenizer: Any) -> Iterator[Target]:
+    likely = {
+        "letter": (CHOICES, QUESTIONS | edited(_FORM.format("snow", "x", "y", "z").encode()).map(_decoded)),
+        "cloze": (CHOICES, edited(b" What melts in spring?\nAnswer: snow\n\n").map(_decoded)),
+        "freeform": (FREE, edited(b" Name three birds.\n---\nRequest:").map(_decoded)),
+    }
+    for name, (shots, form) in likely.items():
+        bound = interfaces.build(name, tokenizer, chat=False)
+        yield Target(name=f"parse.{name}", inputs=GENERATED | form, check=partial(_parsed, bound, shots[:2]))
+
+
+def _decoded(data: bytes) -> str:
+    return data.decode(errors="replace")
+
+
+def _judged(text: str) -> str:
+    return str(is_json(text, FREE[0]))
+
+
+def _cleaned(text: str) -> str:
+    shown = terminal.clean(text)
+    assert all(character.isprintable() or character in "\t\n " or ord(character) > 0x9F for character in shown), shown
+    assert not any(character in shown for character in "\x1b\r\x9b\u202e\u2066")
+    assert terminal.clean(shown) == shown
+    return "cleaned"
+
+
+# Sealed things: an edit is refused, or it changed nothing
+
+
+def _bank_check(folder: Path, bank: Bank, value: tuple[str, bytes], whole: dict[str, bytes]) -> str:
+    name, data = value
+    for own, right in whole.items():
+        (folder / own).write_bytes(data if own == name else right)
+
+    def read() -> None:
+        assert Bank.load(folder) == bank, "an edited bank was accepted"
+
+    return refusing(read)
+
+
+def _bank_target(folder: Path) -> Target:
+    probes = [Probe(example=e, confidence=0.5, request=i, shots=("a",), topic=None) for i, e in enumerate(CHOICES)]
+    manifest = {"model": {"name": "toy", "fingerprint": "0" * 64}, "anchors": {"count": 1, "sha256": "0" * 64}}
+    bank = seal(folder / "bank", probes, manifest)
+    whole = {path.name: path.read_bytes() for path in (folder / "bank").iterdir()}
+    inputs = st.one_of(*(edited(data).map(partial(lambda name, d: (name, d), name)) for name, data in whole.items()))
+    return Target(name="bank", inputs=inputs, check=lambda value: _bank_check(folder / "bank", bank, value, whole))
+
+
+def _receipt_target() -> Target:
+    row = Row(
+        id="a", kind="kept", input="?", gold="x", before="x", after="x", confidence_before=0.5, confidence_after=0.5
+    )
+    model = ModelId(name="toy", fingerprint="0" * 64)
+    sets = (RowSet(name="past", kind="retention", interface="cloze", rows=(row,)),)
+    receipt = Receipt(title="t", created="2026-01-01", before=model, after=model, sets=sets)
+    whole = json.dumps(receipt.to_json()).encode()
+
+    def check(value: bytes) -> str:
+        def read() -> None:
+            # Equal receipts may be written as other bytes: a blank, or a key given twice.
+            assert Receipt.from_json(json.loads(value)) == receipt, "an altered receipt was accepted"
+
+        try:
+            json.loads(value)
+        except (ValueError, RecursionError):
+            return "no JSON"
+        return refusing(read)
+
+    return Target(name="receipt", inputs=edited(whole), check=check)
+
+
+def _unchanged(found: object, right: object) -> None:
+    assert found == right, "an altered record was accepted"
+
+
+def _run_record_target(folder: Path) -> Target:
+    spec = RunSpec(
+        model="toy", task="t", interface="cloze", method="sft", seed=0, num_anchors=8, num_probes=0, external=("x",)
+    )
+    result = RunResult(
+        spec=spec, retention=90.0, retention_uncovered=90.0, acquisition=99.0, external={}, counts={}, cost={},
+        seconds=1.0, extra_bytes=0,
+    )  # fmt: skip
+    path = save_result(result, folder / "runs")
+    return Target(
+        name="run record",
+        inputs=edited(path.read_bytes()) | JSON.map(lambda value: json.dumps(value).encode()),
+        check=lambda value: refusing(lambda: _unchanged(load_result(_written(path, value)), result)),
+    )
+
+
+# States that a process goes on from
+
+
+class _State:
+    """A training's place in a checkpoint: all that is asked of it is to give and take a state."""
+
+    def __init__(self) -> None:
+        self.ledger = self
+        self.cursor = self
+        self.step = 3
+        self.state = {"weights": {"w": torch.arange(6.0)}, "ledger": {"losses": [1.0, 2.0]}}
+
+    def finite(self) -> bool:
+        return True
+
+    def tally(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert torch.equal(state["weights"]["w"], torch.arange(6.0)), "an edited checkpoint was accepted"
+        assert state["ledger"] == self.state["ledger"]
+
+
+def _checkpoint_target(folder: Path) -> Target:
+    path, training = folder / "checkpoint.pt", _State()
+    Checkpoints(path, "identity", minutes=1, steps=1).save(training)  # type: ignore[arg-type]
+    whole = path.read_bytes()
+
+    def check(value: bytes) -> str:
+        path.unlink()  # not written over: the last one may still be mapped
+        _written(path, value)
+        kept = Checkpoints(path, "identity", minutes=1, steps=1)
+        return refusing(lambda: kept.load(training))  # type: ignore[arg-type]
+
+    return Target(name="checkpoint", inputs=edited(whole) | st.binary(max_size=80), check=check)
+
+
+def _journal_target(folder: Path) -> Target:
+    path = folder / "bank.partial.jsonl"
+    entry = {"outcomes": [{"index": 0, "reason": "empty"}, {"index": 1, "reason": "copy of a shot"}]}
+    with open_journal(path, {"seed": 0}) as journal:
+        journal.append(entry)
+        journal.append(entry)
+    whole = path.read_bytes()
+
+    def check(value: bytes) -> str:
+        _written(path, value)
+
+        def read() -> None:
+            with open_journal(path, {"seed": 0}) as again:
+                for one in again.entries:
+                    _block_from_entry(one)
+
+        return refusing(read)
+
+    return Target(name="journal", inputs=edited(whole), check=check)
+
+
+def _split_target(folder: Path) -> Target:
+    path = folder / "split.json"
+    said = [
+        Prediction(id=e.id, answer=0, correct=e.answer == 0, confidence=0.5, scores=(-1.0, -2.0), num_tokens=(1, 1))
+        for e in CHOICES
+    ]
+    save_split(split(CHOICES, said, model_fingerprint="m", interface="cloze", stack={}), path)
+    whole = path.read_bytes()
+    return Target(
+        name="split",
+        inputs=edited(whole) | JSON.map(lambda value: json.dumps(value).encode()),
+        check=lambda value: refusing(lambda: load_split(_written(path, value), CHOICES, model_fingerprint="m")),
+    )
+
+
+# Settings
+
+
+def _settings_targets(folder: Path) -> Iterator[Target]:
+    path, job = folder / "adapt.yaml", Folder(folder / "job")
+    whole = b"model: toy\nnew: new.jsonl\nanchors: keep.jsonl\nlr: 1.0e-3\nepochs: 3\nrequire: [retention>=0.9]\n"
+    names = st.sampled_from(sorted(AdaptConfig.model_fields))
+    odd = st.dictionaries(names, JSON, max_size=5).map(lambda values: json.dumps(values).encode())
+    yaml_text = st.text(alphabet=string.printable, max_size=60).map(str.encode)
+
+    def config(value: bytes) -> str:
+        return refusing(lambda: read_settings(read_yaml(_written(path, value)), where=str(path)))
+
+    yield Target(name="config", inputs=edited(whole) | odd | yaml_text, check=config)
+    kept = {"format": "cplus-job/1", "settings": {"model": "toy", "new": "new.jsonl", "out": "out"}}
+    job.root.mkdir()
+
+    def begun(value: bytes) -> str:
+        _written(job.settings, value)
+        return refusing(lambda: asked(job))
+
+    yield Target(name="job settings", inputs=edited(json.dumps(kept).encode()) | odd, check=begun)
+    words = st.sampled_from(["retention", "acquisition", ">=", "0.9", " "]) | st.text(max_size=6)
+    demands = st.lists(words, max_size=5) | st.floats().map(lambda bound: ["retention", ">=", str(bound)])
+    yield Target(
+        name="requirement", inputs=demands.map("".join), check=lambda text: refusing(lambda: requirement(text))
+    )
+
+
+def _gguf_target(folder: Path) -> Target:
+    from gguf import GGUFWriter
+
+    path = folder / "tiny.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_string("tokenizer.ggml.pre", "smollm")
+    writer.add_uint32("llama.block_count", 1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    whole = path.read_bytes()
+
+    def check(value: bytes) -> str:
+        path.unlink()
+        return refusing(lambda: _pre_tokenizer(_written(path, value)))
+
+    return Target(name="gguf", inputs=edited(whole), check=check)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what readers print on the way."""
+    was, terminal.console.quiet = terminal.console.quiet, True
+    try:
+        yield
+    finally:
+        terminal.console.quiet = was
+
+
+def targets(folder: Path, tokenizer: Any) -> tuple[Target, ...]:
+    """Every reader, working in a folder of its own."""
+    return (
+        *_row_targets(folder),
+        *_parser_targets(tokenizer),
+        Target(name="judge.json", inputs=GENERATED | DEEP | JSON.map(json.dumps), check=_judged),
+        Target(name="terminal", inputs=GENERATED | st.text(), check=_cleaned),
+        _bank_target(folder),
+        _receipt_target(),
+        _run_record_target(folder),
+        _checkpoint_target(folder),
+        _journal_target(folder),
+        _split_target(folder),
+        *_settings_targets(folder),
+        _gguf_target(folder),
+    )

@@ -1,0 +1,625 @@
+"""Diagnostics: each quantity equals its slow flat calculation, and observing changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import re
+import shlex
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from quadratic import Bag, PastEvidence, new_gradient
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from toyjob import write_files
+from typer.testing import CliRunner
+
+from cplus import kernels, models
+from cplus import run as runs
+from cplus.attach import Guard
+from cplus.cli import app, register
+from cplus.data.encoded import Encoded
+from cplus.data.split import split, stack
+from cplus.diagnostics import OBSERVED, Observation, measures
+from cplus.diagnostics.audit import Evidences, audit
+from cplus.diagnostics.layers import layer_of
+from cplus.diagnostics.preview import preview
+from cplus.diagnostics.proposals import proposals, propose
+from cplus.diagnostics.taps import Admission, Coordinates, References
+from cplus.evidence import MeanGradient, Reference, Source, example_losses
+from cplus.gates import Collaborative
+from cplus.interfaces import build
+from cplus.jobs.gateshares import layer_shares
+from cplus.loop import Prepared, Schedule, adapt, epoch_batches, prepare
+from cplus.losses import answer_losses
+from cplus.methods import METHODS
+from cplus.objectives import mean_backward
+from cplus.optim import AdamW
+from cplus.records import RunSpec, load_result, save_result
+from cplus.scoring import predict
+from cplus.tasks import load_task
+
+PAST = tiny.rows(15, seed=9)
+MATERIAL = tiny.material(new=10, anchors=4, probes=6)
+FULL = dataclasses.replace(MATERIAL, past=(dataclasses.replace(MATERIAL.past[0], anchors=PAST),))
+SCHEDULE = Schedule(epochs=3, batch_size=4)
+OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
+can_compile = pytest.mark.skipif(not kernels.can_compile("cpu"), reason="no C++ compiler here")
+Flat = np.ndarray[Any, Any]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks much smaller than a tensor, so that every sum runs over several."""
+    monkeypatch.setattr(measures, "BLOCK", 100)
+    monkeypatch.setattr("cplus.diagnostics.trajectories.BLOCK", 100)
+    monkeypatch.setattr("cplus.diagnostics.audit.BLOCK", 100)
+
+
+def trained(
+    method: str,
+    names: tuple[str, ...] = (),
+    change: Callable[[Prepared], None] = lambda prepared: None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[nn.Module, dict[str, Any], Prepared]:
+    """The tiny model through the loop, observed."""
+    model = tiny.lm().to(dtype)
+    optimizer = AdamW(model.parameters(), **OPTIONS)
+    prepared = prepare(METHODS[method], optimizer, model, MATERIAL, seed=0)
+    change(prepared)
+    observation = Observation(names, prepared, full=FULL, schedule=SCHEDULE, seed=0)
+    for event in adapt(model, optimizer, prepared, schedule=SCHEDULE, seed=0):
+        observation(event)
+    return model, observation.report(), prepared
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+# --- the slow way: whole vectors in float64, one formula at a time ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    epoch: int
+    delta: Flat
+    g_hat: Flat
+    c: Flat
+    g_past: Flat
+    g_own: Flat
+
+    @property
+    def mask(self) -> Flat:
+        return mask(self.g_hat, self.delta)
+
+
+def mask(g: Flat, delta: Flat) -> Flat:
+    return (np.sign(g) * np.sign(delta) <= 0).astype(np.float64)
+
+
+def flat(tensors: Any) -> Flat:
+    return np.concatenate([t.detach().double().numpy().ravel() for t in tensors])
+
+
+def gradient(model: nn.Module, rows: list[Encoded]) -> Flat:
+    model.zero_grad()
+    (sum(answer_losses(model, [row]).sum() for row in rows) / len(rows)).backward()
+    found = flat(p.grad for p in model.parameters())
+    model.zero_grad()
+    return found
+
+
+def slow_run(beta: float, weight: float) -> tuple[list[Step], nn.Module]:
+    """CPLUS by hand around a plain AdamW: every vector of every step is kept."""
+    model = tiny.lm().double().eval()
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, fused=True, **OPTIONS)
+    [past] = MATERIAL.past
+    steps, ema = [], np.zeros(sum(p.numel() for p in params))
+    for epoch in range(1, SCHEDULE.epochs + 1):
+        probes, g_past = gradient(model, list(past.probes)), gradient(model, PAST)
+        g_hat = weight * gradient(model, list(past.anchors)) + (1 - weight) * probes
+        for rows in epoch_batches(METHODS["sft"], MATERIAL, SCHEDULE, seed=0, epoch=epoch):
+            before = [p.detach().clone() for p in params]
+            optimizer.zero_grad()
+            mean_backward(model, rows, answer_losses)
+            optimizer.step()
+            delta = flat(params) - flat(before)
+            ema = beta * ema + (1 - beta) * mask(g_hat, delta)
+            c = np.clip(ema / (1 - beta ** (len(steps) + 1)), 0, 1)
+            steps.append(Step(epoch, delta, g_hat, c, g_past, weight * g_past + (1 - weight) * probes))
+            at = 0
+            for p, old in zip(params, before, strict=True):
+                here = torch.from_numpy(c[at : at + p.numel()]).view_as(p)
+                p.data.copy_(torch.lerp(old, p.data, here))
+                at += p.numel()
+    return steps, model
+
+
+def layer_slices() -> dict[str, Flat]:
+    names = [(layer_of(name), p.numel()) for name, p in tiny.lm().named_parameters()]
+    labels = np.concatenate([np.full(count, name) for name, count in names])
+    return {name: labels == name for name in dict.fromkeys(name for name, _ in names)}
+
+
+def groups(report: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[Step], bool], Any]]:
+    """Each row of a report with the steps and the coordinates it is about."""
+    for row in report["epochs"]:
+        yield row, lambda step, row=row: step.epoch == row["epoch"], slice(None)
+    for row in report["layers"]:
+        yield row, lambda step: True, layer_slices()[row["layer"]]
+
+
+CASES = [("cplus", 0.9, 0.5), ("cpl", 0.0, 1.0), ("cplus-no-ema", 0.0, 0.5)]
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(("method", "beta", "weight"), CASES)
+def test_admission_and_reference_are_the_flat_calculation(method: str, beta: float, weight: float) -> None:
+    steps, model = slow_run(beta, weight)
+    observed, report, _ = trained(method, ("admission", "reference"), dtype=torch.float64)
+    for p, q in zip(model.parameters(), observed.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-9)
+    assert [row["epoch"] for row in report["admission"]["epochs"]] == [1, 2, 3]
+    assert [row["layer"] for row in report["reference"]["layers"]] == list(layer_slices())
+    fields = ("delta", "mask", "c", "g_hat", "g_past", "g_own")
+    for row, chosen, at in groups(report["admission"]):
+        d, m, c, *_ = (np.concatenate([getattr(s, k)[at] for s in steps if chosen(s)]) for k in fields)
+        for kind, k in (("mask", m), ("coefficient", c)):
+            assert row[kind]["coordinates"] == pytest.approx(k.mean(), rel=1e-6)
+            assert row[kind]["energy"] == pytest.approx(((k * d) ** 2).sum() / (d * d).sum(), rel=1e-6)
+    for row, chosen, at in groups(report["reference"]):
+        d, m, c, _, past, own = (np.concatenate([getattr(s, k)[at] for s in steps if chosen(s)]) for k in fields)
+        harm, safe = np.maximum(past * d, 0), np.maximum(-past * d, 0)
+        assert row["harmful"] == pytest.approx(harm.sum(), rel=1e-6)
+        for kind, k in (("mask", m), ("coefficient", c)):
+            assert row[kind]["harmful_admitted"] == pytest.approx((k * harm).sum(), rel=1e-6)
+            assert row[kind]["safe_removed"] == pytest.approx(((1 - k) * safe).sum(), rel=1e-6)
+            assert row[kind]["safe_removed_share"] == pytest.approx(((1 - k) * safe).sum() / safe.sum(), rel=1e-6)
+        for name, g in (("own", own), ("cpl", past)):
+            expected = 1 - (d * d * np.abs(m - mask(g, d))).sum() / (d * d).sum()
+            assert row["agreement"][name] == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_own_reference_of_another_reduction_is_taken_whole() -> None:
+    _, report, prepared = trained("cplus-norm-aligned", ("reference",))
+    row = METHODS["cplus-norm-aligned"]
+    assert all(0 < epoch["agreement"]["own"] < 1 for epoch in report["reference"]["epochs"])
+    guard = prepared.guard
+    assert guard is not None
+    plain = prepare(row, AdamW(guard.model.parameters()), guard.model, MATERIAL, seed=0)
+    tap = Observation(("reference",), plain, full=FULL, schedule=SCHEDULE, seed=0).taps["reference"]
+    expected = row.reduction(guard.model, row.sources(FULL))(guard.params, 0).vectors[0]
+    for i, g in enumerate(expected):
+        assert torch.equal(tap.shelf.get(f"own-{i}", g.device), g.sign().to(torch.int8))
+
+
+# --- observing changes nothing ---
+
+
+def unpacked(prepared: Prepared) -> None:
+    assert prepared.guard is not None
+    prepared.guard.gate.signs_only = False  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("method", ["cplus", "cpl", "shuffled", "norm-matched", "cplus-rotating"])
+@pytest.mark.parametrize("change", [lambda prepared: None, unpacked], ids=["packed", "unpacked"])
+def test_weights_are_bitwise_the_same_with_every_tap_on(method: str, change: Callable[[Prepared], None]) -> None:
+    plain, nothing, _ = trained(method, (), change)
+    observed, found, prepared = trained(method, OBSERVED, change)
+    assert prepared.guard is not None
+    assert prepared.guard.steps == 9
+    assert nothing == {}
+    assert set(found) == set(OBSERVED)
+    assert same(plain, observed)
+
+
+def guarded(kind: type[Optimizer], observed: bool) -> tuple[Bag, Guard, Admission]:
+    bag = Bag(torch.float32)
+    optimizer = kind(bag.weights, **OPTIONS)
+    guard = Guard(optimizer, bag, evidence=PastEvidence(), gate=Collaborative(beta=0.9))
+    admission = Admission(["a", "b", "c"])
+    references = References(guard, ["a", "b", "c"], cpl=PastEvidence(), weight=1.0, others=None)
+    if observed:
+        guard.observers += [admission, references, Coordinates("a", 0, 12, steps=[1, 5], seed=0)]
+    for batch in range(1, 25):
+        if batch % 6 == 1:
+            guard.refresh()
+            references.refresh()
+        for p, g in zip(bag.weights, new_gradient([p.detach() for p in bag.weights], batch), strict=True):
+            p.grad = g
+        optimizer.step()
+    return bag, guard, admission
+
+
+@can_compile
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, SGD, AdamW])
+def test_compiled_passes_are_observed_and_stay_the_same(kind: type[Optimizer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "WORTH_COMPILING", 10**12)
+    _, slow, expected = guarded(kind, observed=True)
+    monkeypatch.setattr(kernels, "WORTH_COMPILING", 0)
+    plain, _, _ = guarded(kind, observed=False)
+    observed, fast, found = guarded(kind, observed=True)
+    assert fast.compiled
+    assert not slow.compiled
+    assert fast.one_pass == (kind is AdamW)
+    assert same(plain, observed)
+    for row, other in zip(found.report()["layers"], expected.report()["layers"], strict=True):
+        for kept in ("mask", "coefficient"):
+            assert row[kept] == pytest.approx(other[kept], rel=1e-4)
+
+
+class Peak(TorchDispatchMode):
+    """The largest number of bytes that tensors made inside held at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self.known:
+                self.known.add(key)
+                self.now += (size := tensor.untyped_storage().nbytes())
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(tensor.untyped_storage(), self._freed, key, size)
+        return out
+
+    def _freed(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+def test_observers_hold_the_work_of_one_tensor_not_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measures, "BLOCK", 1 << 9)
+    size, count = 40_000, 12
+    bag = nn.ParameterList(nn.Parameter(torch.randn(size)) for _ in range(count))
+    optimizer = SGD(bag, lr=0.1)
+    evidence = Random(size, count)
+    guard = Guard(optimizer, nn.ModuleList([bag]), evidence=evidence, gate=Collaborative(beta=0.9))
+    references = References(guard, ["all"] * count, cpl=evidence, weight=1.0, others=None)
+    references.refresh()
+    guard.refresh()
+    peaks = []
+    for observers in ([], [], [Admission(["all"] * count), references]):
+        guard.observers[:] = observers
+        for p in bag:
+            p.grad = torch.ones(size)
+        with Peak() as peak:
+            optimizer.step()
+        peaks.append(peak.peak)
+    assert peaks[1] >= 4 * size * count  # the guard's own copy of the parameters is seen, so an observer's would be
+    assert peaks[2] - peaks[1] < 2 * 4 * size
+
+
+class Random:
+    """Evidence for parameters without a model."""
+
+    def __init__(self, size: int, count: int) -> None:
+        self.vector = [torch.randn(size) for _ in range(count)]
+
+    def __call__(self, params: Any, refresh: int) -> Reference:
+        return Reference(vectors=[self.vector])
+
+
+# The decay of the last step is read off the weights after it; without decay nothing is approximate.
+@pytest.mark.parametrize(("decay", "tolerance"), [(0.0, 1e-5), (0.1, 1e-2)])
+def test_the_jobs_energy_share_is_that_of_the_last_step(decay: float, tolerance: float) -> None:
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def record(prepared: Prepared) -> None:
+        assert prepared.guard is not None
+        prepared.guard.optimizer.param_groups[0]["weight_decay"] = decay
+        prepared.guard.observers.append(lambda i, proposal, c: seen.update({i: (proposal.delta.clone(), c.clone())}))
+
+    _, _, prepared = trained("cplus", (), record)
+    shares = {share.name: share for share in layer_shares(prepared.guard)}
+    delta, c = (flat(seen[i][k] for i in sorted(seen)) for k in (0, 1))
+    for name, at in layer_slices().items():
+        assert shares[name].admitted == pytest.approx(c[at].mean(), rel=1e-6)
+        expected = ((c * delta)[at] ** 2).sum() / (delta[at] ** 2).sum()
+        assert shares[name].energy == pytest.approx(expected, rel=tolerance)
+
+
+# --- proposals without taking them, and what is read off them ---
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+        lambda p: Adam(p, lr=0.1, foreach=True),
+        lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+        lambda p: AdamW(p, lr=0.1),
+    ],
+)
+def test_a_proposal_is_the_step_that_follows_bitwise_and_leaves_no_trace(make: Callable[..., Optimizer]) -> None:
+    bag, other = Bag(torch.float32), Bag(torch.float32)
+    optimizer, frozen = make(list(bag.weights)), make(list(other.weights))
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    calls: list[int] = []
+    for batch in range(1, 6):
+        for p, q, g in zip(
+            bag.weights, other.weights, new_gradient([p.detach() for p in bag.weights], batch), strict=True
+        ):
+            p.grad = q.grad = g
+        kept = copy.deepcopy((list(bag.weights), optimizer.state_dict()))
+        proposed = [propose(optimizer, p) for p in bag.weights]
+        advanced = [propose(frozen, q, advance=True) for q in other.weights]
+        assert all(torch.equal(p, q) for p, q in zip(bag.weights, kept[0], strict=True))
+        assert str(optimizer.state_dict()) == str(kept[1])
+        optimizer.step()
+        assert all(torch.equal(p, q) for p, q in zip(bag.weights, proposed, strict=True))
+        # The frozen twin never moved, but its moments went on: without decay its steps are the same.
+        if not optimizer.param_groups[0]["weight_decay"]:
+            moved = [a - q for a, q in zip(advanced, other.weights, strict=True)]
+            steps = [p - q for p, q in zip(bag.weights, kept[0], strict=True)]
+            for a, b in zip(moved, steps, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert len(calls) == 5
+    assert same(other, Bag(torch.float32))
+
+
+def test_geometry_previews_the_same_rows_at_states_over_the_run() -> None:
+    _, report, _ = trained("cplus", ("geometry",))
+    assert [row["completed_epochs"] for row in report["geometry"]] == [0, 1, 2]
+    model = tiny.lm()
+    [past] = MATERIAL.past
+    g_hat = 0.5 * gradient(model, list(past.anchors)) + 0.5 * gradient(model, list(past.probes))
+    before = flat(model.parameters())
+    mean_backward(model, MATERIAL.new, answer_losses)
+    torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS).step()
+    d = flat(model.parameters()) - before
+    m = mask(g_hat, d)
+    assert report["geometry"][0]["mask"]["coordinates"] == pytest.approx(m.mean(), abs=1e-3)
+    assert report["geometry"][0]["mask"]["energy"] == pytest.approx((m * d * d).sum() / (d * d).sum(), abs=1e-3)
+
+
+def test_coordinates_shows_a_fixed_sample_at_chosen_steps() -> None:
+    seen: list[tuple[int, Tensor, Tensor, Tensor]] = []
+
+    def record(prepared: Prepared) -> None:
+        assert prepared.guard is not None
+        prepared.guard.observers.append(
+            lambda i, proposal, c: seen.append((i, proposal.sign.clone(), proposal.delta.clone(), c.clone()))
+        )
+
+    _, report, _ = trained("cplus", ("coordinates",), record)
+    found = report["coordinates"]
+    names = [name for name, _ in tiny.lm().named_parameters()]
+    assert found["tensor"] == "model.layers.1.mlp.down_proj.weight"
+    at = [int(i) for i in found["indices"].split()]
+    assert len(at) == 512 == len(set(at))
+    here = [row[1:] for row in seen if row[0] == names.index(found["tensor"])]
+    assert [row["step"] for row in found["steps"]] == [1, 4, 6, 9]
+    for row in found["steps"]:
+        sign, delta, c = (t.flatten()[at] for t in here[row["step"] - 1])
+        assert row["evidence"] == "".join({1: "+", -1: "-", 0: "0"}[int(s)] for s in sign)
+        assert [float(x) for x in row["proposal"].split()] == pytest.approx(delta.tolist(), rel=0.01, abs=1e-12)
+        assert [float(x) for x in row["coefficient"].split()] == pytest.approx(c.tolist(), abs=1e-3)
+
+
+def slow_audit(model: nn.Module, given: Evidences, batches: list[list[Encoded]]) -> Callable[..., float]:
+    """Every proposal and every mask kept; returns the agreement of two references' trajectories."""
+    theta = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+    deltas = []
+    for rows in batches:
+        optimizer.zero_grad()
+        mean_backward(model, rows, answer_losses)
+        optimizer.step()
+        deltas.append(flat(model.parameters()) - flat(theta))
+        for p, old in zip(model.parameters(), theta, strict=True):
+            p.data.copy_(old)
+
+    def trajectory(g: Flat, beta: float) -> list[Flat]:
+        ema, found = np.zeros_like(g), []
+        for t, delta in enumerate(deltas, start=1):
+            ema = beta * ema + (1 - beta) * mask(g, delta)
+            found.append(ema / (1 - beta**t))
+        return found
+
+    def agreement(first: tuple[Flat, float], second: tuple[Flat, float], at: Any = slice(None)) -> float:
+        pairs = zip(deltas, trajectory(*first), trajectory(*second), strict=True)
+        apart = sum((d[at] ** 2 * np.abs(a[at] - b[at])).sum() for d, a, b in pairs)
+        return 1 - float(apart / sum((d[at] ** 2).sum() for d in deltas))
+
+    return agreement
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_the_audit_is_the_flat_calculation_over_kept_masks() -> None:
+    model = tiny.lm().double()
+    anchors = {2: PAST[:2], 4: PAST[:4], 8: PAST[:8]}
+    given = Evidences(anchors=anchors, num_anchors=4, probes=tiny.rows(6, seed=2), past=PAST, anchor_weight=0.25)
+    batches = epoch_batches(METHODS["sft"], MATERIAL, Schedule(epochs=1, batch_size=2), seed=0, epoch=1)
+    found = audit(model, AdamW(model.parameters(), **OPTIONS), batches, given, beta=0.8)
+    assert same(model, tiny.lm().double())
+    assert all(p.grad is None for p in model.parameters())
+    assert (found["updates"], found["past"], found["budgets"]) == (5, 15, [2, 4, 8])
+
+    slow = slow_audit(model, given, batches)
+    probes, full = gradient(model, list(given.probes)), gradient(model, PAST)
+    g = {count: gradient(model, list(rows)) for count, rows in anchors.items()}
+    blends = {count: 0.25 * g[count] + 0.75 * probes for count in anchors} | {"past": 0.25 * full + 0.75 * probes}
+    rows = [(found, slice(None)), *((row, layer_slices()[row["layer"]]) for row in found["layers"])]
+    for row, at in rows:
+        for i, count in enumerate((2, 4, 8)):
+            assert row["cpl"][i] == pytest.approx(slow((g[count], 0.0), (full, 0.0), at), abs=1e-6)
+            assert row["cplus"][i] == pytest.approx(slow((blends[count], 0.8), (blends["past"], 0.8), at), abs=1e-6)
+            assert row["cross"][i] == pytest.approx(slow((blends[count], 0.8), (full, 0.0), at), abs=1e-6)
+    vectors = {"anchors": g[4], "probes": probes, "blend": blends[4], "past": full, "past blend": blends["past"]}
+    assert len(found["references"]) == 10
+    for row in found["references"]:
+        expected = slow((vectors[row["first"]], 0.0), (vectors[row["second"]], 0.0))
+        assert row["agreement"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_audits_coordinates_are_the_update_weighted_mean_masks() -> None:
+    model = tiny.lm().double()
+    given = Evidences(anchors={4: PAST[:4]}, num_anchors=4, probes=tiny.rows(6, seed=2), past=PAST)
+    batches = epoch_batches(METHODS["sft"], MATERIAL, Schedule(epochs=1, batch_size=2), seed=0, epoch=1)
+    view = audit(model, AdamW(model.parameters(), **OPTIONS), batches, given)["coordinates"]
+    position = [name for name, _ in model.named_parameters()].index(view["tensor"])
+    optimizer = AdamW(model.parameters(), **OPTIONS)
+    steps = [list(proposals(model, optimizer, rows, advance=True))[position] for rows in batches]
+    deltas = [flat([proposed]) - flat([theta]) for theta, proposed in steps]
+    at = [int(i) for i in view["indices"].split()]
+    energy = sum(d * d for d in deltas)
+    assert set(at) == set(np.argsort(-energy)[:512].tolist()) or min(energy[at]) >= np.sort(energy)[-512]
+    sources = (Source(name="a", weight=0.5, rows=PAST[:4]), Source(name="p", weight=0.5, rows=given.probes))
+    g = flat([MeanGradient(model=model, sources=sources)(list(model.parameters()), 0).vectors[0][position]])
+    ema, total = np.zeros_like(g), np.zeros_like(g)
+    for t, d in enumerate(deltas, start=1):
+        ema = 0.9 * ema + 0.1 * mask(g, d)
+        total += d * d * ema / (1 - 0.9**t)
+    shown = [float(x) for x in view["cplus"]["4"].split()]
+    assert shown == pytest.approx((total / energy)[at].tolist(), abs=2e-3)
+    assert set(view["cplus"]) == {"4", "past"}
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_the_preview_is_the_flat_calculation_and_predicts_the_loss() -> None:
+    model = tiny.lm().double()
+    anchors, probes = PAST[:4], tiny.rows(6, seed=2)
+    optimizer = AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
+    found = preview(model, optimizer, new=MATERIAL.new, anchors=anchors, probes=probes, anchor_weight=0.25)
+    assert same(model, tiny.lm().double())
+    assert not optimizer.state
+
+    g_anchor = gradient(model, anchors)
+    g_hat = 0.25 * g_anchor + 0.75 * gradient(model, probes)
+    theta, before = flat(model.parameters()), float(np.mean(example_losses(model, anchors)))
+    mean_backward(model, MATERIAL.new, answer_losses)
+    optimizer.step()
+    d = flat(model.parameters()) - theta
+    m = mask(g_hat, d)
+    rows = {forecast.name: forecast for forecast in found.layers} | {"whole": found.whole}
+    for name, at in {**layer_slices(), "whole": slice(None)}.items():
+        row = rows[name]
+        assert row.coordinates == m[at].size
+        assert row.conflict == pytest.approx(1 - m[at].mean(), abs=1e-9)
+        assert row.conflicting_energy == pytest.approx(((1 - m) * d * d)[at].sum() / (d * d)[at].sum(), rel=1e-6)
+        assert row.change == pytest.approx((g_anchor * d)[at].sum(), rel=1e-6)
+        assert row.gated_change == pytest.approx((g_anchor * m * d)[at].sum(), rel=1e-6)
+    assert [row.change for row in found.layers] == sorted((row.change for row in found.layers), reverse=True)
+    assert found.loss == pytest.approx(before, rel=1e-6)
+    after = float(np.mean(example_losses(model, anchors)))
+    assert found.whole.change == pytest.approx(after - before, rel=0.05)
+
+
+# --- from a spec, and from the command line ---
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, runs.Setting]:
+    """The toy model on a corner of one domain."""
+    base = models.load("toy", device="cpu")
+    bound = build("cloze", base.tokenizer)
+    examples = load_task("harbours").examples[:160]
+    parted = split(
+        examples,
+        predict(base.model, bound, examples),
+        model_fingerprint=base.fingerprint,
+        interface="cloze",
+        stack=stack(device="cpu"),
+    )
+    spec = RunSpec(
+        model="toy", task="harbours", interface="cloze", method="cplus", seed=0, num_anchors=6, num_probes=12,
+        num_new=16, optimizer="adamw", lr=1e-3, weight_decay=0.0, epochs=2, batch_size=8,
+    )  # fmt: skip
+    return spec, runs.set_up(spec, base, (bound, parted), tmp_path_factory.mktemp("banks"))
+
+
+def test_a_run_is_the_same_with_all_diagnostics_and_its_record_stays_small(
+    setting: tuple[RunSpec, runs.Setting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, given = setting
+    weights, measure = [], runs.measure
+    monkeypatch.setattr(runs, "measure", lambda g, m: weights.append(flat(m.parameters())) or measure(g, m))
+    plain = runs.run(spec, given)
+    asked = dataclasses.replace(spec, diagnose=(*OBSERVED, "audit"))
+    observed = runs.run(asked, given)
+    assert np.array_equal(*weights)
+    assert (plain.retention, plain.acquisition) == (observed.retention, observed.acquisition)
+    assert plain.diagnostics == {}
+    assert set(observed.diagnostics) == {*OBSERVED, "audit"}
+    assert observed.seconds > 0
+    assert observed.diagnostics["audit"]["budgets"] == [4, 6, 8, 16, 32, 64]
+    path = save_result(observed, tmp_path)
+    assert load_result(path).diagnostics == json.loads(json.dumps(observed.diagnostics))
+    assert path.stat().st_size < 80_000
+    agreement = observed.diagnostics["audit"]["references"]
+    assert all(0 <= row["agreement"] <= 1 for row in agreement)
+
+
+def test_what_cannot_be_observed_is_refused(setting: tuple[RunSpec, runs.Setting]) -> None:
+    spec, given = setting
+    for changes, message in (
+        ({"diagnose": ("admision",)}, "unknown diagnostic 'admision'; expected some of admission"),
+        ({"diagnose": ("admission",), "method": "sft"}, "method 'sft' has no gate"),
+        ({"diagnose": ("reference",), "method": "agem"}, "method 'agem' has no gate"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            runs.run(dataclasses.replace(spec, **changes), given)
+    with pytest.raises(ValueError, match="there are no probes"):
+        Evidences(anchors={4: PAST[:4]}, num_anchors=4, probes=(), past=PAST)
+
+
+def invoke(*arguments: str) -> Any:
+    if not app.registered_commands:
+        register()
+    return CliRunner().invoke(app, ["preview", *arguments])
+
+
+def test_the_command_previews_the_toy_model(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    files = ("--new", str(tmp_path / "new.jsonl"), "--anchors", str(tmp_path / "keep.jsonl"), "--interface", "cloze")
+    done = invoke("toy", *files, "--lr", "1e-4", "--device", "cpu", "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["counts"] == {"new": 12, "anchors": 4, "probes": 0}
+    assert report["whole"]["gated_change"] < 0
+    assert report["whole"]["coordinates"] == sum(layer["coordinates"] for layer in report["layers"])
+    assert math.isclose(report["whole"]["change"], sum(layer["change"] for layer in report["layers"]), rel_tol=1e-9)
+    table = invoke("toy", *files, "--device", "cpu")
+    assert "SFT will hurt here" in table.stdout
+    assert "layer 0" in table.stdout
+
+
+def test_the_command_refuses_what_it_cannot_use(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    new = ("--new", str(tmp_path / "new.jsonl"))
+    assert "needs anchors" in str(invoke("toy", *new).exception)
+    assert "either new" in str(invoke("toy", "--anchors", "keep.jsonl").exception)
+    files = (*new, "--anchors", str(tmp_path / "keep.jsonl"), "--interface", "cloze", "--device", "cpu")
+    assert "expected a sealed bank" in str(invoke("toy", *files, "--bank", str(tmp_path)).exception)
+
+
+def test_the_page_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parent.parent / "docs" / "diagnostics.md").read_text()
+    names: dict[str, Any] = {}
+    blocks = re.findall(r"```(python|bash)\n(.*?)```", page, re.DOTALL)
+    assert [kind for kind, _ in blocks] == ["python", "bash", "python", "python"]
+    for kind, text in blocks:
+        if kind == "python":
+            exec(compile(text, "docs/diagnostics.md", "exec"), names)
+        else:
+            done = invoke(*shlex.split(text)[2:])
+            assert done.exit_code == 0, done.output
+    assert set(names["found"]) == {"admission", "reference"}
+    assert names["tap"].report()["epochs"][0]["mask"]["coordinates"] > 0

@@ -1,0 +1,307 @@
+"""The studies' report: every figure and table, the same bytes again, without torch, honest about what is missing."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from browser import Browser, browser, executable
+from typer.testing import CliRunner
+
+from cplus import cli
+from cplus.evaluate.statistics import Estimate
+from cplus.report.studies import page as studies_page
+from cplus.report.studies.catalogue import FIGURES, INDEX, OVERVIEW, TABLES, draw
+from cplus.report.studies.collected import collect
+from cplus.report.studies.drawing import inline, line, sheet
+from cplus.report.studies.readme import between, markdown
+from cplus.studies import SCALES, STUDIES, runs_of, store
+from cplus.studies.runner import here, perform
+
+ROOT = Path(__file__).parent.parent
+DESK = ROOT / "results" / "desk"
+SMOKE = SCALES["smoke"]
+DRAWINGS = {make.__name__: make for make in (OVERVIEW, *(make for own in FIGURES.values() for make in own))}
+TABULARS = {make.__name__: make for make in (INDEX, *(make for own in TABLES.values() for make in own))}
+HOSTILE = "<script>document.title = 'in'</script>"
+# The labels of the paper's figures and tables, as they stand in its source.
+LABELS = [
+    "fig:problem-motivation",
+    "fig:method-overview",
+    "fig:main-results",
+    "fig:medqa-broader-capability",
+    "fig:self-probe-role-anchor-scale",
+    "tab:cplus-ablation",
+    "fig:sequential-multitask",
+    "fig:retention-compute",
+    "fig:learning-dynamics",
+    "tab:experiment-index",
+    "fig:model-scale-headline",
+    "fig:model-scale",
+    "fig:hyperparameters",
+    "tab:ema-selection",
+    "fig:epoch-level-dynamics",
+    "tab:anchor-composition",
+    "tab:fixed-aggressive-update",
+    "tab:matched-update-controls",
+    "fig:gradient-source-dynamics",
+    "fig:mask-analysis",
+    "fig:mask-analysis-coordinates",
+    "tab:sequential-stage-summary",
+    "tab:sequential-final",
+    "fig:broader-capability-appendix",
+    "fig:mask-agreement-all-layers",
+    "fig:mask-cross-reference",
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All studies' results at smoke scale."""
+    out = tmp_path_factory.mktemp("results") / "smoke"
+    specs = list(dict.fromkeys(spec for study in STUDIES.values() for spec in runs_of(study, SMOKE)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with mock.patch.dict(os.environ, {"CPLUS_CACHE": str(tmp_path_factory.mktemp("cache"))}):
+        assert [ended.failed for ended in perform(specs, out, here) if ended.failed] == []
+    torch.set_num_threads(before)
+    return out
+
+
+@pytest.fixture(scope="module")
+def report(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report, made in a process in which torch cannot be imported."""
+    out = tmp_path_factory.mktemp("report")
+    code = "import sys; sys.modules['torch'] = None; sys.argv[0] = 'cplus'; from cplus.cli import main; main()"
+    line = [sys.executable, "-c", code, "report", "--results", str(results), "--out", str(out), "--json"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (out / "said.json").write_text(done.stdout)
+    return out
+
+
+@pytest.fixture
+def spoiled(results: Path, tmp_path: Path) -> Path:
+    """A copy of the results to spoil."""
+    folder = tmp_path / "smoke"
+    folder.mkdir()
+    for path in results.glob("*.json"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page without the studies' figures, where they do not matter."""
+    monkeypatch.setattr(studies_page, "FIGURES", {})
+
+
+def command(*arguments: str) -> Any:
+    if not cli.app.registered_commands:
+        cli.register()
+    return CliRunner().invoke(cli.app, ["report", *arguments])
+
+
+def test_every_figure_and_table_of_the_paper_has_its_function() -> None:
+    assert {label.replace(":", "_").replace("-", "_") for label in LABELS} | {
+        "fig_answer_prior",
+        "fig_rotating_evidence",
+    } == set(DRAWINGS) | set(TABULARS)
+    text = (ROOT / "docs" / "report.md").read_text()
+    assert all(f"`{name}`" in text for name in (*DRAWINGS, *TABULARS))
+
+
+def test_labels_are_those_of_the_functions(results: Path, tmp_path: Path) -> None:
+    found = collect(results)
+    for name, make in TABULARS.items():
+        table = make(found)
+        assert table.label.replace(":", "_").replace("-", "_") == name
+        assert table.rows
+        assert {len(row) for row in table.rows} == {len(table.columns)}
+    picture, paths = draw(OVERVIEW, found, tmp_path)
+    assert [path.name for path in paths] == ["fig-method-overview.svg", "fig-method-overview.png"]
+    assert picture.label == "fig:method-overview"
+
+
+@pytest.mark.parametrize("name", list(DRAWINGS))
+def test_a_figure_is_drawn_again_byte_for_byte(results: Path, report: Path, tmp_path: Path, name: str) -> None:
+    picture, paths = draw(DRAWINGS[name], collect(results), tmp_path)
+    assert picture.label.replace(":", "_").replace("-", "_") == name
+    for path in paths:
+        assert path.read_bytes() == (report / "figures" / path.name).read_bytes(), path.name
+    assert b"<dc:date>" not in paths[0].read_bytes()
+    assert paths[1].read_bytes().startswith(b"\x89PNG")
+    if name != "fig_method_overview":
+        assert re.search(r"n = 1( seed)?\b", picture.caption)
+
+
+def test_the_page_is_the_same_again_and_speaks_of_every_study(results: Path, report: Path, tmp_path: Path) -> None:
+    said = json.loads((report / "said.json").read_text())
+    assert set(said["studies"]) == set(STUDIES)
+    assert (said["refused"], said["scale"]) == ([], "smoke")
+    assert len(said["figures"]) == 2 * len(DRAWINGS)
+    assert all((report / file).is_file() for file in said["figures"])
+    assert command("--results", str(results), "--out", str(tmp_path)).exit_code == 0
+    page = (report / "index.html").read_text()
+    assert (tmp_path / "index.html").read_text() == page
+    for name, study in STUDIES.items():
+        own = said["studies"][name]
+        assert own["answer"] == study.summary(store.finished(runs_of(study, SMOKE), results)).answer
+        assert own["there"] == own["runs"] == len(runs_of(study, SMOKE))
+        assert f"cplus study {name} --scale smoke" in page
+    assert "Traceback" not in page
+
+
+def test_what_was_not_run_says_so(results: Path, tmp_path: Path) -> None:
+    folder, [spec, *_] = tmp_path / "smoke", runs_of(STUDIES["e08"], SMOKE)
+    folder.mkdir()
+    path = store.path_of(spec, results)
+    (folder / path.name).write_bytes(path.read_bytes())
+    (folder / "cplus-0-of-another-version.json").write_text("{}")
+    record = json.loads(command("--results", str(folder), "--out", str(tmp_path / "out"), "--json").stdout)
+    assert record["studies"]["e05"]["verdict"] == "not run"
+    assert record["studies"]["e08"]["there"] == 1
+    assert record["strange"] == 1
+    [stress] = [make(collect(folder)) for make in TABLES["e08"]]
+    cells = [cell for row in stress.rows for cell in row if not isinstance(cell, str)]
+    assert [cell.measured for cell in cells].count("not run") == 9
+    assert all(cell.published for cell in cells)
+    assert "not run" in (tmp_path / "out" / "index.html").read_text()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_damaged_and_an_altered_record_are_named_and_the_others_shown(spoiled: Path, tmp_path: Path) -> None:
+    damaged, altered, *_ = (store.path_of(spec, spoiled) for spec in runs_of(STUDIES["e08"], SMOKE))
+    damaged.write_text(damaged.read_text()[:-40])
+    raw = json.loads(altered.read_text())
+    altered.write_text(json.dumps({**raw, "retention": 99.9}))
+    found = command("--results", str(spoiled), "--out", str(tmp_path / "out"), "--json")
+    assert found.exit_code == 1
+    assert "2 results were refused" in str(found.exception)
+    record = json.loads(found.stdout)
+    assert [damaged.name in record["refused"][0], altered.name in record["refused"][1]] == [True, True]
+    assert "altered after it was written" in record["refused"][1]
+    assert record["studies"]["e08"]["there"] == 2
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert damaged.name in page
+    assert altered.name in page
+    assert str(spoiled.parent) + "/smoke" not in page
+
+
+def test_wrong_folders_are_refused_with_a_way_out(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "desk"):
+        found = command("--results", str(folder), "--out", str(tmp_path / "out"))
+        assert "named after their scale" in str(found.exception)
+    (tmp_path / "desk").mkdir()
+    assert "no result of scale desk" in str(command("--results", str(tmp_path / "desk")).exception)
+    assert "one of --readme and --json" in str(command("--readme", "--json").exception)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_text_of_a_record_is_escaped(spoiled: Path, tmp_path: Path) -> None:
+    from cplus import files
+
+    path = store.path_of(runs_of(STUDIES["e08"], SMOKE)[0], spoiled)
+    raw = json.loads(path.read_text())
+    del raw["sha256"]
+    raw["environment"]["machine"] = HOSTILE
+    files.write_json(path, files.sealed(raw))
+    assert command("--results", str(spoiled), "--out", str(tmp_path / "out")).exit_code == 0
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert HOSTILE not in page
+    assert "&lt;script&gt;" in page
+    assert "<script" not in page
+
+
+def test_error_bars_are_standard_errors() -> None:
+    _, (axis,) = sheet(1)
+    line(axis, [(4, Estimate(80.0, 1.5, 5)), (8, Estimate(85.0, None, 1))], "CPLUS", "#0072B2", "o")
+    [bars] = axis.containers[0].lines[2]
+    assert [segment[:, 1].tolist() for segment in bars.get_segments()] == [[78.5, 81.5], [85.0, 85.0]]
+
+
+def test_two_drawings_on_one_page_have_their_own_ids() -> None:
+    body = '<g id="{0}a" style="fill: {1}"/><use href="#{0}a"/></svg>'
+    svg = '<?xml version="1.0"?><svg width="3pt" viewBox="0 0 100 50">' + body.format("", "#1d2430")
+    placed = '<svg viewBox="0 0 100 50" style="--wide: 155px">' + body.format("one-", "var(--ink)")
+    assert inline(svg, "one") == placed
+
+
+def test_the_documents_example_runs(results: Path, tmp_path: Path) -> None:
+    [example] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "report.md").read_text(), re.S)
+    local = example.replace('"results/desk"', repr(str(results)))
+    done = subprocess.run([sys.executable, "-c", local], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("Retention across anchor budgets")
+    assert (tmp_path / "figures" / "fig-main-results.svg").is_file()
+
+
+def test_the_summary_has_a_line_for_every_study(results: Path) -> None:
+    lines = command("--results", str(results), "--readme").stdout.splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == [f"| {name}" for name in STUDIES]
+    assert {len(re.split(r"(?<!\\)\|", line)) for line in lines} == {8}
+
+
+@pytest.mark.skipif(not DESK.is_dir(), reason="no desk results: 'cplus study all --scale desk' makes them")
+def test_the_readme_says_what_the_committed_results_give() -> None:
+    found = collect(DESK)
+    committed = between((ROOT / "README.md").read_text())
+    assert markdown(found).replace(f" --out {DESK.parent}", "") == committed
+
+
+def test_the_layer_above_the_studies_imports_no_torch() -> None:
+    for path in (ROOT / "cplus" / "report" / "studies").glob("*.py"):
+        names = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
+        assert not any((name or "").split(".")[0] == "torch" for name in names), path
+
+
+@pytest.fixture(scope="module")
+def page(report: Path) -> Iterator[Browser]:
+    if executable() is None:
+        pytest.skip("no Chromium: apt-get install chromium")
+    with browser() as opened:
+        opened.size(1200, 900)
+        opened.open(report / "index.html")
+        yield opened
+
+
+@pytest.mark.browser
+def test_the_page_opens_without_complaint_and_asks_for_nothing(page: Browser, report: Path) -> None:
+    assert page.complaints() == []
+    asked = [address for address in page.requests() if not address.startswith("data:")]
+    assert asked == [(report / "index.html").resolve().as_uri()]
+    assert page.js("[...document.querySelectorAll('section.study')].map(e => e.id)") == [*STUDIES, "index"]
+    assert page.js("[...document.querySelectorAll('section.study .answer')].filter(e => e.innerText).length") == 12
+    assert page.js("document.querySelectorAll('figure svg').length") == len(DRAWINGS)
+    assert (
+        page.js("[...document.querySelectorAll('figure svg')].filter(e => e.getBoundingClientRect().height < 100)")
+        == []
+    )
+    ids = page.js("[...document.querySelectorAll('[id]')].map(e => e.id)")
+    assert len(ids) == len(set(ids))
+    links = page.js("[...document.querySelectorAll('nav a')].map(e => e.getAttribute('href').slice(1))")
+    assert set(links) <= set(ids)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_is_readable_on_a_phone_and_in_the_dark(page: Browser, scheme: str) -> None:
+    page.media(scheme=scheme)
+    page.size(360, 740, mobile=True)
+    assert page.js("document.documentElement.scrollWidth") == 360
+    ground = page.js("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+    assert (max(ground) < 60) == (scheme == "dark")
+    inks = "[...document.querySelectorAll('figure svg *')].map(e => getComputedStyle(e).fill)"
+    assert ("rgb(228, 232, 238)" in page.js(inks)) == (scheme == "dark")
+    page.size(1200, 900)
+    page.media()

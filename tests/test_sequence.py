@@ -1,0 +1,370 @@
+"""Tasks learned one after another: the figures by hand, the experiment, and the ledger of a model updated again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toyjob import write_rows
+from typer.testing import CliRunner
+
+from cplus import models
+from cplus.cli import app, register
+from cplus.evaluate.sequences import average_accuracy, backward_transfer, survival
+from cplus.files import sha256_file
+from cplus.ledger.chain import problems, read
+from cplus.loop import Refreshed
+from cplus.methods import METHODS
+from cplus.records import SequenceSpec, load_sequence, save_sequence
+from cplus.sequence import Kept, asked, first_stage, material, refined, run_sequence
+from cplus.toy import world
+
+if not app.registered_commands:
+    register()
+
+TASKS = ("harbours", "craftsmen", "plants")
+
+
+# Figures, by hand
+
+
+def test_the_figures_are_those_of_a_hand_calculation() -> None:
+    matrix = [[40.0, 30.0, 20.0], [90.0, 35.0, 20.0], [70.0, 80.0, 25.0], [60.0, 50.0, 100.0]]
+    assert average_accuracy(matrix, 1) == 90.0
+    assert average_accuracy(matrix, 2) == 75.0
+    assert average_accuracy(matrix, 3) == 70.0
+    assert backward_transfer(matrix) == ((60 - 90) + (50 - 80)) / 2
+    assert backward_transfer(matrix[:2]) is None
+    with pytest.raises(ValueError, match="from 1 to 3, got 4"):
+        average_accuracy(matrix, 4)
+    with pytest.raises(ValueError, match="task 1 was not asked after stage 2"):
+        average_accuracy([[1.0], [1.0], [None, 1.0]], 2)
+
+
+def test_survival_counts_a_row_as_long_as_it_was_watched() -> None:
+    first = [[True, True, True], [True, True, False], [True, False, True], [False, True, True]]
+    second = [[True, True], [True, False]]
+    # After one stage 5 learned rows were watched and 2 lost; after two, 2 were left and 1 lost.
+    assert survival([*first, *second, [True]]) == pytest.approx([100.0, 60.0, 30.0])
+    assert survival([[False, True]]) == []
+
+
+# The experiment
+
+
+@pytest.fixture(scope="module")
+def base() -> models.Loaded:
+    torch.set_num_threads(1)
+    return models.load("toy", device="cpu")
+
+
+def spec(**changes: Any) -> SequenceSpec:
+    values: dict[str, Any] = {
+        "model": "toy", "tasks": TASKS, "interface": "cloze", "method": "cplus", "seed": 0, "num_anchors": 4,
+        "num_probes": 12, "num_new": 16, "num_rows": 64, "lr": 1.5e-3, "weight_decay": 0.0, "epochs": 3,
+        "batch_size": 8, "order": "shuffled",
+    }  # fmt: skip
+    return SequenceSpec(**(values | changes))
+
+
+def test_a_sequence_is_its_stages_and_its_record_reads_back(base: models.Loaded, tmp_path: Path) -> None:
+    told: list[tuple[int, list[str]]] = []
+
+    def watch(stage: int, event: object) -> None:
+        if isinstance(event, Refreshed):
+            told.append((stage, list(event.losses)))
+
+    first = first_stage(spec(), base)
+    result = run_sequence(spec(), base, tmp_path, first=first, watch=watch)
+    whole = run_sequence(spec(), base, tmp_path)
+    assert result.accuracy == whole.accuracy, "the shared first stage is the sequence's own"
+    assert [len(line) for line in result.accuracy] == [3] * 4
+    assert result.sizes == dict.fromkeys(TASKS, 64)
+    names = {2: ["anchors", "probes"], 3: [f"{t} {k}" for t in TASKS[:2] for k in ("anchors", "probes")]}
+    assert told == [(stage, names[stage]) for stage in (2, 2, 2, 3, 3, 3)]
+    assert [stage["retention"] is None for stage in result.stages] == [True, False, False]
+    assert load_sequence(save_sequence(result, tmp_path)) == result
+    plain = run_sequence(spec(method="sft", num_anchors=0, num_probes=0), base, tmp_path, first=first)
+    assert plain.accuracy[:2] == result.accuracy[:2]
+    assert plain.cost["preservation_rows"] == 0
+
+
+def test_adapters_are_merged_before_the_next_stage(base: models.Loaded, tmp_path: Path) -> None:
+    result = run_sequence(spec(method="lora", num_anchors=0, num_probes=0, num_new=4, epochs=1), base, tmp_path)
+    assert [stage["task"] for stage in result.stages] == list(TASKS)
+    assert all(p.requires_grad for p in base.model.parameters())
+
+
+def test_anchors_are_right_now_and_a_bank_is_of_the_model_that_learned_the_task(
+    base: models.Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cplus import sequence
+
+    seen: list[tuple[list[Kept], models.Loaded]] = []
+
+    def caught(method: Any, new: Any, kept: list[Kept], current: models.Loaded) -> Any:
+        seen.append((list(kept), current))
+        return material(method, new, kept, current)
+
+    monkeypatch.setattr(sequence, "material", caught)
+    run_sequence(spec(), base, tmp_path)
+    [(none, _), (one, second), (two, third)] = seen
+    assert none == []
+    assert two[0] is one[0], "a past task's anchors and bank stay as they are"
+    assert [k.written_by for k in two] == [second.fingerprint, third.fingerprint]
+    rows = {task.name: task for task in asked(spec(), base)}
+    for kept, model in zip(two, (second, third), strict=True):
+        assert len(kept.anchors) == 4
+        assert len(kept.probes) == 12
+        answers = sequence.predict(model.model, rows[kept.name].interface, kept.anchors)
+        assert all(answer.right for answer in answers)
+
+
+def test_replay_has_all_anchors_and_ssr_the_latest_answers(base: models.Loaded) -> None:
+    tasks = asked(spec(), base)
+    rows = [world.taught(name)[:5] for name in TASKS[:2]]
+    kept = [
+        Kept(name=task.name, interface=task.interface, anchors=tuple(own[:2]), probes=tuple(own[2:]))
+        for task, own in zip(tasks, rows, strict=False)
+    ]
+    new = [tasks[2].interface.encode(row) for row in tasks[2].examples[:4]]
+    assert len(material(METHODS["replay"], new, kept, base).rows("anchors")) == 4
+    assert len(material(METHODS["ssr"], new, kept, base).rows("synthetic")) == 4
+    open_question = dataclasses.replace(rows[0][2], choices=("an old answer",), answer=0)
+    written = dataclasses.replace(kept[0], probes=(open_question,))
+    [anew] = refined(written, base, 1)
+    assert anew.question == open_question.question
+    assert anew.right == rows[0][2].right
+    assert refined(dataclasses.replace(written, written_by=base.fingerprint), base, 1) == [open_question]
+
+
+def test_cplus_ends_above_the_baselines(tmp_path: Path) -> None:
+    """One seed of `benchmarks/sequence.py`, with smaller tasks and banks."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+    import sequence as benchmark
+
+    benchmark.write_tasks(tmp_path, 96)
+    small = dataclasses.replace(benchmark.SPEC, num_probes=64, epochs=10, batch_size=24)
+    results = benchmark.compare(small, benchmark.METHODS, 1, tmp_path)
+    last = {result.spec.method: average_accuracy(result.accuracy, 3) for result in results}
+    assert last["cplus"] > max(last["sft"], last["replay"], last["cpl"])
+    assert len({tuple(result.accuracy[1]) for result in results}) == 1, "all methods share the first checkpoint"
+    for result in results:
+        assert all(stage["acquisition"] == 100.0 for stage in result.stages)
+        assert last[result.spec.method] == pytest.approx(sum(result.accuracy[3]) / 3)
+
+
+# The ledger
+
+OPTIONS = [
+    "--interface", "cloze", "--num-probes", "8", "--num-anchors", "4", "--epochs", "3", "--batch-size", "4", "--lr",
+    "1e-3", "--stop", "never", "--evaluate-rows", "8", "--device", "cpu", "--checkpoint-steps", "1",
+]  # fmt: skip
+
+
+def run(*arguments: object, code: int = 0) -> Any:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exit_code == code, done.output
+    return done
+
+
+def write_tasks(folder: Path) -> None:
+    for name in TASKS:
+        write_rows(folder / f"{name}.jsonl", list(world.untaught(name)[:12]))
+    write_rows(folder / "keep.jsonl", list(world.taught("machines")[:4]))
+    write_rows(folder / "held.jsonl", list(world.taught("machines")[4:20]))
+
+
+def begin(folder: Path) -> None:
+    past = ["--anchors", "keep.jsonl", "--past", "held.jsonl"]
+    run("update", folder, "--model", "toy", "--new", "harbours.jsonl", *past, *OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ledger of three stages, and beside it a copy as it was after the first."""
+    home = tmp_path_factory.mktemp("ledger")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        patch.setenv("CPLUS_CACHE", str(home / "cache"))
+        write_tasks(home)
+        begin(Path("led"))
+        shutil.copytree("led", "after-one")
+        for name in TASKS[1:]:
+            run("update", "led", "--new", f"{name}.jsonl", "--json")
+    return home
+
+
+def test_a_ledger_tells_every_task_after_every_stage(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(made)
+    told = json.loads(run("ledger", "show", "led", "--json").stdout)
+    matrix = told["accuracy"]
+    asked_of = [[cell is not None for cell in line] for line in matrix]
+    assert asked_of == [[True, False, False], [True, True, False], [True, True, True], [True, True, True]]
+    assert told["average_accuracy"][2] == pytest.approx(sum(matrix[3]) / 3)
+    assert told["backward_transfer"] == pytest.approx(sum(matrix[3][i] - matrix[i + 1][i] for i in (0, 1)) / 2)
+    assert told["base"][0] is not None
+    assert told["survival"]["all"][0] == 100.0
+    assert len(told["survival"]["stage 1"]) == 3
+    for stage in told["stages"]:
+        for lost_at in stage["lost"].values():
+            assert stage["stage"] < lost_at <= 3
+    assert "backward transfer" in run("ledger", "show", "led").stdout
+
+
+def test_a_stage_is_a_job_that_keeps_every_task_before_it(made: Path) -> None:
+    ledger = read(made / "led")
+    records = [json.loads(ledger.place(n).record.read_text()) for n in (1, 2, 3)]
+    assert [len(record["settings"]["kept"]) for record in records] == [0, 1, 2]
+    assert "Earlier past tasks are kept as well: 2, with 8 anchors in all." in records[2]["notes"]
+    assert records[2]["settings"]["lr"] == 1e-3, "settings stand as in the last stage"
+    for before, after in ((records[0], records[1]), (records[1], records[2])):
+        assert after["model"]["before"] == before["model"]["after"]
+        assert after["bank"]["model"]["fingerprint"] == before["model"]["after"]
+    learned = {row.id for row in world.untaught("craftsmen")[:12]}
+    anchors = [json.loads(line)["id"] for line in (ledger.place(3).job / "anchors.jsonl").read_text().splitlines()]
+    flips = json.loads(ledger.place(2).flips.read_text())["stage 2"]
+    assert set(anchors) <= learned
+    assert all(flips[id] in ("kept", "gained") for id in anchors)
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        ("weights", "stage 2: job/model/model.safetensors was changed"),
+        ("bank", "stage 2: job/bank/probes.jsonl was changed"),
+        ("missing", "stage 1: flips.json is missing"),
+        ("added", "stage 3: note.txt was added"),
+        ("entry", "stage 3 was sealed after another entry"),
+        ("last", "the last entry is not the one that was sealed"),
+        ("removed", "entry 2 calls itself stage 3"),
+    ],
+)
+def test_a_tampered_stage_is_detected(made: Path, tmp_path: Path, damage: str, sentence: str) -> None:
+    root = tmp_path / "led"
+    shutil.copytree(made / "led", root)
+    run("ledger", "verify", root)
+    stages, book = root / "stages", root / "ledger.json"
+    raw = json.loads(book.read_text())
+    if damage in ("weights", "bank"):
+        path = stages / "002" / ("job/model/model.safetensors" if damage == "weights" else "job/bank/probes.jsonl")
+        path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    elif damage == "missing":
+        (stages / "001" / "flips.json").unlink()
+    elif damage == "added":
+        (stages / "003" / "note.txt").write_text("x")
+    elif damage == "removed":
+        del raw["stages"][1]
+    else:
+        raw["stages"][1 if damage == "entry" else 2]["task"] = "another"
+    book.write_text(json.dumps(raw))
+    told = json.loads(run("ledger", "verify", root, "--json", code=2).stdout)
+    assert any(line.startswith(sentence) for line in told["problems"]), told["problems"]
+    if damage != "weights":
+        failed = CliRunner().invoke(app, ["update", str(root), "--new", str(made / "plants.jsonl")])
+        assert isinstance(failed.exception, ValueError)
+        assert "nothing is built on a ledger that was changed" in str(failed.exception)
+
+
+def test_any_stage_can_be_restored(made: Path, tmp_path: Path) -> None:
+    ledger = read(made / "led")
+    for entry in ledger.entries:
+        run("ledger", "restore", ledger.root, entry.stage, "--out", tmp_path / str(entry.stage))
+        assert models.load(tmp_path / str(entry.stage), device="cpu").fingerprint == entry.after
+    for stage, out, words in ((4, "x", "from 1 to 3, got 4"), (1, "1", "nothing is written there")):
+        failed = CliRunner().invoke(
+            app, ["ledger", "restore", str(ledger.root), str(stage), "--out", str(tmp_path / out)]
+        )
+        assert words in str(failed.exception)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from cplus.ledger.update import update
+
+torch.set_num_threads(1)
+real, left = LambdaLR.step, [6]
+
+def step(self, *rest):
+    real(self, *rest)
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+LambdaLR.step = step
+update(Path("killed"), {"new": "craftsmen.jsonl"})
+"""
+
+
+def test_a_killed_update_goes_on_with_the_same_command(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(made)
+    monkeypatch.setenv("CPLUS_CACHE", str(made / "cache"))
+    shutil.copytree("after-one", "killed")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    died = subprocess.run([sys.executable, "-c", KILLED], env=environment, capture_output=True, text=True, check=False)
+    assert died.returncode == -9, died.stderr
+    assert len(read(Path("killed")).entries) == 1, "a stage is in the ledger only when it is whole"
+    assert (Path("killed") / "stages" / "002" / "job" / "work" / "checkpoint.pt").is_file()
+    other = CliRunner().invoke(app, ["update", "killed", "--new", "plants.jsonl"])
+    assert "other settings or rows was interrupted here" in str(other.exception)
+    done = run("update", "killed", "--new", "craftsmen.jsonl")
+    assert "resumed after update" in done.stderr
+    killed, whole = read(Path("killed")), read(Path("led"))
+    assert problems(killed) == []
+    name = "job/model/model.safetensors"
+    assert killed.entries[1].files[name] == whole.entries[1].files[name] == sha256_file(whole.place(2).root / name)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--new", "harbours.jsonl"], "needs the model to begin with"),
+        (["--model", "toy"], "expected new"),
+        (["--model", "toy", "--new", "harbours.jsonl", "--interface", "cloze"], "needs anchors"),
+        (["--model", "toy", "--new", "harbours.jsonl", "--lora", "r=4,merge=false"], "leave out merge=false"),
+    ],
+)
+def test_a_first_update_that_cannot_work_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tasks(tmp_path)
+    failed = CliRunner().invoke(app, ["update", "led", *given])
+    assert isinstance(failed.exception, ValueError)
+    assert words in str(failed.exception)
+    assert not Path("led/ledger.json").exists()
+
+
+def test_a_folder_that_is_no_ledger_is_left_alone(tmp_path: Path, made: Path) -> None:
+    (tmp_path / "mine.txt").write_text("x")
+    failed = CliRunner().invoke(app, ["update", str(tmp_path), "--model", "toy", "--new", str(made / "plants.jsonl")])
+    assert "it is no ledger" in str(failed.exception)
+    again = CliRunner().invoke(app, ["update", str(made / "led"), "--model", "toy", "--new", "x.jsonl"])
+    assert "leave the model out" in str(again.exception)
+
+
+def test_the_walk_through_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
+    page = (Path(__file__).parent.parent / "docs" / "sequences.md").read_text()
+    section = page.split("## Walk-through")[1].split("\n## ")[0]
+    [(_, code), (_, commands)] = re.findall(r"```(python|bash)\n(.*?)```", section, re.DOTALL)
+    exec(compile(code, "docs/sequences.md", "exec"), {})
+    for line in commands.splitlines():
+        run(*shlex.split(line)[1:])
+    told = json.loads(run("ledger", "show", "ledger", "--json").stdout)
+    assert [told["accuracy"][k][k - 1] for k in (1, 2, 3)] == [100.0, 100.0, 100.0]
+    assert models.load("second", device="cpu").fingerprint == told["stages"][1]["model"]

@@ -1,0 +1,374 @@
+"""Every study at smoke scale, the runner that makes its results, and what must stop or spare it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cplus import algorithm, attach, cli, evidence, files
+from cplus.data.examples import Choice
+from cplus.evaluate.prior import answer_prior
+from cplus.methods import METHODS
+from cplus.predictions import Prediction
+from cplus.records import RunResult, RunSpec
+from cplus.studies import SCALES, STUDIES, Result, Spec, e06, e09, runs_of, scale_named, store, studies_named, work
+from cplus.studies.runner import Ended, here, perform, queue
+from cplus.studies.scales import WITHOUT_ANCHORS, WITHOUT_BANK
+from cplus.studies.shape import margin, pick
+from cplus.studies.slurm import Cluster, Group, grouped
+from cplus.studies.study import Estimate
+
+SMOKE = SCALES["smoke"]
+ALL = list(dict.fromkeys(spec for study in STUDIES.values() for spec in runs_of(study, SMOKE)))
+CLI = [sys.executable, "-c", "from cplus.cli import main; main()"]
+STRESS = runs_of(STUDIES["e08"], SMOKE)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Banks and splits of these tests, apart from the user's."""
+    folder = tmp_path_factory.mktemp("cache")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with mock.patch.dict(os.environ, {"CPLUS_CACHE": str(folder)}):
+        yield folder
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def results(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All studies' results at smoke scale."""
+    out = tmp_path_factory.mktemp("results")
+    ended = list(perform(ALL, out / "smoke", here))
+    assert [e.failed for e in ended if e.failed] == []
+    assert len(ended) == len(ALL)
+    return out
+
+
+@pytest.fixture
+def some(results: Path, tmp_path: Path) -> Path:
+    """A copy of E8's results to spoil."""
+    for spec in STRESS:
+        path = store.path_of(spec, results / "smoke")
+        (tmp_path / "smoke").mkdir(exist_ok=True)
+        (tmp_path / "smoke" / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def command(*arguments: str) -> Any:
+    if not cli.app.registered_commands:
+        cli.register()
+    return CliRunner().invoke(cli.app, ["study", *arguments])
+
+
+@pytest.mark.parametrize("name", list(STUDIES))
+def test_a_study_answers_from_its_own_results(results: Path, name: str) -> None:
+    study = STUDIES[name]
+    summary = study.summary(store.finished(runs_of(study, SMOKE), results / "smoke"))
+    assert "not run" not in summary.answer
+    assert summary.rows
+    assert summary.claims
+    assert all(claim.margin is not None and claim.verdict == "unclear" for claim in summary.claims)  # one seed
+    assert all(estimate.count == 1 for row in summary.rows for estimate in row.figures.values())
+    json.dumps(summary.row(), allow_nan=False)
+
+
+@pytest.mark.parametrize("name", list(STUDIES))
+def test_a_study_without_results_says_so(name: str) -> None:
+    summary = STUDIES[name].summary([])
+    assert "not run" in summary.answer
+    assert all(claim.verdict == "not run" for claim in summary.claims)
+
+
+def test_the_command_repeats_nothing_and_prints_one_object(results: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in results.rglob("*.json")}
+    found = command("all", "--scale", "smoke", "--out", str(results), "--json")
+    report = json.loads(found.stdout)
+    assert (found.exit_code, report["done"], report["runs"], report["failed"]) == (0, 0, len(ALL), [])
+    assert set(report["studies"]) == set(STUDIES)
+    assert {path: path.stat().st_mtime_ns for path in results.rglob("*.json")} == before
+    assert STUDIES["e09"].question in command("e09", "--scale", "smoke", "--out", str(results)).stdout
+
+
+def test_removing_one_result_repeats_exactly_one_run(some: Path) -> None:
+    folder, gone = some / "smoke", STRESS[2]
+    kept = store.load(gone, folder)
+    store.path_of(gone, folder).unlink()
+    assert queue(STRESS, folder) == [gone]
+    assert list(perform(STRESS, folder, here)) == [Ended(spec=gone, outcome="done")]
+    again = store.load(gone, folder)
+    assert isinstance(kept, RunResult)
+    assert isinstance(again, RunResult)
+    assert replace(again, seconds=kept.seconds, environment=kept.environment) == kept  # and it is the same run
+
+
+def test_two_runners_share_the_work_and_each_has_every_result(cache: Path, tmp_path: Path) -> None:
+    line = [*CLI, "study", "e08", "--scale", "smoke", "--out", str(tmp_path)]
+    both = [subprocess.Popen([*line, "--workers", "1", "--json"], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    reports = [json.loads(each.communicate(timeout=240)[0]) for each in both]
+    assert [each.returncode for each in both] == [0, 0]
+    assert sum(report["done"] for report in reports) == len(STRESS)
+    assert reports[0]["studies"] == reports[1]["studies"]
+    assert sorted(path.name for path in (tmp_path / "smoke").iterdir()) == sorted(
+        store.path_of(spec, tmp_path).name for spec in STRESS
+    )  # no lock and no part of a file is left
+
+
+def test_an_interrupted_runner_leaves_whole_results_only(cache: Path, tmp_path: Path) -> None:
+    line = [*CLI, "study", "e01", "--scale", "smoke", "--out", str(tmp_path), "--workers", "1"]
+    runner = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    ends = time.monotonic() + 120
+    while not list(tmp_path.rglob("*-*.json")) and time.monotonic() < ends:
+        time.sleep(0.02)
+    os.killpg(runner.pid, signal.SIGINT)
+    assert runner.wait(timeout=60) == 130
+    specs = runs_of(STUDIES["e01"], SMOKE)
+    there = store.finished(specs, tmp_path / "smoke")
+    assert 0 < len(there) < len(specs)
+    assert len(queue(specs, tmp_path / "smoke")) == len(specs) - len(there)
+
+
+def test_a_failed_run_is_reported_and_stops_no_other(cache: Path, tmp_path: Path) -> None:
+    broken = replace(STRESS[0], method="no-such-method")
+    ended = list(perform([broken, STRESS[0]], tmp_path, here))
+    assert [(e.outcome, e.failed is not None) for e in ended] == [(None, True), ("done", False)]
+    assert "unknown method 'no-such-method'" in str(ended[0].failed)
+    assert not store.path_of(broken, tmp_path).exists()
+
+
+def test_a_damaged_result_is_named_and_nothing_is_touched(some: Path) -> None:
+    damaged = store.path_of(STRESS[1], some / "smoke")
+    damaged.write_text(damaged.read_text()[:-40])
+    before = {path: path.read_bytes() for path in some.rglob("*") if path.is_file()}
+    found = command("e08", "--scale", "smoke", "--out", str(some))
+    assert isinstance(found.exception, ValueError)
+    assert str(damaged) in str(found.exception)
+    assert "move it away" in str(found.exception)
+    assert {path: path.read_bytes() for path in some.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(("field", "value"), [("lr", 0.5), ("an_old_field", 1)])
+def test_a_result_of_another_version_of_the_spec_is_refused(some: Path, field: str, value: float) -> None:
+    path = store.path_of(STRESS[1], some / "smoke")
+    raw = json.loads(path.read_text())
+    del raw["sha256"]
+    raw["spec"][field] = value
+    files.write_json(path, files.sealed(raw))
+    with pytest.raises(ValueError, match=r"another version of the studies|expected the fields"):
+        queue(STRESS, some / "smoke")
+
+
+def test_wrong_names_are_answered_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="did you mean e"):
+        studies_named("e00")
+    with pytest.raises(ValueError, match="did you mean desk"):
+        scale_named("dsek")
+    assert "executor must be local or slurm" in str(command("e01", "--executor", "moon").exception)
+
+
+def test_the_slurm_executor_names_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(ImportError, match=r"cplus\[slurm\]"):
+        list(Cluster(logs=tmp_path)(STRESS, tmp_path))
+
+
+def test_submitit_runs_a_study_in_its_local_mode(cache: Path, tmp_path: Path) -> None:
+    submitit = pytest.importorskip("submitit")
+    assert isinstance(
+        Group(STRESS, tmp_path).__submitit_checkpoint__(), submitit.helpers.DelayedSubmission
+    )  # back into the queue
+    cluster = Cluster(logs=tmp_path / "logs", cluster="local", parameters={"timeout_min": 5})
+    ended = list(perform(STRESS[:1], tmp_path / "smoke", cluster))
+    assert [e.outcome for e in ended] == ["done"]
+    assert store.load(STRESS[0], tmp_path / "smoke") is not None
+
+
+def test_a_slurm_profile_becomes_submitits_parameters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    class AutoExecutor:
+        def __init__(self, folder: str, cluster: str, **limits: Any) -> None:
+            seen.update(cluster=cluster, limits=limits)
+
+        def update_parameters(self, **parameters: Any) -> None:
+            seen["parameters"] = parameters
+            raise NameError("Unknown argument")  # as submitit does for a name it does not know
+
+    monkeypatch.setitem(sys.modules, "submitit", types.SimpleNamespace(AutoExecutor=AutoExecutor))
+    profile = Path(__file__).parent.parent / "examples" / "slurm.yaml"
+    run = command(
+        "e08", "--scale", "smoke", "--out", str(tmp_path), "--executor", "slurm", "--slurm", str(profile), "--slurm",
+        "slurm_partition=big",
+    )  # fmt: skip
+    assert "submitit does not take these parameters: Unknown argument" in str(run.exception)
+    assert seen["cluster"] == "slurm"
+    assert seen["limits"] == {"slurm_max_num_timeout": 10}
+    assert seen["parameters"]["slurm_partition"] == "big"  # what comes later stands above what came before
+    assert seen["parameters"]["slurm_array_parallelism"] == 64
+    assert "slurm_max_num_timeout" not in seen["parameters"]
+    wrong = command("e08", "--scale", "smoke", "--out", str(tmp_path), "--executor", "slurm", "--slurm", "gpu")
+    assert "--slurm takes NAME=VALUE or a YAML file, got gpu" in str(wrong.exception)
+
+
+def test_jobs_hold_runs_of_one_setting() -> None:
+    groups = grouped(ALL)
+    assert sorted(spec.key() for group in groups for spec in group) == sorted(spec.key() for spec in ALL)
+    assert all(len({work.setting_of(spec) for spec in group}) == 1 for group in groups)
+
+
+def test_a_dry_run_lists_what_is_missing_with_its_time(some: Path) -> None:
+    store.path_of(STRESS[0], some / "smoke").unlink()
+    report = json.loads(command("e08", "--scale", "smoke", "--out", str(some), "--dry-run", "--json").stdout)
+    assert (report["runs"], report["there"], len(report["missing"])) == (4, 3, 1)
+    assert report["missing"][0]["file"] == store.path_of(STRESS[0], some).name
+    assert 0 < report["missing"][0]["seconds"] < 60
+
+
+def test_the_desk_takes_hours_not_days(tmp_path: Path) -> None:
+    report = json.loads(command("all", "--scale", "desk", "--out", str(tmp_path), "--dry-run", "--json").stdout)
+    assert report["hours"] < 10
+    assert all(study.summary([]).answer and runs_of(study, SCALES["desk"]) for study in STUDIES.values())
+
+
+def test_studies_need_no_torch() -> None:
+    code = "import sys, cplus.studies, cplus.studies.store, cplus.studies.estimates; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_runs_that_look_at_no_bank_or_anchor_are_named_once() -> None:
+    from_bank = {"probes", "synthetic", "constant", "balanced"}
+    assert {name for name, row in METHODS.items() if from_bank.isdisjoint(row.needs)} == WITHOUT_BANK
+    assert {name for name, row in METHODS.items() if row.needs == ("new",)} == WITHOUT_ANCHORS
+    for scale in SCALES.values():
+        specs: list[Spec] = [spec for study in STUDIES.values() for spec in runs_of(study, scale)]
+        assert len({spec.key() for spec in specs}) == len(set(specs))
+
+
+def test_the_page_says_what_there_is(results: Path, tmp_path: Path) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "studies.md").read_text()
+    assert all(f"`{name}`" in text for name in (*STUDIES, *SCALES))
+    for scale in ("desk", "desk-real", "paper"):
+        runs = {spec for study in STUDIES.values() for spec in runs_of(study, SCALES[scale])}
+        assert f"{len(runs):,} runs" in text
+    [example] = re.findall(r"```python\n(.*?)```", text, re.S)
+    local = example.replace('"results/desk"', repr(str(results / "smoke"))).replace('"desk"', '"smoke"')
+    assert "keep" in subprocess.run([sys.executable, "-c", local], capture_output=True, text=True, check=True).stdout
+
+
+def test_differences_are_paired_by_place_and_seed() -> None:
+    def made(method: str, task: str, seed: int, retention: float) -> Result:
+        spec = RunSpec(model="m", task=task, interface="cloze", method=method, seed=seed, num_anchors=4, num_probes=0)
+        figures: dict[str, Any] = {"retention": retention, "retention_uncovered": 0.0, "acquisition": 100.0}
+        return RunResult(spec=spec, external={}, counts={}, cost={}, seconds=1.0, extra_bytes=0, **figures)
+
+    rows = [
+        made("a", "easy", 0, 90.0), made("b", "easy", 0, 88.0), made("a", "hard", 0, 50.0), made("b", "hard", 0, 46.0),
+        made("a", "easy", 1, 91.0), made("b", "easy", 1, 90.0), made("b", "hard", 1, 40.0), made("b", "easy", 2, 9.0),
+    ]  # fmt: skip
+    singles = [row for row in rows if isinstance(row, RunResult)]
+    assert margin(pick(singles, method="a"), pick(singles, method="b")) == Estimate(2.0, 1.0, 2)
+
+
+def test_the_prior_is_told_from_knowledge() -> None:
+    def asked(number: int, scores: tuple[float, float], answer: int) -> Prediction:
+        best = scores.index(max(scores))
+        return Prediction(
+            id=str(number), answer=best, correct=best == answer, confidence=1.0, scores=scores, num_tokens=(1, 1)
+        )
+
+    rows = [Choice(id=str(i), question="?", choices=("x", "y"), answer=i % 2) for i in range(4)]
+    before = [asked(i, (1.0, 0.0) if i % 2 == 0 else (0.0, 1.0), i % 2) for i in range(4)]
+    shifted = [asked(i, (p.scores[0] - 3.0, p.scores[1]), i % 2) for i, p in enumerate(before)]
+    flipped = [asked(i, (0.0, 1.0) if i == 0 else p.scores, i % 2) for i, p in enumerate(before)]
+    prior = answer_prior(before, shifted, rows, by_letter=True)
+    assert (prior["retention"], prior["corrected"], prior["moved"]) == (50.0, 100.0, 50.0)
+    assert prior["labels"] == {"A": [0, 2], "B": [2, 2]}
+    known = answer_prior(before, flipped, rows, by_letter=False)
+    assert (known["retention"], known["corrected"]) == (75.0, 75.0)
+    assert set(known["labels"]) == {"x", "y"}
+
+
+def test_remembered_evidence_is_a_bias_corrected_average() -> None:
+    seen = iter([1.0, 3.0, 5.0])
+
+    def inner(params: Any, refresh: int) -> evidence.Reference:
+        return evidence.Reference(vectors=[[torch.tensor([next(seen)])]])
+
+    averaged = evidence.Remembered(inner, 0.5)
+    found = [float(averaged([], refresh).vectors[0][0]) for refresh in range(3)]
+    assert found == pytest.approx([1.0, (0.5 * 1 + 1 * 3) / 1.5, (0.25 * 1 + 0.5 * 3 + 1 * 5) / 1.75])
+
+
+# The mutations: a study's own check must fail where the algorithm is wrong.
+
+LARGER: dict[str, Any] = {
+    "num_anchors": 8, "num_probes": 64, "num_new": 96, "epochs": 8, "batch_size": 32, "external": (), "num_past": 500,
+}  # fmt: skip
+
+
+def _wrong_sign(g_hat: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    return (g_hat.sign() * delta.sign() >= 0).to(torch.float32)
+
+
+def _without_correction(ema: torch.Tensor, beta: float, t: int) -> torch.Tensor:
+    return ema.clamp(0.0, 1.0)
+
+
+_refresh = attach.Guard.refresh
+
+
+def _stale(guard: attach.Guard) -> evidence.Reference:
+    kept = guard._kept
+    found = _refresh(guard)
+    guard._kept = kept or guard._kept
+    return found
+
+
+MUTATIONS: dict[str, Callable[[], Any]] = {
+    "none": nullcontext,
+    "wrong sign": lambda: mock.patch.object(algorithm, "collaborates", _wrong_sign),
+    "stale gradient": lambda: mock.patch.object(attach.Guard, "refresh", _stale),
+    "missing bias correction": lambda: mock.patch.object(algorithm, "coefficient", _without_correction),
+}
+
+
+def broken_claims(folder: Path) -> list[str]:
+    """What E6 and E9 find wrong: CPLUS not far above its shuffled self, or slow to learn."""
+    specs = [
+        SMOKE.at(**LARGER, method="cplus"),
+        SMOKE.at(**LARGER, method="shuffled"),
+        SMOKE.at(**LARGER, method="cplus", evaluate_every=1),
+    ]
+    assert all(ended.outcome == "done" for ended in perform(specs, folder, here))
+    found = store.finished(specs, folder)
+    wrong = []
+    [placed] = [claim for claim in e09.summary(found).claims if claim.margin is not None]
+    assert placed.margin is not None
+    if placed.margin.mean < 3:
+        wrong.append("place")
+    [curve] = [row for row in e06.summary(found).rows if "first full epoch" in row.figures]
+    if curve.figures["first full epoch"].mean > 5:
+        wrong.append("speed")
+    return wrong
+
+
+@pytest.mark.parametrize("mutation", list(MUTATIONS))
+def test_a_mutated_algorithm_fails_a_studys_check(cache: Path, tmp_path: Path, mutation: str) -> None:
+    with MUTATIONS[mutation]():
+        assert bool(broken_claims(tmp_path)) == (mutation != "none")

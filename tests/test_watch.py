@@ -1,0 +1,139 @@
+"""Numbers watched: each fault is noticed within an update or an epoch, explained, and the last good state is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toyjob import asked, write_files
+
+import cplus
+from cplus.attach import Guard
+from cplus.data.encoded import Encoded
+from cplus.evidence import MeanGradient, Source
+from cplus.gates import Collaborative
+from cplus.jobs.folder import Folder
+from cplus.losses import answer_losses
+from cplus.watch import PATIENCE, UNIFORM, Exploded, Watch
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
+    write_files(tmp_path)
+    return tmp_path
+
+
+# Pure
+
+
+def test_an_explosion_is_noticed_at_its_update_and_noise_is_not() -> None:
+    watch = Watch()
+    for step, loss in enumerate([2.0, 0.1, 3.0, 0.5, 6.0, 0.2, 1.0, 2.5, 7.0, 0.1, 0.1, 4.0], start=1):
+        watch.stepped(step, loss)
+    with pytest.raises(Exploded, match=r"at step 13, after 2\.000 at the first"):
+        watch.stepped(13, 80.0)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf")])
+def test_a_loss_that_is_no_number_stops(loss: float) -> None:
+    with pytest.raises(FloatingPointError, match=r"the loss is .* at step 1"):
+        Watch().stepped(1, loss)
+
+
+@pytest.mark.parametrize(("share", "words"), [(0.0, "held every coordinate back"), (1.0, "admitted every coordinate")])
+def test_a_mask_that_is_the_same_everywhere_is_said_once(share: float, words: str) -> None:
+    watch = Watch()
+    assert watch.gated(share, UNIFORM - 1) is None
+    assert words in (watch.gated(share, 1) or "")
+    assert watch.gated(share, UNIFORM) is None
+    assert len(watch.said) == 1
+
+
+def test_a_mask_that_differs_anywhere_is_never_said() -> None:
+    watch = Watch()
+    for _ in range(10):
+        assert watch.gated(1.0, UNIFORM - 1) is None
+        assert watch.gated(0.999999, 10 * UNIFORM) is None
+
+
+def test_stalling_needs_looks_without_progress() -> None:
+    watch = Watch()
+    for value in (10.0, 20.0, 20.0, 20.0):
+        assert watch.looked({"loss": 1.0, "acquisition": value}) is None
+        assert watch.looked({"loss": 9.0}) is None  # an epoch without a look is none
+    assert "Acquisition is 15.0 %" in (watch.looked({"acquisition": 15.0}) or "")
+    learned = Watch()
+    for _ in range(3 * PATIENCE):
+        assert learned.looked({"acquisition": 100.0, "loss": 0.5}) is None
+
+
+# In a job
+
+
+def test_a_job_that_explodes_keeps_its_last_good_update(here: Path) -> None:
+    config = asked(here, method="sft", lr=3.0, epochs=8, warmup_steps=0, checkpoint_steps=1, lr_schedule="constant")
+    with pytest.raises(Exploded, match=r"exploded: a mean of .* at step 2, .*; update 1 is kept in"):
+        cplus.adapt(config)
+    assert not Folder(here / "out").record.exists()
+    assert torch.load(Folder(here / "out").checkpoint, weights_only=True)["state"]["ledger"]["cursor"]["step"] == 1
+
+
+def test_an_update_that_is_no_number_is_noticed_at_the_next(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.optim import AdamW
+
+    real, steps = AdamW.step, [0]
+
+    def step(self: Any, closure: Any = None) -> Any:
+        found = real(self, closure)
+        steps[0] += 1
+        if steps[0] == 4:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0][0] = float("nan")
+        return found
+
+    monkeypatch.setattr(AdamW, "step", step)
+    # The fourth update is not saved: its step is the last that the checkpoints may not hold.
+    with pytest.raises(FloatingPointError, match=r"a weight is not finite after step 4.*update 3 is kept"):
+        cplus.adapt(asked(here, method="sft", checkpoint_steps=1))
+    assert torch.load(Folder(here / "out").checkpoint, weights_only=True)["state"]["ledger"]["cursor"]["step"] == 3
+
+
+def test_a_job_that_learns_nothing_says_so_in_its_receipt(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = cplus.adapt(asked(here, method="sft", lr=1e-12, epochs=5, evaluate_every=1))
+    assert any(note.startswith("Learning stalled: Acquisition is 0.0 %") for note in done.record["notes"])
+    healthy = cplus.adapt(asked(here, method="sft", lr=1e-3, epochs=3, out=here / "healthy"))
+    assert not any("stalled" in note for note in healthy.record["notes"])
+
+
+# In the library
+
+
+def guarded(model: Any, losses: Any) -> Guard:
+    rows = [Encoded((5, 6, 7), (8, 9))]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    evidence = MeanGradient(model=model, sources=(Source(name="anchors", weight=1.0, rows=rows),), losses=losses)
+    return Guard(optimizer, model, evidence=evidence, gate=Collaborative(beta=0.9))
+
+
+def test_evidence_of_no_length_warns_whoever_protects(make_tiny: Any) -> None:
+    model = make_tiny("qwen3").model
+    with pytest.warns(UserWarning, match="The evidence is zero everywhere"):
+        assert guarded(model, lambda m, rows: 0.0 * answer_losses(m, rows)).refresh().norm == 0.0
+    assert Watch().refreshed(0.0) is not None
+
+
+def test_the_norm_of_evidence_is_its_length(make_tiny: Any, recwarn: pytest.WarningsRecorder) -> None:
+    guard = guarded(make_tiny("qwen3").model, answer_losses)
+    found = guard.refresh()
+    flat = torch.cat([g.flatten() for g in found.vectors[0]])
+    assert found.norm == pytest.approx(float(flat.double().norm()), rel=1e-5)
+    assert not [w for w in recwarn if "evidence" in str(w.message)]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_evidence_that_is_no_number_stops(make_tiny: Any, bad: float) -> None:
+    with pytest.raises(FloatingPointError, match="evidence"):
+        guarded(make_tiny("qwen3").model, lambda m, rows: bad * answer_losses(m, rows)).refresh()
