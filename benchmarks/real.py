@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cplus.config import AdaptConfig
-from cplus.data.examples import Choice
+from cplus.data.examples import Choice, to_row
 from cplus.files import read_sealed, write_json, write_text
 from cplus.jobs import adapt, resume
 from cplus.report.receipt import read_receipt
@@ -44,9 +44,7 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
 
 def style(options: argparse.Namespace) -> dict[str, Any]:
     """96 questions with terse answers, in chat form; past are the model's own answers to short instructions."""
-    asked = [
-        {"prompt": e.prompt, "response": e.response} for e in load_task("instruct_short", options.data_dir).examples
-    ]
+    asked = [to_row(example) for example in load_task("instruct_short", options.data_dir).examples]
     kept = random.Random("style").sample(asked, 96)
     return {**_terse(options, 96), **_kept(options, kept), "lr": 3e-5, "epochs": options.epochs, "max_asked": 32}
 
@@ -86,7 +84,7 @@ def _terse(options: argparse.Namespace, count: int) -> dict[str, Any]:
     return {"new": _rows(options.work / "new.jsonl", rows), "stop": "never", "max_new_tokens": 128}
 
 
-def _kept(options: argparse.Namespace, rows: Sequence[dict[str, str]]) -> dict[str, Any]:
+def _kept(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "anchors": _rows(options.work / f"{options.what}-anchors.jsonl", rows[:8]),
         "past": _rows(options.work / f"{options.what}-past.jsonl", rows[8:]),
@@ -96,7 +94,7 @@ def _kept(options: argparse.Namespace, rows: Sequence[dict[str, str]]) -> dict[s
     }
 
 
-def _rows(path: Path, rows: Sequence[dict[str, str]]) -> str:
+def _rows(path: Path, rows: Sequence[dict[str, Any]]) -> str:
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return str(path)
 

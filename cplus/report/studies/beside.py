@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cplus.evaluate.statistics import Estimate
 from cplus.records import RunResult
 from cplus.report.studies.collected import Answered, Collected
-from cplus.report.studies.drawing import method_name
+from cplus.report.studies.drawing import method_name, size
 from cplus.report.studies.tables import numbers
 from cplus.studies import e01, e02, e03, e05, e06, e07, e11, e12
 from cplus.studies.e10 import KINDS
@@ -54,7 +54,8 @@ def _e01(own: Answered, found: Collected) -> list[Beside]:
     best = strongest({name: scarce[name] for name in BASELINES})
     gain = None if best is None else margin(scarce["cplus"], scarce[best])
     won, total = e01.wins(own.runs)
-    shares = {row.at["model"]: row.figures["recovery"] for row in e01.recovered(own.runs)}
+    rows = sorted(e01.recovered(own.runs), key=lambda row: size(row.at["model"]))
+    shares = {row.at["model"]: row.figures["recovery"] for row in rows}
     paper, scales = numbers("e01"), numbers("e01", 1)
     return [
         Beside(

@@ -137,7 +137,7 @@ def fig_answer_prior(found: Collected) -> Picture:
         f"and Retention after each answer's mean change of score is taken off. Means and standard errors, "
         f"{counted(drawn)}."
     )
-    return Picture(label="fig:answer-prior", paper="added here", caption=caption, figure=figure)
+    return Picture(label="fig:answer-prior", paper="Added here", caption=caption, figure=figure)
 
 
 def fig_rotating_evidence(found: Collected) -> Picture:
@@ -167,4 +167,4 @@ def fig_rotating_evidence(found: Collected) -> Picture:
         "Uses of evidence by Retention, with the rows of evidence of a whole run at the right; the dark point is the "
         f"fixed bank. Means and standard errors, {counted(drawn)}."
     )
-    return Picture(label="fig:rotating-evidence", paper="added here", caption=caption, figure=figure)
+    return Picture(label="fig:rotating-evidence", paper="Added here", caption=caption, figure=figure)
