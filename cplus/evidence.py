@@ -121,7 +121,8 @@ class MeanGradient:
         where = layout(params, named(self.model))
         totals, work = [0.0] * len(self.sources), Work()
         seen = [(i, row) for i, source in enumerate(self.sources) for row in source.at(refresh)]
-        where.check_alike(seen, "the rows of evidence", params[0].device)
+        for source in self.sources:
+            where.check_alike(source.at(refresh), source.name, params[0].device)
         # FSDP2 averages gradients over the processes; the mean over all rows is a sum over them.
         processes = where.world if where.sharded else 1
         weights = [source.weight / len(source.at(refresh)) * processes for source in self.sources]

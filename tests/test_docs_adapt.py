@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from cplus.cli import app, register
@@ -37,6 +39,23 @@ def test_the_walk_through_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert records["out"]["model"]["after"] == records["again"]["model"]["after"]
     kept = {name: record["figures"]["retention"]["percent"] for name, record in records.items()}
     assert kept["out"] > kept["sft"]
+
+
+def test_the_readmes_walk_through_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parent.parent
+    shutil.copytree(root / "examples" / "rows", tmp_path / "examples" / "rows")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
+    section = (root / "README.md").read_text().split("## From your JSONL to a receipt")[1].split("\n## ")[0]
+    (block,) = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
+    for line in block.splitlines():
+        run = CliRunner().invoke(app, shlex.split(line)[1:])
+        assert run.exit_code == 0, run.output
+    assert (tmp_path / "out" / "receipt.html").is_file()
+    figures = json.loads((tmp_path / "out" / "record.json").read_text())["figures"]
+    assert figures["acquisition"]["percent"] == 100
+    assert figures["retention"]["percent"] > 80
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
 
 
 def test_every_option_the_page_names_exists() -> None:
