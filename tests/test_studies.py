@@ -132,7 +132,14 @@ def test_two_runners_share_the_work_and_each_has_every_result(cache: Path, tmp_p
 
 def test_an_interrupted_runner_leaves_whole_results_only(cache: Path, tmp_path: Path) -> None:
     line = [*CLI, "study", "all", "--scale", "smoke", "--out", str(tmp_path), "--workers", "1"]
-    runner = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    runner = subprocess.Popen(
+        line,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        # What runs in the background of a shell ignores SIGINT, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     ends = time.monotonic() + 120
     while not list(tmp_path.rglob("*-*.json")) and time.monotonic() < ends:
         time.sleep(0.02)
