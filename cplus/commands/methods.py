@@ -16,7 +16,9 @@ def methods(
 ) -> None:
     """List every method: what it does, what data it sees, where it comes from."""
     from rich.table import Table
+    from rich.text import Text
 
+    from cplus.costs import rows_formula
     from cplus.methods import METHODS
     from cplus.terminal import output, print_json
 
@@ -33,19 +35,27 @@ def methods(
                 "sees": list(row.needs),
                 "evidence": [{"weight": weight, "source": kind} for weight, kind in row.evidence],
                 "refresh": row.refresh if row.evidence else None,
+                "cost": rows_formula(row),
                 "paper": row.paper,
             }
             for row in METHODS.values()
         ]
         print_json({"methods": rows})
         return
-    table = Table(box=None, header_style="bold")
-    for column in ("method", "what it does", "trains on", "evidence", "source"):
-        table.add_column(column, overflow="fold")
+    table = Table(box=None, show_header=False)
+    table.add_column("method", no_wrap=True, style="bold")
+    table.add_column("what it does")
     for row in METHODS.values():
-        evidence = " + ".join(f"{weight:g} x {kind}" for weight, kind in row.evidence) or "-"
-        table.add_row(row.name, row.summary, " + ".join(row.train_on), evidence, row.paper)
+        evidence = " + ".join(f"{weight:g} x {kind}" for weight, kind in row.evidence)
+        facts = [
+            f"trains on {' + '.join(row.train_on)}",
+            *([f"evidence {evidence}"] if evidence else []),
+            f"rows: {rows_formula(row)}",
+            row.paper,
+        ]
+        table.add_row(row.name, Text.assemble(row.summary, "\n", ("; ".join(facts), "dim")))
     output.print(table)
+    output.print("n new rows, A anchors, N probes; a row costs 6 P L FLOPs. '--costs MODEL' measures memory too.")
 
 
 def _costs(model: str, *, json: bool) -> None:
