@@ -162,7 +162,7 @@ class Elementwise:
 class NormMatched:
     """Control: the whole proposal's direction at the norm the inner gate would have applied.
 
-    Paper: App. E.7, norm-matched SFT.    c = ||c_inner * delta|| / ||delta||, one number for all tensors
+    Paper: App. E.6, norm-matched SFT.    c = ||c_inner * delta|| / ||delta||, one number for all tensors
     """
 
     signs_only = True
@@ -199,7 +199,7 @@ class NormMatched:
 class Shuffled:
     """Control: the inner gate's coefficients, permuted inside each tensor at every step.
 
-    Paper: App. E.7, randomized mask. The multiset of each tensor is kept; its placement is broken.
+    Paper: App. E.6, randomized mask. The multiset of each tensor is kept; its placement is broken.
     """
 
     signs_only = True

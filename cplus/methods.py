@@ -210,14 +210,14 @@ _ROWS = (
     Method(
         name="norm-matched",
         summary="Control: the plain update's direction at the norm CPLUS would apply.",
-        paper="App. E.7",
+        paper="App. E.6",
         evidence=BLEND,
         gate=lambda seed: NormMatched(Collaborative(beta=0.9)),
     ),
     Method(
         name="shuffled",
         summary="Control: CPLUS's coefficients permuted inside each tensor at every step.",
-        paper="App. E.7",
+        paper="App. E.6",
         evidence=BLEND,
         gate=lambda seed: Shuffled(Collaborative(beta=0.9), seed=seed),
     ),

@@ -16,17 +16,10 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSpec:
-    """Everything that decides a run's numbers; two equal specs are the same run.
-
-    `anchor_task` is the task that anchors are drawn from and Retention is measured on, where it is not the new one,
-    and `wrong_anchors` of the anchors were answered wrongly; `num_past` bounds the past rows that are asked again.
-    `parts` shows the evidence one part of the bank a refresh, every `refresh` steps (None: when the method says);
-    `memory` is the weight of the evidence before in the one after a refresh.
-    """
+class Recipe:
+    """What a run and a sequence of runs both say: the model, the method, its evidence and how it is trained."""
 
     model: str
-    task: str
     interface: str
     method: str
     seed: int
@@ -43,6 +36,24 @@ class RunSpec:
     epochs: int = 25
     batch_size: int = 1
     order: str = "file"
+
+    def key(self) -> str:
+        """A short name, from what is said beyond the defaults: a later field renames nothing old."""
+        said = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return fingerprint(said)[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec(Recipe):
+    """Everything that decides a run's numbers; two equal specs are the same run.
+
+    `anchor_task` is the task that anchors are drawn from and Retention is measured on, where it is not the new one,
+    and `wrong_anchors` of the anchors were answered wrongly; `num_past` bounds the past rows that are asked again.
+    `parts` shows the evidence one part of the bank a refresh, every `refresh` steps (None: when the method says);
+    `memory` is the weight of the evidence before in the one after a refresh.
+    """
+
+    task: str
     external: tuple[str, ...] = ()
     external_limit: int | None = None
     evaluate_every: int = 0
@@ -53,11 +64,6 @@ class RunSpec:
     refresh: int | None = None
     memory: float = 0.0
     diagnose: tuple[str, ...] = ()
-
-    def key(self) -> str:
-        """A short name of the spec, from what it says beyond the defaults: a later field renames no old run."""
-        said = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return fingerprint(said)[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +127,7 @@ def load_result(path: Path) -> RunResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceSpec:
+class SequenceSpec(Recipe):
     """Everything that decides the numbers of tasks learned one after another; equal specs are the same sequence.
 
     `method` adapts from the second task on; the first task, before which there is no past, is learned by
@@ -129,39 +135,17 @@ class SequenceSpec:
     `num_new` for each stage; `num_rows` bounds the rows of every task, drawn by the seed.
     """
 
-    model: str
     tasks: tuple[str, ...]
-    interface: str
-    method: str
-    seed: int
-    num_anchors: int
-    num_probes: int
-    num_new: int | None = None
     num_rows: int | None = None
     first_method: str = "sft"
-    shots: int = 2
-    temperature: float = 0.8
-    anchor_weight: float = 0.5
-    beta: float = 0.9
-    optimizer: str = "adamw"
-    lr: float = 1e-6
-    weight_decay: float = 0.1
-    epochs: int = 25
-    batch_size: int = 1
-    order: str = "file"
 
     def __post_init__(self) -> None:
         if len(set(self.tasks)) != len(self.tasks) or not self.tasks:
             raise ValueError(f"expected different tasks, at least one, got {', '.join(self.tasks) or 'none'}")
 
-    def key(self) -> str:
-        """A short name of the spec, from what it says beyond the defaults: a later field renames no old sequence."""
-        said = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return fingerprint(said)[:16]
-
     def stage(self, number: int) -> RunSpec:
         """The run that one stage is, counted from 1."""
-        shared = {f.name for f in fields(RunSpec)} & {f.name for f in fields(self)} - {"method"}
+        shared = {f.name for f in fields(Recipe)} - {"method"}
         return RunSpec(
             task=self.tasks[number - 1],
             method=self.first_method if number == 1 else self.method,
