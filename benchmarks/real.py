@@ -15,10 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cplus import interfaces, models
 from cplus.config import AdaptConfig
-from cplus.data.examples import Choice, to_row
+from cplus.data.examples import Choice, from_row, to_row
+from cplus.evaluate.matched import common_level, rise
 from cplus.files import read_sealed, write_json, write_text
 from cplus.jobs import adapt, resume
+from cplus.jobs.own import with_own_answers
+from cplus.jobs.rows import Group
 from cplus.report.receipt import read_receipt
 from cplus.report.record import Point
 from cplus.tasks import load_task
@@ -85,13 +89,26 @@ def _terse(options: argparse.Namespace, count: int) -> dict[str, Any]:
 
 
 def _kept(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    ended = _ended(rows)
+    anchors = [row for row, ends in zip(rows, ended, strict=True) if ends][:8]
+    past = [row for row in rows if row not in anchors]
     return {
-        "anchors": _rows(options.work / f"{options.what}-anchors.jsonl", rows[:8]),
-        "past": _rows(options.work / f"{options.what}-past.jsonl", rows[8:]),
+        "anchors": _rows(options.work / f"{options.what}-anchors.jsonl", anchors),
+        "past": _rows(options.work / f"{options.what}-past.jsonl", past),
         "own_answers": True,
         "num_probes": 64,
         "evaluate_rows": 48,
     }
+
+
+def _ended(rows: Sequence[dict[str, Any]]) -> list[bool]:
+    """Which requests the base model answers to an end; an anchor without one would be left out by the job."""
+    base = models.load(MODEL)
+    examples = tuple(from_row(row, where="asked", id=str(number)) for number, row in enumerate(rows))
+    interface = interfaces.build("freeform", base.tokenizer)
+    group, _ = with_own_answers(Group(name="asked", part="retention", interface=interface, examples=examples), base)
+    answered = {example.id for example in group.examples}
+    return [example.id in answered for example in examples]
 
 
 def _rows(path: Path, rows: Sequence[dict[str, Any]]) -> str:
@@ -99,27 +116,16 @@ def _rows(path: Path, rows: Sequence[dict[str, Any]]) -> str:
     return str(path)
 
 
-def at(curve: Sequence[Point], level: float) -> float | None:
-    """The past answers' loss where the new rows' loss first comes down to the level, between two looks linearly."""
-    for before, after in itertools.pairwise(curve):
-        if before.new_nll is None or after.new_nll is None or before.past_nll is None or after.past_nll is None:
-            return None
-        if after.new_nll <= level <= before.new_nll:
-            share = (before.new_nll - level) / (before.new_nll - after.new_nll)
-            return before.past_nll + share * (after.past_nll - before.past_nll)
-    return None
-
-
 def matched(curves: dict[str, tuple[Point, ...]]) -> dict[str, Any]:
     """Every method's rise of the past answers' loss at the lowest new-data loss that all have reached."""
-    lows = {name: min(p.new_nll for p in curve if p.new_nll is not None) for name, curve in curves.items()}
-    level = max(lows.values())
-    rises = {}
-    for name, curve in curves.items():
-        found, start = at(curve, level), curve[0].past_nll
-        rises[name] = None if found is None or start is None else found - start
+    looks = {
+        name: [(p.new_nll, p.past_nll) for p in curve if p.new_nll is not None and p.past_nll is not None]
+        for name, curve in curves.items()
+    }
+    level = common_level(looks.values())
+    rises = {name: rise(curve, level) for name, curve in looks.items()}
     base = rises.get("sft")
-    shares = {name: None if not base or rise is None else rise / base for name, rise in rises.items()}
+    shares = {name: found / base if base else None for name, found in rises.items()}
     return {"new_nll": level, "rise_of_past_nll": rises, "share_of_sft": shares}
 
 

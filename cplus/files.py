@@ -114,6 +114,20 @@ def tidy(folder: Path, name: str | None = None) -> None:
         shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
+def write_state(path: Path, state: object) -> None:
+    """Tensors and plain values, to be read by torch's `weights_only` loading; a full disk is said in its own words."""
+    import torch
+
+    with replacing(path) as part, part.open("wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            # torch's writer checks its position while the disk's error passes through it, and hides that error.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
 def is_left(name: str) -> bool:
     """Whether a name is one that only a killed process leaves: a lock, or something half-written.
 

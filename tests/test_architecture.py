@@ -51,6 +51,8 @@ LAYERS = {
     "costs": 3.4,
     "integrations": 3.4,
     "config": 4,
+    "parting": 4.8,
+    "setting": 4.9,
     "run": 5,
     "sequence": 5.1,
     "jobs": 5.2,
@@ -59,6 +61,7 @@ LAYERS = {
     "report.studies": 5.5,
     "commands": 6,
     "cli": 7,
+    "__main__": 8,
 }
 FACADE = "__init__"
 

@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from faults.commands import COMMANDS
 from faults.matrix import FAULTS
 
@@ -92,3 +95,14 @@ def test_an_altered_record_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("90.0", "99.0"))
     with pytest.raises(ValueError, match="altered after it was written"):
         files.read_sealed(path)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_said_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def full(path: Path) -> Iterator[Path]:
+        yield Path("/dev/full")
+
+    monkeypatch.setattr(files, "replacing", full)
+    with pytest.raises(OSError, match="No space left"):
+        files.write_state(Path("checkpoint.pt"), {"weights": torch.zeros(100_000)})

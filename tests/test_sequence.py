@@ -328,6 +328,30 @@ def test_a_killed_update_goes_on_with_the_same_command(made: Path, monkeypatch: 
     assert killed.entries[1].files[name] == whole.entries[1].files[name] == sha256_file(whole.place(2).root / name)
 
 
+@pytest.mark.parametrize("damaged", [None, "bank/probes.jsonl", "model/model.safetensors"])
+def test_a_stage_that_was_damaged_before_its_seal_is_not_sealed(
+    made: Path, monkeypatch: pytest.MonkeyPatch, damaged: str | None
+) -> None:
+    monkeypatch.chdir(made)
+    monkeypatch.setenv("CPLUS_CACHE", str(made / "cache"))
+    place = Path("unsealed") / str(damaged).partition("/")[0]
+    shutil.copytree("led", place)
+    for file in ("ledger.json", "stages/003"):
+        path = place / file
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    shutil.copy("after-one/ledger.json", place)
+    job = place / "stages" / "002" / "job"
+    if damaged is None:
+        assert "this job is finished" in run("update", str(place), "--new", "craftsmen.jsonl").stderr
+        assert problems(read(place)) == []
+        return
+    whole = (job / damaged).read_bytes()
+    (job / damaged).write_bytes(whole[: len(whole) // 2])
+    refused = CliRunner().invoke(app, ["update", str(place), "--new", "craftsmen.jsonl"])
+    assert f"remove {place / 'stages' / '002'} and repeat the update" in str(refused.exception)
+    assert len(read(place).entries) == 1
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

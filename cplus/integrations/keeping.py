@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from cplus.attach import Guard
-from cplus.files import read_json, replacing, write_json
+from cplus.files import read_json, write_json, write_state
 
 FORMAT = "cplus-guard/1"
 FILE, FOLDER, ABOUT = "cplus_guard.pt", "cplus_guard", "cplus_guard.json"
@@ -25,8 +25,7 @@ def keep(guard: Guard, folder: Path, *, first: bool) -> None:
 
         distributed.save(guard, folder / FOLDER)
     elif first:
-        with replacing(folder / FILE) as part:
-            torch.save(guard.state_dict(), part)
+        write_state(folder / FILE, guard.state_dict())
     if first:
         write_json(folder / ABOUT, about)  # last: a folder that has it is complete
 

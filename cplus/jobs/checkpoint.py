@@ -80,8 +80,7 @@ class Checkpoints:
             )
         training.tally()
         body = {"format": FORMAT, "identity": self._identity, "numerics": _numerics()}
-        with files.replacing(self._path) as part:
-            torch.save({**body, "state": training.state_dict()}, part)
+        files.write_state(self._path, {**body, "state": training.state_dict()})
         self._written, self.step = time.monotonic(), training.ledger.cursor.step
 
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cplus import files, jobs
+from safetensors import SafetensorError
+
+from cplus import files, jobs, models
 from cplus.config import AdaptConfig, settings
 from cplus.data.examples import Choice, Example, lines
 from cplus.data.readers import read_file
@@ -18,6 +20,7 @@ from cplus.jobs.view import say
 from cplus.ledger import DECIDED
 from cplus.ledger.chain import NAME, Ledger, Stage, append, exists, problems, read
 from cplus.ledger.history import BASE, answered, flips, is_right, set_name, tables
+from cplus.probes.bank import Bank
 from cplus.report.receipt import RowSet
 from cplus.tasks import Task, load_task
 
@@ -56,8 +59,10 @@ def update(root: Path, given: Mapping[str, Any], *, force: bool = False) -> Upda
         raise ValueError("expected new: the rows to learn in this stage, a file or a named task")
     _check_place(root, given)
     with claimed(Folder(root)):
+        files.tidy(root)
         ledger = _believed(read(root)) if exists(root) else Ledger(root=root)
         place = ledger.next
+        files.tidy(place.root)
         config = _begun(ledger, place, given, force=force)
         outcome = _worked(config, place)
         return Updated(ledger=_sealed(ledger, place, str(given["new"]), outcome), outcome=outcome)
@@ -68,7 +73,9 @@ def _check_place(root: Path, given: Mapping[str, Any]) -> None:
         if given.get("model") is not None:
             raise ValueError(f"{root}: the ledger goes on from its last stage's model; leave the model out")
         return
-    if root.exists() and (not root.is_dir() or {entry.name for entry in root.iterdir()} - {".lock", "stages"}):
+    if root.exists() and (
+        not root.is_dir() or any(entry.name != "stages" and not files.is_left(entry.name) for entry in root.iterdir())
+    ):
         raise ValueError(f"{root}: exists and holds no {NAME}, so it is no ledger; choose another folder")
     if given.get("model") is None:
         raise ValueError(f"{root}: there is no ledger yet; the first update needs the model to begin with")
@@ -182,11 +189,32 @@ def _external(ledger: Ledger) -> list[tuple[str, Path]]:
 
 
 def _worked(config: AdaptConfig, place: Stage) -> jobs.Outcome:
+    if Folder(place.job).record.is_file():
+        return _whole(jobs.resume(place.job), place)
     try:
         return jobs.resume(place.job) if Folder(place.job).settings.is_file() else jobs.adapt(config)
     except jobs.Interrupted as stop:
         sentence = str(stop).partition(". Go on with")[0]
         raise jobs.Interrupted(stop.number, f"{sentence}. Go on with the same command") from stop
+
+
+def _whole(outcome: jobs.Outcome, place: Stage) -> jobs.Outcome:
+    """A job that ended before the stage was sealed, if its model and its bank are still those of its record."""
+    record, job = outcome.record, Folder(place.job)
+    wrong = None
+    try:
+        if (
+            record["bank"] is not None
+            and Bank.load(job.bank).manifest["probes_sha256"] != record["bank"]["probes_sha256"]
+        ):
+            wrong = f"{job.bank} is another bank than the job's"
+        elif models.load(place.model, device="cpu").fingerprint != record["model"]["after"]:
+            wrong = f"{place.model} is another model than the job's"
+    except (ValueError, OSError, SafetensorError) as error:
+        wrong = str(error)
+    if wrong:
+        raise ValueError(f"{wrong}; the stage is not sealed: remove {place.root} and repeat the update")
+    return outcome
 
 
 def _sealed(ledger: Ledger, place: Stage, task: str, outcome: jobs.Outcome) -> Ledger:

@@ -94,6 +94,15 @@ def _check_ledger(folder: Path) -> None:
         assert not (wrong := chain.problems(chain.read(folder / "ledger"))), wrong
 
 
+def _states_of_stage(folder: Path) -> list[tuple[Path, Path]]:
+    """Those of the job; of one that has ended the stage as a whole is to be removed."""
+    job = _stage(folder)
+    weights = job / "model" / "model.safetensors"
+    ended = (job / "record.json").exists() and not chain.exists(folder / "ledger")
+    found = [*_states_of_job(job), *([(weights, weights)] if ended else [])]
+    return [(path, job.parent if ended else remove) for path, remove in found]
+
+
 def _states_of_job(out: Path) -> list[tuple[Path, Path]]:
     work, bank = out / "work", out / "bank"
     found = [(work / "checkpoint.pt", work / "checkpoint.pt"), (work / "before.json", work / "before.json")]
@@ -206,7 +215,7 @@ COMMANDS = (
         argv=_update,
         accepted=lambda folder: _accepted_by_job(_stage(folder)),
         check=_check_ledger,
-        states=lambda folder: _states_of_job(_stage(folder)),
+        states=_states_of_stage,
         digest=_digest_of_ledger,
         operations=36,
     ),

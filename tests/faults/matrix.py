@@ -64,7 +64,7 @@ FAULTS = (
         act=injuries.fill,
         ends=frozenset({1}),
         heal=injuries.empty,
-        says=("No space left", "File too large", "PytorchStreamWriter", "I/O error"),
+        says=("No space left", "File too large", "I/O error"),
     ),
     Fault(
         name="read-only folder",
