@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench clean faults fuzz soak
+.PHONY: demo test lint bench clean faults fuzz soak coverage mutants
 
 demo: .venv/.installed
 	$(BIN)/cplus demo
@@ -25,14 +25,30 @@ bench: .venv/.installed
 faults: .venv/.installed
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m faults
 
-# 100,000 inputs for each reader.
+# 100,000 inputs for each reader; then as many for the readers of text, grown by what they reach.
 fuzz: .venv/.installed
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fuzz.py --out benchmarks/results/fuzz.json
+	$(BIN)/pip install --quiet --disable-pip-version-check 'atheris>=3.0'
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python benchmarks/guided.py --out benchmarks/results/guided.json
 
 # 10,000 updates: memory, open files and pace must stay flat; the curves are drawn into docs/soak.svg.
 soak: .venv/.installed
 	$(BIN)/python benchmarks/soak.py --out benchmarks/results/soak.json
 	$(BIN)/python benchmarks/soak.py --draw benchmarks/results/soak.json --picture docs/soak.svg
+
+# Every branch of what attaches, seals, runs and reads, by the tests that belong to it; exit code 1 under 95 % in a file.
+COVERED := cplus/attach.py cplus/probes/bank.py cplus/run.py cplus/setting.py cplus/parting.py \
+	$(addprefix cplus/data/,encoded.py examples.py harness.py hub.py readers.py split.py)
+COVERING := $(patsubst %,tests/test_%.py,attach gates kernels integration_ranks integration_trainer probes data \
+	harness fuzz demo diagnostics freeform_runs sequence studies)
+coverage: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --cov --cov-report= $(COVERING)
+	$(BIN)/coverage json -q -o - | $(BIN)/python benchmarks/coverage_bars.py $(COVERED)
+
+# Every small fault in the gate's arithmetic fails a test; exit code 1 where one survives that benchmarks/mutants.toml lacks.
+mutants: .venv/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt cosmic-ray==8.7.0 mutmut==3.8.0
+	$(BIN)/python benchmarks/mutants.py --out benchmarks/results/mutants.json
 
 lint: .venv/.installed
 	$(BIN)/ruff check --fix .

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cplus.jobs import adapt as adapt
     from cplus.methods import METHODS as METHODS
     from cplus.methods import Method as Method
-    from cplus.run import encode as encode
+    from cplus.setting import encode as encode
 
 __version__ = "0.1.0"
 
@@ -24,7 +24,7 @@ _HOMES = {
     "protect": "cplus.attach",
     "METHODS": "cplus.methods",
     "Method": "cplus.methods",
-    "encode": "cplus.run",
+    "encode": "cplus.setting",
 }
 __all__ = ["METHODS", "AdaptConfig", "Guard", "Method", "adapt", "encode", "protect"]
 

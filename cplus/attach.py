@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from cplus import algorithm, kernels
 from cplus.data.encoded import Encoded
-from cplus.evidence import Evidence, MeanGradient, Reference, Source, named
+from cplus.evidence import Evidence, MeanGradient, Reference, Source, memory_of, named
 from cplus.gates import Collaborative, Gate, Proposal
 from cplus.kernels import Signs
 from cplus.optim import AdamW, Armed
@@ -125,7 +125,8 @@ class Guard:
     @property
     def nbytes(self) -> int:
         """The memory held from step to step: evidence and gate."""
-        evidence = sum(g.nbytes for vector in self._kept for g in vector)
+        memory = memory_of(self.evidence)
+        evidence = sum(g.nbytes for vector in self._kept for g in vector) + (memory.nbytes if memory else 0)
         return evidence + (0 if self.gate is None else self.gate.nbytes)
 
     @property
@@ -155,6 +156,7 @@ class Guard:
                 [g if isinstance(k, Signs) else g.clone() for g, k in zip(vector, kept, strict=True)]
                 for vector, kept in zip(self.vectors, self._kept, strict=True)
             ],
+            "memory": None if (memory := memory_of(self.evidence)) is None else memory.state_dict(),
             "refreshes": self.refreshes,
             "steps": self.steps,
         }
@@ -175,6 +177,8 @@ class Guard:
         if self.gate is not None:
             self.gate.load_state_dict(state["gate"])
         self.vectors = [[g.clone() for g in vector] for vector in state["vectors"]]
+        if (memory := memory_of(self.evidence)) is not None:
+            memory.load_state_dict(state["memory"])
         self.refreshes, self.steps = int(state["refreshes"]), int(state["steps"])
 
     def _bind(self) -> None:
@@ -188,14 +192,14 @@ class Guard:
         for p in params:
             check_supported(p, self.names.get(id(p), "a parameter outside the model"), allow_16bit=self.allow_16bit)
         self.where = layout(params, self.names)
-        check_engine(self.model, self.where, self.gate, projected=self.projection is not None)
+        whole = self.projection is not None or memory_of(self.evidence) is not None
+        check_engine(self.model, self.where, self.gate, whole=whole)
 
     @torch.no_grad()
     def _before(self, *_: object) -> None:
         self._bind()
         self._check_gradients()
-        # torch.distributed.checkpoint takes a step at learning rate 0 to make the optimizer create its state.
-        idle = all(group.get("lr") == 0 for group in self.optimizer.param_groups)
+        idle = self._idle
         if not idle and self.refresh_every is not None and self.steps % self.refresh_every == 0:
             with torch.enable_grad():
                 self.refresh()
@@ -204,7 +208,7 @@ class Guard:
         if self.projection is not None and self._kept:
             self._project(self.projection)
         if self.one_pass:
-            if self._kept:
+            if self._kept and not idle:
                 self._arm()
         elif self.gate is not None:
             # Without a gradient the optimizer leaves a parameter alone: it is its own copy, and delta is 0.
@@ -218,7 +222,7 @@ class Guard:
         """
         theta, self.theta = self.theta, []
         if self.gate is None or self.one_pass:
-            self.steps += bool(self._kept)
+            self.steps += bool(self._kept) and not self._idle
             return
         proposed = [local(p) for p in self.params]
         if not self._moved(theta, proposed):
@@ -236,6 +240,11 @@ class Guard:
                 self._show(i, proposal, c)
                 proposal.proposed.copy_(algorithm.apply(proposal.theta, proposal.proposed, c))
         self.steps += 1
+
+    @property
+    def _idle(self) -> bool:
+        """Whether the rate is 0: a warm-up's first step, or one that only makes the optimizer create its state."""
+        return all(group.get("lr") == 0 for group in self.optimizer.param_groups)
 
     @cached_property
     def compiled(self) -> bool:

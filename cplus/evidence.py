@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -169,6 +169,28 @@ class Remembered:
             for before, now in zip(old, found.vectors, strict=True)
         ]
         return Reference(vectors=self.vectors, losses=found.losses, work=found.work)
+
+    @property
+    def nbytes(self) -> int:
+        """The average, kept whole between refreshes: its signs alone could not be averaged on."""
+        return sum(g.nbytes for vector in self.vectors for g in vector)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average and its weight."""
+        return {"weight": self.weight, "vectors": [[g.clone() for g in vector] for vector in self.vectors]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a kept average."""
+        self.weight = float(state["weight"])
+        self.vectors = [[g.clone() for g in vector] for vector in state["vectors"]]
+
+
+def memory_of(evidence: Evidence) -> Remembered | None:
+    """The part of an evidence that remembers, under whatever is wrapped around it; None where nothing does."""
+    found: object = evidence
+    while found is not None and not isinstance(found, Remembered):
+        found = getattr(found, "inner", None)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

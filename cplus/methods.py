@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cplus import adapters, objectives
 from cplus.attach import Projection
 from cplus.data.encoded import Encoded
-from cplus.evidence import Evidence, LogitBasis, MeanGradient, NormAligned, Source, Tail
+from cplus.evidence import Evidence, LogitBasis, MeanGradient, NormAligned, Remembered, Source, Tail
 from cplus.gates import Collaborative, Gate, NormMatched, Shuffled
 from cplus.projections import agem, collaborative_gradient, ogd
 
@@ -278,6 +278,15 @@ _ROWS = (
         paper="docs/interpretations.md",
         evidence=BLEND,
         parts=4,
+        gate=lambda seed: Collaborative(beta=0.9),
+    ),
+    Method(
+        name="cplus-remembering",
+        summary="Variant: as cplus-rotating, and what was seen before keeps half its weight.",
+        paper="docs/interpretations.md",
+        evidence=BLEND,
+        parts=4,
+        reduction=lambda model, sources: Remembered(MeanGradient(model=model, sources=sources), 0.5),
         gate=lambda seed: Collaborative(beta=0.9),
     ),
     Method(

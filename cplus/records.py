@@ -50,7 +50,11 @@ class RunSpec(Recipe):
     `anchor_task` is the task that anchors are drawn from and Retention is measured on, where it is not the new one,
     and `wrong_anchors` of the anchors were answered wrongly; `num_past` bounds the past rows that are asked again.
     `parts` shows the evidence one part of the bank a refresh, every `refresh` steps (None: when the method says);
-    `memory` is the weight of the evidence before in the one after a refresh.
+    `memory` is the weight of the evidence before in the one after a refresh. `warmup` is the share of all updates over
+    which the learning rate rises.
+
+    With the interface `freeform` an answer is right when it is the row's response, token for token; past rows are the
+    base model's own answers to `anchor_task`, and a multiple-choice `task` is taught as questions with terse answers.
     """
 
     task: str
@@ -63,7 +67,23 @@ class RunSpec(Recipe):
     parts: int = 1
     refresh: int | None = None
     memory: float = 0.0
+    warmup: float = 0.0
     diagnose: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.interface != "freeform":
+            return
+        if self.anchor_task in ("", self.task):
+            raise ValueError(
+                f"free text is kept as the base model's own answers to another task's requests; expected an "
+                f"anchor_task besides {self.task}, like instruct_short, got {self.anchor_task or 'none'}"
+            )
+        if self.wrong_anchors:
+            raise ValueError(
+                f"the base model's own answers are all right, so wrong_anchors must be 0, got {self.wrong_anchors}"
+            )
+        if senseless := [name for name in self.diagnose if name in ("prior", "permuted")]:
+            raise ValueError(f"free text has no options, so there is no {senseless[0]!r} to diagnose; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +93,9 @@ class RunResult:
     `external` holds for each outside task the accuracy before and after and the share of right answers kept.
     `cost` holds FLOPs of training and of recurring preservation passes, rows and tokens; `overlap` counts the past
     questions that also stand in the bank, and `retention_uncovered` leaves them out. `correction` is the share of
-    wrong past-task rows, never trained on, that came right: only where anchors are of another task.
+    wrong past-task rows, never trained on, that came right: only where anchors are of another task. `past_nll` and
+    `new_nll` are the mean token losses of past and new answers in nats, of free text only; its `curve` begins with the
+    base model, at epoch 0.
     """
 
     spec: RunSpec
@@ -87,6 +109,8 @@ class RunResult:
     extra_bytes: int
     curve: list[dict[str, float]] = field(default_factory=list)
     correction: float | None = None
+    past_nll: float | None = None
+    new_nll: float | None = None
     diagnostics: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
 
@@ -121,7 +145,7 @@ def load_result(path: Path) -> RunResult:
         for name in ("external", "diagnose"):
             spec[name] = tuple(spec.get(name, ()))
         return RunResult(spec=RunSpec(**spec), **raw)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         names = ", ".join(f.name for f in fields(RunResult))
         raise ValueError(f"{path}: expected the fields {names}; {error}") from error
 
@@ -142,6 +166,8 @@ class SequenceSpec(Recipe):
     def __post_init__(self) -> None:
         if len(set(self.tasks)) != len(self.tasks) or not self.tasks:
             raise ValueError(f"expected different tasks, at least one, got {', '.join(self.tasks) or 'none'}")
+        if self.interface == "freeform":
+            raise ValueError("the tasks of a sequence are multiple choice; expected the interface letter or cloze")
 
     def stage(self, number: int) -> RunSpec:
         """The run that one stage is, counted from 1."""
@@ -197,7 +223,7 @@ def load_sequence(path: Path) -> SequenceResult:
         spec = raw.pop("spec")
         spec["tasks"] = tuple(spec["tasks"])
         return SequenceResult(spec=SequenceSpec(**spec), **raw)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         names = ", ".join(f.name for f in fields(SequenceResult))
         raise ValueError(f"{path}: expected the fields {names}; {error}") from error
 

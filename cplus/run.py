@@ -5,46 +5,45 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import random
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
-from cplus import interfaces, models
 from cplus.adapters import merged
 from cplus.cost import Work
-from cplus.data.encoded import Encoded
 from cplus.data.examples import Example
-from cplus.data.harness import PREFIX
-from cplus.data.split import Split, cached_split, draw_anchors, draw_mixture, split, stack
+from cplus.data.split import Split, draw_anchors
 from cplus.diagnostics import AUDITED, OBSERVED, Observation
 from cplus.diagnostics.audit import BUDGETS, Evidences, audit
 from cplus.evaluate import Flip, acquisition, correction, flips, percent, retention, without
 from cplus.evaluate.letters import permuted
 from cplus.evaluate.prior import answer_prior
 from cplus.evidence import Remembered
-from cplus.files import fingerprint
 from cplus.gates import Collaborative
-from cplus.interfaces import Interface
-from cplus.loop import EpochEnded, Event, Prepared, Refreshed, Schedule, Stepped, adapt, epoch_batches, prepare
-from cplus.methods import Material, Method, Past, method
+from cplus.loop import (
+    EpochEnded,
+    Event,
+    Prepared,
+    Refreshed,
+    Schedule,
+    Stepped,
+    adapt,
+    epoch_batches,
+    prepare,
+    rate_factor,
+)
+from cplus.methods import Material, Method, method
 from cplus.optim import AdamW
+from cplus.parting import answers
 from cplus.predictions import Prediction
-from cplus.probes.bank import Bank
-from cplus.probes.build import build, identify
-from cplus.probes.local import LocalEngine
-from cplus.probes.settings import Settings
-from cplus.probes.texts import input_key
 from cplus.records import RunResult, RunSpec, environment
 from cplus.scoring import predict
-from cplus.tasks import EXTERNAL, load_task
+from cplus.setting import Outside, Setting, material
 
 Watch = Callable[[Event], None]
 DIAGNOSTICS = (*OBSERVED, *AUDITED, "prior", "permuted")
@@ -54,137 +53,6 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, RunSpec], Optimizer]] = {
     "adamw": lambda model, spec: AdamW(model.parameters(), lr=spec.lr, weight_decay=spec.weight_decay),
     "sgd": lambda model, spec: SGD(model.parameters(), lr=spec.lr, weight_decay=spec.weight_decay),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outside:
-    """A task used neither for training nor as anchors, with the base model's answers."""
-
-    examples: tuple[Example, ...]
-    interface: Interface
-    before: tuple[Prediction, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What all methods of one comparison share: base model, splits, anchors, new rows and bank.
-
-    `split` parts the task whose past is kept, `learned` the one whose new rows are taught: one and the same unless
-    the spec draws its anchors elsewhere. `asked` are the past rows that are asked again, `wrong` the wrong rows of
-    a past task that is not the new one.
-    """
-
-    base: models.Loaded
-    interface: Interface
-    split: Split
-    learned_by: Interface
-    learned: Split
-    anchors: tuple[Example, ...]
-    new: tuple[Example, ...]
-    probes: tuple[Example, ...]
-    asked: tuple[Example, ...]
-    wrong: tuple[Example, ...]
-    outside: dict[str, Outside]
-
-    @property
-    def covered(self) -> set[str]:
-        """The ids of past questions that also stand in the bank."""
-        asked = {input_key(probe, options=False) for probe in self.probes}
-        return {example.id for example in self.asked if input_key(example, options=False) in asked}
-
-
-def encode(examples: Sequence[Example], tokenizer: Any, *, interface: str = "freeform") -> list[Encoded]:
-    """Examples as the tokens that training and evidence see."""
-    bound = interfaces.build(interface, tokenizer)
-    return [bound.encode(example) for example in examples]
-
-
-Parted = tuple[Interface, Split]
-AskOutside = Callable[[models.Loaded, str, RunSpec], Outside]
-
-
-def part(base: models.Loaded, task: str, interface: str, splits: Path | None = None) -> Parted:
-    """Run the base model once over a task and part it into past and new; `splits` is a folder that remembers it."""
-    found = load_task(task)
-    bound = interfaces.build(interface, base.tokenizer, wording=found.wording)
-    where = stack(device=str(base.device))
-
-    def answers() -> list[Prediction]:
-        return predict(base.model, bound, found.examples)
-
-    known = {"model_fingerprint": base.fingerprint, "interface": interface}
-    if splits is not None:
-        return bound, cached_split(splits, found.examples, answers, stack=where, **known)
-    return bound, split(found.examples, answers(), stack=where, **known)
-
-
-def set_up(
-    spec: RunSpec,
-    base: models.Loaded,
-    parted: Parted,
-    banks: Path,
-    *,
-    kept: Parted | None = None,
-    ask: AskOutside | None = None,
-) -> Setting:
-    """Draw anchors and new rows by the seed; the base model writes the bank from the anchors alone, once.
-
-    `parted` is the new task; `kept` the spec's `anchor_task`, where that is another one. `ask` gives an outside task
-    with the base model's answers, for those who remember them.
-    """
-    ask = ask or ask_outside
-    if bool(spec.anchor_task) != (kept is not None):
-        raise ValueError(f"expected the split of anchor_task {spec.anchor_task!r} if there is one; part it and pass it")
-    interface, found = kept or parted
-    right = spec.num_anchors - spec.wrong_anchors
-    anchors = draw_mixture(found, correct=right, wrong=spec.wrong_anchors, seed=spec.seed)
-    return Setting(
-        base=base,
-        interface=interface,
-        split=found,
-        learned_by=parted[0],
-        learned=parted[1],
-        anchors=anchors,
-        new=new_rows(parted[1], spec),
-        probes=bank(spec, base, interface, anchors, banks).examples if spec.num_probes else (),
-        asked=_drawn(found.past, spec, "past"),
-        wrong=_drawn(found.new, spec, "wrong") if kept else (),
-        outside={name: ask(base, name, spec) for name in spec.external},
-    )
-
-
-def bank(spec: RunSpec, base: models.Loaded, interface: Interface, anchors: Sequence[Example], banks: Path) -> Bank:
-    """The sealed bank of these anchors and settings, from the folder of banks or written into it now."""
-    settings = Settings(num_probes=spec.num_probes, shots=spec.shots, temperature=spec.temperature, seed=spec.seed)
-    engine = LocalEngine(base.model, base.tokenizer)
-    key = fingerprint(identify(base, interface, anchors, settings, engine))
-    return build(banks / f"bank-{key[:16]}", base, interface, anchors, settings, engine=engine)
-
-
-def new_rows(found: Split, spec: RunSpec) -> tuple[Example, ...]:
-    """All initially wrong rows in file order, or `num_new` of them drawn by the seed."""
-    if spec.num_new is None:
-        return found.new
-    if spec.num_new > len(found.new):
-        raise ValueError(f"asked for {spec.num_new} new rows, but only {len(found.new)} were initially wrong")
-    return tuple(random.Random(f"{spec.seed}/new").sample(found.new, spec.num_new))
-
-
-def _drawn(rows: Sequence[Example], spec: RunSpec, what: str) -> tuple[Example, ...]:
-    """All rows in their order, or `num_past` of them drawn by the seed."""
-    if spec.num_past is None or spec.num_past >= len(rows):
-        return tuple(rows)
-    return tuple(random.Random(f"{spec.seed}/{what}").sample(rows, spec.num_past))
-
-
-def ask_outside(base: models.Loaded, name: str, spec: RunSpec) -> Outside:
-    """An outside task's rows, drawn by the seed, with the base model's answers."""
-    task = load_task(name)
-    examples = random.Random(f"{spec.seed}/{name}").sample(task.examples, len(task.examples))[: spec.external_limit]
-    # The external benchmarks keep their own way of asking; lettered options would turn some into something else.
-    usual = task.interface if name in EXTERNAL or name.startswith(PREFIX) else spec.interface
-    bound = interfaces.build(usual, base.tokenizer, wording=task.wording)
-    return Outside(examples=tuple(examples), interface=bound, before=tuple(predict(base.model, bound, examples)))
 
 
 def configured(spec: RunSpec) -> Method:
@@ -198,53 +66,12 @@ def configured(spec: RunSpec) -> Method:
     if spec.parts != 1 or spec.refresh is not None or spec.memory:
         if not row.evidence:
             raise ValueError(f"method {row.name!r} takes no evidence, so it has no parts, refresh or memory to set")
-        row = dataclasses.replace(row, parts=spec.parts, refresh=spec.refresh or row.refresh)
+        parts = row.parts if spec.parts == 1 else spec.parts
+        row = dataclasses.replace(row, parts=parts, refresh=spec.refresh or row.refresh)
     if spec.memory:
         reduce = row.reduction
         row = dataclasses.replace(row, reduction=lambda model, found: Remembered(reduce(model, found), spec.memory))
     return row
-
-
-def material(given: Setting) -> Material:
-    """The setting's rows as tokens.
-
-    Before the first adaptation the latest model is the base model, whose answers the probes already carry; of them
-    SSR replays as many as there are new rows.
-    """
-    probes = [given.interface.encode(example) for example in given.probes]
-    past = Past(
-        name="past",
-        anchors=[given.interface.encode(example) for example in given.anchors],
-        probes=probes,
-        synthetic=probes[: len(given.new)],
-        constant=constant(probes),
-        balanced=balanced(probes),
-    )
-    return Material(new=[given.learned_by.encode(example) for example in given.new], past=(past,))
-
-
-def constant(probes: Sequence[Encoded]) -> list[Encoded]:
-    """The probes with the bank's most frequent answer in place of their own."""
-    if not probes:
-        return []
-    [(answer, _)] = Counter(probe.target for probe in probes).most_common(1)
-    return [Encoded(probe.prompt, answer) for probe in probes]
-
-
-def balanced(probes: Sequence[Encoded]) -> list[Encoded]:
-    """The first probes of each answer, no answer having more than an even share.
-
-    >>> [row.target for row in balanced([Encoded((1,), (t,)) for t in (7, 7, 7, 8)])]
-    [(7,), (7,), (8,)]
-    """
-    share = math.ceil(len(probes) / max(1, len({probe.target for probe in probes})))
-    seen: Counter[tuple[int, ...]] = Counter()
-    kept = []
-    for probe in probes:
-        seen[probe.target] += 1
-        if seen[probe.target] <= share:
-            kept.append(probe)
-    return kept
 
 
 def run(spec: RunSpec, given: Setting, *, watch: Watch = lambda event: None) -> RunResult:
@@ -258,9 +85,10 @@ def run(spec: RunSpec, given: Setting, *, watch: Watch = lambda event: None) -> 
     schedule = Schedule(epochs=spec.epochs, batch_size=spec.batch_size, order=order)
     audited = _audited(spec, given, prepared.material, model)
     observation = _observation(spec, given, prepared, schedule)
-    training, preservation, curve = Work(), Work(), []
+    training, preservation, curve = Work(), Work(), _start(spec, given)
     started, paused = time.perf_counter(), 0.0
-    for event in adapt(model, optimizer, prepared, schedule=schedule, seed=spec.seed):
+    rising = _rising(optimizer, spec, len(given.new))
+    for event in adapt(model, optimizer, prepared, schedule=schedule, seed=spec.seed, scheduler=rising):
         if isinstance(event, Stepped):
             training += event.work
         elif isinstance(event, Refreshed):
@@ -276,34 +104,51 @@ def run(spec: RunSpec, given: Setting, *, watch: Watch = lambda event: None) -> 
     extra = held_bytes(prepared)
     if prepared.guard is not None:
         prepared.guard.detach()
-    model = merged(model)
+    model = merged(model).eval()
+    seen = bool(curve) and curve[-1]["epoch"] == spec.epochs and row.adapter is None
+    figures = {k: v for k, v in curve[-1].items() if k != "epoch"} if seen else measure(given, model)
     return RunResult(
         spec=spec,
-        **measure(given, model),
+        **figures,
         correction=_correction(given, model),
         diagnostics={**audited, **observation.report(), **_after_training(spec, given, model)},
         external={name: _after(model, outside) for name, outside in given.outside.items()},
-        counts={
-            "parameters": parameters,
-            "past": len(given.split.past),
-            "asked": len(given.asked),
-            "wrong": len(given.wrong),
-            "new": len(given.new),
-            "anchors": len(given.anchors),
-            "probes": len(given.probes),
-            "overlap": len(given.covered),
-        },
-        cost={
-            "training_flops": training.flops(parameters),
-            "preservation_flops": preservation.flops(parameters),
-            **{f"training_{k}": v for k, v in dataclasses.asdict(training).items()},
-            **{f"preservation_{k}": v for k, v in dataclasses.asdict(preservation).items()},
-        },
+        counts={"parameters": parameters, **_counts(given)},
+        cost=_cost(parameters, training=training, preservation=preservation),
         seconds=seconds,
         extra_bytes=extra,
         curve=curve,
         environment=environment(threads=torch.get_num_threads(), device=str(given.base.device)),
     )
+
+
+def _counts(given: Setting) -> dict[str, int]:
+    return {
+        "past": len(given.split.past),
+        "asked": len(given.asked),
+        "wrong": len(given.wrong),
+        "new": len(given.new),
+        "anchors": len(given.anchors),
+        "probes": len(given.probes),
+        "overlap": len(given.covered),
+    }
+
+
+def _cost(parameters: int, **works: Work) -> dict[str, int]:
+    """FLOPs of each kind of work, then its rows and tokens."""
+    return {
+        **{f"{name}_flops": work.flops(parameters) for name, work in works.items()},
+        **{f"{name}_{k}": v for name, work in works.items() for k, v in dataclasses.asdict(work).items()},
+    }
+
+
+def _rising(optimizer: Optimizer, spec: RunSpec, new: int) -> LambdaLR | None:
+    """The warm-up of the spec; a constant rate needs no schedule."""
+    if not spec.warmup:
+        return None
+    total = spec.epochs * math.ceil(new / spec.batch_size)
+    steps = round(spec.warmup * total)
+    return LambdaLR(optimizer, lambda step: rate_factor(step, total=total, warmup=steps, course="constant"))
 
 
 def measure(given: Setting, model: nn.Module) -> dict[str, float]:
@@ -312,25 +157,55 @@ def measure(given: Setting, model: nn.Module) -> dict[str, float]:
     Paper: Sec. 4.1, Evaluation. Anchors of another task are left out of Retention, as in App. E.4.
     """
     model.eval()
-    anchors = {example.id for example in given.anchors} if given.wrong else set()
-    past = without(_changes(given.split, given.asked, model, given.interface), anchors)
-    return {
-        "retention": retention(past).percent,
-        "retention_uncovered": retention(without(past, given.covered)).percent,
-        "acquisition": acquisition(_changes(given.learned, given.new, model, given.learned_by)).percent,
+    past = answers(model, given.interface, given.asked)
+    return _figures(given, past, answers(model, given.learned_by, given.new))
+
+
+def _figures(given: Setting, past: Sequence[Prediction], new: Sequence[Prediction]) -> dict[str, float]:
+    """What these answers are worth; of free text also the losses of the responses."""
+    anchors = {example.id for example in given.anchors} if given.crossed else set()
+    kept = without(_changes(given.split, past), anchors)
+    found = {
+        "retention": retention(kept).percent,
+        "retention_uncovered": retention(without(kept, given.covered)).percent,
+        "acquisition": acquisition(_changes(given.learned, new)).percent,
     }
+    if given.interface.name == "freeform":
+        found["past_nll"] = token_loss([answer for answer in past if answer.id not in anchors])
+        found["new_nll"] = token_loss(new)
+    return found
 
 
-def _changes(parted: Split, rows: Sequence[Example], model: nn.Module, interface: Interface) -> list[Flip]:
+def token_loss(answers: Sequence[Prediction]) -> float:
+    """The mean loss a token over all responses, in nats."""
+    total = sum(score * count for a in answers for score, count in zip(a.scores, a.num_tokens, strict=True))
+    return -total / sum(count for answer in answers for count in answer.num_tokens)
+
+
+def _start(spec: RunSpec, given: Setting) -> list[dict[str, float]]:
+    """The curve's first look, at the base model: of free text, whose losses do not begin at a known value."""
+    if not spec.evaluate_every or given.interface.name != "freeform":
+        return []
+    past, new = _before(given.split, given.asked), _before(given.learned, given.new)
+    return [{"epoch": 0.0, **_figures(given, past, new)}]
+
+
+def _before(parted: Split, rows: Sequence[Example]) -> list[Prediction]:
+    """The base model's answers to these rows."""
     ids = {example.id for example in rows}
-    return flips([p for p in parted.predictions if p.id in ids], predict(model, interface, rows))
+    return [prediction for prediction in parted.predictions if prediction.id in ids]
+
+
+def _changes(parted: Split, after: Sequence[Prediction]) -> list[Flip]:
+    ids = {prediction.id for prediction in after}
+    return flips([prediction for prediction in parted.predictions if prediction.id in ids], after)
 
 
 def _correction(given: Setting, model: nn.Module) -> float | None:
     """The share of the past task's wrong rows that came right, anchors left out."""
     if not given.wrong:
         return None
-    table = _changes(given.split, given.wrong, model, given.interface)
+    table = _changes(given.split, answers(model, given.interface, given.wrong))
     return correction(table, {example.id for example in given.anchors}).percent
 
 
@@ -369,8 +244,7 @@ def _after_training(spec: RunSpec, given: Setting, model: nn.Module) -> dict[str
     """The diagnostics that need the trained model alone: `prior` and `permuted`."""
     found: dict[str, Any] = {}
     if "prior" in spec.diagnose:
-        ids = {example.id for example in given.asked}
-        before = [p for p in given.split.predictions if p.id in ids]
+        before = _before(given.split, given.asked)
         after = predict(model, given.interface, given.asked)
         found["prior"] = answer_prior(before, after, given.asked, by_letter=given.interface.name == "letter")
     if "permuted" in spec.diagnose:

@@ -29,8 +29,9 @@ from cplus.predictions import Prediction
 from cplus.probes.label import Label, label
 from cplus.probes.local import LocalEngine
 from cplus.records import RunSpec, SequenceResult, SequenceSpec, environment
-from cplus.run import OPTIMIZERS, balanced, bank, configured, constant, new_rows
+from cplus.run import OPTIMIZERS, configured
 from cplus.scoring import predict
+from cplus.setting import balanced, bank, constant, new_rows
 from cplus.tasks import load_task
 
 __all__ = ["Kept", "average_accuracy", "backward_transfer", "first_stage", "material", "run_sequence", "survival"]

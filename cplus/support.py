@@ -41,7 +41,7 @@ def bare(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def check_engine(model: nn.Module, where: Layout, gate: Gate | None, *, projected: bool) -> None:
+def check_engine(model: nn.Module, where: Layout, gate: Gate | None, *, whole: bool) -> None:
     """Refuse engines whose steps or shards the guard would misread."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     if "FullyShardedDataParallel" in kinds:
@@ -51,11 +51,10 @@ def check_engine(model: nn.Module, where: Layout, gate: Gate | None, *, projecte
         return
     if "FSDPModule" not in kinds:
         raise TypeError("the parameters are sharded, but not by FSDP2; shard them with fully_shard instead")
-    whole = projected
     while gate is not None:
         whole, gate = whole or isinstance(gate, NormMatched | Shuffled | Elementwise), getattr(gate, "inner", None)
     if whole:
-        raise TypeError("this method compares whole vectors and the parameters are sharded; use DDP or one process")
+        raise TypeError("this method needs whole vectors and the parameters are sharded; use DDP or one process")
 
 
 def check_adapters(model: nn.Module) -> None:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import oracle
 import pytest
 import torch
 from quadratic import Bag, ConstantEvidence, PastEvidence, new_gradient, past_gradient
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from cplus import algorithm
+from cplus import algorithm, kernels, optim
 from cplus.attach import Guard, protect
 from cplus.data.encoded import Encoded
 from cplus.evidence import Reference
-from cplus.gates import Collaborative
+from cplus.gates import Collaborative, Proposal
+from cplus.projections import agem
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 EPS = float(np.finfo(np.float64).eps)
@@ -323,12 +324,25 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(value: float
 
 
 def test_huge_but_finite_gradients_pass() -> None:
-    bag, optimizer, guard = guarded(lambda p: AdamW(p, lr=0.01), beta=0.9)
-    guard.refresh()
+    bag, optimizer, guard = guarded(lambda p: SGD(p, lr=1e-38), beta=0.9)
+    guard.vectors = [[torch.zeros_like(p) for p in bag.weights]]
+    start = [p.detach().clone() for p in bag.weights]
     for p in bag.weights:
-        p.grad = torch.full_like(p, 1e30)
+        p.grad = torch.full_like(p, 3e38)  # the sum that is looked at first overflows
+        assert bool(p.grad.sum().isinf())
     optimizer.step()
     assert guard.steps == 1
+    for p, s in zip(bag.weights, start, strict=True):
+        torch.testing.assert_close(p.detach(), s - 3.0, rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_without_any_gradient_is_not_a_step() -> None:
+    bag, optimizer, guard = guarded(lambda p: AdamW(p, lr=0.01, weight_decay=0.1), beta=0.9)
+    guard.refresh()
+    start = [p.detach().clone() for p in bag.weights]
+    optimizer.step()
+    assert guard.steps == 0
+    assert all(torch.equal(p, s) for p, s in zip(bag.weights, start, strict=True))
 
 
 def test_parameters_added_after_protect_are_noticed() -> None:
@@ -358,3 +372,168 @@ def test_a_state_of_other_parameters_is_refused() -> None:
     state["vectors"][0][0] = torch.zeros(9)
     with pytest.raises(ValueError, match="belongs to other parameters"):
         guard.load_state_dict(state)
+
+
+def test_evidence_of_no_length_is_warned_of() -> None:
+    bag = Bag(torch.float32)
+    zero = [torch.zeros_like(p) for p in bag.weights]
+    guard = Guard(SGD(bag.weights, lr=0.01), bag, evidence=lambda params, refresh: Reference(vectors=[zero], norm=0.0))
+    with pytest.warns(UserWarning, match="The evidence is zero everywhere"):
+        guard.refresh()
+    assert guard.refreshes == 1
+
+
+def test_the_evidence_is_kept_whole_or_by_its_signs() -> None:
+    bag = Bag(torch.float32)
+    expected = past_gradient([p.detach() for p in bag.weights])
+    gate = Collaborative(beta=0.9)
+    for seen, projection, whole in ((None, None, True), (gate, None, False), (gate, first_vector, True)):
+        optimizer = SGD(bag.weights, lr=0.01)
+        guard = Guard(optimizer, bag, evidence=PastEvidence(), gate=seen, projection=projection)
+        with pytest.raises(RuntimeError, match=r"no evidence yet: call guard.refresh\(\) first"):
+            guard.evidence_at(0)
+        guard.refresh()
+        for i, g in enumerate(expected):
+            assert torch.equal(guard.evidence_at(i).float(), g if whole else g.sign())
+
+
+def test_a_guard_ends_with_its_block() -> None:
+    bag = Bag(torch.float32)
+    optimizer = SGD(bag.weights, lr=0.01)
+    with Guard(optimizer, bag, evidence=PastEvidence(), gate=Collaborative(beta=0.9)) as guard:
+        assert isinstance(guard, Guard)
+        assert optimizer._optimizer_step_pre_hooks
+        assert optimizer._optimizer_step_post_hooks
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def first_vector(gradients: Sequence[Tensor], vectors: Sequence[Sequence[Tensor]]) -> None:
+    agem(gradients, vectors[0])
+
+
+def test_a_projection_acts_on_the_gradient_and_a_guard_without_a_gate_on_nothing_else() -> None:
+    bag = Bag(torch.float32)
+    optimizer = SGD(bag.weights, lr=0.1)
+    guard = Guard(optimizer, bag, evidence=PastEvidence(), projection=first_vector)
+    start = [p.detach().clone() for p in bag.weights]
+    guard.refresh()
+    used = (0, 2)  # weights[1] has no gradient in this step, so its evidence takes no part either
+    r = torch.cat([past_gradient(start)[i].flatten() for i in used]).double()
+    g = torch.cat([new_gradient(start, 1)[i].flatten() for i in used]).double() - 2.0 * r
+    assert g @ r < 0
+    for i, part in zip(used, g.split([start[i].numel() for i in used]), strict=True):
+        bag.weights[i].grad = part.view_as(start[i]).float()
+    optimizer.step()
+    moved = torch.cat([(start[i] - bag.weights[i].detach()).flatten() for i in used]).double()
+    torch.testing.assert_close(moved, 0.1 * (g - (g @ r) / (r @ r) * r), rtol=1e-5, atol=1e-6)
+    assert torch.equal(bag.weights[1], start[1])
+    assert guard.steps == 1
+    assert (guard.nbytes, guard.step_nbytes) == (4 * sum(p.numel() for p in bag.weights), 0)
+
+
+def test_the_state_of_a_guard_without_a_gate_continues_bitwise() -> None:
+    def build() -> tuple[Bag, SGD, Guard]:
+        bag = Bag(torch.float32)
+        optimizer = SGD(bag.weights, lr=0.05)
+        return bag, optimizer, Guard(optimizer, bag, evidence=PastEvidence(), projection=first_vector)
+
+    bag, optimizer, guard = build()
+    train(bag, optimizer, guard, 1, 3)
+    kept = copy.deepcopy((bag.state_dict(), guard.state_dict()))
+    assert kept[1]["gate"] is None
+    train(bag, optimizer, guard, 4, EPOCH)
+    other, other_optimizer, other_guard = build()
+    other.load_state_dict(kept[0])
+    other_guard.load_state_dict(kept[1])
+    assert (other_guard.steps, other_guard.refreshes) == (3, 1)
+    train(other, other_optimizer, other_guard, 4, EPOCH)
+    assert all(torch.equal(p, q) for p, q in zip(bag.weights, other.weights, strict=True))
+
+
+WAYS: dict[str, tuple[type[Optimizer], int]] = {
+    "plain": (AdamW, 10**12),
+    "compiled": (AdamW, 0),
+    "one-pass": (optim.AdamW, 0),
+}
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each of the three ways the gate is applied, whatever the model's size."""
+    worth = WAYS[request.param][1]
+    if not worth and not kernels.can_compile("cpu"):
+        pytest.skip("no C++ compiler for Inductor on this machine")
+    monkeypatch.setattr(kernels, "WORTH_COMPILING", worth)
+    return str(request.param)
+
+
+def test_an_observer_is_shown_what_is_applied(way: str) -> None:
+    bag, optimizer, guard = guarded(lambda p: WAYS[way][0](p, lr=0.01, weight_decay=0.1), beta=0.9)
+    assert (guard.compiled, guard.one_pass) == (way != "plain", way == "one-pass")
+    seen: list[tuple[int, Proposal, Tensor]] = []
+
+    def observe(i: int, proposal: Proposal, c: Tensor) -> None:
+        kept = Proposal(proposal.theta.clone(), proposal.proposed.clone(), proposal.sign.clone())
+        seen.append((i, kept, c.clone()))
+
+    guard.observers.append(observe)
+    for batch in (1, 2, 3):
+        before = [p.detach().clone() for p in bag.weights]
+        seen.clear()
+        train(bag, optimizer, guard, batch, batch)
+        assert [i for i, _, _ in seen] == [0, 1, 2]
+        for i, proposal, c in seen:
+            assert torch.equal(proposal.theta, before[i])
+            assert torch.equal(proposal.sign.float(), guard.vectors[0][i].float())
+            applied = algorithm.apply(proposal.theta, proposal.proposed, c)
+            torch.testing.assert_close(bag.weights[i].detach(), applied, rtol=1e-6, atol=1e-7)
+    assert any(bool(((c > 0) & (c < 1)).any()) for _, _, c in seen)  # the smoothed coefficient, not the mask
+
+
+def test_a_step_at_learning_rate_zero_needs_no_evidence_and_counts_for_nothing(way: str) -> None:
+    bag, optimizer, guard = guarded(lambda p: WAYS[way][0](p, lr=0.0, weight_decay=0.1), beta=0.9)
+    start = [p.detach().clone() for p in bag.weights]
+    for p in bag.weights:
+        p.grad = torch.zeros_like(p)  # as torch.distributed.checkpoint does
+    optimizer.step()
+    assert all("exp_avg" in optimizer.state[p] for p in bag.weights)
+    assert all(torch.equal(p, s) for p, s in zip(bag.weights, start, strict=True))
+    assert guard.steps == 0
+    assert guard.gate is not None
+    assert guard.gate.state_dict()["step"] == 0
+
+
+def test_a_warm_ups_first_step_at_rate_zero_leaves_the_gate_alone(way: str) -> None:
+    bag, optimizer, guard = guarded(lambda p: WAYS[way][0](p, lr=0.0, weight_decay=0.1), beta=0.9)
+    guard.refresh()
+    start = [p.detach().clone() for p in bag.weights]
+    set_gradients(bag, 1)
+    optimizer.step()
+    assert guard.gate is not None
+    assert (guard.steps, guard.gate.state_dict()["step"]) == (0, 0)
+    assert all(torch.equal(p, s) for p, s in zip(bag.weights, start, strict=True))
+    optimizer.param_groups[0]["lr"] = 0.01
+    optimizer.step()
+    assert (guard.steps, guard.gate.state_dict()["step"]) == (1, 1)
+    assert not all(torch.equal(p, s) for p, s in zip(bag.weights, start, strict=True))
+
+
+class Restless(SGD):
+    """It moves whatever its learning rate."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(1.0)
+
+
+def test_moving_at_learning_rate_zero_without_evidence_is_taken_back() -> None:
+    bag, optimizer, guard = guarded(lambda p: Restless(p, lr=0.0), beta=0.9)
+    start = [p.detach().clone() for p in bag.weights]
+    set_gradients(bag, 1)
+    with pytest.raises(RuntimeError, match=r"moved parameters at learning rate 0; call guard.refresh\(\) before it"):
+        optimizer.step()
+    assert all(torch.equal(p, s) for p, s in zip(bag.weights, start, strict=True))
+    assert guard.steps == 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import typer
@@ -12,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from cplus import models
+from cplus import locks, models
 from cplus.commands.split import split as command
 from cplus.data import hub
-from cplus.data.encoded import Encoded, fit
-from cplus.data.examples import Choice, FreeForm, Message, from_row, to_row
+from cplus.data.encoded import Encoded, fit, length_sorted_batches
+from cplus.data.examples import Choice, FreeForm, Message, from_row, lines, to_row
 from cplus.data.readers import read_file
 from cplus.data.split import cached_split, draw_anchors, draw_mixture, load_split, save_split, split, stack
 from cplus.predictions import Prediction
@@ -115,20 +117,30 @@ def test_json_list(tmp_path):
         read_file(write(tmp_path, json.dumps([ROW, {**ROW, "answer": 9}]), name="rows.json"))
 
 
-def test_parquet_or_what_it_needs(tmp_path):
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"PAR1")
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        with pytest.raises(ValueError, match=r"needs pyarrow: pip install 'cplus\[data\]'"):
-            read_file(path)
-        return
     with pytest.raises(ValueError, match="expected a Parquet file"):
         read_file(path)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ROW]), path)
     assert read_file(path)[0].choices == ("yes", "no")
+
+
+def test_parquet_without_pyarrow(tmp_path, monkeypatch):
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"rows\.parquet: reading Parquet needs pyarrow: pip install 'cplus\[data\]'"):
+        read_file(tmp_path / "rows.parquet")
+
+
+def test_written_examples_read_back(tmp_path):
+    turns = tuple(Message(role=r, content="Straße\u2028\n") for r in ("system", "user"))
+    examples = [FreeForm(id="a", messages=turns, response="ja"), FreeForm(id="b", messages=turns[1:], response="no")]
+    (tmp_path / "rows.jsonl").write_text(lines(examples), encoding="utf-8")
+    assert read_file(tmp_path / "rows.jsonl") == examples
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
@@ -237,6 +249,7 @@ HUB_ROWS = {
     "sciq": {"question": "q", "correct_answer": "right", "distractor1": "a", "distractor2": "b", "distractor3": "c"},
     "truthfulqa": {"question": "q", "mc1_targets": {"choices": ["right", "a", "b"], "labels": [1, 0, 0]}},
     "copa": {"premise": "p", "question": "cause", "choice1": "a", "choice2": "right", "label": 1},
+    "gsm8k": {"question": "q", "answer": "right"},
 }
 
 
@@ -251,7 +264,8 @@ def test_hub_rows_in_our_schema(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     monkeypatch.delenv("CPLUS_DATA", raising=False)
     (example,) = load_task(name).examples
-    assert example.right == ("no" if name == "boolq" else "right")
+    said = example.response if isinstance(example, FreeForm) else example.right
+    assert said == ("no" if name == "boolq" else "right")
     place = hub.BENCHMARKS[name]
     assert calls == [(place.path, place.config, place.split)]
 
@@ -264,6 +278,17 @@ def test_hub_set_in_our_schema_by_name(monkeypatch):
     fake.load_dataset = lambda path, config, split: [{"text": "a"}]
     with pytest.raises(ValueError, match=r"some/set: row 1: expected the keys"):
         load_task("some/set@test")
+    fake.load_dataset = lambda path, config, split: {"train": [ROW]}
+    assert [example.id for example in load_task("some/set").examples] == ["q1"]
+
+
+def test_a_hub_row_that_changed_its_form_is_named(monkeypatch):
+    changed = [HUB_ROWS["piqa"], {"goal": "q", "sol1": "a", "solution2": "b", "label": 1}]
+    fake = types.SimpleNamespace(load_dataset=lambda path, config, split: changed)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    monkeypatch.delenv("CPLUS_DATA", raising=False)
+    with pytest.raises(ValueError, match=r"row 2: not in the known form .*'sol2'.*; it has the keys goal, label, sol1"):
+        load_task("piqa")
 
 
 def test_folder_of_a_datasets_set_and_a_hub_out_of_reach(tmp_path, monkeypatch):
@@ -358,6 +383,22 @@ def test_cached_split_predicts_once_for_each_model_interface_and_stack(tmp_path)
     assert len(asked) == 4
 
 
+def test_a_split_made_by_the_one_waited_for_is_taken(tmp_path, monkeypatch):
+    where = {"model_fingerprint": MODEL, "interface": "letter", "stack": stack()}
+    made = cached_split(tmp_path / "theirs", EXAMPLES, lambda: always_a().predictions, **where)
+    (name,) = [path.name for path in (tmp_path / "theirs").glob("split-*.json")]
+    heard, waiting = [], threading.Event()
+    console = types.SimpleNamespace(print=lambda sentence: (heard.append(sentence), waiting.set()))
+    monkeypatch.setattr("cplus.data.split.console", console)
+    with ThreadPoolExecutor(1) as pool:
+        with locks.holding(locks.beside(tmp_path / "ours" / name)):
+            found = pool.submit(cached_split, tmp_path / "ours", EXAMPLES, lambda: pytest.fail("asked again"), **where)
+            assert waiting.wait(30)
+            save_split(made, tmp_path / "ours" / name)
+        assert found.result(30) == made
+    assert "waiting for it" in heard[0]
+
+
 def test_anchors_are_nested_and_seeded():
     made = always_a()
     budgets = [draw_anchors(made, size, seed=3) for size in (4, 8, 16)]
@@ -423,7 +464,23 @@ def test_split_command(tiny_llama, tmp_path):
     assert stored.stack["compute_dtype"] == "float32"
 
 
-# Window
+# Tokens and the window
+
+
+def test_rows_that_teach_nothing_are_refused():
+    with pytest.raises(ValueError, match="at least one prompt token and one target token, got 0 and 1"):
+        Encoded((), (1,))
+    with pytest.raises(ValueError, match="at least one prompt token and one target token, got 2 and 0"):
+        Encoded((1, 2), ())
+    for scored in ((True,), (False, False)):
+        with pytest.raises(ValueError, match="expected to score some of 2 target tokens, got"):
+            Encoded((1,), (2, 3), scored)
+    assert Encoded((1,), (2, 3)).labels == (2, 3)
+    assert Encoded((1,), (2, 3), (False, True)).labels == (-100, 3)
+
+
+def test_no_rows_make_no_batch():
+    assert list(length_sorted_batches([], max_tokens=8, max_rows=2)) == []
 
 
 def test_rows_longer_than_the_window_are_counted():

@@ -12,7 +12,9 @@ import pytest
 
 from cplus import models, run
 from cplus.commands import demo
+from cplus.parting import part
 from cplus.records import RunResult, RunSpec, load_result, save_result
+from cplus.setting import Setting, set_up
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +23,9 @@ def base() -> models.Loaded:
 
 
 @pytest.fixture(scope="module")
-def setting(base: models.Loaded, tmp_path_factory: pytest.TempPathFactory) -> run.Setting:
+def setting(base: models.Loaded, tmp_path_factory: pytest.TempPathFactory) -> Setting:
     spec = dataclasses.replace(demo.base_spec("sft", 0), num_probes=32, external_limit=50)
-    return run.set_up(spec, base, run.part(base, spec.task, spec.interface), tmp_path_factory.mktemp("banks"))
+    return set_up(spec, base, part(base, spec.task, spec.interface), tmp_path_factory.mktemp("banks"))
 
 
 def short(method: str) -> RunSpec:
@@ -31,18 +33,18 @@ def short(method: str) -> RunSpec:
 
 
 @pytest.fixture(scope="module")
-def result(setting: run.Setting) -> RunResult:
+def result(setting: Setting) -> RunResult:
     return run.run(short("cplus"), setting)
 
 
-def test_a_run_is_bitwise_repeatable(setting: run.Setting, result: RunResult) -> None:
+def test_a_run_is_bitwise_repeatable(setting: Setting, result: RunResult) -> None:
     again = run.run(short("cplus"), setting)
     same = dataclasses.replace(again, seconds=result.seconds, environment=result.environment)
     assert same == result
 
 
 @pytest.mark.parametrize("method", ["lora", "osf"])
-def test_a_run_of_adapters_is_measured_as_the_plain_model(method: str, setting: run.Setting) -> None:
+def test_a_run_of_adapters_is_measured_as_the_plain_model(method: str, setting: Setting) -> None:
     found = run.run(dataclasses.replace(short(method), evaluate_every=2), setting)
     (look,) = found.curve
     assert (look["retention"], look["acquisition"]) == pytest.approx((found.retention, found.acquisition), abs=1.5)
@@ -66,7 +68,7 @@ def test_a_record_of_another_schema_is_refused(result: RunResult, tmp_path: Path
         load_result(path)
 
 
-def test_the_gate_costs_what_the_record_says(setting: run.Setting, result: RunResult) -> None:
+def test_the_gate_costs_what_the_record_says(setting: Setting, result: RunResult) -> None:
     sft = run.run(short("sft"), setting)
     assert sft.extra_bytes == 0
     assert sft.cost["preservation_flops"] == 0
@@ -75,16 +77,16 @@ def test_the_gate_costs_what_the_record_says(setting: run.Setting, result: RunRe
     assert result.extra_bytes > 0
 
 
-def test_the_bank_does_not_cover_the_evaluation(setting: run.Setting) -> None:
+def test_the_bank_does_not_cover_the_evaluation(setting: Setting) -> None:
     assert len(setting.covered) <= 0.05 * len(setting.split.past)
 
 
-def test_more_rows_than_there_are_is_an_error(setting: run.Setting, base: models.Loaded, tmp_path: Path) -> None:
+def test_more_rows_than_there_are_is_an_error(setting: Setting, base: models.Loaded, tmp_path: Path) -> None:
     parted = (setting.interface, setting.split)
     with pytest.raises(ValueError, match="asked for 100000 initially correct examples as anchors"):
-        run.set_up(dataclasses.replace(short("sft"), num_anchors=100_000), base, parted, tmp_path)
+        set_up(dataclasses.replace(short("sft"), num_anchors=100_000), base, parted, tmp_path)
     with pytest.raises(ValueError, match="asked for 100000 new rows"):
-        run.set_up(dataclasses.replace(short("sft"), num_new=100_000, num_probes=0), base, parted, tmp_path)
+        set_up(dataclasses.replace(short("sft"), num_new=100_000, num_probes=0), base, parted, tmp_path)
 
 
 def test_json_is_one_object_on_standard_output(tmp_path: Path) -> None:

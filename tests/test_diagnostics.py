@@ -47,6 +47,7 @@ from cplus.objectives import mean_backward
 from cplus.optim import AdamW
 from cplus.records import RunSpec, load_result, save_result
 from cplus.scoring import predict
+from cplus.setting import Setting, set_up
 from cplus.tasks import load_task
 
 PAST = tiny.rows(15, seed=9)
@@ -525,7 +526,7 @@ def test_the_preview_is_the_flat_calculation_and_predicts_the_loss() -> None:
 
 
 @pytest.fixture(scope="module")
-def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, runs.Setting]:
+def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, Setting]:
     """The toy model on a corner of one domain."""
     base = models.load("toy", device="cpu")
     bound = build("cloze", base.tokenizer)
@@ -541,11 +542,11 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, runs.Set
         model="toy", task="harbours", interface="cloze", method="cplus", seed=0, num_anchors=6, num_probes=12,
         num_new=16, optimizer="adamw", lr=1e-3, weight_decay=0.0, epochs=2, batch_size=8,
     )  # fmt: skip
-    return spec, runs.set_up(spec, base, (bound, parted), tmp_path_factory.mktemp("banks"))
+    return spec, set_up(spec, base, (bound, parted), tmp_path_factory.mktemp("banks"))
 
 
 def test_a_run_is_the_same_with_all_diagnostics_and_its_record_stays_small(
-    setting: tuple[RunSpec, runs.Setting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    setting: tuple[RunSpec, Setting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, given = setting
     weights, measure = [], runs.measure
@@ -566,7 +567,7 @@ def test_a_run_is_the_same_with_all_diagnostics_and_its_record_stays_small(
     assert all(0 <= row["agreement"] <= 1 for row in agreement)
 
 
-def test_what_cannot_be_observed_is_refused(setting: tuple[RunSpec, runs.Setting]) -> None:
+def test_what_cannot_be_observed_is_refused(setting: tuple[RunSpec, Setting]) -> None:
     spec, given = setting
     for changes, message in (
         ({"diagnose": ("admision",)}, "unknown diagnostic 'admision'; expected some of admission"),

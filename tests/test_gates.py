@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cplus import algorithm
+from cplus import algorithm, kernels
 from cplus.gates import Collaborative, Elementwise, Gate, NormMatched, Proposal, Shuffled
 from cplus.projections import agem, dot, ogd, orthonormal
 
@@ -29,6 +31,169 @@ GATES = {
     "shuffled": lambda: Shuffled(Collaborative(beta=0.9), seed=3),
     "elementwise": lambda: Elementwise(lambda delta, g_hat: torch.sigmoid(-delta * g_hat)),
 }
+
+
+def by_hand() -> list[Proposal]:
+    """Updates 2 and -1, then 4: the evidence is against the first and the last."""
+    first = Proposal(
+        theta=torch.tensor([[1.0], [1.0]]), proposed=torch.tensor([[3.0], [0.0]]), g_hat=torch.tensor([[1.0], [1.0]])
+    )
+    return [first, Proposal(theta=torch.tensor([0.0]), proposed=torch.tensor([4.0]), g_hat=torch.tensor([0.5]))]
+
+
+def turned() -> list[Proposal]:
+    return [Proposal(theta=p.theta, proposed=p.proposed, g_hat=-p.g_hat) for p in by_hand()]
+
+
+def test_a_proposal_says_its_update_and_its_signs() -> None:
+    whole = by_hand()[0]
+    assert whole.delta.tolist() == [[2.0], [-1.0]]
+    assert whole.sign is whole.g_hat
+    packed = Proposal(theta=whole.theta, proposed=whole.proposed, g_hat=kernels.Signs.of(torch.tensor([[3.0], [-7.0]])))
+    assert packed.sign.tolist() == [[1], [-1]]
+
+
+@pytest.mark.parametrize(
+    ("beta", "first", "second", "third"),
+    [
+        (0.0, [[0.0], [1.0], [0.0]], [[1.0], [0.0], [1.0]], [[0.0], [1.0], [0.0]]),
+        # 0.25, then 0.25 * 0.75 with nothing added or 0.25; over 1 - 0.75, 1 - 0.75**2, 1 - 0.75**3
+        (
+            0.75,
+            [[0.0], [1.0], [0.0]],
+            [[0.25 / 0.4375], [0.1875 / 0.4375], [0.25 / 0.4375]],
+            [[0.1875 / 0.578125], [0.390625 / 0.578125], [0.1875 / 0.578125]],
+        ),
+    ],
+)
+def test_three_steps_by_hand(
+    beta: float, first: list[list[float]], second: list[list[float]], third: list[list[float]]
+) -> None:
+    gate = Collaborative(beta=beta)
+    steps = zip((by_hand(), turned(), by_hand()), (first, second, third), strict=True)
+    for t, (step, expected) in enumerate(steps, 1):
+        matrix, vector = gate.coefficients(step)
+        torch.testing.assert_close(torch.cat([matrix, vector[None]]), torch.tensor(expected), rtol=1e-6, atol=0.0)
+        assert gate.step == t
+
+
+def test_the_gate_of_the_paper_counts_and_remembers() -> None:
+    gate = Collaborative(beta=0.75)
+    assert (gate.tally(), gate.nbytes) == ((0, 0), 0)
+    list(gate.coefficients(by_hand()))
+    list(gate.coefficients(turned()))
+    list(gate.coefficients(turned()))
+    assert gate.tally() == (1 + 2 + 2, 9)
+    assert gate.tally() == (0, 0)
+    list(gate.coefficients(by_hand()))
+    assert gate.tally() == (1, 3)
+    assert gate.nbytes == 3 * 4
+    memoryless = Collaborative(beta=0.0)
+    list(memoryless.coefficients(by_hand()))
+    assert (memoryless.tally(), memoryless.nbytes, memoryless.ema) == ((1, 3), 0, [])
+
+
+def test_an_average_once_made_is_not_made_again() -> None:
+    gate = Collaborative(beta=0.75, ema="uint8")
+    gate.allocate([torch.ones(2)])
+    [kept] = gate.ema
+    gate.allocate([torch.ones(2)])
+    assert gate.ema[0] is kept
+    assert (kept.dtype, kept.tolist()) == (torch.uint8, [0, 0])
+
+
+@pytest.mark.parametrize("beta", [-0.1, 1.0, 1.5, float("nan")])
+def test_a_gate_refuses_a_beta_out_of_range(beta: float) -> None:
+    with pytest.raises(ValueError, match=r"beta must lie in \[0, 1\), got"):
+        Collaborative(beta=beta)
+
+
+def test_an_unknown_average_is_refused() -> None:
+    with pytest.raises(ValueError, match="float32, bfloat16 or uint8, got 'int4'"):
+        Collaborative(beta=0.9, ema="int4")  # type: ignore[arg-type]
+
+
+def test_a_kept_state_of_other_shapes_is_refused() -> None:
+    gate, fresh, other = (Collaborative(beta=0.75) for _ in range(3))
+    list(gate.coefficients(by_hand()))
+    kept = gate.state_dict()
+    fresh.load_state_dict(kept)
+    gate.load_state_dict(kept)
+    assert (fresh.step, [e.tolist() for e in fresh.ema]) == (1, [[[0.0], [0.25]], [0.0]])
+    for size in (1, 9):  # either side of the kept shapes, in every order there is
+        other.ema = [torch.zeros(size), torch.zeros(size)]
+        with pytest.raises(ValueError, match="parameters of other shapes"):
+            other.load_state_dict(kept)
+
+
+def test_which_gates_look_at_signs_alone() -> None:
+    looks = {name: make().signs_only for name, make in GATES.items()}
+    assert looks == {"cpl": True, "cplus": True, "norm-matched": True, "shuffled": True, "elementwise": False}
+
+
+def test_a_gate_by_a_function_may_reach_both_ends_and_not_pass_them() -> None:
+    [closed, opened] = Elementwise(lambda delta, g_hat: (delta * g_hat <= 0).float()).coefficients(
+        [by_hand()[0], turned()[1]]
+    )
+    assert (closed.tolist(), opened.tolist()) == ([[0.0], [1.0]], [1.0])
+    for wrong in (-0.01, 1.01):
+        ends = torch.tensor([[0.5], [wrong]])
+        with pytest.raises(ValueError, match=r"must lie in \[0, 1\]"):
+            list(Elementwise(lambda delta, g_hat, c=ends: c).coefficients(by_hand()[:1]))
+    for shape in ((1,), (2,), (2, 2), (3, 1)):
+        with pytest.raises(ValueError, match=r"one for each of \(2, 1\) coordinates, got"):
+            list(Elementwise(lambda delta, g_hat, c=shape: torch.full(c, 0.5)).coefficients(by_hand()[:1]))
+    gate = Elementwise(lambda delta, g_hat: delta)
+    assert (gate.nbytes, gate.state_dict()) == (0, {})
+
+
+def test_one_number_of_the_norms_by_hand() -> None:
+    gate = NormMatched(Collaborative(beta=0.75))
+    list(gate.coefficients(by_hand()))
+    matrix, vector = gate.coefficients(turned())  # 4/7 of 2 and 4, 3/7 of -1
+    expected = ((4 / 7 * 2) ** 2 + (3 / 7 * 1) ** 2 + (4 / 7 * 4) ** 2) / (2**2 + 1**2 + 4**2)
+    assert (matrix.shape, vector.shape) == ((2, 1), (1,))
+    torch.testing.assert_close(torch.cat([matrix[:, 0], vector]), torch.full((3,), expected**0.5), rtol=1e-6, atol=0.0)
+    assert gate.nbytes == 3 * 4
+
+
+def test_an_inner_gate_that_leaves_a_tensor_out_is_refused() -> None:
+    class Short(Collaborative):
+        def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
+            return super().coefficients(proposals[:-1])
+
+    with pytest.raises(ValueError, match="zip"):
+        list(NormMatched(Short(beta=0.0)).coefficients(by_hand()))
+
+
+def test_the_norms_are_taken_in_double_precision() -> None:
+    random = torch.Generator().manual_seed(1)
+    theta, g_hat = torch.zeros(4099), torch.randn(4099, generator=random)
+    proposed = torch.randn(4099, generator=random)
+    [c] = NormMatched(Collaborative(beta=0.0)).coefficients([Proposal(theta=theta, proposed=proposed, g_hat=g_hat)])
+    wide = proposed.double()
+    ratio = (wide[wide * g_hat.double() <= 0].square().sum() / wide.square().sum()).sqrt()
+    assert c.dtype == torch.float32
+    assert torch.equal(c, ratio.float().expand(4099))
+
+
+def test_a_step_of_no_length_is_let_through_and_halves_are_answered_in_float32() -> None:
+    theta = torch.ones(3, dtype=torch.bfloat16)
+    [c] = NormMatched(Collaborative(beta=0.0)).coefficients([Proposal(theta=theta, proposed=theta, g_hat=theta)])
+    assert (c.dtype, c.tolist()) == (torch.float32, [1.0] * 3)
+
+
+def test_the_shuffle_is_the_seeds() -> None:
+    inner, gate = Collaborative(beta=0.75), Shuffled(Collaborative(beta=0.75), seed=3)
+    random = torch.Generator().manual_seed(3)
+    for seed in range(3):
+        p = proposals(seed, 1)[0]
+        step = [
+            Proposal(theta=p.theta[:4].view(2, 2), proposed=p.proposed[:4].view(2, 2), g_hat=p.g_hat[:4].view(2, 2))
+        ]
+        [plain], [mixed] = list(inner.coefficients(step)), list(gate.coefficients(step))
+        assert torch.equal(mixed, plain.flatten()[torch.randperm(4, generator=random)].view(2, 2))
+    assert gate.nbytes == 4 * 4
 
 
 @pytest.mark.parametrize("name", GATES)

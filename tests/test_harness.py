@@ -37,6 +37,8 @@ class Stored:
         return list(doc["options"])
 
     def doc_to_target(self, doc: dict[str, Any]) -> Any:
+        if self.task_name == "wordings":
+            return [f" {doc['options'][doc['gold']]} ", "as you like"]
         return doc["options"][doc["gold"]] if self.kind == "generate_until" or doc["gold"] else doc["gold"]
 
 
@@ -46,6 +48,8 @@ TASKS = {
     "both": [Stored("first"), Stored("second")],
     "gaps": [Stored("gaps", multiple_input=2)],
     "stream": [Stored("stream", "loglikelihood_rolling")],
+    "wordings": [Stored("wordings", "generate_until")],
+    "away": [],
 }
 
 
@@ -55,6 +59,8 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> None:
         all_tasks = tuple(TASKS)
 
         def load(self, names: list[str]) -> dict[str, Any]:
+            if "away" in names:
+                raise ConnectionError("the hub is out of reach")
             return {"tasks": {task.task_name: task for name in names for task in TASKS[name]}}
 
     for name in ("lm_eval", "lm_eval.tasks"):
@@ -73,6 +79,8 @@ def test_a_task_of_the_harness_is_a_task() -> None:
     told = load_task("lm-eval:told")
     assert told.interface == "freeform"
     assert [row.response for row in told.examples if isinstance(row, FreeForm)] == ["yes", "no"]
+    wordings = load_task("lm-eval:wordings")
+    assert [row.response for row in wordings.examples if isinstance(row, FreeForm)] == ["yes", "no"]
     assert len(load_task("lm-eval:both").examples) == 4
 
 
@@ -80,6 +88,10 @@ def test_a_task_of_the_harness_is_a_task() -> None:
 def test_what_is_no_row_of_question_and_answers_is_refused() -> None:
     with pytest.raises(ValueError, match="knows no task 'icy'; did you mean ice"):
         load_task("lm-eval:icy")
+    with pytest.raises(ValueError, match="knows no task 'q'; 'lm-eval ls tasks' lists what there is"):
+        load_task("lm-eval:q")
+    with pytest.raises(ValueError, match="could not read the data of lm-eval:away: the hub is out of reach; check the"):
+        load_task("lm-eval:away")
     with pytest.raises(ValueError, match="its choices differ in the question; the harness itself can ask it"):
         load_task("lm-eval:gaps")
     with pytest.raises(

@@ -25,14 +25,15 @@ from cplus import jobs
 from cplus.cli import app, register
 from cplus.data.examples import Choice, FreeForm, Message
 from cplus.interfaces import Rejected
-from cplus.jobs import footprint, own
+from cplus.jobs import footprint
 from cplus.jobs.checkpoint import Checkpoints
 from cplus.jobs.folder import Folder, claimed
 from cplus.jobs.measure import says_every_token
-from cplus.jobs.training import Training, rate_factor
-from cplus.loop import EpochEnded, Stepped
+from cplus.jobs.training import Training
+from cplus.loop import EpochEnded, Stepped, rate_factor
 from cplus.methods import METHODS
 from cplus.models import fingerprint, load
+from cplus.probes import own
 from cplus.probes.label import Label
 from cplus.report.receipt import read_receipt
 from cplus.toy import world
@@ -432,6 +433,7 @@ def test_a_signal_saves_and_a_resumed_job_is_bitwise_the_whole_one(
     [
         ("sft", None),
         ("cplus-rotating", None),  # another part of the bank at each refresh
+        ("cplus-remembering", None),  # evidence that remembers
         ("shuffled", None),  # its own random numbers
         ("ogd", None),  # evidence of the base model, taken once
         ("ewc", None),  # an objective that remembers the base model

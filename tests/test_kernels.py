@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +20,232 @@ from cplus.kernels import Signs
 from cplus.optim import AdamW
 
 OPTIONS = {"lr": 0.01, "weight_decay": 0.1}
-can_compile = pytest.mark.skipif(not kernels.can_compile("cpu"), reason="no C++ compiler for Inductor on this machine")
+
+
+def numbers_of(*values: float) -> torch.Tensor:
+    return kernels.scalars(values, torch.device("cpu"))
+
+
+def test_the_packed_bytes_by_hand() -> None:
+    signs = Signs.of(torch.tensor([[3.0, -1.0, -2.0], [0.0, 1e-30, 5.0], [0.0, -7.0, -4.0], [0.0, 1.0, -9.0]]).T)
+    # in order: + 0 0 0, - + - +, - + - -; three columns a row, so byte j holds elements j, j + 3, j + 6, j + 9
+    assert signs.packed.dtype == torch.uint8
+    assert signs.packed.tolist() == [
+        1 + 0 * 4 + 2 * 16 + 1 * 64,
+        0 + 2 * 4 + 1 * 16 + 2 * 64,
+        0 + 1 * 4 + 2 * 16 + 2 * 64,
+    ]
+    assert signs.tail.tolist() == []
+    assert Signs.of(torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, 1.0, -1.0])).tail.tolist() == [2 + 1 * 4 + 2 * 16]
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 1), (3, 1), (4, 1), (7, 2), (8, 2), (103, 26)])
+def test_packed_signs_take_a_quarter_of_a_byte(count: int, expected: int) -> None:
+    signs = Signs.of(torch.ones(count, requires_grad=True))
+    assert signs.nbytes == expected
+    assert signs.unpacked().tolist() == [1] * count
+
+
+def test_packing_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradient = torch.randn(7, 9)
+    whole = Signs.of(gradient)
+    for chunk in (4, 5):
+        monkeypatch.setattr(kernels, "CHUNK", chunk)
+        assert torch.equal(Signs.of(gradient).packed, whole.packed)
+
+
+def test_how_an_average_is_kept_and_read() -> None:
+    average = torch.tensor([0.0, 0.2, 0.7, 1.0])
+    levels = kernels.stored(average, torch.zeros(4, dtype=torch.uint8))
+    assert (levels.dtype, levels.tolist()) == (torch.uint8, [0, 51, 178, 255])  # 0.7 * 255 = 178.5, below it in float32
+    assert kernels.read(levels).tolist() == torch.tensor([0.0, 51 / 255, 178 / 255, 1.0]).tolist()
+    short = kernels.stored(average, torch.zeros(4, dtype=torch.bfloat16))
+    assert (short.dtype, kernels.read(short).dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(kernels.read(short), average.bfloat16().float())
+    for kind in (torch.float32, torch.float64):
+        kept = kernels.stored(average.to(kind), torch.zeros(4, dtype=kind))
+        assert (kept.dtype, kernels.read(kept).dtype) == (kind, kind)
+        assert torch.equal(kernels.read(kept), average.to(kind))
+
+
+def test_the_average_before_the_first_step() -> None:
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
+    for kind, dtype in kinds.items():
+        first = kernels.zeros(torch.ones(2, 3), kind)
+        assert (first.dtype, first.tolist()) == (dtype, [[0.0] * 3] * 2)
+    assert kernels.zeros(torch.ones(2, dtype=torch.float64), "float32").dtype == torch.float64
+
+
+def test_the_scalars_of_a_step() -> None:
+    assert kernels.gate_numbers(0.75, 2) == (0.75, 0.25, 1.0 - 0.75**2)
+    found = numbers_of(0.25, 3.0)
+    assert found.dtype == torch.float32
+    assert found.tolist() == [[[0.25]] * 4, [[3.0]] * 4]
+    shift = kernels.shifts(torch.device("cpu"))
+    assert (shift.dtype, shift.tolist()) == (torch.int32, [[0], [2], [4], [6]])
+    assert kernels.shifts(torch.device("cpu")) is shift
+
+
+KINDS = (torch.float32, torch.bfloat16, torch.uint8)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def blocks(count: int, seed: int = 0) -> list[torch.Tensor]:
+    """So many blocks of 64 coordinates, and evidence of all three signs in which every pair of signs meets."""
+    random = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(4, 16, generator=random) for _ in range(count + 1)]
+    drawn[-1][:, ::5] = 0.0
+    return drawn
+
+
+def kept_average(kind: torch.dtype) -> torch.Tensor:
+    drawn = torch.rand(4, 16, generator=torch.Generator().manual_seed(9))
+    # Levels that are multiples of 4 never come to lie half-way between two by beta = 0.75.
+    return (drawn * 63).round().mul(4).to(kind) if kind == torch.uint8 else drawn.to(kind)
+
+
+def gate_by_formula(
+    theta: torch.Tensor, proposed: torch.Tensor, g_hat: torch.Tensor, ema: torch.Tensor, correction: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lines 10-13 with beta = 0.75 in NumPy's float64: the parameters, and the average before it is rounded."""
+    wide = [t.double().numpy() for t in (theta, proposed, g_hat)]
+    before = ema.double().numpy() / (255 if ema.dtype == torch.uint8 else 1)
+    average = 0.75 * before + 0.25 * (wide[2] * (wide[1] - wide[0]) <= 0)
+    if ema.dtype == torch.uint8:
+        rounded = np.round(average * 255) / 255
+    else:
+        rounded = torch.from_numpy(average).to(ema.dtype).double().numpy()
+    return wide[0] + np.clip(rounded / correction, 0, 1) * (wide[1] - wide[0]), rounded
+
+
+@each_kind
+def test_the_gate_of_a_block_is_the_formula(kind: torch.dtype) -> None:
+    theta, param, g_hat = blocks(2)
+    param[:, ::7] = theta[:, ::7]
+    ema = kept_average(kind)
+    signs, numbers = Signs.of(g_hat), numbers_of(0.75, 0.25, 0.8)  # a small correction, so that some are clipped
+    expected, average = gate_by_formula(theta, param, g_hat, ema, 0.8)
+    still = theta.clone()
+    kernels.gate_block(theta, param, signs.packed, kernels.shifts(theta.device), ema, numbers)
+    np.testing.assert_allclose(param.numpy(), expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(kernels.read(ema).numpy(), average, rtol=1e-6, atol=1e-6)
+    assert ema.dtype == kind
+    assert torch.equal(theta, still)
+
+
+ADAM = {"rest1": 0.3, "beta2": 0.6, "rest2": 0.5, "decay": 0.97, "step": 0.2, "root": 1.7, "eps": 0.05}
+
+
+def adam_by_formula(
+    param: torch.Tensor, gradient: torch.Tensor, m: torch.Tensor, v: torch.Tensor
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    p, g, m64, v64 = (t.double().numpy() for t in (param, gradient, m, v))
+    first = m64 + ADAM["rest1"] * (g - m64)
+    second = ADAM["beta2"] * v64 + ADAM["rest2"] * g * g
+    return p * ADAM["decay"] - ADAM["step"] * first / (np.sqrt(second) * ADAM["root"] + ADAM["eps"]), first, second
+
+
+@each_kind
+def test_the_one_pass_block_is_the_formula(kind: torch.dtype) -> None:
+    param, gradient, m, v, g_hat = blocks(4)
+    v.abs_()
+    ema = kept_average(kind)
+    proposed, first, second = adam_by_formula(param, gradient, m, v)
+    expected, average = gate_by_formula(param, torch.from_numpy(proposed), g_hat, ema, 0.8)
+    signs, numbers = Signs.of(g_hat), numbers_of(*ADAM.values(), 0.75, 0.25, 0.8)
+    kernels.adamw_block(param, gradient, m, v, signs.packed, kernels.shifts(param.device), ema, numbers)
+    for found, wanted in ((param, expected), (m, first), (v, second), (kernels.read(ema), average)):
+        np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_that_is_no_number_proposes_nothing_and_the_largest_is_one() -> None:
+    param, gradient, m, v, g_hat = (torch.ones(4, 1) for _ in range(5))
+    gradient[:, 0] = torch.tensor([float("inf"), float("-inf"), float("nan"), torch.finfo(torch.float32).max])
+    ema, signs = torch.full((4, 1), 0.5), Signs.of(g_hat)
+    numbers = numbers_of(*ADAM.values(), 0.75, 0.25, 1.0)
+    kernels.adamw_block(param, gradient, m, v, signs.packed, kernels.shifts(param.device), ema, numbers)
+    assert param[:3].tolist() == m[:3].tolist() == v[:3].tolist() == [[1.0]] * 3
+    assert float(m[3]) > 1e37
+    assert ema[:3].tolist() == [[0.625]] * 3  # nothing proposed is nothing in conflict
+
+
+@pytest.fixture
+def eagerly(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """Blocks run as they are written; what would have been compiled is listed."""
+    asked: list[tuple[object, ...]] = []
+
+    def as_written(block: Callable[..., None], *how: object) -> Callable[..., None]:
+        asked.append((block, *how))
+        return block
+
+    monkeypatch.setattr(kernels, "compiled", as_written)
+    return asked
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 8, 30])
+def test_every_size_is_gated_alike_whatever_its_rows(count: int, eagerly: list[tuple[object, ...]]) -> None:
+    theta, param, g_hat = (part.flatten()[:count].clone() for part in blocks(2))
+    ema = kept_average(torch.float32).flatten()[:count].clone()
+    expected, average = gate_by_formula(theta, param, g_hat, ema, 0.8)
+    kernels.on_rows(kernels.gate_block, (theta, param), Signs.of(g_hat), ema, numbers_of(0.75, 0.25, 0.8))
+    np.testing.assert_allclose(param.numpy(), expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(ema.numpy(), average, rtol=1e-6, atol=1e-6)
+    assert eagerly == [(kernels.gate_block, torch.float32, theta.device, 1)]
+
+
+def test_large_tensors_are_shared_among_the_threads(
+    eagerly: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(kernels, "SHARED", 8)
+    for count in (7, 8, 9):
+        theta, param, ema, g_hat = (torch.ones(count) for _ in range(4))
+        kernels.on_rows(kernels.gate_block, (theta, param), Signs.of(g_hat), ema, numbers_of(0.75, 0.25, 0.8))
+    assert [how[-1] for how in eagerly] == [1, 3, 3]
+
+
+@each_kind
+@pytest.mark.parametrize(("block", "floats", "scalars"), [(kernels.gate_block, 2, 3), (kernels.adamw_block, 4, 10)])
+def test_a_kernel_is_compiled_by_one_large_call(
+    block: Callable[..., None], floats: int, scalars: int, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, calls = [], []
+
+    def fake_compile(function: Callable[..., None], **how: object) -> Callable[..., None]:
+        asked.append((function, how))
+        return lambda *tensors: calls.append(tensors)
+
+    kernels.compiled.cache_clear()
+    monkeypatch.setattr(torch, "compile", fake_compile)
+    monkeypatch.setattr(kernels, "FIRST", 12)
+    cpu = torch.device("cpu")
+    kernel = kernels.compiled(block, kind, cpu, 3)
+    assert kernels.compiled(block, kind, cpu, 3) is kernel
+    kernels.compiled.cache_clear()
+    [(own, how)] = asked
+    assert own.__code__.co_code == block.__code__.co_code
+    assert own.__code__.co_name == f"{block.__name__}_{kind}_3"
+    guards = torch.compiler.skip_all_guards_unsafe
+    assert how == {"dynamic": True, "fullgraph": True, "options": {"cpp.threads": 3, "guard_filter_fn": guards}}
+    [(*first, packed, shift, average, numbers)] = calls
+    assert [(t.shape, t.dtype) for t in first] == [((4, 12), torch.float32)] * floats
+    assert (packed.shape, packed.dtype) == ((12,), torch.uint8)
+    assert (average.shape, average.dtype) == ((4, 12), kind)
+    assert numbers.tolist() == [[[1.0]] * 4] * scalars
+    assert shift is kernels.shifts(cpu)
+
+
+def test_which_parameters_the_kernels_take() -> None:
+    class Own(torch.nn.Parameter):
+        pass
+
+    assert kernels.fits(torch.ones(4))
+    assert kernels.fits(torch.nn.Parameter(torch.ones(2, 3)))
+    assert not kernels.fits(torch.ones(3))
+    assert not kernels.fits(torch.ones(4, dtype=torch.float64))
+    assert not kernels.fits(torch.ones(4, dtype=torch.bfloat16))
+    assert not kernels.fits(torch.ones(3, 4).T)
+    assert not kernels.fits(Own(torch.ones(4)))
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1, max_size=40))
@@ -59,6 +286,8 @@ def build(kind: type[Optimizer], *, ema: kernels.EmaType = "float32", beta: floa
 
 @pytest.fixture
 def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernels.can_compile("cpu"):
+        pytest.skip("no C++ compiler for Inductor on this machine")
     monkeypatch.setattr(kernels, "WORTH_COMPILING", 0)
 
 
@@ -76,7 +305,6 @@ def plain_run(kind: type[Optimizer], ema: kernels.EmaType, beta: float, **option
     return bag
 
 
-@can_compile
 @pytest.mark.parametrize("beta", [0.0, 0.9])
 @pytest.mark.usefixtures("compiling")
 def test_one_pass_adamw_equals_the_plain_gate_after_200_steps(beta: float) -> None:
@@ -89,7 +317,6 @@ def test_one_pass_adamw_equals_the_plain_gate_after_200_steps(beta: float) -> No
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
 
-@can_compile
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, SGD])
 @pytest.mark.usefixtures("compiling")
 def test_the_compiled_hook_equals_the_plain_one(kind: type[Optimizer]) -> None:
@@ -102,7 +329,6 @@ def test_the_compiled_hook_equals_the_plain_one(kind: type[Optimizer]) -> None:
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
 
-@can_compile
 @pytest.mark.usefixtures("compiling")
 def test_a_one_pass_run_resumes_bitwise_and_its_state_is_torchs() -> None:
     bag, optimizer, guard = build(AdamW, **OPTIONS)
@@ -157,6 +383,11 @@ def test_packed_evidence_changes_nothing() -> None:
             assert torch.equal(a, b)
 
 
+def test_a_small_model_goes_the_plain_way() -> None:
+    _, _, guard = build(SGD, **OPTIONS)
+    assert not guard.compiled
+
+
 @pytest.mark.usefixtures("compiling")
 def test_what_the_kernels_do_not_take_goes_the_plain_way() -> None:
     bag = Bag(torch.float64)
@@ -165,21 +396,17 @@ def test_what_the_kernels_do_not_take_goes_the_plain_way() -> None:
     assert not guard.one_pass
 
 
-def test_a_machine_without_a_compiler_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, OSError])
+def test_a_machine_without_a_compiler_is_told_once(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> object:
-        raise RuntimeError("No working C++ compiler found")
+        raise error("No working C++ compiler found")
 
     kernels.can_compile.cache_clear()
     monkeypatch.setattr(torch, "compile", refuse)
-    with pytest.warns(UserWarning, match="no compiled gate on cpu"):
-        assert not kernels.can_compile("cpu")
-    assert not kernels.can_compile("cpu")
+    with pytest.warns(UserWarning, match="no compiled gate on cpu") as told:
+        answers = [kernels.can_compile("cpu") for _ in range(2)]
+    assert (answers, len(told)) == ([False, False], 1)
     kernels.can_compile.cache_clear()
-
-
-def test_an_unknown_average_is_refused() -> None:
-    with pytest.raises(ValueError, match="float32, bfloat16 or uint8, got 'int4'"):
-        Collaborative(beta=0.9, ema="int4")  # type: ignore[arg-type]
 
 
 def test_a_step_counts_once_beside_torchs_own_optimizer(plainly: None) -> None:
@@ -190,14 +417,6 @@ def test_a_step_counts_once_beside_torchs_own_optimizer(plainly: None) -> None:
     assert guard.gate.step == 3
 
 
-def test_packing_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    gradient = torch.randn(7, 9)
-    whole = Signs.of(gradient)
-    monkeypatch.setattr(kernels, "CHUNK", 4)
-    assert torch.equal(Signs.of(gradient).packed, whole.packed)
-
-
-@can_compile
 def test_a_coordinate_without_a_finite_gradient_stays_where_it_is(compiling: None) -> None:
     bag, optimizer, guard = build(AdamW, **OPTIONS)
     train(optimizer, bag, guard, 1, 3)
@@ -215,7 +434,6 @@ def test_a_coordinate_without_a_finite_gradient_stays_where_it_is(compiling: Non
     assert not torch.equal(bag.weights[0], before[0])
 
 
-@can_compile
 def test_a_lone_infinity_is_found_in_its_tensors_turn(compiling: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "SHARED", 0)  # every tensor counts as a large one
     bag, optimizer, guard = build(AdamW, **OPTIONS)

@@ -20,7 +20,7 @@ from cplus.interfaces import Rejected
 from cplus.models import Loaded
 from cplus.probes import build as building
 from cplus.probes import publish
-from cplus.probes.bank import Bank, Probe, anchors_hash, probe_from_row, probe_lines, probe_to_row
+from cplus.probes.bank import Bank, Probe, anchors_hash, probe_from_row, probe_lines, probe_to_row, seal
 from cplus.probes.build import build
 from cplus.probes.engine import Reader, Request, Sample, Sampling, cut, pick, request_seed
 from cplus.probes.generate import Tally, TooFewProbes, generate
@@ -400,6 +400,13 @@ def test_one_changed_byte_is_refused(tmp_path: Path, base: Loaded, monkeypatch: 
     (tmp_path / "bank" / "probes.jsonl").unlink()
     with pytest.raises(ValueError, match="expected a sealed bank"):
         Bank.load(tmp_path / "bank")
+
+
+def test_a_bank_is_never_sealed_over_another(tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=4)
+    with pytest.raises(ValueError, match=r"bank is already there; remove it or choose another folder"):
+        seal(tmp_path / "bank", bank.probes[:2], bank.manifest)
+    assert Bank.load(tmp_path / "bank") == bank
 
 
 def test_a_full_disk_leaves_nothing_that_looks_sealed(

@@ -116,6 +116,7 @@ def test_every_figure_and_table_of_the_paper_has_its_function() -> None:
     assert {label.replace(":", "_").replace("-", "_") for label in LABELS} | {
         "fig_answer_prior",
         "fig_rotating_evidence",
+        "fig_gentle_start",
     } == set(DRAWINGS) | set(TABULARS)
     text = (ROOT / "docs" / "report.md").read_text()
     assert all(f"`{name}`" in text for name in (*DRAWINGS, *TABULARS))

@@ -22,12 +22,13 @@ import torch
 from typer.testing import CliRunner
 
 from cplus import algorithm, attach, cli, evidence, files
+from cplus import run as run_module
 from cplus.data.examples import Choice
 from cplus.evaluate.prior import answer_prior
 from cplus.methods import METHODS
 from cplus.predictions import Prediction
 from cplus.records import RunResult, RunSpec
-from cplus.studies import SCALES, STUDIES, Result, Spec, e06, e09, runs_of, scale_named, store, studies_named, work
+from cplus.studies import SCALES, STUDIES, Result, Spec, e06, e09, e13, runs_of, scale_named, store, studies_named, work
 from cplus.studies.runner import Ended, here, perform, queue
 from cplus.studies.scales import WITHOUT_ANCHORS, WITHOUT_BANK
 from cplus.studies.shape import margin, pick
@@ -290,6 +291,34 @@ def test_differences_are_paired_by_place_and_seed() -> None:
     ]  # fmt: skip
     singles = [row for row in rows if isinstance(row, RunResult)]
     assert margin(pick(singles, method="a"), pick(singles, method="b")) == Estimate(2.0, 1.0, 2)
+
+
+def test_a_gentle_start_is_measured_where_the_rows_are_first_known() -> None:
+    def made(warmup: float, *curve: tuple[float, float]) -> RunResult:
+        spec = SMOKE.at(method="sft", warmup=warmup)
+        looks = [{"epoch": n, "acquisition": a, "retention": r} for n, (a, r) in enumerate(curve, start=1)]
+        figures: dict[str, Any] = {"retention": 1.0, "retention_uncovered": 0.0, "acquisition": 100.0, "curve": looks}
+        return RunResult(spec=spec, external={}, counts={}, cost={}, seconds=1.0, extra_bytes=0, **figures)
+
+    late = made(0.5, (50.0, 98.0), (99.0, 91.0), (100.0, 85.0))
+    assert (e13.when_learned(late), e13.epochs_to_learn(late)) == (91.0, 2)
+    assert e13.when_learned(made(0.0, (98.9, 70.0))) is None
+    [claim, *_] = e13.summary([late, made(0.0, (99.5, 60.0), (100.0, 50.0))]).claims
+    assert claim.margin == Estimate(31.0, None, 1)
+
+
+def test_the_rate_rises_over_the_share_of_updates_that_the_spec_says() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    spec = SMOKE.at(method="sft", warmup=0.5, epochs=2, batch_size=2)
+    schedule = run_module._rising(optimizer, spec, new=3)  # two updates an epoch, two of four rise
+    assert schedule is not None
+    rates = []
+    for _ in range(4):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0])
+    assert run_module._rising(optimizer, SMOKE.at(method="sft"), new=3) is None
 
 
 def test_the_prior_is_told_from_knowledge() -> None:

@@ -76,7 +76,7 @@ def compare(methods: Sequence[str], seeds: int, out: Path) -> list[RunResult]:
     """Every method on the same split, anchors, bank and seeds, with live progress; each run is kept when it ends."""
     import torch
 
-    from cplus import models, run
+    from cplus import models, parting, run, setting
     from cplus.loop import EpochEnded, Event
     from cplus.records import save_result
     from cplus.terminal import console, progress
@@ -85,14 +85,14 @@ def compare(methods: Sequence[str], seeds: int, out: Path) -> list[RunResult]:
     base = models.load("toy")
     first = base_spec("sft", 0)
     console.print(f"base model: toy; new facts and past facts: {first.task}; outside: {', '.join(first.external)}")
-    parted = run.part(base, first.task, first.interface)
+    parted = parting.part(base, first.task, first.interface)
     console.print(f"it answers {len(parted[1].past)} of {len(parted[1].predictions)} questions rightly")
     results = []
     with progress() as bars:
         bar = bars.add_task("adapting", total=seeds * len(methods) * first.epochs)
         for seed in range(seeds):
             bars.update(bar, description=f"seed {seed}: the frozen model writes {first.num_probes} probes")
-            setting = run.set_up(base_spec("sft", seed), base, parted, out / "banks")
+            given = setting.set_up(base_spec("sft", seed), base, parted, out / "banks")
             for method in methods:
                 bars.update(bar, description=f"seed {seed}: {method}")
 
@@ -100,7 +100,7 @@ def compare(methods: Sequence[str], seeds: int, out: Path) -> list[RunResult]:
                     if isinstance(event, EpochEnded):
                         bars.advance(bar)
 
-                results.append(run.run(base_spec(method, seed), setting, watch=advance))
+                results.append(run.run(base_spec(method, seed), given, watch=advance))
                 save_result(results[-1], out / "records")
     return results
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def study(
-    name: Annotated[str, typer.Argument(help="A study (e01 to e12), 'all', or 'list'.")],
+    name: Annotated[str, typer.Argument(help="A study (e01 to e13), 'all', or 'list'.")],
     scale: Annotated[str, typer.Option(help="smoke, desk, desk-real or paper.")] = "desk",
     out: Annotated[Path, typer.Option(help="The folder of results, one subfolder a scale.")] = Path("results"),
     workers: Annotated[int, typer.Option(min=1, help="Processes at the same time; fewer if memory is short.")] = 2,

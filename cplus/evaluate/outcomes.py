@@ -106,14 +106,14 @@ def average_task_accuracy(accuracies: Mapping[str, float]) -> float:
     return statistics.fmean(accuracies.values())
 
 
-def recovery(retained: float, sft: float) -> float:
-    """The share of SFT's forgetting that a method undoes, in percent: 100 (R - R_SFT) / (100 - R_SFT).
+def recovery(retained: float, sft: float, whole: float = 100.0) -> float:
+    """The share of SFT's forgetting that a method undoes, in percent: 100 (R - R_SFT) / (whole - R_SFT).
 
     Paper: App. "Model-Scale Perspective".
 
     >>> recovery(80.0, 60.0)
     50.0
     """
-    if not sft < 100:
-        raise ValueError(f"expected an SFT that forgets something (Retention below 100), got {sft}")
-    return 100 * (retained - sft) / (100 - sft)
+    if not sft < whole:
+        raise ValueError(f"expected an SFT that forgets something (Retention below {whole:g}), got {sft}")
+    return 100 * (retained - sft) / (whole - sft)

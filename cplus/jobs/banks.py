@@ -20,7 +20,7 @@ from cplus.probes.bank import Bank
 from cplus.probes.build import build, identify
 from cplus.probes.local import LocalEngine
 from cplus.probes.settings import TOPICS, Settings
-from cplus.run import balanced, constant
+from cplus.setting import balanced, constant
 
 FROM_BANK = frozenset({"probes", "synthetic", "constant", "balanced"})
 """The kinds of rows that are made of a bank."""

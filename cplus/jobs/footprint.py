@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cplus import models
 from cplus.attach import Guard
 from cplus.config import AdaptConfig
-from cplus.evidence import MAX_TOKENS, LogitBasis, Reference
+from cplus.evidence import MAX_TOKENS, Evidence, LogitBasis, Reference, Remembered, memory_of
 from cplus.jobs.lora import with_adapters
 from cplus.jobs.rows import Tasks, located
 from cplus.methods import Method
@@ -145,8 +145,10 @@ def guard_bytes(config: AdaptConfig, method: Method, num_anchors: int) -> tuple[
     layer = nn.Linear(64, 64, bias=False)
     spec = RunSpec(model="", task="", interface="", method=method.name, seed=0, num_anchors=0, num_probes=0)
     optimizer = OPTIMIZERS[config.optimizer](layer, spec)
-    basis = isinstance(method.reduction(layer, ()), LogitBasis)
-    evidence = _Ones(num_anchors if basis else 1)
+    reduction = method.reduction(layer, ())
+    evidence: Evidence = _Ones(num_anchors if isinstance(reduction, LogitBasis) else 1)
+    if (memory := memory_of(reduction)) is not None:
+        evidence = Remembered(evidence, memory.memory)
     gate = None if method.gate is None else method.gate(0)
     with Guard(optimizer, layer, evidence=evidence, gate=gate) as guard:
         guard.refresh()

@@ -19,25 +19,13 @@ from cplus.config import AdaptConfig
 from cplus.cost import Work
 from cplus.gates import Collaborative
 from cplus.jobs.gateshares import layer_shares
-from cplus.loop import Cursor, EpochEnded, Event, Prepared, Refreshed, Schedule, Stepped, adapt
+from cplus.loop import Cursor, EpochEnded, Event, Prepared, Refreshed, Schedule, Stepped, adapt, rate_factor
 from cplus.watch import UNIFORM, Watch
 
 Look: TypeAlias = Callable[[int], dict[str, float]]
 """What is learned and lost after an epoch, by its number."""
 Done: TypeAlias = Callable[[dict[str, float]], bool]
 """Whether a look says that everything is learned."""
-
-
-def rate_factor(step: int, *, total: int, warmup: int, course: str) -> float:
-    """The share of the learning rate for the update after `step` others; the first has already some of it.
-
-    >>> [rate_factor(s, total=4, warmup=2, course="linear") for s in range(4)]
-    [0.3333333333333333, 0.6666666666666666, 1.0, 0.5]
-    """
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    gone = (step - warmup) / max(1, total - warmup)
-    return {"constant": 1.0, "linear": 1.0 - gone, "cosine": (1.0 + math.cos(math.pi * gone)) / 2}[course]
 
 
 def scheduler(optimizer: Optimizer, config: AdaptConfig, updates: int) -> LambdaLR:

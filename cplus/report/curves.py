@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, cycle, pairwise
+from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any
 
+from cplus.evaluate.matched import common_level, rise
 from cplus.report.figures import COLOURS, OTHER, label
 
 if TYPE_CHECKING:
@@ -56,27 +57,15 @@ def matched(
     known = {name: points for name, points in known.items() if len(points) > 1}
     if len(known) < 2:
         return None
-    level = max(min(new for new, _ in points) for points in known.values())
-    rises = {name: crossing(points, level) - points[0][1] for name, points in known.items()}
+    level = common_level(known.values())
+    rises = {name: rise(points, level) for name, points in known.items()}
     sft = rises.get("sft", 0.0)
     return {
         "new_nll": level,
         "rows": [
-            {"method": name, "rise": rise, "ratio": rise / sft if sft > 0 else None} for name, rise in rises.items()
+            {"method": name, "rise": found, "ratio": found / sft if sft > 0 else None} for name, found in rises.items()
         ],
     }
-
-
-def crossing(points: Sequence[tuple[float, float]], level: float) -> float:
-    """The second value where the first one comes down to `level`, by straight lines between the points.
-
-    >>> crossing([(3.0, 1.0), (1.0, 2.0), (0.5, 4.0)], 2.0)
-    1.5
-    """
-    for (x, y), (x_next, y_next) in pairwise(points):
-        if x >= level >= x_next:
-            return y if x == x_next else y + (y_next - y) * (x - level) / (x - x_next)
-    raise ValueError(f"expected a curve that comes down to {level}, got one from {points[0][0]} to {points[-1][0]}")
 
 
 def charts(receipt: Receipt) -> list[Chart]:

@@ -1,7 +1,18 @@
 """What a model thinks of answers, and what it answers: likelihoods, greedy decoding, predictions."""
 
 from cplus.scoring.decoding import Generation, greedy
-from cplus.scoring.likelihoods import Score, log_likelihoods, score_candidates
-from cplus.scoring.predict import fitting, predict
+from cplus.scoring.likelihoods import Reading, Score, log_likelihoods, read_targets, score_candidates
+from cplus.scoring.predict import fitting, predict, repeated
 
-__all__ = ["Generation", "Score", "fitting", "greedy", "log_likelihoods", "predict", "score_candidates"]
+__all__ = [
+    "Generation",
+    "Reading",
+    "Score",
+    "fitting",
+    "greedy",
+    "log_likelihoods",
+    "predict",
+    "read_targets",
+    "repeated",
+    "score_candidates",
+]

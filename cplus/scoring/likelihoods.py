@@ -50,18 +50,32 @@ def score_candidates(
     return scores
 
 
-@torch.inference_mode()
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A target read after its prompt: its score, and whether each of its tokens is the likeliest where it stands."""
+
+    score: Score
+    likeliest: bool
+
+
 def log_likelihoods(model: nn.Module, rows: Sequence[Encoded], *, what: str = "scoring") -> list[Score]:
     """The score of each row's target."""
+    return [reading.score for reading in read_targets(model, rows, what=what)]
+
+
+@torch.inference_mode()
+def read_targets(model: nn.Module, rows: Sequence[Encoded], *, what: str = "scoring") -> list[Reading]:
+    """Each row's target in one pass; if every token is the likeliest, greedy decoding says exactly this target."""
     check_window(model, [len(row) - 1 for row in rows])
-    scores = [Score(0.0, 1)] * len(rows)
+    readings = [Reading(Score(0.0, 1), False)] * len(rows)
     for batch in scored(model, [len(row) for row in rows], [len(row.target) for row in rows], what):
         logits, labels = target_logits(bare(model), [rows[i] for i in batch])
         tokens = logits.gather(2, labels.clamp(min=0)[..., None])[..., 0] - logits.logsumexp(2)
         totals = tokens.masked_fill(labels < 0, 0.0).sum(1).tolist()
-        for index, total in zip(batch, totals, strict=True):
-            scores[index] = Score(total, len(rows[index].target))
-    return scores
+        likeliest = ((logits.argmax(2) == labels) | (labels < 0)).all(1).tolist()
+        for index, total, repeats in zip(batch, totals, likeliest, strict=True):
+            readings[index] = Reading(Score(total, len(rows[index].target)), repeats)
+    return readings
 
 
 def _scores_apart(model: nn.Module, rows: Sequence[Row], what: str) -> list[tuple[Score, ...]]:

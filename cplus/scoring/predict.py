@@ -9,11 +9,11 @@ from typing import Literal, TypeAlias
 from torch import nn
 
 from cplus.data.encoded import Encoded, fit
-from cplus.data.examples import Choice, Example
+from cplus.data.examples import Choice, Example, FreeForm
 from cplus.interfaces import Interface
 from cplus.predictions import Prediction
 from cplus.scoring.decoding import greedy
-from cplus.scoring.likelihoods import Score, log_likelihoods, score_candidates
+from cplus.scoring.likelihoods import Score, log_likelihoods, read_targets, score_candidates
 
 Judge: TypeAlias = Callable[[str, Example], bool]
 """Whether a free-text answer to an example is right."""
@@ -44,6 +44,28 @@ def predict(
         texts = _spoken(model, interface, asked, judge=judge, max_new_tokens=max_new_tokens, what=what)
         made.update(zip(open_, texts, strict=True))
     return [made[i] for i in range(len(examples))]
+
+
+def repeated(
+    model: nn.Module, interface: Interface, examples: Sequence[Example], *, what: str = "predicting"
+) -> list[Prediction]:
+    """Whether the model's greedy answer is each row's response, token for token, from one pass and no decoding.
+
+    The answer is the response where it is, else empty: what the model says instead is not known. The score is the
+    response's mean token log-likelihood.
+    """
+    readings = read_targets(model, [interface.encode(example) for example in examples], what=what)
+    return [
+        Prediction(
+            id=example.id,
+            answer=example.response if reading.likeliest and isinstance(example, FreeForm) else "",
+            correct=reading.likeliest,
+            confidence=math.exp(reading.score.mean),
+            scores=(reading.score.mean,),
+            num_tokens=(reading.score.num_tokens,),
+        )
+        for example, reading in zip(examples, readings, strict=True)
+    ]
 
 
 def fitting(interface: Interface, examples: Sequence[Example], window: int, policy: Policy) -> list[Example]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 
-from cplus.studies import e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12
+from cplus.studies import e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12, e13
 from cplus.studies.scales import SCALES, Scale, scale_named
 from cplus.studies.study import Claim, Published, Result, Row, Spec, Study, Summary
 
 STUDIES: dict[str, Study] = {
-    module.STUDY.name: module.STUDY for module in (e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12)
+    module.STUDY.name: module.STUDY for module in (e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12, e13)
 }
 
 

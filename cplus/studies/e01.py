@@ -9,13 +9,13 @@ from cplus.evaluate.statistics import estimate
 from cplus.records import RunResult, RunSpec
 from cplus.studies.scales import BASELINES, MAIN, SCARCE, Scale
 from cplus.studies.shape import (
-    KEPT_AND_LEARNED,
     above,
     by_seed,
+    free_text,
+    keeping,
     margin,
     over_seeds,
     pick,
-    retained,
     shown,
     single,
     strongest,
@@ -36,28 +36,41 @@ def runs(scale: Scale) -> list[RunSpec]:
 
 
 def summary(results: Sequence[Result]) -> Summary:
-    """Retention by place, budget and method; CPLUS against each baseline where anchors are scarce; model scale."""
+    """Retention by place, budget and method; CPLUS against each baseline where anchors are scarce; model scale.
+
+    Of free text the same by the rise of the past answers' loss at matched learning.
+    """
     mine = single(results)
-    rows = table(mine, ("model", "task", "method", "num_anchors"), KEPT_AND_LEARNED)
+    kept, free = keeping(mine), free_text(mine)
+    budgets = tried(mine) if free else SCARCE
+    rows = table(mine, ("model", "task", "method", "num_anchors"), kept.figures)
     scarce = {method: at_budgets(mine, method, SCARCE) for method in MAIN}
     claims = tuple(
         above(
-            f"CPLUS keeps more than {name}, A={budget}",
+            f"CPLUS {kept.better} {name}, A={budget}",
             at_budgets(mine, "cplus", (budget,)),
             at_budgets(mine, name, (budget,)),
+            kept.figure,
         )
-        for budget in SCARCE
+        for budget in budgets
         for name in BASELINES
     )
-    best = strongest({name: scarce[name] for name in BASELINES})
-    gain = None if best is None else margin(scarce["cplus"], scarce[best], retained)
+    best = strongest({name: scarce[name] for name in BASELINES}, kept.figure)
+    gain = None if best is None else margin(scarce["cplus"], scarce[best], kept.figure)
     (won, total), scales = wins(mine), recovered(mine)
     shares = ", ".join(f"{row.at['model']} {shown(row.figures['recovery'])} %" for row in scales)
+    where, does = (", at matched learning of free text,", "loses") if free else ("", "keeps")
     answer = (
-        f"With 4 and 8 anchors CPLUS keeps {shown(gain, sign=True)} points more than the strongest baseline ({best}), "
-        f"and it leads in {won} of {total} settings; share of SFT's forgetting recovered there: {shares or 'not run'}."
+        f"With {' and '.join(map(str, budgets))} anchors{where} CPLUS {does} {shown(gain, sign=True)} {kept.more} than "
+        f"the strongest baseline ({best}), and it leads in {won} of {total} settings; share of SFT's forgetting "
+        f"recovered there: {shares or 'not run'}."
     )
     return Summary(rows=(*rows, *scales), answer=answer, claims=claims)
+
+
+def tried(results: Sequence[RunResult]) -> tuple[int, ...]:
+    """The scarce budgets that were run."""
+    return tuple(budget for budget in SCARCE if pick(results, method="cplus", num_anchors=budget))
 
 
 def at_budgets(results: Sequence[RunResult], method: str, budgets: tuple[int, ...]) -> list[RunResult]:
@@ -68,12 +81,13 @@ def at_budgets(results: Sequence[RunResult], method: str, budgets: tuple[int, ..
 def wins(results: Sequence[RunResult]) -> tuple[int, int]:
     """In how many places and budgets CPLUS's mean is above every baseline's, and of how many."""
     won = total = 0
-    for row in table(pick(results, method="cplus"), ("model", "task", "num_anchors"), {"retention": retained}):
+    kept = keeping(results).figure
+    for row in table(pick(results, method="cplus"), ("model", "task", "num_anchors"), {"kept": kept}):
         here = pick(results, model=row.at["model"], task=row.at["task"])
-        rivals = (over_seeds(at_budgets(here, name, (row.at["num_anchors"],)), retained) for name in BASELINES)
+        rivals = (over_seeds(at_budgets(here, name, (row.at["num_anchors"],)), kept) for name in BASELINES)
         others = [found.mean for found in rivals if found is not None]
         total += 1
-        won += bool(others) and row.figures["retention"].mean > max(others)
+        won += bool(others) and "kept" in row.figures and row.figures["kept"].mean > max(others)
     return won, total
 
 
@@ -83,15 +97,16 @@ def recovered(results: Sequence[RunResult]) -> tuple[Row, ...]:
     Paper: App. E.1.    100 (R_CPLUS - R_SFT) / (100 - R_SFT)
     """
     models = list(dict.fromkeys(result.spec.model for result in results))
+    by = keeping(results)
     shared = set.intersection(*({r.spec.task for r in pick(results, model=m)} for m in models)) if models else set()
     rows = []
     for model in models:
         here = pick(results, model=model, task=tuple(shared))
         kept, plain = (
-            by_seed(at_budgets(here, "cplus", SCARCE), retained),
-            by_seed(at_budgets(here, "sft", ()), retained),
+            by_seed(at_budgets(here, "cplus", SCARCE), by.figure),
+            by_seed(at_budgets(here, "sft", ()), by.figure),
         )
-        values = [recovery(kept[seed], plain[seed]) for seed in kept if plain.get(seed, 100.0) < 100.0]
+        values = [recovery(kept[seed], plain[seed], by.whole) for seed in kept if plain.get(seed, by.whole) < by.whole]
         if values:
             rows.append(Row(at={"model": model}, figures={"recovery": estimate(values)}))
     return tuple(rows)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cplus.records import RunSpec
 from cplus.studies.scales import Scale
-from cplus.studies.shape import KEPT_AND_LEARNED, above, judged, margin, pick, shown, single, table
+from cplus.studies.shape import above, free_text, judged, keeping, margin, pick, shown, single, table
 from cplus.studies.study import Published, Result, Study, Summary
 
 METHODS = ("probe-replay", "anchor-probe-replay", "cplus")
@@ -25,22 +25,34 @@ def runs(scale: Scale) -> list[RunSpec]:
 
 
 def summary(results: Sequence[Result]) -> Summary:
-    """Retention by budget and use; paired differences at every budget and over all."""
+    """Retention by budget and use; paired differences at every budget and over all; free text at matched learning."""
     mine = single(results)
+    kept = keeping(mine)
     ours = pick(mine, method="cplus")
-    claims = [above(f"CPLUS keeps more than {name}", ours, pick(mine, method=name)) for name in METHODS[:-1]]
+    claims = [above(f"CPLUS {kept.better} {name}", ours, pick(mine, method=name), kept.figure) for name in METHODS[:-1]]
     for budget in dict.fromkeys(result.spec.num_anchors for result in mine):
         here = pick(mine, num_anchors=budget)
         claims += [
-            above(f"CPLUS keeps more than {name}, A={budget}", pick(here, method="cplus"), pick(here, method=name))
+            above(
+                f"CPLUS {kept.better} {name}, A={budget}",
+                pick(here, method="cplus"),
+                pick(here, method=name),
+                kept.figure,
+            )
             for name in METHODS[:-1]
         ]
-    gains = [shown(margin(ours, pick(mine, method=name)), sign=True) for name in METHODS[:-1]]
+    gains = [shown(margin(ours, pick(mine, method=name), kept.figure), sign=True) for name in METHODS[:-1]]
     answer = (
         f"The same probes keep {gains[0]} points more as gradients than as replay, and {gains[1]} more than as replay "
         f"together with the anchors; {judged(claims)}."
     )
-    rows = table(mine, ("method", "num_anchors"), KEPT_AND_LEARNED)
+    if free_text(mine):
+        answer = (
+            f"At matched learning of free text the past answers' loss rises by {gains[0]} {kept.more} with the probes "
+            f"as gradients than as replay, and by {gains[1]} less than as replay together with the anchors; "
+            f"{judged(claims)}."
+        )
+    rows = table(mine, ("method", "num_anchors"), kept.figures)
     return Summary(rows=rows, answer=answer, claims=tuple(claims))
 
 

@@ -11,6 +11,7 @@ from cplus.studies.study import Published, Result, Study, Summary
 
 COMPONENTS = ("cplus-anchors", "cplus-probes", "cplus-no-ema", "cplus", "cplus-norm-aligned", "cplus-gradient")
 REDUCTIONS = ("cplus-no-ema", "cplus", "cplus-cvar")
+ENDS = ("cplus-probes", "cplus")
 WEIGHTS = (0.0, 0.25, 0.5, 0.75)
 BETAS = (0.0, 0.5, 0.9, 0.99)
 BUDGETS = (4, 8, 16, 32)
@@ -23,6 +24,7 @@ def runs(scale: Scale) -> list[RunSpec]:
     return [
         *(scale.at(method=method, seed=seed) for method in COMPONENTS for seed in more),
         *(_weighted(scale, w, a, s) for w in WEIGHTS for a in BUDGETS if a in scale.budgets for s in seeds),
+        *(scale.at(method=m, num_anchors=a, seed=s) for m in ENDS for a in BUDGETS if a in scale.budgets for s in more),
         *(_smoothed(scale, beta, seed) for beta in BETAS for seed in seeds),
         *(
             scale.at(num_anchors=few, shots=shots, temperature=temperature, seed=seed)
@@ -57,7 +59,13 @@ def summary(results: Sequence[Result]) -> Summary:
         "cplus-no-ema": "smoothing keeps more than the binary mask",
         "cplus-gradient": "masking the update keeps more than masking the gradient",
     }
-    claims = tuple(above(sentence, whole, pick(here, method=name)) for name, sentence in says.items())
+    budgets = tuple(sorted({r.spec.num_anchors for r in pick(mine, method="cplus-probes")}))
+    blend = pick(mine, num_anchors=budgets, anchor_weight=0.5, beta=0.9, shots=2, temperature=0.8)
+    both, probes = (pick(blend, method=name) for name in ("cplus", "cplus-probes"))
+    claims = (
+        *(above(sentence, whole, pick(here, method=name)) for name, sentence in says.items()),
+        above(f"both sources keep more than probes alone, mean over A = {', '.join(map(str, budgets))}", both, probes),
+    )
     gains = {name: shown(margin(whole, pick(here, method=name)), sign=True) for name in COMPONENTS if name != "cplus"}
     answer = (
         f"At A={budget} both sources together keep {gains['cplus-anchors']} points more than anchors alone and "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cplus.evaluate.statistics import Estimate, estimate
 from cplus.records import SequenceResult, SequenceSpec
@@ -47,14 +47,22 @@ def average(result: SequenceResult, stage: int) -> float:
     return statistics.fmean(result.accuracy[stage][:stage])
 
 
+def kept(result: SequenceResult) -> float:
+    """The mean over stages of the share of earlier tasks' rows, right before a stage, that are right after it."""
+    return statistics.fmean(stage["retention"] for stage in result.stages if stage["retention"] is not None)
+
+
 def summary(results: Sequence[Result]) -> Summary:
     """Average accuracy after each stage, the accuracy on every task at the end, and CPLUS against the others."""
     mine = sequences(results)
     rows = tuple(_row(method, own) for method in METHODS if (own := [r for r in mine if r.spec.method == method]))
     ends = {method: _ends(mine, method) for method in METHODS}
+    stays = {method: {r.spec.seed: kept(r) for r in mine if r.spec.method == method} for method in METHODS}
     claims = tuple(
-        Claim(
-            says=f"CPLUS's average accuracy at the end is above {name}'s", margin=difference(ends["cplus"], ends[name])
+        Claim(says=says.format(name), margin=difference(by["cplus"], by[name]))
+        for says, by in (
+            ("CPLUS's average accuracy at the end is above {}'s", ends),
+            ("CPLUS keeps more of the earlier tasks' right rows than {}, mean over stages", stays),
         )
         for name in METHODS[:-1]
     )
@@ -63,9 +71,15 @@ def summary(results: Sequence[Result]) -> Summary:
     gain = None if best is None else difference(ends["cplus"], ends[best])
     answer = (
         f"After the last task CPLUS answers {shown(finals.get('cplus'))} % of all tasks' rows rightly, the best other "
-        f"method ({best}) {shown(finals.get(best or ''))} %: a difference of {shown(gain, sign=True)} points."
+        f"method ({best}) {shown(finals.get(best or ''))} %: a difference of {shown(gain, sign=True)} points; a "
+        f"stage leaves {shown(_mean(stays['cplus']))} % of the earlier tasks' right rows right under CPLUS, "
+        f"{shown(_mean(stays['cpl']))} % under CPL."
     )
     return Summary(rows=rows, answer=answer, claims=claims)
+
+
+def _mean(values: Mapping[int, float]) -> Estimate | None:
+    return estimate(list(values.values())) if values else None
 
 
 def _ends(results: Sequence[SequenceResult], method: str) -> dict[int, float]:
@@ -80,7 +94,8 @@ def _row(method: str, own: Sequence[SequenceResult]) -> Row:
     }
     figures |= {f"{task} at the end": estimate([r.accuracy[-1][i] for r in own]) for i, task in enumerate(tasks)}
     learned = [statistics.fmean(stage["acquisition"] for stage in result.stages) for result in own]
-    return Row(at={"method": method}, figures={**figures, "acquisition": estimate(learned)})
+    figures |= {"acquisition": estimate(learned), "kept by a stage": estimate([kept(result) for result in own])}
+    return Row(at={"method": method}, figures=figures)
 
 
 STUDY = Study(

@@ -7,7 +7,7 @@ from typing import Any
 
 from cplus.records import RunResult, RunSpec
 from cplus.studies.scales import Scale
-from cplus.studies.shape import KEPT_AND_LEARNED, Figure, above, margin, over_seeds, pick, shown, single, table
+from cplus.studies.shape import Figure, above, free_text, keeping, margin, over_seeds, pick, shown, single, table
 from cplus.studies.study import Published, Result, Study, Summary
 
 CONTROLS = ("norm-matched", "shuffled")
@@ -49,12 +49,15 @@ GEOMETRY = {
 
 
 def summary(results: Sequence[Result]) -> Summary:
-    """Retention of CPLUS and its controls; what the masks of CPL and CPLUS admit."""
+    """Retention of CPLUS and its controls, or free text at matched learning; what the masks of CPL and CPLUS admit."""
     mine = [result for result in single(results) if not result.spec.diagnose]
     watched = [result for result in single(results) if result.spec.diagnose]
+    kept = keeping(mine)
     ours = pick(mine, method="cplus")
-    claims = tuple(above(f"CPLUS keeps more than {name}", ours, pick(mine, method=name)) for name in CONTROLS)
-    lost = {name: shown(margin(ours, pick(mine, method=name)), sign=True) for name in CONTROLS}
+    claims = tuple(
+        above(f"CPLUS {kept.better} {name}", ours, pick(mine, method=name), kept.figure) for name in CONTROLS
+    )
+    lost = {name: shown(margin(ours, pick(mine, method=name), kept.figure), sign=True) for name in CONTROLS}
     harm = [over_seeds(pick(watched, method=name), GEOMETRY["harmful admitted"]) for name in ("cpl", "cplus")]
     shares = [f"{100 * found.mean:.0f} %" if found else "not run" for found in harm]
     answer = (
@@ -62,7 +65,13 @@ def summary(results: Sequence[Result]) -> Summary:
         f"{lost['shuffled']} more than its own coefficients in other places; of the update mass harmful to all past "
         f"rows CPL admits {shares[0]} and CPLUS {shares[1]}."
     )
-    rows = (*table(mine, ("method",), KEPT_AND_LEARNED), *table(watched, ("method",), GEOMETRY))
+    if free_text(mine):
+        answer = (
+            f"At matched learning of free text the past answers' loss rises by {lost['norm-matched']} {kept.more} "
+            f"under CPLUS than under an update of the same size without its mask, and by {lost['shuffled']} less than "
+            "under its own coefficients in other places."
+        )
+    rows = (*table(mine, ("method",), kept.figures), *table(watched, ("method",), GEOMETRY))
     return Summary(rows=rows, answer=answer, claims=claims)
 
 

@@ -19,7 +19,7 @@ PARAMETERS = {
     "gemma-2-2b-it": 2.61e9,
     "phi-3.5-mini": 3.82e9,
 }
-TOKENS = {"cloze": 14, "letter": 110, "freeform": 120}
+TOKENS = {"cloze": 14, "letter": 110, "freeform": 60}
 NEW_ROWS = 680  # where a spec takes every wrong row
 PAST_ROWS = 2000  # where a spec asks every past row
 SPEED = {True: 50e9, False: 60e12}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from cplus.evaluate.matched import Look, common_level, rise
 from cplus.evaluate.statistics import Estimate, estimate
 from cplus.records import RunResult, SequenceResult
 from cplus.studies.study import Claim, Result, Row
@@ -44,6 +46,79 @@ def learned(result: RunResult) -> float:
 
 
 KEPT_AND_LEARNED: Mapping[str, Figure] = {"retention": retained, "acquisition": learned}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """How well runs keep: a figure of which more is better, its value where nothing is lost, and words for it."""
+
+    figure: Figure
+    whole: float
+    better: str
+    more: str
+    figures: Mapping[str, Figure]
+
+
+RETENTION = Keeping(
+    figure=retained, whole=100.0, better="keeps more than", more="points more", figures=KEPT_AND_LEARNED
+)
+
+
+def keeping(results: Sequence[RunResult]) -> Keeping:
+    """Retention; of free text the rise of the past answers' loss at matched learning, of which less is better."""
+    if not free_text(results):
+        return RETENTION
+    lost = matched_rise(results)
+
+    def spared(result: RunResult) -> float | None:
+        found = lost(result)
+        return None if found is None else -found
+
+    return Keeping(
+        figure=spared,
+        whole=0.0,
+        better="loses less than",
+        more="hundredths of a nat less",
+        figures={"rise of past loss, nats/100": lost, **KEPT_AND_LEARNED, **LOSSES},
+    )
+
+
+def free_text(results: Iterable[RunResult]) -> bool:
+    """Whether some of the runs were asked in free text."""
+    return any(result.spec.interface == "freeform" for result in results)
+
+
+LOSSES: Mapping[str, Figure] = {
+    "past loss": lambda result: result.past_nll,
+    "new loss": lambda result: result.new_nll,
+}
+
+
+def matched_rise(results: Iterable[RunResult]) -> Figure:
+    """The rise of the past answers' loss, in hundredths of a nat, where the new answers are learned equally well.
+
+    That is the lowest loss of the new answers which all these runs of the same model, task and seed reach.
+    """
+    curves: dict[tuple[int, str, str], list[list[Look]]] = {}
+    for result in results:
+        if looks := _looks(result):
+            curves.setdefault(_cell(result), []).append(looks)
+    levels = {cell: common_level(own) for cell, own in curves.items()}
+
+    def figure(result: RunResult) -> float | None:
+        looks = _looks(result)
+        return 100 * rise(looks, levels[_cell(result)]) if looks else None
+
+    return figure
+
+
+def _looks(result: RunResult) -> list[Look]:
+    return [(point["new_nll"], point["past_nll"]) for point in result.curve if "new_nll" in point]
+
+
+def _cell(result: RunResult) -> tuple[int, str, str]:
+    """What runs are paired by."""
+    return result.spec.seed, result.spec.model, result.spec.task
 
 
 def table(results: Sequence[RunResult], by: Sequence[str], figures: Mapping[str, Figure]) -> tuple[Row, ...]:
@@ -87,7 +162,7 @@ def _by_cell(results: Iterable[RunResult], figure: Figure) -> dict[tuple[int, st
     values: dict[tuple[int, str, str], list[float]] = {}
     for result in results:
         if (value := figure(result)) is not None:
-            values.setdefault((result.spec.seed, result.spec.model, result.spec.task), []).append(value)
+            values.setdefault(_cell(result), []).append(value)
     return {cell: statistics.fmean(own) for cell, own in values.items()}
 
 

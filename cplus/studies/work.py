@@ -14,8 +14,10 @@ from cplus.studies import store
 from cplus.studies.study import Result, Spec
 
 if TYPE_CHECKING:
-    from cplus import run, sequence
+    from cplus import sequence
     from cplus.models import Loaded
+    from cplus.parting import Part, Parted
+    from cplus.setting import Outside, Setting
 
 Outcome: TypeAlias = Literal["done", "there", "elsewhere"]
 
@@ -58,9 +60,9 @@ class Shared:
 
     def __init__(self) -> None:
         self._base: Loaded | None = None
-        self._parted: dict[tuple[str, str], run.Parted] = {}
-        self._outside: dict[tuple[str, int, int | None, str], run.Outside] = {}
-        self._setting: tuple[Spec, run.Setting] | None = None
+        self._parted: dict[tuple[Part, str, str], Parted] = {}
+        self._outside: dict[tuple[str, int, int | None, str], Outside] = {}
+        self._setting: tuple[Spec, Setting] | None = None
         self._first: tuple[SequenceSpec, sequence.Stage] | None = None
 
     @property
@@ -79,35 +81,37 @@ class Shared:
             self._setting = self._first = None
         return self._base
 
-    def parted(self, model: str, task: str, interface: str) -> run.Parted:
-        """What the base model knows of a task."""
-        from cplus import run
+    def parted(self, part: Part, model: str, task: str, interface: str) -> Parted:
+        """What the base model knows of a task, parted in this way."""
         from cplus.models.gguf import cache_folder
 
-        base = self.base(model)
-        if (task, interface) not in self._parted:
-            self._parted[task, interface] = run.part(base, task, interface, cache_folder() / "splits")
-        return self._parted[task, interface]
+        base, key = self.base(model), (part, task, interface)
+        if key not in self._parted:
+            self._parted[key] = part(base, task, interface, cache_folder() / "splits")
+        return self._parted[key]
 
-    def setting(self, spec: RunSpec) -> run.Setting:
+    def setting(self, spec: RunSpec) -> Setting:
         """The setting of a run; the last one where nothing differs that decides it."""
-        from cplus import run
+        from cplus.parting import part, part_kept
+        from cplus.setting import set_up
 
         base, shape = self.base(spec.model), setting_of(spec)
         if self._setting is None or self._setting[0] != shape:
-            parted = self.parted(spec.model, spec.task, spec.interface)
-            kept = self.parted(spec.model, spec.anchor_task, spec.interface) if spec.anchor_task else None
-            with holding(self.banks / f".{spec.model.replace('/', '-')}-{spec.task}-{spec.seed}.lock", wait=3600.0):
-                self._setting = shape, run.set_up(spec, base, parted, self.banks, kept=kept, ask=self.outside)
+            parted = self.parted(part, spec.model, spec.task, spec.interface)
+            other = spec.anchor_task
+            kept = self.parted(part_kept, spec.model, other, spec.interface) if other else None
+            place = f"{spec.model}-{spec.task}-{spec.seed}".replace("/", "-")
+            with holding(self.banks / f".{place}.lock", wait=3600.0):
+                self._setting = shape, set_up(spec, base, parted, self.banks, kept=kept, ask=self.outside)
         return self._setting[1]
 
-    def outside(self, base: Loaded, name: str, spec: RunSpec) -> run.Outside:
+    def outside(self, base: Loaded, name: str, spec: RunSpec) -> Outside:
         """An outside task with the base model's answers, asked once a seed."""
-        from cplus import run
+        from cplus.setting import ask_outside
 
         key = name, spec.seed, spec.external_limit, spec.interface
         if key not in self._outside:
-            self._outside[key] = run.ask_outside(base, name, spec)
+            self._outside[key] = ask_outside(base, name, spec)
         return self._outside[key]
 
     def first(self, spec: SequenceSpec) -> sequence.Stage:
@@ -144,6 +148,7 @@ def setting_of(spec: Spec) -> Spec:
         parts=1,
         refresh=None,
         memory=0.0,
+        warmup=0.0,
         diagnose=(),
     )
 

@@ -10,7 +10,7 @@ from cplus.records import RunResult
 from cplus.report.studies.collected import Answered, Collected
 from cplus.report.studies.drawing import method_name, size
 from cplus.report.studies.tables import numbers
-from cplus.studies import e01, e02, e03, e05, e06, e07, e11, e12
+from cplus.studies import e01, e02, e03, e05, e06, e07, e11, e12, e13
 from cplus.studies.e10 import KINDS
 from cplus.studies.scales import BASELINES, SCARCE
 from cplus.studies.shape import Figure, learned, margin, over_seeds, pick, retained, shown, strongest
@@ -251,6 +251,22 @@ def _e12(own: Answered, found: Collected) -> list[Beside]:
     ]
 
 
+def _e13(own: Answered, found: Collected) -> list[Beside]:
+    return [
+        Beside(
+            what=f"Retention where 99 % are learned, {' / '.join(method_name(m) for m in e13.METHODS)}, {title} (%)",
+            measured=_several(
+                [
+                    over_seeds([r for r in pick(own.runs, method=m) if bool(r.spec.warmup) == warm], e13.when_learned)
+                    for m in e13.METHODS
+                ]
+            ),
+            published=ADDED,
+        )
+        for title, warm in (("constant rate", False), ("gentle start", True))
+    ]
+
+
 _ALL: Mapping[str, Callable[[Answered, Collected], list[Beside]]] = {
     "e01": _e01,
     "e02": _e02,
@@ -264,6 +280,7 @@ _ALL: Mapping[str, Callable[[Answered, Collected], list[Beside]]] = {
     "e10": _e10,
     "e11": _e11,
     "e12": _e12,
+    "e13": _e13,
 }
 
 

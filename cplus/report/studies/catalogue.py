@@ -39,6 +39,7 @@ FIGURES: Mapping[str, tuple[Draw, ...]] = {
     ),
     "e11": (probes.fig_answer_prior,),
     "e12": (probes.fig_rotating_evidence,),
+    "e13": (course.fig_gentle_start,),
 }
 TABLES: Mapping[str, tuple[Tabulate, ...]] = {
     "e04": (tables.tab_cplus_ablation, tables.tab_ema_selection),

@@ -1,4 +1,4 @@
-"""The figures of E5 and E6: tasks one after another, epoch by epoch, and what it costs."""
+"""The figures of E5, E6 and E13: tasks one after another, epoch by epoch, what it costs, and a gentle start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cplus.evaluate.statistics import Estimate, estimate
 from cplus.records import RunResult, SequenceResult
 from cplus.report.studies.collected import Collected
 from cplus.report.studies.drawing import Picture, Points, counted, empty, legend, lines, look, method_name, sheet, size
-from cplus.studies import e05, e06
+from cplus.studies import e05, e06, e13
 from cplus.studies.shape import pick
 
 
@@ -185,3 +185,24 @@ def fig_epoch_level_dynamics(found: Collected) -> Picture:
         f"{counted(drawn)}."
     )
     return Picture(label="fig:epoch-level-dynamics", paper="Fig. 12", caption=caption, figure=figure)
+
+
+def fig_gentle_start(found: Collected) -> Picture:
+    """The path of Acquisition and Retention at a constant rate and with a warm-up (E13)."""
+    own = found.studies["e13"].runs
+    figure, axes = sheet(2, width=4.0, height=2.9, share=True)
+    for axis, (title, warm) in zip(axes, (("constant rate", False), ("gentle start", True)), strict=True):
+        _path(axis, [result for result in own if bool(result.spec.warmup) == warm])
+        axis.set(title=title)
+    axes[1].set_ylabel("")
+    for method in e13.METHODS:
+        colour, marker = look(method)
+        axes[0].plot([], [], color=colour, marker=marker, label=method_name(method))
+    legend(figure)
+    drawn = [row.figures["final retention"] for row in found.studies["e13"].summary.rows]
+    caption = (
+        f"The path of Acquisition and Retention, epoch by epoch, at a constant learning rate and at one that rises "
+        f"over {e13.SHARE:.0%} of the updates. Large markers are the first epoch with full Acquisition. Means, "
+        f"{counted(drawn)}."
+    )
+    return Picture(label="fig:gentle-start", paper="Added here", caption=caption, figure=figure)

@@ -89,7 +89,7 @@ def tab_experiment_index(found: Collected) -> Table:
     return Table(
         label="tab:experiment-index",
         paper="Table 2",
-        caption="Experiment index; e11 and e12 are added here.",
+        caption="Experiment index; e11 to e13 are added here.",
         columns=("ID", "Question", "Location", "Command"),
         rows=rows,
     )

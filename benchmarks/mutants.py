@@ -1,0 +1,308 @@
+"""Every small fault in the gate's arithmetic must fail a test: `python benchmarks/mutants.py --out mutants.json`.
+
+The faults are those of cosmic-ray (operators, comparisons, numbers, loops, decorators) and of mutmut (arguments,
+assignments, branches). Neither's own runner serves here: one starts Python and torch anew for each of two thousand
+mutants, the other wraps functions so that they no longer compile. So each mutant is tested in a fork of one process
+that has torch loaded and this package not. The sources tested are a copy; the working tree is never touched.
+
+Survivors that change no number are listed with the reason in `mutants.toml`; any other makes the exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+ROOT = Path(__file__).resolve().parents[1]
+ALLOWED = Path(__file__).with_suffix(".toml")
+TESTS = {  # in this order, until the first failure
+    "algorithm": ("tests/test_algorithm.py", "cplus/algorithm.py"),
+    "gates": ("tests/test_gates.py",),
+    "kernels": ("tests/test_kernels.py", "cplus/kernels.py"),
+}
+LOADED = ("torch", "torch._dynamo", "torch._inductor.compile_fx", "transformers", "datasets", "hypothesis")
+QUIET = ("-x", "-p", "no:cacheprovider", "--tb=line", "--durations=0")
+BITWISE = frozenset(("RShift", "LShift", "BitOr", "BitAnd", "BitXor"))
+OUTCOMES = {0: "survived", 1: "killed", 2: "killed"}  # of pytest: all passed, some failed, not even collected
+BROKEN = 70  # no code of pytest's
+Name: TypeAlias = tuple[str, str, str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """One changed source, named by what stood where and what stands there now."""
+
+    module: str
+    where: str
+    was: str
+    now: str
+    source: str
+
+    @property
+    def name(self) -> Name:
+        """What makes it the same mutant in another version of the file."""
+        return self.module, self.where, self.was, self.now
+
+
+def by_cosmic_ray(source: str) -> Iterator[str]:
+    """Changed sources by the operators of cosmic-ray."""
+    from cosmic_ray import plugins
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.mutating import mutate_code
+
+    for name in plugins.operator_names():
+        if name in ("core/VariableReplacer", "core/VariableInserter"):
+            continue  # they want a name to put in
+        if "BinaryOperator" in name and len(BITWISE.intersection(name.split("_"))) == 1:
+            continue  # a float has no bits: such a mutant raises an error at once
+        operator = plugins.get_operator(name)()
+        places = sum(len(list(operator.mutation_positions(node))) for node in ast_nodes(get_ast(source)))
+        for place in range(places):
+            yield mutate_code(source, operator, place)
+
+
+def by_mutmut(source: str) -> Iterator[str]:
+    """Changed sources by the operators of mutmut, but for the words of strings."""
+    import libcst
+    from mutmut.mutation.mutators import mutation_operators, operator_string
+
+    module = libcst.parse_module(source)
+    nodes: list[libcst.CSTNode] = [module]
+    while nodes:
+        node = nodes.pop()
+        nodes += [child for child in node.children if not isinstance(child, libcst.Annotation)]
+        for kind, operator in mutation_operators:
+            if isinstance(node, kind) and operator is not operator_string:
+                for changed in operator(node):
+                    found = module.deep_replace(node, changed)
+                    assert isinstance(found, libcst.Module)
+                    yield found.code
+
+
+def meaning(source: str) -> str | None:
+    """What Python runs of a source: no annotations, which are never evaluated; None where it does not parse."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef):
+            node.returns = None
+        elif isinstance(node, ast.AnnAssign):
+            node.annotation = ast.Constant(value=None)
+    return ast.dump(tree)
+
+
+def scope(tree: ast.Module, line: int) -> str:
+    """The innermost function or class around a line, by its dotted name."""
+    names: list[str] = []
+    body = tree.body
+    while True:
+        inside = [n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and starts(n) <= line <= ends(n)]
+        if not inside:
+            return ".".join(names)
+        names.append(inside[0].name)
+        body = inside[0].body
+
+
+def starts(node: ast.FunctionDef | ast.ClassDef) -> int:
+    """The first line, decorators included."""
+    return min([node.lineno, *(d.lineno for d in node.decorator_list)])
+
+
+def ends(node: ast.FunctionDef | ast.ClassDef) -> int:
+    """The last line."""
+    assert node.end_lineno is not None
+    return node.end_lineno
+
+
+def place(tree: ast.Module, lines: Sequence[str], at: int) -> str:
+    """The scope of a line, numbered where the same line stands in it more than once."""
+    where = scope(tree, at + 1)
+    before = [i for i in range(at) if lines[i] == lines[at] and scope(tree, i + 1) == where]
+    return f"{where} ({len(before) + 1})" if before else where
+
+
+def mutants(module: str, source: str) -> list[Mutant]:
+    """All different mutants of a module, from the top of the file down."""
+    tree, lines, seen, found = ast.parse(source), source.splitlines(), {meaning(source), None}, []
+    for changed in (*by_cosmic_ray(source), *by_mutmut(source)):
+        means = meaning(changed)
+        if means in seen:
+            continue
+        seen.add(means)
+        edits = difflib.SequenceMatcher(None, lines, now := changed.splitlines(), autojunk=False).get_opcodes()
+        [(_, first, last, begin, end)] = [edit for edit in edits if edit[0] != "equal"]
+        first += next(i for i, line in enumerate(lines[first:last]) if line)
+        was, new = (" ".join(line.strip() for line in part) for part in (lines[first:last], now[begin:end]))
+        found.append((first, Mutant(module=module, where=place(tree, lines, first), was=was, now=new, source=changed)))
+    return [mutant for _, mutant in sorted(found, key=lambda pair: pair[0])]
+
+
+def tested(folder: Path, module: str, source: str, *, seconds: float) -> str:
+    """What the module's tests say of this source: survived, killed or too slow."""
+    (folder / "cplus" / f"{module}.py").write_text(source)
+    child = os.fork()
+    if child == 0:
+        in_child(folder, module)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return verdict(os.waitstatus_to_exitcode(status), folder / "log")
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "too slow"
+
+
+def verdict(code: int, log: Path) -> str:
+    """Pytest's exit code as an outcome; a process that a signal ended is a mutant killed."""
+    if code >= 0 and code not in OUTCOMES:
+        raise RuntimeError(f"pytest ended with code {code}, which is no verdict: {log.read_text()[-2000:]}")
+    return OUTCOMES.get(code, "killed")
+
+
+def in_child(folder: Path, module: str) -> None:
+    """Run the tests on the copy and end with pytest's code; this process never returns from here."""
+    import pytest
+
+    code = BROKEN
+    try:
+        with (folder / "log").open("w") as out:
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
+        found = importlib.util.find_spec("cplus")
+        if found is not None and found.origin == str(folder / "cplus" / "__init__.py"):
+            code = int(pytest.main([*QUIET, *TESTS[module]]))
+            sys.stdout.flush()
+    finally:
+        os._exit(code)
+
+
+def copied(folder: Path) -> None:
+    """The sources under test, without bytecode."""
+    clean = shutil.ignore_patterns("__pycache__", ".hypothesis")
+    for part in ("cplus", "tests"):
+        shutil.copytree(ROOT / part, folder / part, ignore=clean)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+
+
+def allowed() -> dict[Name, str]:
+    """The survivors that change no number, with the reason."""
+    listed = tomllib.loads(ALLOWED.read_text())
+    return {
+        (module, entry["where"], entry["was"], now): entry["why"]
+        for module, entries in listed.items()
+        for entry in entries
+        for now in entry["now"]
+    }
+
+
+def survivors_of(summary: Path) -> set[Name]:
+    """The names of the mutants that an earlier summary lists."""
+    listed = json.loads(summary.read_text())["survivors"]
+    return {(entry["module"], entry["where"], entry["was"], entry["now"]) for entry in listed}
+
+
+def prepare(folder: Path) -> None:
+    """Load what all forks share, on one thread, and keep compiled kernels inside the folder."""
+    settings = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    os.environ.update(settings, TORCHINDUCTOR_CACHE_DIR=str(folder / "kernels"))
+    sys.dont_write_bytecode = True
+    copied(folder)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    for name in LOADED:
+        importlib.import_module(name)
+    import pytest
+    from hypothesis import settings as examples
+
+    # No deadline: on a busy machine it would kill mutants that no test kills.
+    examples.register_profile("mutants", derandomize=True, database=None, deadline=None)
+    examples.load_profile("mutants")
+    (folder / "tests" / "test_nothing.py").write_text("def test_nothing() -> None:\n    pass\n")
+    if pytest.main([*QUIET, "tests/test_nothing.py"]) != 0:  # loads the plugins and what the fixtures import
+        raise RuntimeError("pytest does not run here")
+    assert "cplus" not in sys.modules
+    gc.freeze()  # what is never looked at again is never copied either
+
+
+def tried(folder: Path, module: str, known: set[Name] | None) -> Iterator[tuple[Mutant, str]]:
+    """Each mutant of a module and what became of it; only the known ones where some are given."""
+    source, begun = (ROOT / "cplus" / f"{module}.py").read_text(), time.monotonic()
+    sys.dont_write_bytecode = False
+    if tested(folder, module, source, seconds=3600) != "survived":
+        raise RuntimeError(f"the tests of {module} fail without any mutation: {(folder / 'log').read_text()[-2000:]}")
+    # The bytecode of all other files is kept for speed; mutants of one second and one size would share theirs.
+    sys.dont_write_bytecode = True
+    for kept in (folder / "cplus" / "__pycache__").glob(f"{module}.*"):
+        kept.unlink()
+    seconds = 60 + 5 * (time.monotonic() - begun)  # an endless loop is a killed mutant, a busy machine is not
+    for mutant in mutants(module, source):
+        if known is None or mutant.name in known:
+            yield mutant, tested(folder, module, mutant.source, seconds=seconds)
+    (folder / "cplus" / f"{module}.py").write_text(source)
+
+
+def judged(folder: Path, module: str, known: set[Name] | None) -> tuple[dict[str, int], list[dict[str, str | None]]]:
+    """A module's counts and its survivors, each with the reason why it may survive or None."""
+    begun, counts, survivors, fine = time.perf_counter(), Counter[str](), [], allowed()
+    for mutant, outcome in tried(folder, module, known):
+        why = fine.get(mutant.name)
+        counts["equivalent" if outcome == "survived" and why is not None else outcome] += 1
+        if outcome == "survived":
+            survivors.append(
+                {"module": module, "where": mutant.where, "was": mutant.was, "now": mutant.now, "why": why}
+            )
+        if outcome == "survived" and why is None:
+            print(f"survived: {module}.{mutant.where}: {mutant.was}  ->  {mutant.now}", flush=True)
+    return {**counts, "mutants": counts.total(), "seconds": round(time.perf_counter() - begun)}, survivors
+
+
+def main() -> int:
+    """Try every mutant, print the survivors that are not allowed, and write the counts."""
+    options = argparse.ArgumentParser(description="Mutation testing of the gate's arithmetic.")
+    options.add_argument("--modules", nargs="*", default=list(TESTS), choices=list(TESTS))
+    options.add_argument("--again", type=Path, help="only the survivors of this earlier summary")
+    options.add_argument("--out", type=Path, help="the summary as JSON")
+    asked = options.parse_args()
+    known = None if asked.again is None else survivors_of(asked.again)
+    out = None if asked.out is None else asked.out.resolve()
+    rows: dict[str, dict[str, int]] = {}
+    survivors: list[dict[str, str | None]] = []
+    with tempfile.TemporaryDirectory(prefix="cplus-mutants-") as folder:
+        prepare(Path(folder))
+        for module in asked.modules:
+            rows[module], found = judged(Path(folder), module, known)
+            survivors += found
+            print(f"{module}: {rows[module]}", flush=True)
+    if out is not None:
+        os.chdir(ROOT)
+        from cplus import files  # only now: the forks must not find it loaded
+
+        files.write_json(out, {"modules": rows, "survivors": survivors})
+    return 1 if any(row.get("survived") for row in rows.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""What all methods of one comparison share: the base model, its past and new rows, anchors, bank and outside tasks."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cplus import interfaces, models
+from cplus.data.encoded import Encoded
+from cplus.data.examples import Choice, Example
+from cplus.data.harness import PREFIX
+from cplus.data.split import Split, draw_mixture
+from cplus.files import fingerprint
+from cplus.interfaces import Interface
+from cplus.methods import Material, Past
+from cplus.parting import Parted
+from cplus.predictions import Prediction
+from cplus.probes.bank import Bank
+from cplus.probes.build import build, identify
+from cplus.probes.local import LocalEngine
+from cplus.probes.settings import Settings
+from cplus.probes.texts import input_key
+from cplus.records import RunSpec
+from cplus.scoring import predict
+from cplus.tasks import EXTERNAL, load_task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outside:
+    """A task used neither for training nor as anchors, with the base model's answers."""
+
+    examples: tuple[Example, ...]
+    interface: Interface
+    before: tuple[Prediction, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all methods of one comparison share: base model, splits, anchors, new rows and bank.
+
+    `split` parts the task whose past is kept, `learned` the one whose new rows are taught: one and the same unless
+    the spec draws its anchors elsewhere. `asked` are the past rows that are asked again, `wrong` the wrong rows of
+    a past task that is not the new one.
+    """
+
+    base: models.Loaded
+    interface: Interface
+    split: Split
+    learned_by: Interface
+    learned: Split
+    anchors: tuple[Example, ...]
+    new: tuple[Example, ...]
+    probes: tuple[Example, ...]
+    asked: tuple[Example, ...]
+    wrong: tuple[Example, ...]
+    outside: dict[str, Outside]
+    crossed: bool
+    """Whether what is kept is of another task than what is learned."""
+
+    @property
+    def covered(self) -> set[str]:
+        """The ids of past questions that also stand in the bank."""
+        asked = {input_key(probe, options=False) for probe in self.probes}
+        return {example.id for example in self.asked if input_key(example, options=False) in asked}
+
+
+def encode(examples: Sequence[Example], tokenizer: Any, *, interface: str = "freeform") -> list[Encoded]:
+    """Examples as the tokens that training and evidence see."""
+    bound = interfaces.build(interface, tokenizer)
+    return [bound.encode(example) for example in examples]
+
+
+AskOutside = Callable[[models.Loaded, str, RunSpec], Outside]
+
+
+def set_up(
+    spec: RunSpec,
+    base: models.Loaded,
+    parted: Parted,
+    banks: Path,
+    *,
+    kept: Parted | None = None,
+    ask: AskOutside | None = None,
+) -> Setting:
+    """Draw anchors and new rows by the seed; the base model writes the bank from the anchors alone, once.
+
+    `parted` is the new task; `kept` the spec's `anchor_task`, where that is another one. `ask` gives an outside task
+    with the base model's answers, for those who remember them.
+    """
+    ask = ask or ask_outside
+    if bool(spec.anchor_task) != (kept is not None):
+        raise ValueError(f"expected the split of anchor_task {spec.anchor_task!r} if there is one; part it and pass it")
+    interface, found = kept or parted
+    right = spec.num_anchors - spec.wrong_anchors
+    anchors = draw_mixture(found, correct=right, wrong=spec.wrong_anchors, seed=spec.seed)
+    return Setting(
+        base=base,
+        interface=interface,
+        split=found,
+        learned_by=parted[0],
+        learned=parted[1],
+        anchors=anchors,
+        new=new_rows(parted[1], spec),
+        probes=bank(spec, base, interface, anchors, banks).examples if spec.num_probes else (),
+        asked=_drawn(found.past, spec, "past"),
+        wrong=_drawn(found.new, spec, "wrong") if kept else (),
+        outside={name: ask(base, name, spec) for name in spec.external},
+        crossed=kept is not None,
+    )
+
+
+def bank(spec: RunSpec, base: models.Loaded, interface: Interface, anchors: Sequence[Example], banks: Path) -> Bank:
+    """The sealed bank of these anchors and settings, from the folder of banks or written into it now."""
+    settings = Settings(num_probes=spec.num_probes, shots=spec.shots, temperature=spec.temperature, seed=spec.seed)
+    engine = LocalEngine(base.model, base.tokenizer)
+    key = fingerprint(identify(base, interface, anchors, settings, engine))
+    return build(banks / f"bank-{key[:16]}", base, interface, anchors, settings, engine=engine)
+
+
+def new_rows(found: Split, spec: RunSpec) -> tuple[Example, ...]:
+    """All initially wrong rows in file order, or `num_new` of them drawn by the seed."""
+    if spec.num_new is None:
+        return found.new
+    if spec.num_new > len(found.new):
+        raise ValueError(f"asked for {spec.num_new} new rows, but only {len(found.new)} were initially wrong")
+    return tuple(random.Random(f"{spec.seed}/new").sample(found.new, spec.num_new))
+
+
+def _drawn(rows: Sequence[Example], spec: RunSpec, what: str) -> tuple[Example, ...]:
+    """All rows in their order, or `num_past` of them drawn by the seed."""
+    if spec.num_past is None or spec.num_past >= len(rows):
+        return tuple(rows)
+    return tuple(random.Random(f"{spec.seed}/{what}").sample(rows, spec.num_past))
+
+
+def ask_outside(base: models.Loaded, name: str, spec: RunSpec) -> Outside:
+    """An outside task's rows, drawn by the seed, with the base model's answers."""
+    task = load_task(name)
+    if not all(isinstance(example, Choice) for example in task.examples):
+        raise ValueError(f"outside tasks are multiple choice, but {name} is free text; leave it out of external")
+    examples = random.Random(f"{spec.seed}/{name}").sample(task.examples, len(task.examples))[: spec.external_limit]
+    # The external benchmarks keep their own way of asking; lettered options would turn some into something else.
+    own_way = name in EXTERNAL or name.startswith(PREFIX) or spec.interface == "freeform"
+    usual = task.interface if own_way else spec.interface
+    bound = interfaces.build(usual, base.tokenizer, wording=task.wording)
+    return Outside(examples=tuple(examples), interface=bound, before=tuple(predict(base.model, bound, examples)))
+
+
+def material(given: Setting) -> Material:
+    """The setting's rows as tokens.
+
+    Before the first adaptation the latest model is the base model, whose answers the probes already carry; of them
+    SSR replays as many as there are new rows.
+    """
+    probes = [given.interface.encode(example) for example in given.probes]
+    past = Past(
+        name="past",
+        anchors=[given.interface.encode(example) for example in given.anchors],
+        probes=probes,
+        synthetic=probes[: len(given.new)],
+        constant=constant(probes),
+        balanced=balanced(probes),
+    )
+    return Material(new=[given.learned_by.encode(example) for example in given.new], past=(past,))
+
+
+def constant(probes: Sequence[Encoded]) -> list[Encoded]:
+    """The probes with the bank's most frequent answer in place of their own."""
+    if not probes:
+        return []
+    [(answer, _)] = Counter(probe.target for probe in probes).most_common(1)
+    return [Encoded(probe.prompt, answer) for probe in probes]
+
+
+def balanced(probes: Sequence[Encoded]) -> list[Encoded]:
+    """The first probes of each answer, no answer having more than an even share.
+
+    >>> [row.target for row in balanced([Encoded((1,), (t,)) for t in (7, 7, 7, 8)])]
+    [(7,), (7,), (8,)]
+    """
+    share = math.ceil(len(probes) / max(1, len({probe.target for probe in probes})))
+    seen: Counter[tuple[int, ...]] = Counter()
+    kept = []
+    for probe in probes:
+        seen[probe.target] += 1
+        if seen[probe.target] <= share:
+            kept.append(probe)
+    return kept

@@ -1,0 +1,265 @@
+"""Runs in free text: what is right, what is kept, what is refused, and methods compared at matched learning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cplus import files, models
+from cplus.data.encoded import Encoded
+from cplus.data.examples import FreeForm, Message
+from cplus.evaluate.matched import crossing
+from cplus.interfaces import build
+from cplus.losses import answer_losses
+from cplus.parting import part, part_kept
+from cplus.records import RunResult, RunSpec, SequenceSpec, load_result, save_result
+from cplus.run import configured, run
+from cplus.scoring import greedy, log_likelihoods, read_targets, repeated
+from cplus.setting import Setting, ask_outside, encode, material, new_rows, set_up
+from cplus.studies import SCALES, STUDIES, runs_of, work
+from cplus.studies.shape import keeping, margin, matched_rise, over_seeds, pick
+
+WORDS = ("tin", "oak", "rye", "ash", "elm", "fig", "hay", "ivy")
+REQUESTS = [f"Say {word} and {word} again." for word in WORDS]
+"""What the little model answers; a further request it was never taught."""
+
+
+def conversation(request: str, response: str = "?") -> FreeForm:
+    return FreeForm(id=request, messages=(Message(role="user", content=request),), response=response)
+
+
+@pytest.fixture(scope="module")
+def world(make_tiny: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A tiny model that answers the requests with two words and an end, and files of what to keep and to learn."""
+    folder, tiny = tmp_path_factory.mktemp("world"), make_tiny("llama")
+    interface = build("freeform", tiny.tokenizer)
+    taught = [conversation(request, f"{word} {word}") for request, word in zip(REQUESTS, WORDS, strict=True)]
+    rows = [interface.encode(example) for example in taught]
+    optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-2)
+    for _ in range(80):
+        optimizer.zero_grad()
+        answer_losses(tiny.model, rows).mean().backward()
+        optimizer.step()
+    assert all(reading.likeliest for reading in read_targets(tiny.model, rows))
+    tiny.model.save_pretrained(folder / "model")
+    tiny.tokenizer.save_pretrained(folder / "model")
+    asked = [{"prompt": request, "response": "never said"} for request in REQUESTS]
+    (folder / "keep.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    learn = [{"question": f"Which is {i}?", "choices": ["a", f"b{i}"], "answer": i % 2} for i in range(6)]
+    (folder / "learn.jsonl").write_text("".join(json.dumps(row) + "\n" for row in learn))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CPLUS_CACHE", str(folder / "cache"))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def spec(world: Path) -> RunSpec:
+    """Four new rows beside two anchors; the curve is looked at every epoch."""
+    return RunSpec(
+        model=str(world / "model"), task=str(world / "learn.jsonl"), anchor_task=str(world / "keep.jsonl"),
+        interface="freeform", method="sft", seed=0, num_anchors=2, num_probes=0, num_new=4, lr=3e-3, weight_decay=0.0,
+        epochs=3, batch_size=2, evaluate_every=1,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def given(spec: RunSpec, tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    base = models.load(spec.model, device="cpu")
+    kept = part_kept(base, spec.anchor_task, "freeform")
+    return set_up(spec, base, part(base, spec.task, "freeform"), tmp_path_factory.mktemp("banks"), kept=kept)
+
+
+def test_one_pass_says_what_greedy_decoding_says(tiny: Any) -> None:
+    prompts = [build("freeform", tiny.tokenizer).prompt(conversation(request)) for request in REQUESTS[:4]]
+    said = greedy(tiny.model, tiny.tokenizer, prompts, max_new_tokens=5)
+    rows = [Encoded(prompt, own.tokens) for prompt, own in zip(prompts, said, strict=True)]
+    for place in range(3):  # and one token of each answer another
+        rows += [
+            Encoded(row.prompt, tuple(t ^ 1 if i == place else t for i, t in enumerate(row.target)))
+            for row in rows[: len(prompts)]
+        ]
+    again = [
+        greedy(tiny.model, tiny.tokenizer, [row.prompt], max_new_tokens=len(row.target))[0].tokens == row.target
+        for row in rows
+    ]
+    readings = read_targets(tiny.model, rows)
+    assert [reading.likeliest for reading in readings] == again == [True] * 4 + [False] * 12
+    assert [reading.score for reading in readings] == log_likelihoods(tiny.model, rows)
+
+
+def test_what_is_kept_are_the_models_own_answers_and_what_is_learned_is_terse(given: Setting, spec: RunSpec) -> None:
+    assert [example.response for example in given.split.past if isinstance(example, FreeForm)] == [
+        f"{word} {word}" for word in WORDS
+    ]
+    assert given.split.new == given.wrong == ()
+    assert len(new_rows(given.learned, replace(spec, num_new=None))) == 6
+    assert material(given).new == encode(given.new, given.base.tokenizer)
+    assert {example.response for example in given.new if isinstance(example, FreeForm)} <= {"a", "b1", "b3", "b5"}
+    assert all(answer.right and answer.answer for answer in given.split.predictions)
+    assert not any(answer.right or answer.answer for answer in given.learned.predictions)
+
+
+def test_a_request_without_an_end_is_left_out(
+    world: Path, spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cplus.probes import label
+
+    monkeypatch.setitem(label.MAX_ANSWER_TOKENS, "freeform", 2)  # every taught answer is longer
+    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match=r"answers none of the 8 .*keep\.jsonl rows to an end"):
+        part_kept(models.load(spec.model, device="cpu"), spec.anchor_task, "freeform")
+
+
+def test_a_run_knows_both_losses_from_the_base_model_on(given: Setting, spec: RunSpec, tmp_path: Path) -> None:
+    result = run(spec, given)
+    assert [point["epoch"] for point in result.curve] == [0.0, 1.0, 2.0, 3.0]
+    start, end = result.curve[0], result.curve[-1]
+    assert (start["retention"], start["acquisition"]) == (100.0, 0.0)
+    anchors = {example.id for example in given.anchors}
+    asked = [given.interface.encode(example) for example in given.asked if example.id not in anchors]
+    scores = log_likelihoods(given.base.model, asked)
+    expected = -sum(score.total for score in scores) / sum(score.num_tokens for score in scores)
+    assert start["past_nll"] == pytest.approx(expected, rel=1e-5)
+    assert end["new_nll"] < start["new_nll"]
+    assert end["past_nll"] > start["past_nll"]
+    final = {"retention": result.retention, "acquisition": result.acquisition}
+    assert {**final, "past_nll": result.past_nll, "new_nll": result.new_nll}.items() <= end.items()
+    assert result.correction is None
+    assert load_result(save_result(result, tmp_path)) == result
+
+
+def test_the_gate_works_in_free_text(given: Setting, spec: RunSpec) -> None:
+    plain, gated = (run(replace(spec, method=method, evaluate_every=0), given) for method in ("sft", "cpl"))
+    assert plain.curve == gated.curve == []
+    assert plain.past_nll is not None
+    assert gated.past_nll is not None
+    assert gated.past_nll < plain.past_nll
+
+
+def test_the_runner_does_a_free_form_run(spec: RunSpec, tmp_path: Path) -> None:
+    short = replace(spec, epochs=1, external=("harbours",), external_limit=4)
+    assert work.execute(short, tmp_path) == "done"
+    # What was kept by the model's own answers is now to be learned by the file's, of which it says none.
+    other = replace(spec, task=spec.anchor_task, anchor_task=spec.task, num_new=9)
+    with pytest.raises(ValueError, match="asked for 9 new rows, but only 8 were initially wrong"):
+        work.execute(other, tmp_path)
+
+
+def test_what_makes_no_sense_is_refused(spec: RunSpec, given: Setting, tmp_path: Path) -> None:
+    for changes, message in (
+        ({"anchor_task": ""}, "expected an anchor_task besides .* got none"),
+        ({"anchor_task": spec.task}, "expected an anchor_task besides"),
+        ({"wrong_anchors": 1}, "wrong_anchors must be 0, got 1"),
+        ({"diagnose": ("prior",)}, "there is no 'prior' to diagnose"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(spec, **changes)
+    with pytest.raises(ValueError, match="the tasks of a sequence are multiple choice"):
+        SequenceSpec(model="m", tasks=("a",), interface="freeform", method="sft", seed=0, num_anchors=0, num_probes=0)
+    with pytest.raises(ValueError, match=r"keep\.jsonl is free text; expected the interface freeform"):
+        part(given.base, spec.anchor_task, "cloze")
+    with pytest.raises(ValueError, match="outside tasks are multiple choice"):
+        ask_outside(given.base, spec.anchor_task, spec)
+    with pytest.raises(ValueError, match=r"expected the split of anchor_task .*keep\.jsonl"):
+        set_up(spec, given.base, (given.learned_by, given.learned), tmp_path)
+    closed = replace(spec, interface="cloze", diagnose=("permuted",), epochs=1)
+    with pytest.raises(ValueError, match="options stand in an order only for the letter interface"):
+        run(closed, given)
+    with pytest.raises(TypeError, match="multiple choice"):
+        repeated(given.base.model, given.interface, ask_outside(given.base, spec.task, spec).examples)
+
+
+def test_a_row_of_the_table_keeps_its_own_parts(spec: RunSpec) -> None:
+    assert configured(replace(spec, method="cplus-rotating", refresh=2)).parts == 4
+    assert configured(replace(spec, method="cplus-rotating", parts=2)).parts == 2
+
+
+def test_records_without_losses_still_read_and_keep_their_names(tmp_path: Path) -> None:
+    spec = SCALES["desk"].at(method="cplus")
+    assert spec.key() == "51f0e9b230dda29e"
+    result = RunResult(
+        spec=spec, retention=1.0, retention_uncovered=1.0, acquisition=1.0, external={}, counts={}, cost={},
+        seconds=1.0, extra_bytes=0,
+    )  # fmt: skip
+    path = save_result(result, tmp_path)
+    raw = json.loads(path.read_text())
+    del raw["sha256"], raw["past_nll"], raw["new_nll"]
+    files.write_json(path, files.sealed(raw))
+    assert load_result(path) == result
+
+
+# Curves of (new loss, past loss): SFT learns fast and loses much, CPLUS slowly and little.
+CURVES = {
+    "sft": [(5.0, 0.5), (3.0, 0.9), (1.0, 1.3)],
+    "replay": [(5.0, 0.5), (3.0, 0.7), (1.0, 0.9)],
+    "probe-replay": [(5.0, 0.5), (3.0, 0.8), (1.0, 0.9)],
+    "anchor-probe-replay": [(5.0, 0.5), (3.0, 0.7), (1.0, 0.8)],
+    "cpl": [(5.0, 0.5), (4.0, 0.7), (2.0, 0.7)],
+    "cplus": [(5.0, 0.5), (4.0, 0.6), (2.0, 0.6)],
+    "norm-matched": [(5.0, 0.5), (4.0, 0.9), (2.0, 1.0)],
+    "shuffled": [(5.0, 0.5), (4.0, 0.8), (2.0, 0.8)],
+}
+
+
+def made(method: str, seed: int) -> RunResult:
+    spec = SCALES["desk-real"].at(method=method, seed=seed)
+    shift = 0.01 * seed
+    curve = [{"epoch": float(i), "new_nll": n, "past_nll": p + i * shift} for i, (n, p) in enumerate(CURVES[method])]
+    return RunResult(
+        spec=spec, retention=50.0, retention_uncovered=50.0, acquisition=90.0, external={}, counts={}, cost={},
+        seconds=1.0, extra_bytes=0, curve=curve, past_nll=curve[-1]["past_nll"], new_nll=curve[-1]["new_nll"],
+    )  # fmt: skip
+
+
+MADE = [made(method, seed) for method in CURVES for seed in range(3)]
+
+
+def test_methods_are_compared_where_all_have_learned_equally_well() -> None:
+    lost = matched_rise(pick(MADE, seed=0))
+    [sft], [cplus] = pick(MADE, seed=0, method="sft"), pick(MADE, seed=0, method="cplus")
+    assert lost(sft) == pytest.approx(60.0)  # halfway from 0.9 to 1.3, where the new loss is 2
+    assert lost(cplus) == pytest.approx(10.0)
+    alone = matched_rise([sft])
+    assert alone(sft) == pytest.approx(80.0)
+    assert lost(replace(sft, curve=[])) is None
+    assert crossing([(1.0, 0.5), (0.5, 0.7)], 1.5) == 0.5  # it began below the level
+    with pytest.raises(ValueError, match=r"a curve that comes down to 0\.1, got one from 1\.0 to 0\.5"):
+        crossing([(1.0, 0.5), (0.5, 0.7)], 0.1)
+    kept = keeping(MADE)
+    assert margin(pick(MADE, method="cplus"), pick(MADE, method="sft"), kept.figure).mean > 45  # type: ignore[union-attr]
+    assert over_seeds(pick(MADE, method="sft"), kept.figures["rise of past loss, nats/100"]).mean > 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["e01", "e03", "e09"])
+def test_a_study_of_free_text_says_so_and_lower_is_better(name: str) -> None:
+    wanted = set(runs_of(STUDIES[name], SCALES["desk-real"]))
+    summary = STUDIES[name].summary([result for result in MADE if result.spec in wanted])
+    assert "matched learning of free text" in summary.answer
+    assert "hundredths of a nat less" in summary.answer
+    assert "not run" not in summary.answer
+    assert summary.claims
+    assert all(claim.says.startswith("CPLUS loses less than") for claim in summary.claims)
+    assert {claim.verdict for claim in summary.claims} == {"holds"}
+    assert all("rise of past loss, nats/100" in row.figures for row in summary.rows if "method" in row.at)
+
+
+def test_e01_knows_the_share_of_the_rise_that_is_avoided() -> None:
+    e01 = STUDIES["e01"].summary(pick(MADE, seed=0, method=("sft", "replay", "probe-replay", "cpl", "cplus")))
+    [share] = [row.figures["recovery"] for row in e01.rows if "recovery" in row.figures]
+    assert share.mean == pytest.approx(100 * (60 - 10) / 60)
+    assert "it leads in 1 of 1 settings" in e01.answer
+
+
+def test_the_real_part_is_free_text_with_curves() -> None:
+    specs = [spec for study in STUDIES.values() for spec in runs_of(study, SCALES["desk-real"])]
+    assert specs
+    assert all(
+        isinstance(spec, RunSpec) and spec.interface == "freeform" and spec.evaluate_every == 1 for spec in specs
+    )
+    assert {spec.method for spec in specs} == set(CURVES)
