@@ -16,7 +16,6 @@ import difflib
 import gc
 import importlib
 import importlib.util
-import json
 import os
 import shutil
 import signal
@@ -218,12 +217,6 @@ def allowed() -> dict[Name, str]:
     }
 
 
-def survivors_of(summary: Path) -> set[Name]:
-    """The names of the mutants that an earlier summary lists."""
-    listed = json.loads(summary.read_text())["survivors"]
-    return {(entry["module"], entry["where"], entry["was"], entry["now"]) for entry in listed}
-
-
 def prepare(folder: Path) -> None:
     """Load what all forks share, on one thread, and keep compiled kernels inside the folder."""
     settings = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -247,8 +240,8 @@ def prepare(folder: Path) -> None:
     gc.freeze()  # what is never looked at again is never copied either
 
 
-def tried(folder: Path, module: str, known: set[Name] | None) -> Iterator[tuple[Mutant, str]]:
-    """Each mutant of a module and what became of it; only the known ones where some are given."""
+def tried(folder: Path, module: str, chosen: Sequence[Mutant]) -> Iterator[tuple[Mutant, str]]:
+    """Each chosen mutant of a module and what became of it."""
     source, begun = (ROOT / "cplus" / f"{module}.py").read_text(), time.monotonic()
     sys.dont_write_bytecode = False
     if tested(folder, module, source, seconds=3600) != "survived":
@@ -258,50 +251,46 @@ def tried(folder: Path, module: str, known: set[Name] | None) -> Iterator[tuple[
     for kept in (folder / "cplus" / "__pycache__").glob(f"{module}.*"):
         kept.unlink()
     seconds = 60 + 5 * (time.monotonic() - begun)  # an endless loop is a killed mutant, a busy machine is not
-    for mutant in mutants(module, source):
-        if known is None or mutant.name in known:
-            yield mutant, tested(folder, module, mutant.source, seconds=seconds)
+    for mutant in chosen:
+        yield mutant, tested(folder, module, mutant.source, seconds=seconds)
     (folder / "cplus" / f"{module}.py").write_text(source)
 
 
-def judged(folder: Path, module: str, known: set[Name] | None) -> tuple[dict[str, int], list[dict[str, str | None]]]:
-    """A module's counts and its survivors, each with the reason why it may survive or None."""
-    begun, counts, survivors, fine = time.perf_counter(), Counter[str](), [], allowed()
-    for mutant, outcome in tried(folder, module, known):
-        why = fine.get(mutant.name)
-        counts["equivalent" if outcome == "survived" and why is not None else outcome] += 1
-        if outcome == "survived":
-            survivors.append(
-                {"module": module, "where": mutant.where, "was": mutant.was, "now": mutant.now, "why": why}
-            )
-        if outcome == "survived" and why is None:
-            print(f"survived: {module}.{mutant.where}: {mutant.was}  ->  {mutant.now}", flush=True)
-    return {**counts, "mutants": counts.total(), "seconds": round(time.perf_counter() - begun)}, survivors
+def judged(folder: Path, module: str, *, listed: bool) -> dict[str, int]:
+    """A module's counts; what should not be is printed: an unlisted survivor, or a listed mutant that a test kills."""
+    begun, counts, fine = time.perf_counter(), Counter[str](), allowed()
+    found = mutants(module, (ROOT / "cplus" / f"{module}.py").read_text())
+    known = [mutant.name in fine for mutant in found]
+    counts["mutants"], counts["equivalent"] = len(found), sum(known)
+    chosen = [mutant for mutant, is_known in zip(found, known, strict=True) if is_known == listed]
+    for mutant, outcome in tried(folder, module, chosen):
+        counts[outcome] += 1
+        if (outcome == "survived") != listed:
+            print(f"{outcome}: {module}.{mutant.where}: {mutant.was}  ->  {mutant.now}", flush=True)
+    return {**counts, "seconds": round(time.perf_counter() - begun)}
 
 
 def main() -> int:
-    """Try every mutant, print the survivors that are not allowed, and write the counts."""
+    """Try every mutant that is not listed, or every one that is, and write the counts."""
     options = argparse.ArgumentParser(description="Mutation testing of the gate's arithmetic.")
     options.add_argument("--modules", nargs="*", default=list(TESTS), choices=list(TESTS))
-    options.add_argument("--again", type=Path, help="only the survivors of this earlier summary")
-    options.add_argument("--out", type=Path, help="the summary as JSON")
+    options.add_argument("--listed", action="store_true", help="try those of mutants.toml alone: none may be killed")
+    options.add_argument("--out", type=Path, help="the counts as JSON")
     asked = options.parse_args()
-    known = None if asked.again is None else survivors_of(asked.again)
     out = None if asked.out is None else asked.out.resolve()
     rows: dict[str, dict[str, int]] = {}
-    survivors: list[dict[str, str | None]] = []
     with tempfile.TemporaryDirectory(prefix="cplus-mutants-") as folder:
         prepare(Path(folder))
         for module in asked.modules:
-            rows[module], found = judged(Path(folder), module, known)
-            survivors += found
+            rows[module] = judged(Path(folder), module, listed=asked.listed)
             print(f"{module}: {rows[module]}", flush=True)
-    if out is not None:
         os.chdir(ROOT)
+    if out is not None:
         from cplus import files  # only now: the forks must not find it loaded
 
-        files.write_json(out, {"modules": rows, "survivors": survivors})
-    return 1 if any(row.get("survived") for row in rows.values()) else 0
+        files.write_json(out, rows)
+    wrong = ("killed", "too slow") if asked.listed else ("survived",)
+    return 1 if any(row.get(outcome) for row in rows.values() for outcome in wrong) else 0
 
 
 if __name__ == "__main__":

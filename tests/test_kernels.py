@@ -77,9 +77,10 @@ def test_the_average_before_the_first_step() -> None:
 
 
 def test_the_scalars_of_a_step() -> None:
-    assert kernels.gate_numbers(0.75, 2) == (0.75, 0.25, 1.0 - 0.75**2)
-    found = numbers_of(0.25, 3.0)
-    assert found.dtype == torch.float32
+    assert kernels.gate_numbers(0.75, 2) == (0.75, 0.25, 0.4375)
+    assert kernels.gate_numbers(0.25, 2) == (0.25, 0.75, 0.9375)
+    found = numbers_of(0.25, 3)
+    assert found.dtype == numbers_of(1, 2).dtype == torch.float32
     assert found.tolist() == [[[0.25]] * 4, [[3.0]] * 4]
     shift = kernels.shifts(torch.device("cpu"))
     assert (shift.dtype, shift.tolist()) == (torch.int32, [[0], [2], [4], [6]])
@@ -101,7 +102,10 @@ def blocks(count: int, seed: int = 0) -> list[torch.Tensor]:
 def kept_average(kind: torch.dtype) -> torch.Tensor:
     drawn = torch.rand(4, 16, generator=torch.Generator().manual_seed(9))
     # Levels that are multiples of 4 never come to lie half-way between two by beta = 0.75.
-    return (drawn * 63).round().mul(4).to(kind) if kind == torch.uint8 else drawn.to(kind)
+    if kind == torch.uint8:
+        return (drawn * 63).round().mul(4).to(kind)
+    drawn[0, 0] = -0.9  # no mask leads there; the formula cuts it off all the same
+    return drawn.to(kind)
 
 
 def gate_by_formula(
@@ -233,6 +237,40 @@ def test_a_kernel_is_compiled_by_one_large_call(
     assert (average.shape, average.dtype) == ((4, 12), kind)
     assert numbers.tolist() == [[[1.0]] * 4] * scalars
     assert shift is kernels.shifts(cpu)
+
+
+def test_a_compiler_is_tried_on_a_small_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, seen = [], []
+
+    def fake_compile(function: Callable[[torch.Tensor], None], **how: object) -> Callable[[torch.Tensor], None]:
+        asked.append(how)
+
+        def kernel(x: torch.Tensor) -> None:
+            x += 3.0
+            function(x)
+            seen.append(x)
+
+        return kernel
+
+    kernels.can_compile.cache_clear()
+    monkeypatch.setattr(torch, "compile", fake_compile)
+    assert kernels.can_compile("cpu")
+    kernels.can_compile.cache_clear()
+    assert asked == [{"dynamic": True, "fullgraph": True}]
+    assert torch.equal(seen[0], torch.full((4, 8), 6.0))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, OSError])
+def test_a_machine_without_a_compiler_is_told_once(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> object:
+        raise error("No working C++ compiler found")
+
+    kernels.can_compile.cache_clear()
+    monkeypatch.setattr(torch, "compile", refuse)
+    with pytest.warns(UserWarning, match="no compiled gate on cpu") as told:
+        answers = [kernels.can_compile("cpu") for _ in range(2)]
+    assert (answers, len(told)) == ([False, False], 1)
+    kernels.can_compile.cache_clear()
 
 
 def test_which_parameters_the_kernels_take() -> None:
@@ -394,19 +432,6 @@ def test_what_the_kernels_do_not_take_goes_the_plain_way() -> None:
     guard = Guard(AdamW(bag.weights), bag, evidence=PastEvidence(), gate=Collaborative(beta=0.9))
     assert not guard.compiled
     assert not guard.one_pass
-
-
-@pytest.mark.parametrize("error", [RuntimeError, OSError])
-def test_a_machine_without_a_compiler_is_told_once(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> object:
-        raise error("No working C++ compiler found")
-
-    kernels.can_compile.cache_clear()
-    monkeypatch.setattr(torch, "compile", refuse)
-    with pytest.warns(UserWarning, match="no compiled gate on cpu") as told:
-        answers = [kernels.can_compile("cpu") for _ in range(2)]
-    assert (answers, len(told)) == ([False, False], 1)
-    kernels.can_compile.cache_clear()
 
 
 def test_a_step_counts_once_beside_torchs_own_optimizer(plainly: None) -> None:

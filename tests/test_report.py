@@ -282,7 +282,7 @@ def test_the_page_opens_without_complaint_and_asks_for_nothing(page: Browser, re
     asked = [address for address in page.requests() if not address.startswith("data:")]
     assert asked == [(report / "index.html").resolve().as_uri()]
     assert page.js("[...document.querySelectorAll('section.study')].map(e => e.id)") == [*STUDIES, "index"]
-    assert page.js("[...document.querySelectorAll('section.study .answer')].filter(e => e.innerText).length") == 12
+    assert page.js("[...document.querySelectorAll('section.study .answer')].filter(e => e.innerText).length") == 13
     assert page.js("document.querySelectorAll('figure svg').length") == len(DRAWINGS)
     assert (
         page.js("[...document.querySelectorAll('figure svg')].filter(e => e.getBoundingClientRect().height < 100)")

@@ -86,7 +86,8 @@ def test_a_study_answers_from_its_own_results(results: Path, name: str) -> None:
     assert summary.rows
     assert summary.claims
     assert all(claim.margin is not None and claim.verdict == "unclear" for claim in summary.claims)  # one seed
-    assert all(estimate.count == 1 for row in summary.rows for estimate in row.figures.values())
+    seeds = 2 if name == "e12" else 1  # one more to confirm by
+    assert all(estimate.count <= seeds for row in summary.rows for estimate in row.figures.values())
     json.dumps(summary.row(), allow_nan=False)
 
 
@@ -300,11 +301,14 @@ def test_a_gentle_start_is_measured_where_the_rows_are_first_known() -> None:
         figures: dict[str, Any] = {"retention": 1.0, "retention_uncovered": 0.0, "acquisition": 100.0, "curve": looks}
         return RunResult(spec=spec, external={}, counts={}, cost={}, seconds=1.0, extra_bytes=0, **figures)
 
-    late = made(0.5, (50.0, 98.0), (99.0, 91.0), (100.0, 85.0))
-    assert (e13.when_learned(late), e13.epochs_to_learn(late)) == (91.0, 2)
-    assert e13.when_learned(made(0.0, (98.9, 70.0))) is None
-    [claim, *_] = e13.summary([late, made(0.0, (99.5, 60.0), (100.0, 50.0))]).claims
-    assert claim.margin == Estimate(31.0, None, 1)
+    late = made(0.5, (50.0, 98.0), (100.0, 88.0))
+    early = made(0.0, (99.5, 60.2), (100.0, 50.0))
+    assert e13.kept_at(75.0)(late) == pytest.approx(93.0)  # halfway between two looks
+    assert (e13.epochs_to_learn(late), e13.level([late, early])) == (2, 99.0)
+    assert e13.level([late, made(0.0, (80.0, 70.0))]) == 80.0  # all can be compared there
+    [claim, *_] = e13.summary([late, early]).claims
+    assert claim.margin is not None
+    assert claim.margin.mean == pytest.approx((98.0 - 10.0 * 49 / 50) - (100.0 - 39.8 * 99.0 / 99.5))
 
 
 def test_the_rate_rises_over_the_share_of_updates_that_the_spec_says() -> None:

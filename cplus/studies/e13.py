@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cplus.evaluate.matched import Look, common_level, crossing
 from cplus.records import RunResult, RunSpec
 from cplus.studies.scales import Scale
-from cplus.studies.shape import above, margin, over_seeds, pick, retained, shown, single, table
+from cplus.studies.shape import Figure, above, margin, over_seeds, pick, retained, shown, single, table
 from cplus.studies.study import Result, Study, Summary
 
 METHODS = ("sft", "replay", "cpl", "cplus")
@@ -24,9 +25,20 @@ def runs(scale: Scale) -> list[RunSpec]:
     ]
 
 
-def when_learned(result: RunResult) -> float | None:
-    """Retention at the first look with 99 % Acquisition; None if there is none."""
-    return next((point["retention"] for point in result.curve if point["acquisition"] >= LEARNED), None)
+def path(result: RunResult) -> list[Look]:
+    """What is not yet known and what is lost, in percent, from the base model on."""
+    looks = [(100.0 - point["acquisition"], 100.0 - point["retention"]) for point in result.curve]
+    return [(100.0, 0.0), *looks]
+
+
+def level(results: Sequence[RunResult]) -> float:
+    """The Acquisition at which all are compared: 99 %, or the highest that every run reaches."""
+    return min(LEARNED, 100.0 - common_level(map(path, results))) if results else LEARNED
+
+
+def kept_at(acquisition: float) -> Figure:
+    """Retention where a run first has this Acquisition, by straight lines between looks."""
+    return lambda result: 100.0 - crossing(path(result), 100.0 - acquisition) if result.curve else None
 
 
 def epochs_to_learn(result: RunResult) -> float | None:
@@ -38,43 +50,35 @@ def summary(results: Sequence[Result]) -> Summary:
     """Retention where the new rows are first known, and at the end, by schedule and method."""
     mine = [result for result in single(results) if result.curve]
     gentle, constant = ([r for r in mine if bool(r.spec.warmup) == warm] for warm in (True, False))
-    rows = table(
-        mine,
-        ("warmup", "method"),
-        {"retention when learned": when_learned, "epochs to learn": epochs_to_learn, "final retention": retained},
-    )
+    common = level(mine)
+    kept, ours = kept_at(common), pick(gentle, method="cplus")
+    figures: dict[str, Figure] = {
+        "retention when learned": kept,
+        "epochs to learn": epochs_to_learn,
+        "final retention": retained,
+    }
     claims = (
         *(
-            above(
-                f"{name}: a gentle start keeps more",
-                pick(gentle, method=name),
-                pick(constant, method=name),
-                when_learned,
-            )
-            for name in METHODS
+            above(f"{m}: a gentle start keeps more", pick(gentle, method=m), pick(constant, method=m), kept)
+            for m in METHODS
         ),
         *(
-            above(
-                f"with a gentle start CPLUS keeps more than {name}",
-                pick(gentle, method="cplus"),
-                pick(gentle, method=name),
-                when_learned,
-            )
-            for name in METHODS[:-1]
+            above(f"with a gentle start CPLUS keeps more than {m}", ours, pick(gentle, method=m), kept)
+            for m in METHODS[:-1]
         ),
     )
-    kept = {
-        (warm, name): shown(over_seeds(pick(own, method=name), when_learned))
+    said = {
+        (warm, m): shown(over_seeds(pick(own, method=m), kept))
         for warm, own in (("gentle", gentle), ("constant", constant))
-        for name in ("sft", "cplus")
+        for m in ("sft", "cplus")
     }
-    lead = shown(margin(pick(gentle, method="cplus"), pick(gentle, method="sft"), when_learned), sign=True)
+    lead = shown(margin(ours, pick(gentle, method="sft"), kept), sign=True)
     answer = (
-        f"Where 99 % of the new rows are first known, SFT has kept {kept['constant', 'sft']} % at a constant rate and "
-        f"{kept['gentle', 'sft']} % with a gentle start, CPLUS {kept['constant', 'cplus']} % and "
-        f"{kept['gentle', 'cplus']} %: with a gentle start CPLUS still keeps {lead} points more."
+        f"Where {common:.0f} % of the new rows are first known, SFT has kept {said['constant', 'sft']} % at a constant "
+        f"rate and {said['gentle', 'sft']} % with a gentle start, CPLUS {said['constant', 'cplus']} % and "
+        f"{said['gentle', 'cplus']} %: with a gentle start CPLUS still keeps {lead} points more than SFT."
     )
-    return Summary(rows=rows, answer=answer, claims=claims)
+    return Summary(rows=table(mine, ("warmup", "method"), figures), answer=answer, claims=claims)
 
 
 STUDY = Study(

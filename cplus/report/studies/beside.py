@@ -252,15 +252,17 @@ def _e12(own: Answered, found: Collected) -> list[Beside]:
 
 
 def _e13(own: Answered, found: Collected) -> list[Beside]:
+    common = e13.level([result for result in own.runs if result.curve])
+    names = " / ".join(method_name(m) for m in e13.METHODS)
+
+    def kept(method: str, warm: bool) -> Estimate | None:
+        mine = [r for r in pick(own.runs, method=method) if bool(r.spec.warmup) == warm]
+        return over_seeds(mine, e13.kept_at(common))
+
     return [
         Beside(
-            what=f"Retention where 99 % are learned, {' / '.join(method_name(m) for m in e13.METHODS)}, {title} (%)",
-            measured=_several(
-                [
-                    over_seeds([r for r in pick(own.runs, method=m) if bool(r.spec.warmup) == warm], e13.when_learned)
-                    for m in e13.METHODS
-                ]
-            ),
+            what=f"Retention where {common:.0f} % are learned, {names}, {title} (%)",
+            measured=_several([kept(method, warm) for method in e13.METHODS]),
             published=ADDED,
         )
         for title, warm in (("constant rate", False), ("gentle start", True))
