@@ -36,7 +36,7 @@ CHECKPOINT, EVALUATE = 100, 250
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One look at the process."""
+    """One look at the process; its pace is by its own CPU time, so that other work on the machine does not count."""
 
     step: int
     megabytes: float
@@ -68,7 +68,7 @@ def soak(steps: int, every: int, folder: Path) -> list[Sample]:
     """Train with refreshes, checkpoints and evaluations all along, looking at the process now and then."""
     training, config, bound, rows = begun(1e-4, epochs=steps // 2)
     kept = Checkpoints(folder / "checkpoint.pt", "soak", minutes=1e9, steps=CHECKPOINT)
-    own, samples, clock, last = psutil.Process(), [], time.perf_counter(), 0
+    own, samples, clock, last = psutil.Process(), [], time.process_time(), 0
     for event in training.run(config, lambda epoch: {}, lambda point: False):
         step = training.ledger.cursor.step
         if not isinstance(event, EpochEnded):
@@ -80,7 +80,7 @@ def soak(steps: int, every: int, folder: Path) -> list[Sample]:
             predict(training.model, bound, rows, what="soak")
             training.model.train()
         if step - last >= every:
-            now = time.perf_counter()
+            now = time.process_time()
             gc.collect()
             samples.append(
                 Sample(
@@ -91,7 +91,7 @@ def soak(steps: int, every: int, folder: Path) -> list[Sample]:
                 )
             )
             print(samples[-1], file=sys.stderr)
-            clock, last = time.perf_counter(), step
+            clock, last = time.process_time(), step
     return samples
 
 
@@ -116,7 +116,7 @@ def draw(record: dict[str, Any], picture: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "cplus"  # the same file from the same numbers
     from matplotlib import pyplot
 
-    names = {"megabytes": "memory, MB", "open_files": "open files", "steps_a_second": "updates a second"}
+    names = {"megabytes": "memory, MB", "open_files": "open files", "steps_a_second": "updates a CPU second"}
     figure, axes = pyplot.subplots(3, 1, figsize=(7, 5), sharex=True)
     steps = [sample["step"] for sample in record["samples"]]
     for axis, (name, title) in zip(axes, names.items(), strict=True):
