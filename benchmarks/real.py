@@ -2,6 +2,8 @@
 
 python benchmarks/real.py {facts,style,format} [--methods sft cplus] [--data-dir DIR] [--out benchmarks/results]
 
+python benchmarks/real.py style --draw docs/style      the curves of past against new loss
+
 A finished job is not repeated and an interrupted one goes on, so the same line can be given again.
 """
 
@@ -19,10 +21,11 @@ from cplus import interfaces, models
 from cplus.config import AdaptConfig
 from cplus.data.examples import Choice, from_row, to_row
 from cplus.evaluate.matched import common_level, rise
-from cplus.files import read_sealed, write_json, write_text
+from cplus.files import read_json, read_sealed, write_json, write_text
 from cplus.jobs import adapt, resume
 from cplus.jobs.own import with_own_answers
 from cplus.jobs.rows import Group
+from cplus.report.figures import COLOURS, label, new_figure, save
 from cplus.report.receipt import read_receipt
 from cplus.report.record import Point
 from cplus.tasks import load_task
@@ -129,6 +132,21 @@ def matched(curves: dict[str, tuple[Point, ...]]) -> dict[str, Any]:
     return {"new_nll": level, "rise_of_past_nll": rises, "share_of_sft": shares}
 
 
+def draw(path: Path, stem: Path) -> None:
+    """Past against new loss, epoch by epoch, for each method of a written comparison."""
+    found = read_json(path)
+    figure, axis = new_figure(5.6, 3.4)
+    for name in sorted(found["methods"], key=list(COLOURS).index):
+        curve = found["methods"][name]["curve"]
+        new, past = ([point[key] for point in curve] for key in ("new_nll", "past_nll"))
+        axis.plot(new, past, marker="o", markersize=4, linewidth=1.4, color=COLOURS[name], label=label(name))
+    axis.axvline(found["matched"]["new_nll"], color="#999999", linewidth=0.8, linestyle="--")
+    axis.invert_xaxis()
+    axis.set(xlabel="loss of the new answers (nats a token): learned to the right", ylabel="loss of the past answers")
+    axis.legend(frameon=False)
+    save(figure, stem)
+
+
 def main() -> None:
     """Run the jobs one after another, then put their figures side by side."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -139,7 +157,11 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/real"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--draw", type=Path, metavar="STEM", help="draw what was written to --out, and run nothing")
     options = parser.parse_args()
+    if options.draw is not None:
+        draw((options.out or Path("benchmarks/results")) / f"real-{options.what}.json", options.draw)
+        return
     settings = {"facts": facts, "style": style, "format": format_}[options.what](options)
     records: dict[str, Any] = {}
     folders: list[Path] = []

@@ -261,11 +261,18 @@ def _e13(own: Answered, found: Collected) -> list[Beside]:
 
     return [
         Beside(
-            what=f"Retention where {common:.0f} % are learned, {names}, {title} (%)",
-            measured=_several([kept(method, warm) for method in e13.METHODS]),
+            what=f"Retention where {common:.0f} % are learned, constant rate / gentle start, SFT and CPLUS (%)",
+            measured=" and ".join(_several([kept(m, warm) for warm in (False, True)]) for m in ("sft", "cplus")),
             published=ADDED,
-        )
-        for title, warm in (("constant rate", False), ("gentle start", True))
+        ),
+        *(
+            Beside(
+                what=f"the same, {title}, {names} (%)",
+                measured=_several([kept(method, warm) for method in e13.METHODS]),
+                published=ADDED,
+            )
+            for title, warm in (("constant rate", False), ("gentle start", True))
+        ),
     ]
 
 
