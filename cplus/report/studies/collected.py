@@ -42,7 +42,8 @@ class Answered:
         """How many of the claims hold, fail, are unclear or were not run."""
         verdicts = [claim.verdict for claim in self.summary.claims]
         counts = {name: verdicts.count(name) for name in ("holds", "fails", "unclear", "not run")}
-        said = [f"{count} {name}" for name, count in counts.items() if count and name != "holds"]
+        words = {"fails": "fail", "unclear": "unclear", "not run": "not run"}
+        said = [f"{counts[name]} {word}" for name, word in words.items() if counts[name]]
         if not verdicts or counts["not run"] == len(verdicts):
             return "not run"
         return ", ".join([f"{counts['holds']} of {len(verdicts)} hold", *said])
