@@ -25,7 +25,7 @@ bench: .venv/.installed
 faults: .venv/.installed
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m faults
 
-# 100,000 inputs for each reader; then as many for the readers of text, grown by what they reach.
+# 100,000 inputs for each reader; then 25,000 for the readers of text, grown by what they reach.
 fuzz: .venv/.installed
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fuzz.py --out benchmarks/results/fuzz.json
 	$(BIN)/pip install --quiet --disable-pip-version-check 'atheris>=3.0'

@@ -31,7 +31,7 @@ READERS = (
 )
 
 
-def search(name: str, inputs: int, seed: int, corpus: Path) -> None:
+def search(name: str, inputs: int, seed: int, place: Path) -> None:
     """Feed one reader until so many inputs were read or one crashed it; prints the row and ends the process."""
     import atheris
 
@@ -48,8 +48,11 @@ def search(name: str, inputs: int, seed: int, corpus: Path) -> None:
         print(json.dumps({**row, "seconds": round(time.perf_counter() - begun, 1)}), flush=True)
         os._exit(1 if found else 0)
 
-    with tempfile.TemporaryDirectory(prefix="cplus-guided-") as folder, quiet():
-        known = {target.name: target for target in targets(Path(folder), models.load("toy", device="cpu").tokenizer)}
+    corpus, folder = place / "corpus", place / "work"
+    corpus.mkdir()
+    folder.mkdir()
+    with quiet():
+        known = {target.name: target for target in targets(folder, models.load("toy", device="cpu").tokenizer)}
 
         @settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
         @given(known[name].inputs)
@@ -69,16 +72,16 @@ def search(name: str, inputs: int, seed: int, corpus: Path) -> None:
 def main() -> int:
     """Search every reader in a process of its own, which is how atheris works, and write the summary."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--inputs", type=int, default=100_000, help="for each reader")
+    options.add_argument("--inputs", type=int, default=25_000, help="for each reader")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--only", nargs="*", default=READERS, help="names of readers")
     options.add_argument("--out", type=Path, help="the summary as JSON")
     options.add_argument("--reader", help=argparse.SUPPRESS)
+    options.add_argument("--place", type=Path, help=argparse.SUPPRESS)
     asked = options.parse_args()
-    with tempfile.TemporaryDirectory(prefix="cplus-corpus-") as corpus:
-        if asked.reader:
-            search(asked.reader, asked.inputs, asked.seed, Path(corpus))
-        rows = [_apart(name, asked.inputs, asked.seed) for name in asked.only]
+    if asked.reader:
+        search(asked.reader, asked.inputs, asked.seed, asked.place)
+    rows = [_apart(name, asked.inputs, asked.seed) for name in asked.only]
     if asked.out is not None:
         from cplus import files
         from cplus.records import environment
@@ -90,8 +93,13 @@ def main() -> int:
 
 
 def _apart(name: str, inputs: int, seed: int) -> dict[str, Any]:
-    line = [sys.executable, __file__, "--reader", name, "--inputs", str(inputs), "--seed", str(seed)]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(
+        prefix="cplus-guided-", dir=memory
+    ) as place:  # the process ends without clearing up
+        line = [sys.executable, __file__, "--reader", name, "--place", place]
+        line += ["--inputs", str(inputs), "--seed", str(seed)]
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
     if not done.stdout.strip():
         raise RuntimeError(f"{name}: the search ended with {done.returncode}: {done.stderr[-2000:]}")
     row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
