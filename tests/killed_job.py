@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -64,9 +64,10 @@ def half_written() -> None:
     """Die when half of a checkpoint is on the disk."""
     real = torch.save
 
-    def save(value: Any, path: Path) -> None:
-        real(value, path)
-        os.truncate(path, path.stat().st_size // 2)
+    def save(value: Any, file: BinaryIO) -> None:
+        real(value, file)
+        file.flush()
+        os.truncate(file.fileno(), file.tell() // 2)
         die()
 
     torch.save = save  # type: ignore[assignment]

@@ -311,8 +311,8 @@ def test_a_checkpoint_of_other_parameters_is_refused(one: dict[str, Any], tmp_pa
 def test_two_ranks_refuse_alike(two: list[dict[str, Any]]) -> None:
     for said in (found["said"] for found in two):
         assert "wrapped by FSDP1; use FSDP2" in said["fsdp1"]
-        assert "compares whole vectors and the parameters are sharded" in said["projection"]
-        assert "compares whole vectors" in said["norm"]
+        assert "needs whole vectors and the parameters are sharded" in said["projection"]
+        assert "needs whole vectors" in said["norm"]
         assert "'extra.weight' is a plain tensor beside" in said["mixed"]
         assert "tensor parallelism is not supported; train with FSDP2" in said["tensor"]
         assert "sharded, but not by FSDP2" in said["alone"]

@@ -85,7 +85,7 @@ def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
     child = int(parent.stdout.readline())
     assert parent.wait() == -signal.SIGKILL
     try:
-        with holding(lock):
+        with holding(lock, wait=10):  # the child lets go as soon as it runs
             os.kill(child, 0)  # it still lives
     finally:
         os.kill(child, signal.SIGKILL)
