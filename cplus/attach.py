@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +16,22 @@ from torch.optim import Optimizer
 from cplus import algorithm, kernels
 from cplus.data.encoded import Encoded
 from cplus.evidence import Evidence, MeanGradient, Reference, Source, memory_of, named
-from cplus.gates import Collaborative, Gate, Proposal
+from cplus.gates import Average, Collaborative, Gate, Proposal
 from cplus.kernels import Signs
 from cplus.optim import AdamW, Armed
 from cplus.ranks import Layout, layout, local
 from cplus.support import bare, check_engine, check_supported, trainable, unwrapped
 from cplus.watch import ZERO_EVIDENCE
 
-Projection = Callable[[Sequence[Tensor], Sequence[Sequence[Tensor]]], None]
-Observer = Callable[[int, Proposal, Tensor], None]
+Projection: TypeAlias = Callable[[Sequence[Tensor], Sequence[Sequence[Tensor]]], None]
+Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+Observer: TypeAlias = Callable[[int, Proposal, Tensor], None]
 """Is shown each tensor's place among the parameters, its proposal and its coefficient: to read, not to keep."""
+THOROUGH = False
+"""Whether parameters outside the optimizer are compared by value after each step, not by torch's write counter alone.
+
+The counter costs nothing and misses writes through `.data`; the tests compare values.
+"""
 
 
 def protect(
@@ -63,14 +70,17 @@ def protect(
 
 
 class Guard:
-    """Evidence, projection and gate around one optimizer's step; owns all of its state."""
+    """Evidence, projection and gate around one optimizer's step; owns all of its state.
+
+    A gate that reads no evidence needs none; every other gate, and a projection, does.
+    """
 
     def __init__(
         self,
         optimizer: Optimizer,
         model: nn.Module,
         *,
-        evidence: Evidence,
+        evidence: Evidence | None = None,
         gate: Gate | None = None,
         projection: Projection | None = None,
         refresh_every: int | None = None,
@@ -80,6 +90,8 @@ class Guard:
         self.model, self.evidence, self.gate, self.projection = bare(model), evidence, gate, projection
         if refresh_every is not None and refresh_every < 1:
             raise ValueError(f"refresh_every must be at least 1, got {refresh_every}")
+        if evidence is None and (projection is not None or gate is None or gate.uses != "nothing"):
+            raise ValueError("this gate or projection reads evidence of past behaviour, and none was given")
         self.refresh_every, self.allow_16bit = refresh_every, allow_16bit
         self.refreshes = 0
         self.steps = 0
@@ -89,6 +101,9 @@ class Guard:
         self.params: list[nn.Parameter] = []
         self.names: dict[int, str] = {}
         self.where = Layout()
+        self._unseen: list[nn.Parameter] = []
+        self._marks: list[tuple[int, Tensor | None]] = []
+        self._proposing = False
         self._bind()
         self.hooks = [
             self.optimizer.register_step_pre_hook(self._before),
@@ -98,6 +113,8 @@ class Guard:
     def refresh(self) -> Reference:
         """Compute the evidence at the current parameters and use it until the next refresh."""
         self._bind()
+        if self.evidence is None:
+            raise ValueError("this guard's gate reads no evidence, so there is nothing to refresh")
         reference = self.evidence(self.params, self.refreshes)
         if reference.norm == 0.0:
             warnings.warn(ZERO_EVIDENCE, stacklevel=2)
@@ -112,7 +129,7 @@ class Guard:
 
     @vectors.setter
     def vectors(self, vectors: Sequence[Sequence[Tensor]]) -> None:
-        packs = self.gate is not None and self.gate.signs_only and self.projection is None
+        packs = self.gate is not None and self.gate.uses == "signs" and self.projection is None
         self._kept = [[Signs.of(g) if packs else g for g in vector] for vector in vectors]
 
     def evidence_at(self, position: int) -> Tensor:
@@ -192,27 +209,80 @@ class Guard:
         for p in params:
             check_supported(p, self.names.get(id(p), "a parameter outside the model"), allow_16bit=self.allow_16bit)
         self.where = layout(params, self.names)
-        whole = self.projection is not None or memory_of(self.evidence) is not None
-        check_engine(self.model, self.where, self.gate, whole=whole)
+        whole = self.gate is not None and self.gate.whole
+        whole = whole or self.projection is not None or memory_of(self.evidence) is not None
+        check_engine(self.model, self.where, whole=whole)
+        seen = {id(p) for p in params}
+        held = [*self.model.parameters(), *(p for group in self.optimizer.param_groups for p in group["params"])]
+        self._unseen = list({id(p): p for p in held if id(p) not in seen}.values())
 
     @torch.no_grad()
-    def _before(self, *_: object) -> None:
+    def _before(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """Copy the parameters and check the gradients; those a closure will compute are checked when it has."""
+        if nested(self.optimizer):
+            return None
         self._bind()
-        self._check_gradients()
-        idle = self._idle
-        if not idle and self.refresh_every is not None and self.steps % self.refresh_every == 0:
-            with torch.enable_grad():
-                self.refresh()
-        if not idle and not self._kept:
-            raise RuntimeError("no evidence yet: call guard.refresh() before the first step, or pass refresh_every=n")
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._check_gradients()
+        if self.evidence is not None and not self._idle:
+            if self.refresh_every is not None and self.steps % self.refresh_every == 0:
+                with torch.enable_grad():
+                    self.refresh()
+            if not self._kept:
+                raise RuntimeError(
+                    "no evidence yet: call guard.refresh() before the first step, or pass refresh_every=n"
+                )
+        if self.gate is not None and not self.one_pass:
+            self.theta = [local(p).clone() for p in self.params]
+        self._proposing = False
+        if closure is None:
+            self._ready()
+            return None
+        watched = self._watched(closure)
+        return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
+
+    def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, after each evaluation of which the gradients are ready; if it raises, the step is undone."""
+
+        def evaluate() -> Any:
+            try:
+                loss = closure()
+                with torch.no_grad():
+                    self._check_gradients()
+                    self._ready()
+            except BaseException as error:
+                self._undo()
+                error.add_note(f"raised by the closure of step {self.steps + 1}; the parameters are as before the step")
+                raise
+            return loss
+
+        return evaluate
+
+    def _ready(self) -> None:
+        """The new data's gradients are there: project them, arm the one-pass optimizer, mark what must not move."""
+        for p in self._unseen:
+            if p.grad is not None and any(p is q for group in self.optimizer.param_groups for q in group["params"]):
+                raise RuntimeError(
+                    f"{self._name(p)} does not require a gradient but has one, which the optimizer would apply past "
+                    "the gate; set its .grad to None, or let it require gradients before protect()"
+                )
+        self._proposing = any(p.grad is not None for p in self.params)
         if self.projection is not None and self._kept:
             self._project(self.projection)
-        if self.one_pass:
-            if self._kept and not idle:
-                self._arm()
-        elif self.gate is not None:
-            # Without a gradient the optimizer leaves a parameter alone: it is its own copy, and delta is 0.
-            self.theta = [local(p) if p.grad is None else local(p).clone() for p in self.params]
+        if self.one_pass and self._proposing and not self._idle:
+            self._arm()
+        if not self.where.sharded:
+            self._marks = [(p._version, p.detach().clone() if THOROUGH else None) for p in self._unseen]
+
+    @torch.no_grad()
+    def _undo(self) -> None:
+        """Put the parameters back to where they were before a step that did not end."""
+        for p, theta in zip(self.params, self.theta, strict=False):
+            local(p).copy_(theta)
+        self.theta = []
+        if isinstance(self.optimizer, AdamW):
+            self.optimizer.armed = None
 
     @torch.no_grad()
     def _after(self, *_: object) -> None:
@@ -220,26 +290,44 @@ class Guard:
 
         Paper: Algorithm 1, line 9.    delta = proposed - theta, momentum and weight decay included
         """
+        if nested(self.optimizer):
+            return
+        self._check_unseen()
         theta, self.theta = self.theta, []
-        if self.gate is None or self.one_pass:
-            self.steps += bool(self._kept) and not self._idle
+        gate = self.gate
+        if gate is None or self.one_pass:
+            counts = self._proposing and not self._idle
+            self.steps += counts
+            if gate is not None and gate.average is not None:
+                gate.average.step += counts
             return
         proposed = [local(p) for p in self.params]
-        if not self._moved(theta, proposed):
-            return  # a step that a gradient scaler skipped inside a fused optimizer is not a step
-        if not self._kept:
+        if not self._stepped(theta, proposed):
+            return
+        if self.evidence is not None and not self._kept:
             torch._foreach_copy_(proposed, theta)
             raise RuntimeError("the optimizer moved parameters at learning rate 0; call guard.refresh() before it")
-        proposals = [
-            Proposal(theta=t, proposed=p, g_hat=g) for t, p, g in zip(theta, proposed, self._kept[0], strict=True)
-        ]
+        proposals = self._proposals(theta, proposed)
         if self.compiled:
             self._apply_compiled(proposals)
         else:
-            for i, (proposal, c) in enumerate(zip(proposals, self.gate.coefficients(proposals), strict=True)):
+            for i, (proposal, c) in enumerate(zip(proposals, gate.coefficients(proposals), strict=True)):
                 self._show(i, proposal, c)
                 proposal.proposed.copy_(algorithm.apply(proposal.theta, proposal.proposed, c))
         self.steps += 1
+
+    def _proposals(self, theta: Sequence[Tensor], proposed: Sequence[Tensor]) -> list[Proposal]:
+        evidence = self._kept[0] if self._kept else [None] * len(self.params)
+        return [
+            Proposal(
+                theta=t,
+                proposed=q,
+                g_hat=g,
+                gradient=None if p.grad is None else local(p.grad),
+                momentum=None if (moment := first_moment(self.optimizer, p)) is None else local(moment),
+            )
+            for p, t, q, g in zip(self.params, theta, proposed, evidence, strict=True)
+        ]
 
     @property
     def _idle(self) -> bool:
@@ -248,12 +336,17 @@ class Guard:
 
     @cached_property
     def compiled(self) -> bool:
-        """Whether the gate runs as one compiled pass; small models go the plain way, where compiling costs more."""
-        if not isinstance(self.gate, Collaborative) or self.projection is not None or self.where.sharded:
+        """Whether the gate runs as one compiled pass."""
+        return self.compiles(sum(p.numel() for p in self.params))
+
+    def compiles(self, parameters: int) -> bool:
+        """Whether it would with so many parameters; small models take the plain way, where compiling costs more."""
+        gate = self.gate
+        if gate is None or gate.average is None or self.projection is not None or self.where.sharded:
             return False
-        if sum(p.numel() for p in self.params) < kernels.WORTH_COMPILING:
+        if parameters < kernels.WORTH_COMPILING or not all(map(kernels.fits, self.params)):
             return False
-        return all(map(kernels.fits, self.params)) and kernels.can_compile(self.params[0].device.type)
+        return kernels.can_compile(self.params[0].device.type)
 
     @property
     def one_pass(self) -> bool:
@@ -261,57 +354,84 @@ class Guard:
         return isinstance(self.optimizer, AdamW) and self.compiled
 
     def _arm(self) -> None:
-        """Hand the step's evidence and average to the one-pass optimizer."""
-        gate, optimizer = self.gate, self.optimizer
-        assert isinstance(gate, Collaborative)
+        """Give the step's evidence and average to the one-pass optimizer; `_after` counts the step."""
+        average, optimizer = self._average(), self.optimizer
         assert isinstance(optimizer, AdamW)
-        gate.allocate([p.detach() for p in self.params])
-        gate.step += 1
+        average.allocate([p.detach() for p in self.params])
         ids = [id(p) for p in self.params]
         signs = {i: g for i, g in zip(ids, self._kept[0], strict=True) if isinstance(g, Signs)}
-        ema = dict(zip(ids, gate.ema, strict=True))
         optimizer.armed = Armed(
             signs=signs,
-            ema=ema,
-            numbers=kernels.gate_numbers(gate.beta, gate.step),
+            ema=dict(zip(ids, average.tensors, strict=True)) if average.tensors else {},
+            numbers=kernels.gate_numbers(average.beta, average.step + 1),
             watch=self._show_armed if self.observers else None,
         )
 
     def _apply_compiled(self, proposals: Sequence[Proposal]) -> None:
-        """Lines 10-13 in one pass a tensor, in place."""
-        gate = self.gate
-        assert isinstance(gate, Collaborative)
-        gate.allocate([proposal.theta for proposal in proposals])
-        gate.step += 1
-        numbers = kernels.scalars(kernels.gate_numbers(gate.beta, gate.step), proposals[0].theta.device)
-        for i, (proposal, ema) in enumerate(zip(proposals, gate.ema, strict=True)):
+        """Lines 10-13 in one pass per tensor, in place."""
+        average = self._average()
+        average.allocate([proposal.theta for proposal in proposals])
+        average.step += 1
+        numbers = kernels.scalars(kernels.gate_numbers(average.beta, average.step), proposals[0].theta.device)
+        for i, proposal in enumerate(proposals):
+            ema = average.tensors[i] if average.tensors else None
             assert isinstance(proposal.g_hat, Signs)
             seen = replace(proposal, proposed=proposal.proposed.clone()) if self.observers else proposal
             kernels.on_rows(kernels.gate_block, (proposal.theta, proposal.proposed), proposal.g_hat, ema, numbers)
-            self._show_kept(i, seen)
+            self._show_applied(i, seen, average.step)
+
+    def _average(self) -> Average:
+        assert self.gate is not None
+        assert self.gate.average is not None
+        return self.gate.average
 
     def _show(self, position: int, proposal: Proposal, c: Tensor) -> None:
         for observer in self.observers:
             observer(position, proposal, c)
 
-    def _show_kept(self, position: int, proposal: Proposal) -> None:
-        """Show what a compiled pass has applied: its coefficient is read back from the average it kept."""
-        gate = self.gate
-        assert isinstance(gate, Collaborative)
-        if self.observers:
-            self._show(
-                position, proposal, algorithm.coefficient(kernels.read(gate.ema[position]), gate.beta, gate.step)
-            )
+    def _show_applied(self, position: int, proposal: Proposal, step: int) -> None:
+        """Show what a compiled pass has applied: its coefficient is read back from the average it left behind."""
+        average = self._average()
+        if self.observers and average.tensors:
+            ema = kernels.read(average.tensors[position])
+            self._show(position, proposal, algorithm.coefficient(ema, average.beta, step))
+        elif self.observers:
+            self._show(position, proposal, algorithm.collaborates(proposal.sign, proposal.delta))
 
     def _show_armed(self, p: nn.Parameter, theta: Tensor, proposed: Tensor) -> None:
         position = next(i for i, q in enumerate(self.params) if q is p)
-        self._show_kept(position, Proposal(theta=theta, proposed=proposed, g_hat=self._kept[0][position]))
+        proposal = Proposal(theta=theta, proposed=proposed, g_hat=self._kept[0][position], gradient=p.grad)
+        self._show_applied(position, proposal, self._average().step + 1)
 
-    def _moved(self, theta: Sequence[Tensor], proposed: Sequence[Tensor]) -> bool:
-        moved = not all(torch.equal(t, p) for t, p in zip(theta, proposed, strict=True))
+    def _stepped(self, theta: Sequence[Tensor], proposed: Sequence[Tensor]) -> bool:
+        """Whether this was a step: gradients were there at a rate above 0, or parameters moved all the same.
+
+        A fused optimizer that a gradient scaler told to skip fires its hooks; that is no step.
+        """
+        found_inf = getattr(self.optimizer, "found_inf", None)
+        skipped = found_inf is not None and bool(found_inf)
+        stepped = not skipped and (
+            (self._proposing and not self._idle)
+            or not all(torch.equal(t, p) for t, p in zip(theta, proposed, strict=True))
+        )
         if not self.where.sharded:
-            return moved
-        return any(self.where.sums([moved], proposed[0].device))  # all processes count steps alike
+            return stepped
+        return any(self.where.sums([stepped], proposed[0].device))  # all processes count steps alike
+
+    def _check_unseen(self) -> None:
+        """Refuse a step that moved a parameter past the gate: one of the model's that the optimizer does not list."""
+        marks, self._marks = self._marks, []
+        for p, (version, copy) in zip(self._unseen, marks, strict=False):
+            if p._version != version or (copy is not None and not torch.equal(p.detach(), copy)):
+                self._undo()
+                raise RuntimeError(
+                    f"the optimizer's step moved {self._name(p)}, which is not among the parameters it was protected "
+                    "with, so it passed the gate by; protect the optimizer that lists it. The listed parameters are as "
+                    "before the step"
+                )
+
+    def _name(self, p: nn.Parameter) -> str:
+        return repr(self.names.get(id(p), "a parameter outside the model"))
 
     def _project(self, projection: Projection) -> None:
         used = [i for i, p in enumerate(self.params) if p.grad is not None]
@@ -349,3 +469,31 @@ class Guard:
                 f"the gradient of {name} is not finite at step {self.steps + 1}; this step changed nothing. Lower the "
                 "learning rate, clip the gradient or check the batch"
             )
+
+
+_HOOKED = Optimizer.profile_hook_step(lambda _: None).__code__
+
+
+def nested(optimizer: Optimizer) -> bool:
+    """Whether a hook was called by a step inside a step: torch hooks both of a subclass that calls `super().step()`.
+
+    The outer step's hooks see the whole update. The call stack is read, not a counter, which a failed step would upset.
+    """
+    steps, frame = 0, sys._getframe(1).f_back
+    while frame is not None and steps < 2:
+        steps += frame.f_code is _HOOKED and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return steps > 1
+
+
+def first_moment(optimizer: Optimizer, p: nn.Parameter) -> Tensor | None:
+    """The optimizer's running mean of the parameter's gradient, the gradient itself if it keeps no such mean.
+
+    None where there is no gradient, or where the mean is kept in a form that cannot be read.
+    """
+    state = optimizer.state.get(p, {})
+    found = state.get("exp_avg", state.get("momentum_buffer"))
+    if found is not None or p.grad is None:
+        return None if p.grad is None else found
+    [group] = [group for group in optimizer.param_groups if any(q is p for q in group["params"])]
+    return None if group.get("betas") or group.get("momentum") else p.grad

@@ -103,9 +103,13 @@ class AdaptConfig(BaseModel):
     preset: Literal["user", "paper"] = Field(
         "user", description="paper: batch 1, file order, constant rate 1e-6, 25 epochs, decay 0.1, 512 probes."
     )
-    method: str = Field("cplus", description="A row of 'cplus methods'.")
-    anchor_weight: Share = Field(0.5, description="Weight of the anchors in the blend; the probes have the rest.")
-    beta: float = Field(0.9, ge=0, lt=1, description="Smoothing of the mask over steps.")
+    method: str = Field("cplus", description="A row of 'cplus methods', or one of your own: python:module:ROW.")
+    anchor_weight: Share | None = Field(
+        None, description="Weight of the anchors in the blend, the probes have the rest; else the method's own, 0.5."
+    )
+    beta: float | None = Field(
+        None, ge=0, lt=1, description="Smoothing of the mask over steps; else the method's own, 0.9."
+    )
     bank: Path | None = Field(None, description="A sealed bank to use; else one is built, or reused from the cache.")
     num_probes: Positive | None = Field(
         None, description="Probes in the bank (N); else as many as new rows, from 32 to 512."
@@ -162,7 +166,7 @@ class AdaptConfig(BaseModel):
     def _presets(cls, values: Any) -> Any:
         """What a preset sets stands unless it is given."""
         if isinstance(values, dict) and values.get("preset") == "paper":
-            return {**_paper(values.get("model")), **values}
+            return {**paper(values.get("model")), **values}
         return values
 
     @model_validator(mode="after")
@@ -200,7 +204,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 """The settings besides the model, in the order they are shown."""
 
 
-def _paper(model: object) -> dict[str, Any]:
+def paper(model: object) -> dict[str, Any]:
     """The paper's protocol for a model; Phi-3.5 has its own learning rate there."""
     from cplus.models.presets import PRESETS, Preset
 
@@ -218,8 +222,6 @@ def _paper(model: object) -> dict[str, Any]:
         "num_probes": preset.num_probes,
         "shots": preset.shots,
         "temperature": preset.temperature,
-        "anchor_weight": preset.anchor_weight,
-        "beta": preset.beta,
     }
 
 

@@ -48,7 +48,8 @@ def rows_formula(method: Method) -> str:
     text = " + ".join([trained, *parts[2:]] if trained else parts) + " an epoch"
     if isinstance(method.refresh, int) and method.evidence:
         text += f", {' + '.join(seen)} every {'step' if method.refresh == 1 else f'{method.refresh} steps'}"
-    return text + (", A every step (8 P L)" if method.name == "distillation" else "")
+    passes = method.objective.anchor_passes
+    return text + (f", A every step ({6 * passes:g} P L)" if passes else "")
 
 
 def live_bytes() -> int:

@@ -185,7 +185,7 @@ class Remembered:
         self.vectors = [[g.clone() for g in vector] for vector in state["vectors"]]
 
 
-def memory_of(evidence: Evidence) -> Remembered | None:
+def memory_of(evidence: Evidence | None) -> Remembered | None:
     """The part of an evidence that remembers, under whatever is wrapped around it; None where nothing does."""
     found: object = evidence
     while found is not None and not isinstance(found, Remembered):

@@ -1,14 +1,15 @@
 """Gates: from an optimizer's proposal to coefficients in [0, 1], and nothing else.
 
-A gate never writes a parameter. `cplus.attach` applies what it returns, in one place, so a probe can
-attenuate an update and can never introduce, amplify or reverse one.
+A gate never writes a parameter. The guard applies its coefficients (`algorithm.apply`), or a kernel that is tested
+against it does, so a probe can attenuate an update and can never introduce, amplify or reverse one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,36 +17,66 @@ from torch import Tensor
 from cplus import algorithm, kernels
 from cplus.kernels import Signs
 
+Uses: TypeAlias = Literal["nothing", "signs", "values"]
+"""How much of the evidence a gate reads: none, the signs (kept in two bits per coordinate), or the gradient itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """One tensor's step: where it stands, where the optimizer wants it, and the evidence about it."""
+    """One tensor's step: its value, the value the optimizer proposes, and what is known about the change.
+
+    `g_hat` is the evidence, None for a gate that reads none. `gradient` is the new data's, after clipping and
+    projection, and `momentum` the optimizer's first moment (the gradient if it keeps none; None if it cannot be read);
+    both are None where the parameter had no gradient in this step.
+    """
 
     theta: Tensor
     proposed: Tensor
-    g_hat: Tensor | Signs
+    g_hat: Tensor | Signs | None = None
+    gradient: Tensor | None = None
+    momentum: Tensor | None = None
 
     @property
     def sign(self) -> Tensor:
-        """The evidence's signs, unpacked at each call so that nothing is kept."""
+        """The evidence, or its signs where only these are kept; unpacked at each call, so nothing is held."""
+        assert self.g_hat is not None, "a gate that reads evidence states so in `uses`"
         return self.g_hat.unpacked() if isinstance(self.g_hat, Signs) else self.g_hat
 
     @property
     def delta(self) -> Tensor:
-        """What the optimizer wants to add, computed anew at each call so that nothing is kept."""
+        """What the optimizer wants to add; computed at each call, so nothing is held."""
         return self.proposed - self.theta
 
 
 class Gate(Protocol):
     """Owned state and one coefficient tensor per proposal, yielded in order.
 
-    `signs_only` says that the gate looks at the sign of the evidence alone, so that two bits a coordinate are kept.
+    `uses` states how much of the evidence the gate reads, `whole` that it compares coordinates of a tensor or of all
+    tensors with one another and so cannot be sharded. `average` is the moving average of a gate that has a compiled
+    form, None for the others.
     """
 
-    signs_only: bool
+    @property
+    def uses(self) -> Uses:
+        """How much of the evidence the gate reads."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """Whether the gate needs whole tensors."""
+        ...
+
+    @property
+    def average(self) -> Average | None:
+        """The moving average that a compiled pass can advance."""
+        ...
 
     def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
-        """One step's coefficients; every proposal of the step is given, so a gate may look twice."""
+        """One step's coefficients; all proposals of the step are given, so a gate may read them twice."""
+        ...
+
+    def tally(self) -> tuple[int, int]:
+        """Coordinates with mask 1 and coordinates in all, since the last call; (0, 0) where nothing was counted."""
         ...
 
     @property
@@ -54,48 +85,64 @@ class Gate(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be kept to go on bitwise."""
+        """What must be saved for a run to continue bitwise."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a kept state."""
+        """Restore a saved state."""
         ...
+
+
+class Average:
+    """The mask's moving average over steps. With beta = 0 it is the mask itself, and nothing is held."""
+
+    def __init__(self, beta: float, kind: kernels.EmaType) -> None:
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"beta must lie in [0, 1), got {beta}")
+        if kind not in ("float32", "bfloat16", "uint8"):
+            raise ValueError(f"the moving average is kept in float32, bfloat16 or uint8, got {kind!r}")
+        self.beta, self.kind = beta, kind
+        self.step = 0
+        self.tensors: list[Tensor] = []
+
+    def allocate(self, params: Sequence[Tensor]) -> None:
+        """Create the average before the first step, unless beta = 0."""
+        if self.beta and not self.tensors:
+            self.tensors = [kernels.zeros(p, self.kind) for p in params]
+
+    def advance(self, position: int, mask: Tensor) -> Tensor:
+        """Lines 11-12 of Algorithm 1 for one tensor, at a step that is already counted."""
+        if not self.beta:  # the average is the mask and its correction is 1
+            return mask
+        average = algorithm.smooth(kernels.read(self.tensors[position]), mask, self.beta)
+        self.tensors[position] = kernels.stored(average, self.tensors[position])
+        return self.coefficient(position)
+
+    def coefficient(self, position: int) -> Tensor:
+        """What the last step applied to one tensor."""
+        return algorithm.coefficient(kernels.read(self.tensors[position]), self.beta, self.step)
 
 
 class Collaborative:
     """The paper's gate: the sign mask, smoothed over steps. beta = 0 with anchors alone is CPL."""
 
-    signs_only = True
+    uses: Uses = "signs"
+    whole = False
 
     def __init__(self, *, beta: float, ema: kernels.EmaType = "float32") -> None:
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"beta must lie in [0, 1), got {beta}")
-        if ema not in ("float32", "bfloat16", "uint8"):
-            raise ValueError(f"the moving average is kept in float32, bfloat16 or uint8, got {ema!r}")
-        self.beta, self.kind = beta, ema
-        self.step = 0
-        self.ema: list[Tensor] = []
+        self.average = Average(beta, ema)
         self._admitted: Tensor | None = None
         self._offered = 0
 
     def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
         """Lines 10-12 of Algorithm 1, one tensor at a time."""
-        self.step += 1
-        if self.beta == 0.0:  # ema = mask and the correction is 1: nothing needs to be remembered
-            for proposal in proposals:
-                yield self._counted(algorithm.collaborates(proposal.sign, proposal.delta))
-            return
-        self.allocate([proposal.theta for proposal in proposals])
+        average = self.average
+        average.allocate([proposal.theta for proposal in proposals])
+        average.step += 1
         for i, proposal in enumerate(proposals):
-            mask = self._counted(algorithm.collaborates(proposal.sign, proposal.delta))
-            average = algorithm.smooth(kernels.read(self.ema[i]), mask, self.beta)
-            self.ema[i] = kernels.stored(average, self.ema[i])
-            yield algorithm.coefficient(kernels.read(self.ema[i]), self.beta, self.step)
-
-    def allocate(self, params: Sequence[Tensor]) -> None:
-        """Make the moving average before the first step."""
-        if not self.ema:
-            self.ema = [kernels.zeros(p, self.kind) for p in params]
+            mask = algorithm.collaborates(proposal.sign, proposal.delta)
+            self._count(mask)
+            yield average.advance(i, mask)
 
     def tally(self) -> tuple[int, int]:
         """Coordinates with mask 1 and coordinates in all, over the steps since the last call."""
@@ -103,48 +150,56 @@ class Collaborative:
         self._admitted, self._offered = None, 0
         return counted
 
-    def _counted(self, mask: Tensor) -> Tensor:
+    def _count(self, mask: Tensor) -> None:
         # The sum stays on the device: reading it at every step would make the host wait.
         count = mask.count_nonzero()
         self._admitted = count if self._admitted is None else self._admitted + count.to(self._admitted.device)
         self._offered += mask.numel()
-        return mask
 
     @property
     def nbytes(self) -> int:
         """The moving average."""
-        return sum(e.nbytes for e in self.ema)
+        return sum(e.nbytes for e in self.average.tensors)
 
     def state_dict(self) -> dict[str, Any]:
         """The step count and the moving average."""
-        return {"step": self.step, "ema": [e.clone() for e in self.ema]}
+        return {"step": self.average.step, "ema": [e.clone() for e in self.average.tensors]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a kept step count and moving average."""
-        if self.ema and [e.shape for e in self.ema] != [e.shape for e in state["ema"]]:
+        """Restore a saved step count and moving average."""
+        held = self.average.tensors
+        if held and [e.shape for e in held] != [e.shape for e in state["ema"]]:
             raise ValueError("the kept gate state belongs to parameters of other shapes")
-        self.step = int(state["step"])
-        self.ema = [e.clone() for e in state["ema"]]
+        self.average.step = int(state["step"])
+        self.average.tensors = [e.clone() for e in state["ema"]]
 
 
 class Elementwise:
-    """A gate without memory, by a pure function: an update and the evidence about it give the coefficients."""
+    """A gate without memory, by a pure function from a proposal to its coefficients.
 
-    signs_only = False
+    `uses` states how much of the evidence the function reads; `whole=False` that each coordinate's coefficient depends
+    on that coordinate alone, so that a shard of a tensor can be gated by itself.
+    """
 
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.function = function
+    average: Average | None = None
+
+    def __init__(self, function: Callable[[Proposal], Tensor], *, uses: Uses = "values", whole: bool = True) -> None:
+        self.function, self.uses, self.whole = function, uses, whole
 
     def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
-        """What the function says; outside [0, 1] it would no longer attenuate, and is refused."""
+        """The function's values; one outside [0, 1] would no longer attenuate, and is refused."""
         for proposal in proposals:
-            c = self.function(proposal.delta, proposal.sign)
+            c = self.function(proposal)
             if c.shape != proposal.theta.shape or not bool(((c >= 0) & (c <= 1)).all()):
                 raise ValueError(
                     f"a gate's coefficients must lie in [0, 1], one for each of {tuple(proposal.theta.shape)} "
                     f"coordinates, got {tuple(c.shape)} from {float(c.min()):g} to {float(c.max()):g}"
                 )
             yield c
+
+    def tally(self) -> tuple[int, int]:
+        """Nothing is counted."""
+        return 0, 0
 
     @property
     def nbytes(self) -> int:
@@ -159,28 +214,57 @@ class Elementwise:
         """Nothing."""
 
 
+def cautious(proposal: Proposal) -> Tensor:
+    """1 where the proposal descends the new data's own gradient, else 0.
+
+    Source: Liang et al. 2024, Cautious Optimizers, without its rescaling, which would amplify.    c = [g * delta <= 0]
+    """
+    if proposal.gradient is None:
+        return torch.ones_like(proposal.theta, dtype=torch.float32)
+    return algorithm.collaborates(proposal.gradient, proposal.delta)
+
+
+def largest_momenta(proposal: Proposal, share: float) -> Tensor:
+    """1 for the `share` of the tensor's coordinates with the largest first moment, else 0; equals are all kept.
+
+    Source: Chen et al. 2024, MoFO, Algorithm 1.    c = [|m| >= the k-th largest |m|],  k = ceil(share * size)
+    """
+    if proposal.gradient is None:
+        return torch.ones_like(proposal.theta, dtype=torch.float32)
+    if proposal.momentum is None:
+        raise TypeError("this optimizer keeps its first moment in a form that cannot be read; use AdamW, Adam or SGD")
+    size = proposal.momentum.abs().flatten()
+    least = size.kthvalue(size.numel() - max(1, math.ceil(share * size.numel())) + 1).values
+    return (size >= least).to(torch.float32).view_as(proposal.theta)
+
+
 class NormMatched:
     """Control: the whole proposal's direction at the norm the inner gate would have applied.
 
     Paper: App. E.6, norm-matched SFT.    c = ||c_inner * delta|| / ||delta||, one number for all tensors
     """
 
-    signs_only = True
+    whole = True
+    average: Average | None = None
 
     def __init__(self, inner: Gate) -> None:
-        self.inner = inner
+        self.inner, self.uses = inner, inner.uses
 
     def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
         """One constant tensor per proposal."""
-        whole = kept = 0.0
+        total = kept = 0.0
         for proposal, c in zip(proposals, self.inner.coefficients(proposals), strict=True):
             delta = proposal.delta.double()
-            whole += float(delta.square().sum())
+            total += float(delta.square().sum())
             kept += float((delta * c).square().sum())
         # The square root of a ratio <= 1 rounds to at most 1, so the coefficient stays in [0, 1].
-        ratio = (kept / whole) ** 0.5 if whole else 1.0
+        ratio = (kept / total) ** 0.5 if total else 1.0
         for proposal in proposals:
             yield torch.full_like(proposal.theta, ratio, dtype=torch.float32)
+
+    def tally(self) -> tuple[int, int]:
+        """The inner gate's."""
+        return self.inner.tally()
 
     @property
     def nbytes(self) -> int:
@@ -199,20 +283,35 @@ class NormMatched:
 class Shuffled:
     """Control: the inner gate's coefficients, permuted inside each tensor at every step.
 
-    Paper: App. E.6, randomized mask. The multiset of each tensor is kept; its placement is broken.
+    Paper: App. E.6, randomized mask. The multiset of each tensor is kept; its placement is broken. The permutation is
+    drawn on the device that holds the tensor: on the host it would take seconds for a large model.
     """
 
-    signs_only = True
+    whole = True
+    average: Average | None = None
 
     def __init__(self, inner: Gate, *, seed: int) -> None:
-        self.inner = inner
-        self.random = torch.Generator().manual_seed(seed)
+        self.inner, self.uses, self.seed = inner, inner.uses, seed
+        self.random: dict[torch.device, torch.Generator] = {}
+        self._saved: dict[str, Tensor] = {}
 
     def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
         """The inner gate's coefficients in another order."""
         for c in self.inner.coefficients(proposals):
-            order = torch.randperm(c.numel(), generator=self.random).to(c.device)
+            order = torch.randperm(c.numel(), generator=self._generator(c.device), device=c.device)
             yield c.flatten()[order].view_as(c)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        """The generator of one device, created or restored at its first use."""
+        if device not in self.random:
+            self.random[device] = torch.Generator(device).manual_seed(self.seed)
+            if str(device) in self._saved:
+                self.random[device].set_state(self._saved[str(device)])
+        return self.random[device]
+
+    def tally(self) -> tuple[int, int]:
+        """The inner gate's."""
+        return self.inner.tally()
 
     @property
     def nbytes(self) -> int:
@@ -221,9 +320,10 @@ class Shuffled:
 
     def state_dict(self) -> dict[str, Any]:
         """The inner gate's and the generator's."""
-        return {"inner": self.inner.state_dict(), "random": self.random.get_state()}
+        states = {str(device): random.get_state() for device, random in self.random.items()}
+        return {"inner": self.inner.state_dict(), "random": {**self._saved, **states}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inner gate's and the generator's."""
         self.inner.load_state_dict(state["inner"])
-        self.random.set_state(state["random"])
+        self.random, self._saved = {}, dict(state["random"])

@@ -161,8 +161,17 @@ def adamw_block(
     ema.copy_(kept)
 
 
-def on_rows(block: Callable[..., None], tensors: Sequence[Tensor], signs: Signs, ema: Tensor, numbers: Tensor) -> None:
+def advance(ema: Tensor, numbers: Sequence[float]) -> None:
+    """In place: the average of a tensor whose proposal is to stay, so that its mask is 1 everywhere."""
+    beta, rest, _ = numbers
+    ema.copy_(stored(beta * read(ema) + rest, ema))
+
+
+def on_rows(
+    block: Callable[..., None], tensors: Sequence[Tensor], signs: Signs, ema: Tensor | None, numbers: Tensor
+) -> None:
     """The compiled block on the coordinates that fill four rows, the same function uncompiled on the last few."""
+    ema = torch.zeros_like(tensors[0]) if ema is None else ema
     shift, last = shifts(ema.device), ema.numel() % 4
     kernel = compiled(block, ema.dtype, ema.device, torch.get_num_threads() if ema.numel() >= SHARED else 1)
     if not last:

@@ -95,12 +95,12 @@ def prepare(method: Method, optimizer: Optimizer, model: nn.Module, material: Ma
     method.check(material)
     backward = method.objective(model, material.rows("anchors"))
     guard = None
-    if method.evidence:
+    if method.guarded:
         guard = Guard(
             optimizer,
             model,
-            evidence=method.reduction(model, method.sources(material)),
-            gate=None if method.gate is None else method.gate(seed),
+            evidence=method.build_evidence(model, material),
+            gate=method.build_gate(seed),
             projection=method.projection,
         )
     return Prepared(method=method, material=material, backward=backward, guard=guard)
@@ -156,7 +156,9 @@ def rate_factor(step: int, *, total: int, warmup: int, course: str) -> float:
 
 
 def due(method: Method, *, step: int, batch: int) -> bool:
-    """Whether the evidence is refreshed before this batch."""
+    """Whether the evidence is refreshed before this batch; a method without evidence refreshes nothing."""
+    if not method.evidence:
+        return False
     if method.refresh == "once":
         return step == 0
     if method.refresh == "epoch":

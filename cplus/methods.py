@@ -1,7 +1,8 @@
 """THE TABLE: a method is what it trains on, its objective, its evidence, its projection and its gate.
 
-A row states what differs from SFT. A user's own method is one more row; an ablation is `dataclasses.replace`.
-A row may also train adapters in place of the model's own weights.
+A row states what differs from SFT, what can be set about it, what it holds and what it needs: nothing else in this
+package knows a method by its name. A user's own method is one more row, `python:module:ROW` wherever a name is asked
+for; an ablation is `dataclasses.replace`. A row may also train adapters in place of the model's own weights.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from cplus import adapters, objectives
 from cplus.attach import Projection
 from cplus.data.encoded import Encoded
 from cplus.evidence import Evidence, LogitBasis, MeanGradient, NormAligned, Remembered, Source, Tail
-from cplus.gates import Collaborative, Gate, NormMatched, Shuffled
+from cplus.gates import Collaborative, Elementwise, Gate, NormMatched, Shuffled, cautious, largest_momenta
 from cplus.projections import agem, collaborative_gradient, ogd
 
 Rows: TypeAlias = objectives.Kind
 Refresh: TypeAlias = Literal["once", "epoch"] | int
+BANK: frozenset[Rows] = frozenset({"probes", "synthetic", "constant", "balanced"})
+"""The kinds of rows that are made from the bank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,12 @@ BuildEvidence: TypeAlias = Callable[[nn.Module, tuple[Source, ...]], Evidence]
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One row of the table."""
+    """One row of the table.
+
+    `beta` is the smoothing of a gate that has one to set, `memory` the weight of earlier evidence at a refresh, and
+    `parts` how many parts the bank is shown in, one per refresh. `vectors` states whether the evidence is one vector
+    or one for each anchor. `gate` builds the gate from the row itself and a seed.
+    """
 
     name: str
     summary: str
@@ -77,9 +85,42 @@ class Method:
     parts: int = 1
     refresh: Refresh = "epoch"
     reduction: BuildEvidence = lambda model, sources: MeanGradient(model=model, sources=sources)
+    memory: float = 0.0
+    vectors: Literal["one", "one per anchor"] = "one"
     projection: Projection | None = None
-    gate: Callable[[int], Gate] | None = None
+    beta: float | None = None
+    gate: Callable[[Method, int], Gate] | None = None
     adapter: adapters.Adapter | None = None
+
+    def __post_init__(self) -> None:
+        if self.gate is None and self.projection is None and self.evidence:
+            raise ValueError(f"method {self.name!r} takes evidence but has no gate or projection to use it")
+
+    @property
+    def guarded(self) -> bool:
+        """Whether anything acts around the optimizer's step."""
+        return self.gate is not None or self.projection is not None
+
+    @property
+    def needs_bank(self) -> bool:
+        """Whether the method uses self-probes, in whatever form."""
+        return any(kind in BANK for kind in self.needs)
+
+    @property
+    def needs_anchors(self) -> bool:
+        """Whether the method uses anchors; a bank is written from anchors too."""
+        return self.needs_bank or "anchors" in self.needs
+
+    def build_gate(self, seed: int) -> Gate | None:
+        """The row's gate, new."""
+        return None if self.gate is None else self.gate(self, seed)
+
+    def build_evidence(self, model: nn.Module, material: Material) -> Evidence | None:
+        """What the row's gate or projection reads; None where it reads nothing."""
+        if not self.evidence:
+            return None
+        found = self.reduction(model, self.sources(material))
+        return Remembered(found, self.memory) if self.memory else found
 
     @property
     def needs(self) -> tuple[Rows, ...]:
@@ -108,7 +149,7 @@ class Method:
                 name=f"{past.name} {kind}" if len(material.past) > 1 else kind,
                 weight=weight / len(material.past),
                 rows=past.rows(kind),
-                parts=self.parts if kind == "probes" else 1,
+                parts=self.parts if kind in BANK else 1,
             )
             for past in material.past
             for weight, kind in self.evidence
@@ -123,7 +164,19 @@ def _logit_basis(model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
     return LogitBasis(model=model, rows=[row for source in sources for row in source.rows])
 
 
+def smoothed(row: Method, seed: int) -> Gate:
+    """The paper's gate with the row's smoothing."""
+    assert row.beta is not None, f"{row.name} states no beta"
+    return Collaborative(beta=row.beta)
+
+
+def binary(row: Method, seed: int) -> Gate:
+    """The paper's gate without smoothing, by definition of the row."""
+    return Collaborative(beta=0.0)
+
+
 BLEND: tuple[tuple[float, Rows], ...] = ((0.5, "anchors"), (0.5, "probes"))
+MOFO_SHARE = 0.15
 CPL_PAPER = "Yang et al. 2026, CPL"
 
 _ROWS = (
@@ -167,6 +220,7 @@ _ROWS = (
         evidence=((1.0, "anchors"),),
         refresh="once",
         reduction=_logit_basis,
+        vectors="one per anchor",
         projection=ogd,
     ),
     Method(
@@ -198,63 +252,70 @@ _ROWS = (
         summary="Blocks every coordinate of the update that the anchors' gradient says is harmful.",
         paper=CPL_PAPER,
         evidence=((1.0, "anchors"),),
-        gate=lambda seed: Collaborative(beta=0.0),
+        gate=binary,
     ),
     Method(
         name="cplus",
         summary="Scales down the coordinates that anchors and self-probes say are harmful, smoothed over steps.",
         paper="Algorithm 1",
         evidence=BLEND,
-        gate=lambda seed: Collaborative(beta=0.9),
+        beta=0.9,
+        gate=smoothed,
     ),
     Method(
         name="norm-matched",
         summary="Control: the plain update's direction at the norm CPLUS would apply.",
         paper="App. E.6",
         evidence=BLEND,
-        gate=lambda seed: NormMatched(Collaborative(beta=0.9)),
+        beta=0.9,
+        gate=lambda row, seed: NormMatched(smoothed(row, seed)),
     ),
     Method(
         name="shuffled",
         summary="Control: CPLUS's coefficients permuted inside each tensor at every step.",
         paper="App. E.6",
         evidence=BLEND,
-        gate=lambda seed: Shuffled(Collaborative(beta=0.9), seed=seed),
+        beta=0.9,
+        gate=lambda row, seed: Shuffled(smoothed(row, seed), seed=seed),
     ),
     Method(
         name="constant-label",
         summary="Control: CPLUS with every probe's answer replaced by the bank's most frequent one.",
         paper="docs/interpretations.md",
         evidence=((0.5, "anchors"), (0.5, "constant")),
-        gate=lambda seed: Collaborative(beta=0.9),
+        beta=0.9,
+        gate=smoothed,
     ),
     Method(
         name="balanced-label",
         summary="Control: CPLUS with no answer holding more than its even share of the probes.",
         paper="docs/interpretations.md",
         evidence=((0.5, "anchors"), (0.5, "balanced")),
-        gate=lambda seed: Collaborative(beta=0.9),
+        beta=0.9,
+        gate=smoothed,
     ),
     Method(
         name="cplus-anchors",
         summary="Ablation: the anchors' gradient alone, smoothed.",
         paper="Table 1",
         evidence=((1.0, "anchors"),),
-        gate=lambda seed: Collaborative(beta=0.9),
+        beta=0.9,
+        gate=smoothed,
     ),
     Method(
         name="cplus-probes",
         summary="Ablation: the self-probes' gradient alone, smoothed.",
         paper="Table 1",
         evidence=((1.0, "probes"),),
-        gate=lambda seed: Collaborative(beta=0.9),
+        beta=0.9,
+        gate=smoothed,
     ),
     Method(
         name="cplus-no-ema",
         summary="Ablation: CPLUS with the binary mask of each step.",
         paper="Table 1; Table 2",
         evidence=BLEND,
-        gate=lambda seed: Collaborative(beta=0.0),
+        gate=binary,
     ),
     Method(
         name="cplus-norm-aligned",
@@ -262,7 +323,8 @@ _ROWS = (
         paper="Table 1",
         evidence=BLEND,
         reduction=lambda model, sources: NormAligned(model=model, sources=sources),
-        gate=lambda seed: Collaborative(beta=0.9),
+        beta=0.9,
+        gate=smoothed,
     ),
     Method(
         name="cplus-cvar",
@@ -270,7 +332,8 @@ _ROWS = (
         paper="Table 2",
         evidence=BLEND,
         reduction=lambda model, sources: Tail(model=model, sources=sources),
-        gate=lambda seed: Collaborative(beta=0.9),
+        beta=0.9,
+        gate=smoothed,
     ),
     Method(
         name="cplus-rotating",
@@ -278,7 +341,8 @@ _ROWS = (
         paper="docs/interpretations.md",
         evidence=BLEND,
         parts=4,
-        gate=lambda seed: Collaborative(beta=0.9),
+        beta=0.9,
+        gate=smoothed,
     ),
     Method(
         name="cplus-remembering",
@@ -286,8 +350,9 @@ _ROWS = (
         paper="docs/interpretations.md",
         evidence=BLEND,
         parts=4,
-        reduction=lambda model, sources: Remembered(MeanGradient(model=model, sources=sources), 0.5),
-        gate=lambda seed: Collaborative(beta=0.9),
+        memory=0.5,
+        beta=0.9,
+        gate=smoothed,
     ),
     Method(
         name="cplus-gradient",
@@ -297,23 +362,26 @@ _ROWS = (
         projection=_first_vector(collaborative_gradient),
     ),
     Method(
+        name="cautious",
+        summary="Blocks every coordinate of the update that does not descend the new data's own gradient.",
+        paper="Liang et al. 2024, Cautious Optimizers",
+        gate=lambda row, seed: Elementwise(cautious, uses="nothing", whole=False),
+    ),
+    Method(
+        name="mofo",
+        summary="Updates only the 15 % of each tensor's coordinates with the largest momentum.",
+        paper="Chen et al. 2024, MoFO",
+        gate=lambda row, seed: Elementwise(lambda step: largest_momenta(step, MOFO_SHARE), uses="nothing"),
+    ),
+    Method(
         name="replay-cplus",
         summary="Replay's training rows and CPLUS's gate together.",
         paper="docs/interpretations.md",
         train_on=("new", "anchors"),
         evidence=BLEND,
-        gate=lambda seed: Collaborative(beta=0.9),
+        beta=0.9,
+        gate=smoothed,
     ),
 )
 
 METHODS: dict[str, Method] = {row.name: row for row in _ROWS}
-
-
-def method(name: str) -> Method:
-    """The row of that name; a wrong name is answered with the nearest ones."""
-    if name not in METHODS:
-        from difflib import get_close_matches
-
-        near = get_close_matches(name, METHODS, n=3) or list(METHODS)
-        raise ValueError(f"unknown method {name!r}; did you mean {', '.join(near)}? 'cplus methods' lists them all")
-    return METHODS[name]

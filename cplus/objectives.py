@@ -32,6 +32,11 @@ class Build(Protocol):
         """What it holds beside the model while it trains in float32."""
         ...
 
+    @property
+    def anchor_passes(self) -> float:
+        """Forward and backward passes over the anchors at every update; a forward pass alone is a third of one."""
+        ...
+
     def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
         """A function that adds one batch's gradient to `.grad` and returns its loss and work."""
         ...
@@ -59,6 +64,7 @@ class Answers:
 
     needs: tuple[Kind, ...] = ()
     bytes_a_parameter: float = 0.0
+    anchor_passes: float = 0.0
 
     def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
         """Nothing of the past is used."""
@@ -78,6 +84,7 @@ class Distillation:
     weight: float
     needs: tuple[Kind, ...] = ("anchors",)
     bytes_a_parameter: float = 4.0
+    anchor_passes: float = 4 / 3  # the teacher's forward pass too
 
     def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
         """The frozen model is a copy taken now."""
@@ -108,6 +115,7 @@ class ElasticWeights:
     weight: float
     needs: tuple[Kind, ...] = ("anchors",)
     bytes_a_parameter: float = 8.0
+    anchor_passes: float = 0.0
 
     def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
         """Fisher and base parameters are taken now."""

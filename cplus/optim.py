@@ -16,7 +16,8 @@ from cplus import kernels
 class Armed:
     """What one gated step needs besides the optimizer's own state, by parameter identity.
 
-    `watch` is shown each parameter, where it stood and what was proposed, after its step.
+    `ema` is empty for a gate that keeps no average. `watch` is shown each parameter, its old value and what was
+    proposed, after its step.
     """
 
     signs: dict[int, kernels.Signs]
@@ -47,27 +48,35 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """One step; gated if armed, and disarmed by it."""
-        armed, self.armed = self.armed, None
-        if armed is None:
-            return _unhooked(torch.optim.AdamW.step)(self, closure)
+        """One step; gated if armed, and disarmed by it. A closure is evaluated first, and may be what arms it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        armed, self.armed = self.armed, None
+        if armed is None:
+            _unhooked(torch.optim.AdamW.step)(self)
+        else:
+            self._gated(armed)
+        return loss
+
+    def _gated(self, armed: Armed) -> None:
+        """Propose and gate every parameter that has a gradient; of the others only the average advances."""
+        still = dict(armed.ema)
         for p, gradient, state, numbers in self._work(armed):
             tensors = (p, gradient, state["exp_avg"], state["exp_avg_sq"])
             theta = None if armed.watch is None else p.detach().clone()
-            kernels.on_rows(kernels.adamw_block, tensors, armed.signs[id(p)], armed.ema[id(p)], numbers)
+            kernels.on_rows(kernels.adamw_block, tensors, armed.signs[id(p)], still.pop(id(p), None), numbers)
             if armed.watch is not None and theta is not None:
                 armed.watch(p, theta, proposed(theta, state, numbers))
-        return loss
+        for ema in still.values():
+            kernels.advance(ema, armed.numbers)
 
     def _work(self, armed: Armed) -> Iterator[tuple[nn.Parameter, Tensor, dict[str, Tensor], Tensor]]:
         """Every parameter that has a gradient, with its state created and its step counted as torch does."""
         for group in self.param_groups:
             known: dict[float, Tensor] = {}
-            moving = [p for p in group["params"] if p.grad is not None]
+            moving = [p for p in group["params"] if p.grad is not None and id(p) in armed.signs]
             for p in moving:
                 state = self.state[p]
                 if not state:

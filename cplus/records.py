@@ -123,7 +123,7 @@ class RunResult:
 
 def result_name(spec: RunSpec) -> str:
     """The name of a run's file."""
-    return f"{spec.method}-{spec.seed}-{spec.key()}.json"
+    return f"{spec.method.replace(':', '.')}-{spec.seed}-{spec.key()}.json"
 
 
 def save_result(result: RunResult, folder: Path) -> Path:
@@ -170,8 +170,9 @@ class SequenceSpec(Recipe):
             raise ValueError("the tasks of a sequence are multiple choice; expected the interface letter or cloze")
 
     def stage(self, number: int) -> RunSpec:
-        """The run that one stage is, counted from 1."""
-        shared = {f.name for f in fields(Recipe)} - {"method"}
+        """The run that one stage is, counted from 1; what is set of the evidence is the later stages'."""
+        first = {"anchor_weight", "beta"} if number == 1 else set()
+        shared = {f.name for f in fields(Recipe)} - {"method"} - first
         return RunSpec(
             task=self.tasks[number - 1],
             method=self.first_method if number == 1 else self.method,
@@ -202,7 +203,7 @@ class SequenceResult:
 
 def sequence_name(spec: SequenceSpec) -> str:
     """The name of a sequence's file."""
-    return f"sequence-{spec.method}-{spec.seed}-{spec.key()}.json"
+    return f"sequence-{spec.method.replace(':', '.')}-{spec.seed}-{spec.key()}.json"
 
 
 def save_sequence(result: SequenceResult, folder: Path) -> Path:

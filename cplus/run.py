@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from cplus import selection
 from cplus.adapters import merged
 from cplus.cost import Work
 from cplus.data.examples import Example
@@ -23,8 +24,6 @@ from cplus.diagnostics.audit import BUDGETS, Evidences, audit
 from cplus.evaluate import Flip, acquisition, correction, flips, percent, retention, without
 from cplus.evaluate.letters import permuted
 from cplus.evaluate.prior import answer_prior
-from cplus.evidence import Remembered
-from cplus.gates import Collaborative
 from cplus.loop import (
     EpochEnded,
     Event,
@@ -37,7 +36,7 @@ from cplus.loop import (
     prepare,
     rate_factor,
 )
-from cplus.methods import Material, Method, method
+from cplus.methods import METHODS, Material, Method
 from cplus.optim import AdamW
 from cplus.parting import answers
 from cplus.predictions import Prediction
@@ -56,22 +55,11 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, RunSpec], Optimizer]] = {
 
 
 def configured(spec: RunSpec) -> Method:
-    """The spec's row of the table with the spec's blend weight and smoothing, where the row has them."""
-    row = method(spec.method)
-    if {kind for _, kind in row.evidence} == {"anchors", "probes"}:
-        weights = {"anchors": spec.anchor_weight, "probes": 1.0 - spec.anchor_weight}
-        row = dataclasses.replace(row, evidence=tuple((weights[kind], kind) for _, kind in row.evidence))
-    if row.name == "cplus" and spec.beta != 0.9:
-        row = dataclasses.replace(row, gate=lambda seed: Collaborative(beta=spec.beta))
-    if spec.parts != 1 or spec.refresh is not None or spec.memory:
-        if not row.evidence:
-            raise ValueError(f"method {row.name!r} takes no evidence, so it has no parts, refresh or memory to set")
-        parts = row.parts if spec.parts == 1 else spec.parts
-        row = dataclasses.replace(row, parts=parts, refresh=spec.refresh or row.refresh)
-    if spec.memory:
-        reduce = row.reduction
-        row = dataclasses.replace(row, reduction=lambda model, found: Remembered(reduce(model, found), spec.memory))
-    return row
+    """The spec's row of the table with what the spec says about its evidence and smoothing beyond the defaults."""
+    defaults = {field.name: field.default for field in dataclasses.fields(RunSpec)}
+    names = ("anchor_weight", "beta", "parts", "refresh", "memory")
+    given = {name: getattr(spec, name) for name in names if getattr(spec, name) != defaults[name]}
+    return selection.configured(selection.method(spec.method), **given)
 
 
 def run(spec: RunSpec, given: Setting, *, watch: Watch = lambda event: None) -> RunResult:
@@ -236,7 +224,7 @@ def _audited(spec: RunSpec, given: Setting, rows: Material, model: nn.Module) ->
         anchor_weight=spec.anchor_weight,
     )
     once = Schedule(epochs=1, batch_size=spec.batch_size, order=cast(Literal["file", "shuffled"], spec.order))
-    batches = epoch_batches(method("sft"), rows, once, seed=spec.seed, epoch=1)
+    batches = epoch_batches(METHODS["sft"], rows, once, seed=spec.seed, epoch=1)
     return {"audit": audit(model, OPTIMIZERS[spec.optimizer](model, spec), batches, evidences, beta=spec.beta)}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
-from cplus.gates import Elementwise, Gate, NormMatched, Shuffled
 from cplus.ranks import Layout
 
 IN_BACKWARD = "it updates inside the backward pass, before the gate could see a step; use AdamW"
@@ -41,7 +40,7 @@ def bare(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def check_engine(model: nn.Module, where: Layout, gate: Gate | None, *, whole: bool) -> None:
+def check_engine(model: nn.Module, where: Layout, *, whole: bool) -> None:
     """Refuse engines whose steps or shards the guard would misread."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     if "FullyShardedDataParallel" in kinds:
@@ -51,8 +50,6 @@ def check_engine(model: nn.Module, where: Layout, gate: Gate | None, *, whole: b
         return
     if "FSDPModule" not in kinds:
         raise TypeError("the parameters are sharded, but not by FSDP2; shard them with fully_shard instead")
-    while gate is not None:
-        whole, gate = whole or isinstance(gate, NormMatched | Shuffled | Elementwise), getattr(gate, "inner", None)
     if whole:
         raise TypeError("this method needs whole vectors and the parameters are sharded; use DDP or one process")
 

@@ -22,6 +22,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from cplus import attach
+
+attach.THOROUGH = True  # a parameter that moves past the gate is an error in every test
+
 CORPUS = [
     "Question: What colour is the sky on a clear day?\nOptions:\nA: blue\nB: green\nC: red\nD: black\n\n",
     "Please reply with only A, B, C, or D. Do not provide any explanation.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -83,9 +84,47 @@ def adafactor(lr: float, eps: tuple[float, float], decay: float = -0.8) -> Optim
     return Optimizer(rule)
 
 
+class LBFGS:
+    """Limited-memory BFGS without a line search (Nocedal and Wright, Algorithm 7.4), several evaluations a step."""
+
+    def __init__(self, lr: float, max_iter: int, history: int) -> None:
+        self.lr, self.max_iter, self.history = lr, max_iter, history
+        self.t = 0
+        self.pairs: list[tuple[Array, Array]] = []
+        self.scale, self.size = 1.0, 1.0
+        self.direction = self.before = np.zeros(0)
+
+    def __call__(self, theta: Sequence[Array], gradients: Callable[[Sequence[Array]], list[Array]]) -> list[Array]:
+        shapes, theta = [p.shape for p in theta], [p.copy() for p in theta]
+        for _ in range(self.max_iter):
+            g = np.concatenate([part.ravel() for part in gradients(theta)])
+            self.t += 1
+            if self.t > 1:
+                y, s = g - self.before, self.direction * self.size
+                if y @ s > 1e-10:
+                    self.pairs = [*self.pairs, (y, s)][-self.history :]
+                    self.scale = float(y @ s / (y @ y))
+            self.direction, self.before = -self._two_loops(g), g
+            self.size = self.lr * (min(1.0, 1.0 / float(np.abs(g).sum())) if self.t == 1 else 1.0)
+            cuts = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]
+            moves = np.split(self.size * self.direction, cuts)
+            theta = [p + move.reshape(shape) for p, move, shape in zip(theta, moves, shapes, strict=True)]
+        return theta
+
+    def _two_loops(self, g: Array) -> Array:
+        q, alphas = g, []
+        for y, s in reversed(self.pairs):
+            alphas.append(s @ q / (y @ s))
+            q = q - alphas[-1] * y
+        r = self.scale * q
+        for (y, s), alpha in zip(self.pairs, reversed(alphas), strict=True):
+            r = r + s * (alpha - y @ r / (y @ s))
+        return r
+
+
 def gated_steps(
     theta: Sequence[Array],
-    optimizer: Optimizer,
+    optimizer: Optimizer | LBFGS,
     new_gradients: Callable[[Sequence[Array], int], list[Array]],
     preservation: Callable[[Sequence[Array]], list[Array]],
     *,
@@ -100,7 +139,10 @@ def gated_steps(
     for t in range(1, steps + 1):
         if (t - 1) % refresh_every == 0:
             g_hat = preservation(theta)
-        proposed = optimizer(theta, new_gradients(theta, t))
+        if isinstance(optimizer, LBFGS):
+            proposed = optimizer(theta, partial(new_gradients, t=t))
+        else:
+            proposed = optimizer(theta, new_gradients(theta, t))
         for i, p in enumerate(theta):
             delta = proposed[i] - p
             mask = (g_hat[i] * delta <= 0).astype(np.float64)

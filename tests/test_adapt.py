@@ -18,8 +18,9 @@ from cplus.adapters import merged
 from cplus.data.encoded import Encoded
 from cplus.loop import Cursor, EpochEnded, Event, Prepared, Refreshed, Schedule, Stepped, adapt, epoch_batches, prepare
 from cplus.losses import answer_losses
-from cplus.methods import METHODS, Material, Method, method
+from cplus.methods import METHODS, Material, Method
 from cplus.objectives import Distillation, ElasticWeights
+from cplus.selection import method
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "sgd": lambda model: SGD(model.parameters(), lr=0.1),

@@ -211,7 +211,7 @@ def test_the_own_reference_of_another_reduction_is_taken_whole() -> None:
 
 def unpacked(prepared: Prepared) -> None:
     assert prepared.guard is not None
-    prepared.guard.gate.signs_only = False  # type: ignore[union-attr]
+    prepared.guard.gate.uses = "values"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("method", ["cplus", "cpl", "shuffled", "norm-matched", "cplus-rotating"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cplus import algorithm, kernels
-from cplus.gates import Collaborative, Elementwise, Gate, NormMatched, Proposal, Shuffled
+from cplus.gates import Collaborative, Elementwise, Gate, NormMatched, Proposal, Shuffled, cautious, largest_momenta
 from cplus.projections import agem, dot, ogd, orthonormal
 
 
@@ -21,7 +21,7 @@ def proposals(seed: int, count: int = 3) -> list[Proposal]:
     def draw(size: int) -> Tensor:
         return torch.randn(size, generator=random)
 
-    return [Proposal(theta=draw(n), proposed=draw(n), g_hat=draw(n)) for n in range(5, 5 + count)]
+    return [Proposal(draw(n), draw(n), draw(n), draw(n), draw(n)) for n in range(5, 5 + count)]
 
 
 GATES = {
@@ -29,7 +29,9 @@ GATES = {
     "cplus": lambda: Collaborative(beta=0.9),
     "norm-matched": lambda: NormMatched(Collaborative(beta=0.9)),
     "shuffled": lambda: Shuffled(Collaborative(beta=0.9), seed=3),
-    "elementwise": lambda: Elementwise(lambda delta, g_hat: torch.sigmoid(-delta * g_hat)),
+    "elementwise": lambda: Elementwise(lambda p: torch.sigmoid(-p.delta * p.sign)),
+    "cautious": lambda: Elementwise(cautious, uses="nothing", whole=False),
+    "mofo": lambda: Elementwise(lambda p: largest_momenta(p, 0.4), uses="nothing"),
 }
 
 
@@ -74,7 +76,7 @@ def test_three_steps_by_hand(
     for t, (step, expected) in enumerate(steps, 1):
         matrix, vector = gate.coefficients(step)
         torch.testing.assert_close(torch.cat([matrix, vector[None]]), torch.tensor(expected), rtol=1e-6, atol=0.0)
-        assert gate.step == t
+        assert gate.average.step == t
 
 
 def test_the_gate_of_the_paper_counts_and_remembers() -> None:
@@ -90,15 +92,15 @@ def test_the_gate_of_the_paper_counts_and_remembers() -> None:
     assert gate.nbytes == 3 * 4
     memoryless = Collaborative(beta=0.0)
     list(memoryless.coefficients(by_hand()))
-    assert (memoryless.tally(), memoryless.nbytes, memoryless.ema) == ((1, 3), 0, [])
+    assert (memoryless.tally(), memoryless.nbytes, memoryless.average.tensors) == ((1, 3), 0, [])
 
 
 def test_an_average_once_made_is_not_made_again() -> None:
     gate = Collaborative(beta=0.75, ema="uint8")
-    gate.allocate([torch.ones(2)])
-    [kept] = gate.ema
-    gate.allocate([torch.ones(2)])
-    assert gate.ema[0] is kept
+    gate.average.allocate([torch.ones(2)])
+    [kept] = gate.average.tensors
+    gate.average.allocate([torch.ones(2)])
+    assert gate.average.tensors[0] is kept
     assert (kept.dtype, kept.tolist()) == (torch.uint8, [0, 0])
 
 
@@ -119,31 +121,51 @@ def test_a_kept_state_of_other_shapes_is_refused() -> None:
     kept = gate.state_dict()
     fresh.load_state_dict(kept)
     gate.load_state_dict(kept)
-    assert (fresh.step, [e.tolist() for e in fresh.ema]) == (1, [[[0.0], [0.25]], [0.0]])
+    assert (fresh.average.step, [e.tolist() for e in fresh.average.tensors]) == (1, [[[0.0], [0.25]], [0.0]])
     for size in (1, 9):  # either side of the kept shapes, in every order there is
-        other.ema = [torch.zeros(size), torch.zeros(size)]
+        other.average.tensors = [torch.zeros(size), torch.zeros(size)]
         with pytest.raises(ValueError, match="parameters of other shapes"):
             other.load_state_dict(kept)
 
 
-def test_which_gates_look_at_signs_alone() -> None:
-    looks = {name: make().signs_only for name, make in GATES.items()}
-    assert looks == {"cpl": True, "cplus": True, "norm-matched": True, "shuffled": True, "elementwise": False}
+def test_gates_state_what_they_read_and_whether_they_need_whole_tensors() -> None:
+    read = {name: make().uses for name, make in GATES.items()}
+    signs = dict.fromkeys(("cpl", "cplus", "norm-matched", "shuffled"), "signs")
+    assert read == {**signs, "elementwise": "values", "cautious": "nothing", "mofo": "nothing"}
+    whole = {name for name, make in GATES.items() if make().whole}
+    assert whole == {"norm-matched", "shuffled", "elementwise", "mofo"}
+    assert {name for name, make in GATES.items() if make().average is not None} == {"cpl", "cplus"}
+
+
+def test_cautious_keeps_what_descends_the_new_datas_gradient() -> None:
+    zero = torch.zeros(4)
+    step = Proposal(zero, torch.tensor([-1.0, 1.0, 2.0, 0.0]), gradient=torch.tensor([3.0, 3.0, 0.0, -1.0]))
+    assert cautious(step).tolist() == [1.0, 0.0, 1.0, 1.0]
+    assert cautious(Proposal(zero, zero)).tolist() == [1.0] * 4  # no gradient in this step: nothing is proposed
+
+
+def test_the_largest_momenta_by_hand() -> None:
+    zero, m = torch.zeros(2, 3), torch.tensor([[3.0, -5.0, 1.0], [0.0, 5.0, -4.0]])
+    step = Proposal(zero, zero, gradient=m, momentum=m)
+    assert largest_momenta(step, 0.15).tolist() == [[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]  # one of six, and its equal
+    assert largest_momenta(step, 0.5).tolist() == [[0.0, 1.0, 0.0], [0.0, 1.0, 1.0]]
+    assert largest_momenta(step, 1.0).tolist() == [[1.0] * 3] * 2
+    assert largest_momenta(Proposal(zero, zero), 0.5).tolist() == [[1.0] * 3] * 2
+    with pytest.raises(TypeError, match="keeps its first moment in a form that cannot be read; use AdamW"):
+        largest_momenta(Proposal(zero, zero, gradient=m), 0.5)
 
 
 def test_a_gate_by_a_function_may_reach_both_ends_and_not_pass_them() -> None:
-    [closed, opened] = Elementwise(lambda delta, g_hat: (delta * g_hat <= 0).float()).coefficients(
-        [by_hand()[0], turned()[1]]
-    )
+    [closed, opened] = Elementwise(lambda p: (p.delta * p.sign <= 0).float()).coefficients([by_hand()[0], turned()[1]])
     assert (closed.tolist(), opened.tolist()) == ([[0.0], [1.0]], [1.0])
     for wrong in (-0.01, 1.01):
         ends = torch.tensor([[0.5], [wrong]])
         with pytest.raises(ValueError, match=r"must lie in \[0, 1\]"):
-            list(Elementwise(lambda delta, g_hat, c=ends: c).coefficients(by_hand()[:1]))
+            list(Elementwise(lambda p, c=ends: c).coefficients(by_hand()[:1]))
     for shape in ((1,), (2,), (2, 2), (3, 1)):
         with pytest.raises(ValueError, match=r"one for each of \(2, 1\) coordinates, got"):
-            list(Elementwise(lambda delta, g_hat, c=shape: torch.full(c, 0.5)).coefficients(by_hand()[:1]))
-    gate = Elementwise(lambda delta, g_hat: delta)
+            list(Elementwise(lambda p, c=shape: torch.full(c, 0.5)).coefficients(by_hand()[:1]))
+    gate = Elementwise(lambda p: p.delta)
     assert (gate.nbytes, gate.state_dict()) == (0, {})
 
 
@@ -218,15 +240,15 @@ def test_a_kept_state_continues_bitwise(name: str) -> None:
 
 
 def test_a_gate_by_a_function_is_that_function_and_stays_in_the_unit_interval() -> None:
-    gate = Elementwise(lambda delta, g_hat: algorithm.collaborates(g_hat, delta))
+    gate = Elementwise(lambda p: algorithm.collaborates(p.sign, p.delta))
     pairs = zip(gate.coefficients(proposals(0)), Collaborative(beta=0.0).coefficients(proposals(0)), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    for wrong in (lambda delta, g_hat: 1.0 + delta.abs(), lambda delta, g_hat: -delta.abs()):
+    for wrong in (lambda p: 1.0 + p.delta.abs(), lambda p: -p.delta.abs()):
         with pytest.raises(ValueError, match=r"must lie in \[0, 1\], one for each of \(5,\) coordinates"):
             list(Elementwise(wrong).coefficients(proposals(0)))
     with pytest.raises(ValueError, match=r"got \(\) from 1 to 1"):
-        list(Elementwise(lambda delta, g_hat: torch.tensor(1.0)).coefficients(proposals(0)))
-    nans = Elementwise(lambda delta, g_hat: delta * float("nan"))
+        list(Elementwise(lambda p: torch.tensor(1.0)).coefficients(proposals(0)))
+    nans = Elementwise(lambda p: p.delta * float("nan"))
     with pytest.raises(ValueError, match="from nan to nan"):
         list(nans.coefficients(proposals(0)))
 

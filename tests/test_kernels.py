@@ -407,7 +407,7 @@ def test_a_small_average_stays_within_its_bound(kind: kernels.EmaType, half_step
     for t in range(1, 100):
         step = proposals(t)
         for _ in zip(exact.coefficients(step), small.coefficients(step), strict=True):
-            error = (kernels.read(small.ema[0]) - exact.ema[0]).abs().max()
+            error = (kernels.read(small.average.tensors[0]) - exact.average.tensors[0]).abs().max()
         assert float(error) <= half_step / (1 - 0.9) + 1e-6
     assert small.nbytes == 500 * (1 if kind == "uint8" else 2)
 
@@ -439,7 +439,7 @@ def test_a_step_counts_once_beside_torchs_own_optimizer(plainly: None) -> None:
     bag, optimizer, guard = build(AdamW, **OPTIONS)
     train(optimizer, bag, guard, 1, 3)
     assert guard.steps == 3
-    assert guard.gate.step == 3
+    assert guard.gate.average.step == 3
 
 
 def test_a_coordinate_without_a_finite_gradient_stays_where_it_is(compiling: None) -> None:

@@ -21,7 +21,7 @@ from torch.optim import AdamW, Optimizer
 from cplus import algorithm
 from cplus.attach import Guard
 from cplus.evidence import MeanGradient, Source
-from cplus.gates import Collaborative, Proposal
+from cplus.gates import Collaborative, Proposal, Uses
 from cplus.integrations import distributed
 from cplus.losses import answer_losses
 from cplus.support import bare
@@ -40,11 +40,16 @@ class Recorder:
 
     inner: Collaborative = field(default_factory=lambda: Collaborative(beta=0.9))
     steps: list[list[tuple[Tensor, Tensor, Tensor]]] = field(default_factory=list)
-    signs_only: bool = False  # keep the evidence whole, to see how near to zero it was
+    uses: Uses = "values"  # keep the evidence whole, to see how near to zero it was
+    whole: bool = False
+    average: None = None
 
     def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
         self.steps.append([(algorithm.collaborates(p.sign, p.delta), p.sign.clone(), p.delta) for p in proposals])
         return self.inner.coefficients(proposals)
+
+    def tally(self) -> tuple[int, int]:
+        return self.inner.tally()
 
     @property
     def nbytes(self) -> int:

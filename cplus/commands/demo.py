@@ -64,7 +64,8 @@ def base_spec(method: str, seed: int) -> RunSpec:
 
 def named(methods: str) -> list[str]:
     """The methods asked for; SFT and CPLUS are always among them, because the verdict compares them."""
-    from cplus.methods import METHODS, method
+    from cplus.methods import METHODS
+    from cplus.selection import method
 
     if methods == "all":
         return list(METHODS)

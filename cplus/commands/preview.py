@@ -73,7 +73,7 @@ def preview(
             new=rows.new.encoded(),
             anchors=rows.anchors.encoded(),
             probes=probes,
-            anchor_weight=config.anchor_weight,
+            anchor_weight=anchor_weight,
         )
     report = {
         "model": model,

@@ -112,7 +112,7 @@ def references(guard: Guard, layers: Sequence[str], prepared: Prepared, full: Ma
     method, cpl, model = prepared.method, METHODS["cpl"], guard.model
     if not full.rows("anchors"):
         raise ValueError("the full-data reference needs past rows and got none")
-    own = method.reduction(model, method.sources(full))
+    own = method.build_evidence(model, full)
     weight = 0.0
     others: Evidence | None = own
     if isinstance(own, MeanGradient):  # linear in its sources: the past rows' part is CPL's gradient, taken once

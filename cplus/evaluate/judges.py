@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any, TypeAlias
 
 from cplus.data.examples import Example, FreeForm
 from cplus.files import read_json
+from cplus.imports import user_module
 from cplus.interfaces.reading import normalised
 
 Judge: TypeAlias = Callable[[str, Example], bool]
@@ -61,7 +61,7 @@ def fits_schema(schema: dict[str, Any]) -> Judge:
 def calls(name: str) -> Judge:
     """A user's function `module:function`, called with the answer and the example."""
     module, _, function = name.partition(":")
-    found = getattr(importlib.import_module(module), function, None) if function else None
+    found = getattr(user_module(module), function, None) if function else None
     if not callable(found):
         raise ValueError(f"expected module:function, a function of the answer and the example, got {name!r}")
     return lambda text, example: bool(found(text, example))

@@ -14,7 +14,6 @@ from transformers import Trainer, TrainerCallback
 
 from cplus.attach import Guard, protect
 from cplus.data.encoded import Encoded
-from cplus.gates import Collaborative
 from cplus.integrations.keeping import ABOUT, carry, keep, take_up
 from cplus.integrations.peft import scope
 from cplus.kernels import read
@@ -150,11 +149,14 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
 def admitted_share(guard: Guard) -> float | None:
     """The share of coordinates with mask 1 since it was last asked for, over all shards; None before the first step."""
     gate = guard.gate
-    assert isinstance(gate, Collaborative)
+    if gate is None:
+        return None
     admitted, offered = map(float, gate.tally())
-    if not offered and gate.ema:  # a compiled gate does not count; its average's mean is the share, of the last steps
-        admitted = sum(float(read(ema).sum(dtype=torch.float64)) for ema in gate.ema) / (1.0 - gate.beta**gate.step)
-        offered = float(sum(ema.numel() for ema in gate.ema))
+    if not offered and gate.average is not None and (held := gate.average.tensors):
+        # A compiled gate does not count; its average's mean is the share, of the last steps.
+        admitted = sum(float(read(ema).sum(dtype=torch.float64)) for ema in held)
+        admitted /= 1.0 - gate.average.beta**gate.average.step
+        offered = float(sum(ema.numel() for ema in held))
     if guard.where.sharded:
         admitted, offered = guard.where.sums([admitted, offered], guard.params[0].device)
     return admitted / offered if offered else None

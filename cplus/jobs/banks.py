@@ -13,7 +13,7 @@ from cplus.data.encoded import Encoded
 from cplus.jobs.folder import Folder
 from cplus.jobs.rows import Group
 from cplus.jobs.view import bank_view, say
-from cplus.methods import Method, Past
+from cplus.methods import Past
 from cplus.models import Loaded
 from cplus.models.gguf import cache_folder
 from cplus.probes.bank import Bank
@@ -21,14 +21,6 @@ from cplus.probes.build import build, identify
 from cplus.probes.local import LocalEngine
 from cplus.probes.settings import TOPICS, Settings
 from cplus.setting import balanced, constant
-
-FROM_BANK = frozenset({"probes", "synthetic", "constant", "balanced"})
-"""The kinds of rows that are made of a bank."""
-
-
-def needed(method: Method) -> bool:
-    """Whether the method uses a bank at all."""
-    return not FROM_BANK.isdisjoint(method.needs)
 
 
 def past(anchors: Sequence[Encoded], probes: Sequence[Encoded], num_new: int, name: str = "past") -> Past:

@@ -16,10 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cplus import models
 from cplus.attach import Guard
 from cplus.config import AdaptConfig
-from cplus.evidence import MAX_TOKENS, Evidence, LogitBasis, Reference, Remembered, memory_of
+from cplus.evidence import MAX_TOKENS, Evidence, Reference, Remembered
 from cplus.jobs.lora import with_adapters
 from cplus.jobs.rows import Tasks, located
 from cplus.methods import Method
+from cplus.optim import AdamW
 from cplus.records import RunSpec
 from cplus.run import OPTIMIZERS
 
@@ -87,7 +88,7 @@ def shape(config: AdaptConfig, where: Path | str) -> Shape:
 
 def footprint(config: AdaptConfig, method: Method, size: Shape, num_anchors: int) -> Footprint:
     """What the job holds in memory and puts on the disk."""
-    kept, step = guard_bytes(config, method, num_anchors)
+    kept, step = guard_bytes(config, method, num_anchors, size.trainable)
     states = 8 if config.optimizer == "adamw" else 0
     gradient = 4
     objective = method.objective.bytes_a_parameter
@@ -138,23 +139,30 @@ def _check_packed(path: Path, free: int) -> None:
         )
 
 
-def guard_bytes(config: AdaptConfig, method: Method, num_anchors: int) -> tuple[float, float]:
-    """Bytes a parameter held from step to step, and during a step on top: measured on a small layer."""
-    if not method.evidence:
+def guard_bytes(config: AdaptConfig, method: Method, num_anchors: int, trainable: int) -> tuple[float, float]:
+    """Bytes per parameter held from step to step, and during a step on top.
+
+    Measured on a small layer; whether the optimizer's step and the gate will be one pass, which copies no parameters,
+    is decided by the size of the real model.
+    """
+    if not method.guarded:
         return 0.0, 0.0
-    layer = nn.Linear(64, 64, bias=False)
+    layer = nn.Linear(64, 64, bias=False, device=models.choose_device(config.device))
     spec = RunSpec(model="", task="", interface="", method=method.name, seed=0, num_anchors=0, num_probes=0)
     optimizer = OPTIMIZERS[config.optimizer](layer, spec)
-    reduction = method.reduction(layer, ())
-    evidence: Evidence = _Ones(num_anchors if isinstance(reduction, LogitBasis) else 1)
-    if (memory := memory_of(reduction)) is not None:
-        evidence = Remembered(evidence, memory.memory)
-    gate = None if method.gate is None else method.gate(0)
-    with Guard(optimizer, layer, evidence=evidence, gate=gate) as guard:
-        guard.refresh()
-        layer(torch.ones(1, 64)).sum().backward()
+    evidence: Evidence | None = None
+    if method.evidence:
+        evidence = _Ones(num_anchors if method.vectors == "one per anchor" else 1)
+        evidence = Remembered(evidence, method.memory) if method.memory else evidence
+    gate = method.build_gate(0)
+    with Guard(optimizer, layer, evidence=evidence, gate=gate, projection=method.projection) as guard:
+        if evidence is not None:
+            guard.refresh()
+        layer(torch.ones(1, 64, device=layer.weight.device)).sum().backward()
         optimizer.step()
-        return guard.nbytes / layer.weight.numel(), guard.step_nbytes / layer.weight.numel()
+        held = guard.nbytes, guard.step_nbytes
+        one_pass = isinstance(optimizer, AdamW) and guard.compiles(trainable)
+    return held[0] / layer.weight.numel(), 0.0 if one_pass else held[1] / layer.weight.numel()
 
 
 @dataclass(frozen=True)

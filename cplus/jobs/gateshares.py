@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cplus import algorithm, kernels
+from cplus import algorithm
 from cplus.attach import Guard
 from cplus.diagnostics.layers import layer_of
 from cplus.diagnostics.ledger import Ledger
 from cplus.diagnostics.measures import share
-from cplus.gates import Collaborative
 from cplus.ranks import local
 
 
@@ -30,13 +29,22 @@ class LayerShare:
 
 
 def layer_shares(guard: Guard | None) -> list[LayerShare]:
-    """What the gate admits by layer, from its moving average; a gate that keeps none has nothing to show."""
-    if guard is None or not isinstance(guard.gate, Collaborative) or not guard.gate.ema:
+    """What the gate admits by layer, from its moving average, or without one from the last update's mask.
+
+    Of a gate without either there is nothing to show.
+    """
+    average = None if guard is None or guard.gate is None else guard.gate.average
+    if guard is None or average is None or not average.step:
         return []
-    gate = guard.gate
     ledger = Ledger([layer_of(guard.names.get(id(p), "others")) for p in guard.params])
-    for i, (p, ema) in enumerate(zip(guard.params, gate.ema, strict=True)):
-        c, delta = algorithm.coefficient(kernels.read(ema), gate.beta, gate.step), last_update(guard.optimizer, p)
+    for i, p in enumerate(guard.params):
+        delta = last_update(guard.optimizer, p)
+        if average.tensors:
+            c = average.coefficient(i)
+        elif delta is not None:
+            c = algorithm.collaborates(guard.evidence_at(i), delta)
+        else:
+            return []
         sums = {"coordinates": float(c.numel()), "admitted": float(c.double().sum())}
         if delta is not None:
             sums["whole"] = float(delta.double().square().sum())

@@ -108,7 +108,7 @@ def check_requirements(config: AdaptConfig, groups: tuple[Group, ...], before: M
 
 
 def _bank(job: Job) -> Bank | None:
-    if not banks.needed(job.method) or job.rows.anchors is None:
+    if not job.method.needs_bank or job.rows.anchors is None:
         return None
     given = None if job.config.bank is None else Path(located(str(job.config.bank), job.home))
     new = len(job.rows.new.examples)

@@ -48,7 +48,7 @@ def begun(job: Job, past: Sequence[Kept]) -> Training:
 def past_tasks(job: Job, bank: Bank | None) -> list[Kept]:
     """The job's own anchors and bank, and those of the earlier jobs it keeps."""
     places = [Path(located(str(place), job.home)) for place in job.config.kept]
-    wanted = banks.needed(job.method)
+    wanted = job.method.needs_bank
     found = [(job.rows.anchors, bank)] if job.rows.anchors is not None else []
     found += [
         (group, banks.earlier(place, group) if wanted else None)

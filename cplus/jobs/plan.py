@@ -21,7 +21,6 @@ from cplus.jobs.view import duration
 from cplus.loop import Schedule, epoch_batches
 from cplus.methods import METHODS, Material, Method
 from cplus.models import Loaded
-from cplus.objectives import Distillation
 from cplus.probes.bank import Bank
 
 
@@ -148,8 +147,7 @@ def tokens_an_epoch(config: AdaptConfig, method: Method, material: Material) -> 
 
     updates = updates_an_epoch(material.new, config.batch_size)
     training = trained(method)
-    if isinstance(method.objective, Distillation):  # the anchors at every update: forward and backward, and the teacher
-        training += updates * padded(material.rows("anchors")) * 4 // 3
+    training += round(updates * padded(material.rows("anchors")) * method.objective.anchor_passes)
     refreshes = {"once": 1 / config.epochs, "epoch": 1.0}.get(str(method.refresh)) or updates / int(method.refresh)
     seen = sum(padded(source.at(0)) for source in method.sources(material)) if method.evidence else 0
     return Tokens(sft=trained(METHODS["sft"]), training=training, evidence=round(refreshes * seen))
@@ -179,7 +177,7 @@ def _material(config: AdaptConfig, method: Method, rows: Rows, home: Path) -> tu
     """Rows as tokens; probes that are not written yet are taken to be as long as the anchors."""
     anchors = [] if rows.anchors is None else rows.anchors.encoded()
     probes: list[Encoded] = []
-    if banks.needed(method) and rows.anchors is not None:
+    if method.needs_bank and rows.anchors is not None:
         if config.bank is not None:
             bank = Bank.load(Path(located(str(config.bank), home)))
             probes = [rows.anchors.interface.encode(example) for example in bank.examples]
@@ -188,7 +186,7 @@ def _material(config: AdaptConfig, method: Method, rows: Rows, home: Path) -> tu
             probes = list(islice(cycle(anchors), count))
     past = [banks.past(anchors, probes, len(rows.new.examples))]
     for place, group in zip(config.kept, rows.kept, strict=True):
-        written = banks.earlier(Path(located(str(place), home)), group).examples if banks.needed(method) else ()
+        written = banks.earlier(Path(located(str(place), home)), group).examples if method.needs_bank else ()
         encoded = [group.interface.encode(example) for example in written]
         past.append(banks.past(group.encoded(), encoded, len(rows.new.examples), name=group.name))
     return Material(new=rows.new.encoded(), past=tuple(past)), len(probes)

@@ -56,6 +56,10 @@ class _Objective:
     def bytes_a_parameter(self) -> float:
         return self.inner.bytes_a_parameter
 
+    @property
+    def anchor_passes(self) -> float:
+        return self.inner.anchor_passes
+
     def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
         with models.computing(self.dtype, self.device):
             inner = self.inner(model, anchors)

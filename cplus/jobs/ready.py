@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cplus import models
-from cplus.config import AdaptConfig
+from cplus.config import AdaptConfig, paper
 from cplus.jobs import footprint
 from cplus.jobs.comparison import curves
 from cplus.jobs.folder import Folder
@@ -18,7 +18,7 @@ from cplus.methods import Method
 from cplus.models import Loaded
 from cplus.records import RunSpec
 from cplus.report.receipt import Point
-from cplus.run import configured
+from cplus.selection import configured, method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,19 +45,27 @@ def row_of(config: AdaptConfig) -> tuple[Method, RunSpec]:
         seed=config.seed,
         num_anchors=config.num_anchors,
         num_probes=config.num_probes or 0,
-        anchor_weight=config.anchor_weight,
-        beta=config.beta,
         optimizer=config.optimizer,
         lr=config.lr,
         weight_decay=config.weight_decay,
     )
-    row = configured(spec)
+    row = configured(method(config.method), anchor_weight=config.anchor_weight, beta=config.beta)
+    _check_bank_settings(config, row)
     if row.adapter is not None:
         raise ValueError(
             f"method {row.name!r} trains adapters and is there for comparison, in 'cplus demo' and in studies; here "
             "train adapters with --lora r=16 --method sft, or under the gate with --lora r=16 alone"
         )
     return row, spec
+
+
+def _check_bank_settings(config: AdaptConfig, row: Method) -> None:
+    """Refuse settings of a bank for a method that uses none; what a preset brings along is not the user's word."""
+    brought = paper(config.model) if config.preset == "paper" else {}
+    for name in () if row.needs_bank else ("bank", "num_probes", "shots", "temperature", "topics"):
+        default = AdaptConfig.model_fields[name].default
+        if getattr(config, name) not in (default, brought.get(name, default)):
+            raise ValueError(f"method {row.name!r} has no use for {name}: it takes no self-probes; leave {name} out")
 
 
 def ready(config: AdaptConfig, folder: Folder, home: Path) -> Job:

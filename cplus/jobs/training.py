@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_map_only
 
+from cplus.attach import Guard
 from cplus.config import AdaptConfig
 from cplus.cost import Work
-from cplus.gates import Collaborative
 from cplus.jobs.gateshares import layer_shares
 from cplus.loop import Cursor, EpochEnded, Event, Prepared, Refreshed, Schedule, Stepped, adapt, rate_factor
 from cplus.watch import UNIFORM, Watch
@@ -105,8 +105,7 @@ class Training:
         if state["random_cuda"]:
             torch.cuda.set_rng_state_all(state["random_cuda"])
         self.ledger = Ledger.from_state(state["ledger"])
-        gate = None if self.prepared.guard is None else self.prepared.guard.gate
-        self.judged = gate.step if isinstance(gate, Collaborative) else 0
+        self.judged = 0 if self.prepared.guard is None else self.prepared.guard.steps
 
     def _moving(self) -> dict[str, Tensor]:
         frozen = {name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
@@ -169,21 +168,21 @@ class Training:
 
     def tally(self) -> None:
         """Take over what the gate has counted since the last time; it waits for the device."""
-        gate = None if self.prepared.guard is None else self.prepared.guard.gate
-        if isinstance(gate, Collaborative):
-            admitted, offered = gate.tally()
+        guard = self.prepared.guard
+        if guard is not None and guard.gate is not None:
+            admitted, offered = guard.gate.tally()
             self.ledger.counted = (self.ledger.counted[0] + admitted, self.ledger.counted[1] + offered)
-            self._watch_gate(gate, admitted / offered if offered else None)
+            self._watch_gate(guard, admitted / offered if offered else None)
 
-    def _watch_gate(self, gate: Collaborative, admitted: float | None) -> None:
-        """Whether the gate lets everything through, or nothing; a compiled pass is asked for its average."""
-        steps = gate.step - self.judged
-        if admitted is None and steps >= UNIFORM and gate.ema:
-            admitted = round(sum(own.admitted * own.coordinates for own in layer_shares(self.prepared.guard)), 0)
-            admitted /= sum(e.numel() for e in gate.ema)
+    def _watch_gate(self, guard: Guard, admitted: float | None) -> None:
+        """Whether the gate admits everything, or nothing; of a compiled pass this is known by layer."""
+        steps = guard.steps - self.judged
+        if admitted is None and steps >= UNIFORM and (shares := layer_shares(guard)):
+            admitted = round(sum(own.admitted * own.coordinates for own in shares), 0)
+            admitted /= sum(own.coordinates for own in shares)
         if admitted is not None and steps:
             self.ledger.watch.gated(admitted, steps)
-            self.judged = gate.step
+            self.judged = guard.steps
 
     @property
     def admitted(self) -> float | None:

@@ -1,0 +1,451 @@
+"""Every way to take a step is gated alike: with and without a closure, whichever parameters have gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import test_attach
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from quadratic import Bag, PastEvidence, new_gradient, past_gradient, targets
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
+
+from cplus import algorithm, kernels, optim
+from cplus.attach import Guard
+from cplus.evidence import Reference
+from cplus.gates import Collaborative, Elementwise, cautious, largest_momenta
+from cplus.projections import agem
+
+STEPS, EPOCH = 18, 6
+Make = Callable[[list[nn.Parameter]], Optimizer]
+OPTIMIZERS: dict[str, tuple[Make, Callable[[], oracle.Optimizer | oracle.LBFGS]]] = {
+    **test_attach.OPTIMIZERS,
+    "cplus-adamw": (
+        lambda p: optim.AdamW(p, lr=0.01, weight_decay=0.1),
+        lambda: oracle.adam(0.01, decoupled=0.1),
+    ),
+    "lbfgs": (lambda p: LBFGS(p, lr=0.3, max_iter=3, max_eval=99, history_size=2), lambda: oracle.LBFGS(0.3, 3, 2)),
+}
+
+
+def closure_of(bag: Bag, batch: int, before: Callable[[], None] = lambda: None) -> Callable[[], Tensor]:
+    """The loss whose gradient is `quadratic.new_gradient`, by autograd."""
+
+    def closure() -> Tensor:
+        before()
+        goals = targets(100 + batch, bag.weights[0].dtype)
+        loss = sum(
+            (0.5 * (p - goal).square().sum() for p, goal in zip(bag.weights, goals, strict=True)), torch.zeros(())
+        )
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    return closure
+
+
+def step_plain(bag: Bag, optimizer: Optimizer, batch: int) -> None:
+    optimizer.zero_grad()
+    closure_of(bag, batch)()
+    optimizer.step()
+
+
+def step_cleared_outside(bag: Bag, optimizer: Optimizer, batch: int) -> None:
+    optimizer.zero_grad()
+    optimizer.step(closure_of(bag, batch))  # type: ignore[arg-type]
+
+
+def step_cleared_inside(bag: Bag, optimizer: Optimizer, batch: int) -> None:
+    optimizer.step(closure_of(bag, batch, optimizer.zero_grad))  # type: ignore[arg-type]
+
+
+def step_by_keyword(bag: Bag, optimizer: Optimizer, batch: int) -> None:
+    optimizer.step(closure=closure_of(bag, batch, optimizer.zero_grad))  # type: ignore[arg-type]
+
+
+CALLS = (step_plain, step_cleared_outside, step_cleared_inside, step_by_keyword)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("beta", [0.0, 0.9])
+def test_every_optimizer_and_every_call_equals_the_oracle(
+    name: str, beta: float, call: Callable[[Bag, Optimizer, int], None]
+) -> None:
+    if name == "lbfgs" and call in (step_plain, step_cleared_outside):
+        pytest.skip("LBFGS evaluates a closure several times, so it needs one that clears the gradients")
+    make, reference = OPTIMIZERS[name]
+    bag = Bag(torch.float64)
+    optimizer = make(list(bag.weights))
+    guard = Guard(optimizer, bag, evidence=PastEvidence(), gate=Collaborative(beta=beta))
+
+    def gradients(theta: Sequence[np.ndarray], t: int) -> list[np.ndarray]:
+        return [g.numpy() for g in new_gradient([torch.from_numpy(p) for p in theta], t)]
+
+    expected = oracle.gated_steps(
+        [p.detach().numpy() for p in bag.weights],
+        reference(),
+        gradients,
+        lambda theta: [g.numpy() for g in past_gradient([torch.from_numpy(p) for p in theta])],
+        steps=STEPS,
+        refresh_every=EPOCH,
+        beta=beta,
+    )
+    for batch in range(1, STEPS + 1):
+        if (batch - 1) % EPOCH == 0:
+            guard.refresh()
+        call(bag, optimizer, batch)
+        for p, q in zip(bag.weights, expected[batch - 1], strict=True):
+            np.testing.assert_allclose(p.detach().numpy(), q, rtol=1e-9, atol=1e-12)
+    assert guard.steps == STEPS
+
+
+def test_lbfgs_without_a_closure_says_so() -> None:
+    bag = Bag(torch.float32)
+    optimizer = LBFGS(bag.weights, lr=0.3)
+    Guard(optimizer, bag, evidence=PastEvidence(), gate=Collaborative(beta=0.9)).refresh()
+    with pytest.raises(TypeError, match="closure"):
+        optimizer.step()  # type: ignore[call-arg]
+
+
+WAYS: dict[str, tuple[type[AdamW], int]] = {
+    "plain": (AdamW, 10**12),
+    "compiled": (AdamW, 0),
+    "one-pass": (optim.AdamW, 0),
+}
+
+
+def built(way: str, beta: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Bag, AdamW, Guard]:
+    """A guard that applies the gate in one of the three ways, whatever the model's size."""
+    kind, worth = WAYS[way]
+    if not worth and not kernels.can_compile("cpu"):
+        pytest.skip("no C++ compiler on this machine")
+    monkeypatch.setattr(kernels, "WORTH_COMPILING", worth)
+    bag = Bag(torch.float32)
+    options = {"lr": 0.01, "weight_decay": 0.1} | ({} if kind is optim.AdamW else {"fused": True})
+    optimizer = kind(bag.weights, **options)  # type: ignore[arg-type]
+    guard = Guard(optimizer, bag, evidence=PastEvidence(), gate=Collaborative(beta=beta))
+    assert (guard.compiled, guard.one_pass) == (way != "plain", way == "one-pass")
+    return bag, optimizer, guard
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("beta", [0.0, 0.9])
+def test_a_closure_changes_no_bit(way: str, beta: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = []
+    for call in CALLS:
+        bag, optimizer, guard = built(way, beta, monkeypatch)
+        for batch in range(1, STEPS + 1):
+            if (batch - 1) % EPOCH == 0:
+                guard.refresh()
+            call(bag, optimizer, batch)
+        assert guard.steps == STEPS
+        assert guard.gate is not None
+        assert guard.gate.state_dict()["step"] == STEPS
+        ends.append([p.detach().clone() for p in bag.weights])
+    for end in ends[1:]:
+        assert all(torch.equal(p, q) for p, q in zip(end, ends[0], strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["raises", "not finite"])
+def test_a_closure_that_fails_leaves_everything_as_it_was(way: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bag, optimizer, guard = built(way, 0.9, monkeypatch)
+    guard.refresh()
+    for batch in (1, 2, 3):
+        step_cleared_inside(bag, optimizer, batch)
+    start = [p.detach().clone() for p in bag.weights]
+    kept = guard.state_dict()
+
+    def raises() -> Tensor:
+        raise KeyError("no such row")
+
+    def not_finite() -> Tensor:
+        loss = closure_of(bag, 4, optimizer.zero_grad)()
+        assert bag.weights[1].grad is not None
+        bag.weights[1].grad[0] = float("nan")
+        return loss
+
+    wrong, error = {"raises": (raises, KeyError), "not finite": (not_finite, FloatingPointError)}[kind]
+    with pytest.raises(error) as found:
+        optimizer.step(wrong)  # type: ignore[arg-type]
+    assert "the closure of step 4; the parameters are as before the step" in found.value.__notes__[0]
+    assert all(torch.equal(p, s) for p, s in zip(bag.weights, start, strict=True))
+    assert guard.state_dict()["gate"]["step"] == kept["gate"]["step"] == guard.steps == 3
+    pairs = zip(guard.state_dict()["gate"]["ema"], kept["gate"]["ema"], strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    step_plain(bag, optimizer, 4)
+    assert guard.steps == 4
+
+
+def test_a_line_search_that_fails_half_way_is_undone() -> None:
+    bag = Bag(torch.float32)
+    optimizer = LBFGS(bag.weights, lr=0.3, max_iter=5)
+    guard = Guard(optimizer, bag, evidence=PastEvidence(), gate=Collaborative(beta=0.9))
+    guard.refresh()
+    start, calls = [p.detach().clone() for p in bag.weights], count(1)
+
+    def closure() -> Tensor:
+        if next(calls) == 3:
+            assert not all(torch.equal(p, s) for p, s in zip(bag.weights, start, strict=True))
+            raise RuntimeError("out of memory")
+        return closure_of(bag, 1, optimizer.zero_grad)()
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step(closure)
+    assert all(torch.equal(p, s) for p, s in zip(bag.weights, start, strict=True))
+    assert guard.steps == 0
+
+
+def test_a_projection_acts_on_the_gradient_of_every_evaluation() -> None:
+    ends = []
+    for call in CALLS:
+        bag = Bag(torch.float32)
+        optimizer = SGD(bag.weights, lr=0.05, momentum=0.9)
+        guard = Guard(optimizer, bag, evidence=PastEvidence(), projection=lambda g, vectors: agem(g, vectors[0]))
+        guard.refresh()
+        for batch in range(1, 9):
+            call(bag, optimizer, batch)
+        ends.append([p.detach().clone() for p in bag.weights])
+        assert guard.steps == 8
+    plain = Bag(torch.float32)
+    optimizer = SGD(plain.weights, lr=0.05, momentum=0.9)
+    for batch in range(1, 9):
+        step_plain(plain, optimizer, batch)
+    assert not all(torch.equal(p, q) for p, q in zip(plain.weights, ends[0], strict=True))
+    for end in ends[1:]:
+        assert all(torch.equal(p, q) for p, q in zip(end, ends[0], strict=True))
+
+
+Pattern = tuple[bool, bool, bool]
+PATTERNS = st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=16)
+
+
+def set_some(bag: Bag, batch: int, pattern: Pattern) -> None:
+    for p, g, given_one in zip(
+        bag.weights, new_gradient([p.detach() for p in bag.weights], batch), pattern, strict=True
+    ):
+        p.grad = g if given_one else None
+
+
+def by_the_algorithm(patterns: Sequence[Pattern], beta: float) -> list[Tensor]:
+    """`algorithm.run` with torch's AdamW; a call without any gradient proposes nothing and is no step."""
+    twin = Bag(torch.float32)
+    plain = AdamW(twin.weights, lr=0.01, weight_decay=0.1, fused=True)
+
+    def propose(theta: list[Tensor], batch: int) -> list[Tensor]:
+        for p, value in zip(twin.weights, theta, strict=True):
+            p.data.copy_(value)
+        set_some(twin, batch, patterns[batch])
+        plain.step()
+        return [p.detach().clone() for p in twin.weights]
+
+    steps = [batch for batch, pattern in enumerate(patterns) if any(pattern)]
+    return algorithm.run(
+        [p.detach() for p in twin.weights],
+        epochs=[steps],
+        propose=propose,
+        anchor_gradient=past_gradient,
+        probe_gradient=past_gradient,
+        beta=beta,
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(patterns=PATTERNS, beta=st.sampled_from([0.0, 0.5, 0.9]))
+def test_whichever_parameters_have_gradients_all_ways_give_the_same_numbers(
+    way: str, patterns: list[Pattern], beta: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bag, optimizer, guard = built(way, beta, monkeypatch)
+    guard.refresh()
+    for batch, pattern in enumerate(patterns):
+        set_some(bag, batch, pattern)
+        optimizer.step()
+    assert guard.steps == sum(map(any, patterns))
+    for p, q in zip(bag.weights, by_the_algorithm(patterns, beta), strict=True):
+        if way == "plain":
+            assert torch.equal(p.detach(), q)
+        else:
+            torch.testing.assert_close(p.detach(), q, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_coordinate_that_waited_for_its_gradient_is_not_held_back(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Eleven steps without a gradient are eleven masks of 1; the twelfth conflicts, and 1 - 0.1 / (1 - 0.9**12) is left.
+    bag, optimizer, guard = built(way, 0.9, monkeypatch)
+    guard.refresh()
+    for batch in range(11):
+        set_some(bag, batch, (True, False, True))
+        optimizer.step()
+    before, sign = bag.weights[1].detach().clone(), guard.evidence_at(1).sign().float()
+    optimizer.zero_grad()
+    bag.weights[1].grad = -sign  # AdamW's first step is the rate times this sign: against the past everywhere
+    optimizer.step()
+    delta = 0.01 * sign - 0.01 * 0.1 * before
+    c = 1 - 0.1 / (1 - 0.9**12)
+    torch.testing.assert_close(bag.weights[1].detach() - before, c * delta, rtol=1e-4, atol=1e-6)
+
+
+class Stray(SGD):
+    """Its step also moves a parameter it does not list."""
+
+    other: nn.Parameter
+    hidden = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        (self.other.data if self.hidden else self.other).add_(1.0)
+
+
+class Chosen(PastEvidence):
+    """The evidence of some of the bag's parameters."""
+
+    def __init__(self, *positions: int) -> None:
+        self.positions = positions
+
+    def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
+        whole = past_gradient([p.detach().clone() for p in Bag(torch.float32).weights])
+        return Reference(vectors=[[whole[i] for i in self.positions]])
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_parameter_that_moves_past_the_gate_is_an_error(hidden: bool) -> None:
+    bag = Bag(torch.float32)
+    optimizer = Stray(list(bag.weights)[:2], lr=0.1)
+    optimizer.other, optimizer.hidden = bag.weights[2], hidden
+    guard = Guard(optimizer, bag, evidence=Chosen(0, 1), gate=Collaborative(beta=0.9))
+    guard.refresh()
+    start = [p.detach().clone() for p in bag.weights]
+    closure_of(bag, 1)()
+    with pytest.raises(RuntimeError, match=r"moved 'weights.2', which is not among the parameters it was protected"):
+        optimizer.step()
+    assert all(torch.equal(p, s) for p, s in zip(list(bag.weights)[:2], start, strict=False))
+    assert guard.steps == 0
+
+
+class Twice(SGD):
+    """A subclass whose step calls its base class's, and then goes on."""
+
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        if self.fails:
+            raise RuntimeError("half way")
+        for p in self.param_groups[0]["params"]:
+            p.mul_(0.99)
+
+
+def test_a_step_inside_a_step_is_one_step() -> None:
+    SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # from here on torch hooks SGD's own step too
+    bag = Bag(torch.float64)
+    optimizer = Twice(bag.weights, lr=0.05)
+    guard = Guard(optimizer, bag, evidence=PastEvidence(), gate=Collaborative(beta=0.9))
+    guard.refresh()
+    twin = Bag(torch.float64)
+    plain = Twice(twin.weights, lr=0.05)
+
+    def propose(theta: list[Tensor], batch: int) -> list[Tensor]:
+        for p, value in zip(twin.weights, theta, strict=True):
+            p.data.copy_(value)
+        step_plain(twin, plain, batch)
+        return [p.detach().clone() for p in twin.weights]
+
+    start = [p.detach() for p in twin.weights]
+    gradients = {"anchor_gradient": past_gradient, "probe_gradient": past_gradient}
+    expected = algorithm.run(start, epochs=[[1, 2, 3, 4]], propose=propose, **gradients)  # type: ignore[arg-type]
+    for batch in (1, 2):
+        step_plain(bag, optimizer, batch)
+    middle = [p.detach().clone() for p in bag.weights]
+    optimizer.fails = True
+    with pytest.raises(RuntimeError, match="half way"):
+        step_plain(bag, optimizer, 3)
+    for p, value in zip(bag.weights, middle, strict=True):
+        p.data.copy_(value)  # what a user would do who goes on after it
+    optimizer.fails = False
+    for batch in (3, 4):
+        step_plain(bag, optimizer, batch)
+    assert guard.steps == 4
+    assert all(torch.equal(p, q) for p, q in zip(bag.weights, expected, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_frozen_parameter_with_a_gradient_is_refused_before_the_step(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, worth = WAYS[way]
+    monkeypatch.setattr(kernels, "WORTH_COMPILING", worth)
+    bag = Bag(torch.float32)
+    bag.weights[1].requires_grad_(False)
+    optimizer = kind(bag.weights, lr=0.01)
+
+    guard = Guard(optimizer, bag, evidence=Chosen(0, 2), gate=Collaborative(beta=0.9))
+    guard.refresh()
+    start = [p.detach().clone() for p in bag.weights]
+    for p, g in zip(bag.weights, new_gradient([p.detach() for p in bag.weights], 1), strict=True):
+        p.grad = g
+    with pytest.raises(RuntimeError, match=r"'weights.1' does not require a gradient but has one"):
+        optimizer.step()
+    assert all(torch.equal(p, s) for p, s in zip(bag.weights, start, strict=True))
+
+
+def test_a_gate_that_reads_no_evidence_needs_none() -> None:
+    bag = Bag(torch.float32)
+    optimizer = AdamW(bag.weights, lr=0.01, weight_decay=0.0)
+    guard = Guard(optimizer, bag, gate=Elementwise(cautious, uses="nothing", whole=False))
+    with pytest.raises(ValueError, match="reads no evidence, so there is nothing to refresh"):
+        guard.refresh()
+    twin = Bag(torch.float32)
+    plain = AdamW(twin.weights, lr=0.01, weight_decay=0.0)
+    for batch in range(1, 9):
+        for p, q in zip(twin.weights, bag.weights, strict=True):
+            p.data.copy_(q)
+        step_plain(bag, optimizer, batch)
+        before = [p.detach().clone() for p in twin.weights]
+        step_plain(twin, plain, batch)
+        for p, old, q in zip(bag.weights, before, twin.weights, strict=True):
+            assert q.grad is not None
+            descends = q.grad * (q.detach() - old) <= 0
+            assert torch.equal(p.detach(), torch.where(descends, q.detach(), old))
+    assert guard.steps == 8
+    assert guard.state_dict()["vectors"] == []
+
+
+@pytest.mark.parametrize(
+    ("make", "moment"),
+    [
+        (lambda p: AdamW(p, lr=0.01), "exp_avg"),
+        (lambda p: SGD(p, lr=0.01, momentum=0.9), "momentum_buffer"),
+        (lambda p: SGD(p, lr=0.01), None),
+    ],
+)
+def test_the_largest_momenta_are_the_optimizers_own(make: Make, moment: str | None) -> None:
+    bag = Bag(torch.float32)
+    optimizer = make(list(bag.weights))
+    Guard(optimizer, bag, gate=Elementwise(lambda step: largest_momenta(step, 0.25), uses="nothing"))
+    for batch in (1, 2, 3):
+        before = [p.detach().clone() for p in bag.weights]
+        step_plain(bag, optimizer, batch)
+        for p, old in zip(bag.weights, before, strict=True):
+            assert p.grad is not None
+            m = (p.grad if moment is None else optimizer.state[p][moment]).abs()
+            count = -(-p.numel() // 4)
+            moved = (p.detach() != old).flatten()
+            assert int(moved.sum()) == count
+            assert set(moved.nonzero().flatten().tolist()) == set(m.flatten().topk(count).indices.tolist())
+
+
+def test_evidence_that_a_gate_reads_must_be_given() -> None:
+    bag = Bag(torch.float32)
+    for options in ({"gate": Collaborative(beta=0.9)}, {"projection": lambda g, vectors: None}, {}):
+        with pytest.raises(ValueError, match="reads evidence of past behaviour, and none was given"):
+            Guard(SGD(bag.weights, lr=0.1), bag, **options)  # type: ignore[arg-type]
