@@ -25,6 +25,7 @@ from cplus.files import read_json, read_sealed, write_json, write_text
 from cplus.jobs import adapt, resume
 from cplus.jobs.own import with_own_answers
 from cplus.jobs.rows import Group
+from cplus.methods import METHODS
 from cplus.report.figures import COLOURS, label, new_figure, save
 from cplus.report.receipt import read_receipt
 from cplus.report.record import Point
@@ -170,7 +171,8 @@ def main() -> None:
         if (folder / "settings.json").exists():
             resume(folder)
         else:
-            adapt(AdaptConfig(model=MODEL, method=method, out=folder, compare=tuple(folders), **settings))
+            given = settings if METHODS[method].needs_bank else {k: v for k, v in settings.items() if k != "num_probes"}
+            adapt(AdaptConfig(model=MODEL, method=method, out=folder, compare=tuple(folders), **given))
         folders.append(folder)
         records[method] = read_sealed(folder / "record.json")
     curves = {method: read_receipt(folder).curve for method, folder in zip(options.methods, folders, strict=True)}

@@ -1,4 +1,4 @@
-"""The command line: few verbs, each in its own file under `cplus/commands`."""
+"""The command line: each verb is a file under `cplus/commands`."""
 
 from __future__ import annotations
 

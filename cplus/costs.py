@@ -87,7 +87,7 @@ def inside_a_step(method: Method, base: nn.Module, rows: Sequence[Encoded]) -> t
     for step in range(2):
         if step == 1:  # the first step creates the optimizer's and the gate's state
             optimizer.register_step_pre_hook(look)
-        if prepared.guard is not None:
+        if prepared.guard is not None and method.evidence:
             prepared.guard.refresh()
         optimizer.zero_grad(set_to_none=True)
         prepared.backward(rows)

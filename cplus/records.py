@@ -70,6 +70,13 @@ class RunSpec(Recipe):
     warmup: float = 0.0
     diagnose: tuple[str, ...] = ()
 
+    @property
+    def method_settings(self) -> dict[str, Any]:
+        """What is set of the method's evidence and smoothing beyond the row's own values."""
+        defaults = {field.name: field.default for field in fields(self)}
+        names = ("anchor_weight", "beta", "parts", "refresh", "memory")
+        return {name: value for name in names if (value := getattr(self, name)) != defaults[name]}
+
     def __post_init__(self) -> None:
         if self.interface != "freeform":
             return

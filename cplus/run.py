@@ -1,4 +1,4 @@
-"""From a spec to a result: the one place where model, data, bank, method and evaluation meet."""
+"""From a study's spec to its result: train a copy of the base model by one method and measure it."""
 
 from __future__ import annotations
 
@@ -56,10 +56,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, RunSpec], Optimizer]] = {
 
 def configured(spec: RunSpec) -> Method:
     """The spec's row of the table with what the spec says about its evidence and smoothing beyond the defaults."""
-    defaults = {field.name: field.default for field in dataclasses.fields(RunSpec)}
-    names = ("anchor_weight", "beta", "parts", "refresh", "memory")
-    given = {name: getattr(spec, name) for name in names if getattr(spec, name) != defaults[name]}
-    return selection.configured(selection.method(spec.method), **given)
+    return selection.configured(selection.method(spec.method), **spec.method_settings)
 
 
 def run(spec: RunSpec, given: Setting, *, watch: Watch = lambda event: None) -> RunResult:

@@ -1,21 +1,23 @@
-"""A method of your own: one row of the table and one pure function.    python examples/own_method.py"""
+"""A method of your own: one row of the table and one pure function.    python examples/own_method.py
+
+By its name everywhere else:    cplus adapt MODEL --new new.jsonl --anchors keep.jsonl --method python:own_method:SOFT
+"""
 
 from __future__ import annotations
 
 import torch
-from material import arguments, material
 
-from cplus.gates import Elementwise
+from cplus.gates import Elementwise, Proposal
 from cplus.loop import EpochEnded, Schedule, adapt, prepare
-from cplus.methods import BLEND, METHODS, Material, Method, Past
+from cplus.methods import BLEND, Material, Method, Past
 
 
-def soft(delta: torch.Tensor, g_hat: torch.Tensor) -> torch.Tensor:
+def soft(step: Proposal) -> torch.Tensor:
     """Attenuate a coordinate by how much it would raise the past loss, measured by its tensor's mean.
 
     harm = max(0, g_hat * delta), coefficient = 1 - tanh(harm / mean harm)
     """
-    harm = (g_hat * delta).clamp(min=0)
+    harm = (step.sign * step.delta).clamp(min=0)
     return 1 - torch.tanh(harm / harm.mean().clamp(min=torch.finfo(harm.dtype).tiny))
 
 
@@ -24,13 +26,14 @@ SOFT = Method(
     summary="Scales a coordinate down by the harm it does, with no memory of earlier steps.",
     paper="examples/own_method.py",
     evidence=BLEND,
-    gate=lambda seed: Elementwise(soft),
+    gate=lambda row, seed: Elementwise(soft),
 )
-METHODS[SOFT.name] = SOFT  # from here on `cplus.run` and studies know it by name, too
 
 
 def main() -> dict[str, float]:
     """Learn new rows by the new method and keep the known ones."""
+    from material import arguments, material
+
     options = arguments()
     data = material(options)
     data.report("before", data.model)

@@ -6,16 +6,23 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import toyjob
 from trained import trainer
+
+from cplus.files import read_json
+from cplus.gates import Proposal
+from cplus.selection import method
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -47,19 +54,63 @@ def test_the_model_learns_and_keeps(
     assert found["kept"] > 0.65
 
 
-def test_a_row_of_ones_own_runs_by_name(run: Callable[..., dict[str, float]], monkeypatch: pytest.MonkeyPatch) -> None:
-    from cplus.methods import METHODS, method
-
-    monkeypatch.setattr("cplus.methods.METHODS", dict(METHODS))  # the example adds its row to the table
-    monkeypatch.delitem(sys.modules, "own_method", raising=False)
+def test_a_row_of_ones_own_is_found_by_name(run: Callable[..., dict[str, float]]) -> None:
     own = importlib.import_module("own_method")
-    assert method("soft") is own.SOFT
-    delta, g_hat = torch.tensor([1.0, 1.0, -1.0, 0.0]), torch.tensor([3.0, 1e-3, 1.0, 1.0])
-    c = own.soft(delta, g_hat)
+    row = method("python:own_method:SOFT")
+    assert row == replace(own.SOFT, name="python:own_method:SOFT")
+    zero, delta, g_hat = torch.zeros(4), torch.tensor([1.0, 1.0, -1.0, 0.0]), torch.tensor([3.0, 1e-3, 1.0, 1.0])
+    c = own.soft(Proposal(zero, delta, g_hat))
     assert c[0] < 0.01  # the most harmful
     assert 0.99 < c[1] < 1.0
     assert c[2:].tolist() == [1.0, 1.0]
-    assert own.soft(delta, -delta).tolist() == [1.0] * 4  # nothing is harmful: the plain optimizer
+    assert own.soft(Proposal(zero, delta, -delta)).tolist() == [1.0] * 4  # nothing is harmful: the plain optimizer
+
+
+CPLUS = [sys.executable, "-c", "from cplus.cli import main; main()"]
+
+
+def test_a_row_of_ones_own_runs_in_a_job(tmp_path: Path) -> None:
+    toyjob.write_files(tmp_path)
+    shutil.copy(EXAMPLES / "own_method.py", tmp_path)
+    files = ["--new", "new.jsonl", "--anchors", "keep.jsonl", "--past", "past.jsonl", "--interface", "cloze"]
+    sizes = ["--num-probes", "8", "--epochs", "2", "--batch-size", "4", "--lr", "1e-3", "--device", "cpu"]
+    command = [*CPLUS, "adapt", "toy", *files, *sizes, "--method", "python:own_method:SOFT", "--out", "out"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    record = read_json(tmp_path / "out" / "record.json")
+    assert record["settings"]["method"] == "python:own_method:SOFT"
+
+
+def test_a_row_of_ones_own_runs_in_the_workers_of_a_study(tmp_path: Path) -> None:
+    shutil.copy(EXAMPLES / "own_method.py", tmp_path)
+    command = [*CPLUS, "study", "e03", "--scale", "smoke", "--workers", "2", "--json", "--out", "results"]
+    options = {"cwd": tmp_path, "env": {**os.environ, "CPLUS_CACHE": str(tmp_path / "cache")}, "text": True}
+    done = subprocess.run([*command, "--also", "python:own_method:SOFT"], check=True, capture_output=True, **options)  # type: ignore[call-overload]
+    report = json.loads(done.stdout)
+    assert report["failed"] == []
+    methods = {row["at"]["method"] for row in report["studies"]["e03"]["rows"]}
+    assert {"cplus", "python:own_method:SOFT"} <= methods
+    names = [path.name for path in (tmp_path / "results" / "smoke").glob("python.own_method.SOFT-0-*.json")]
+    assert names
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("python:own_method", "expected python:module:ROW, got 'python:own_method'"),
+        ("python:no_such_module:ROW", "the module 'no_such_module' does not import: No module named"),
+        ("python:broken:ROW", "the module 'broken' does not import"),
+        ("python:own_method:ROW", "expected ROW in own_method to be a cplus.methods.Method, got nothing"),
+        ("python:own_method:soft", "expected soft in own_method to be a cplus.methods.Method, got a function"),
+    ],
+)
+def test_what_is_no_row_is_refused_by_name(
+    name: str, sentence: str, run: Callable[..., dict[str, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken.py").write_text("ROW = (")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError) as error:
+        method(name)
+    assert sentence in str(error.value)
 
 
 def test_optax_keeps_more_under_the_gate(run: Callable[..., dict[str, float]]) -> None:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import cplus
-from cplus import jobs
+from cplus import jobs, kernels
 from cplus.cli import app, register
 from cplus.data.examples import Choice, FreeForm, Message
 from cplus.interfaces import Rejected
@@ -557,10 +557,20 @@ def _yaml(here: Path, config: cplus.AdaptConfig) -> Path:
 
 
 def test_the_footprint_knows_methods_apart(here: Path) -> None:
-    held = {name: footprint.guard_bytes(asked(here), METHODS[name], 5) for name in ("sft", "cpl", "cplus", "ogd")}
-    assert held["sft"] == (0.0, 0.0)
-    assert held["cplus"][0] > held["cpl"][0] > 0
-    assert held["ogd"] == (20.0, 0.0)
+    def held(name: str, parameters: int = 1000, **changes: Any) -> tuple[float, float]:
+        return footprint.guard_bytes(asked(here, method=name, **changes), METHODS[name], 5, parameters)
+
+    assert held("sft") == (0.0, 0.0)
+    assert held("cpl") == (0.25, 4.0)  # signs alone, and the copy of the parameters
+    assert held("cplus") == (4.25, 4.0)
+    assert held("ogd") == (20.0, 0.0)
+    assert held("mofo") == (0.0, 4.0)
+    large = 10 * kernels.WORTH_COMPILING
+    if kernels.can_compile("cpu"):  # the optimizer's step and the gate are one pass, which copies nothing
+        assert held("cplus", large) == (4.25, 0.0)
+        assert held("cpl", large) == (0.25, 0.0)
+    assert held("cplus", large, optimizer="sgd") == (4.25, 4.0)
+    assert held("shuffled", large) == (4.25, 4.0)  # no compiled form
 
 
 class Recorder:

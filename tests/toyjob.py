@@ -8,6 +8,7 @@ from typing import Any
 
 from cplus.config import AdaptConfig, settings
 from cplus.data.examples import Example, to_row
+from cplus.selection import method
 from cplus.toy import world
 
 
@@ -44,4 +45,6 @@ def asked(folder: Path, **changes: Any) -> AdaptConfig:
         "evaluate_rows": 8,
         "device": "cpu",
     }
+    if not method(str(changes.get("method", "cplus"))).needs_bank:
+        del values["num_probes"]
     return settings(values | changes)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from cplus.studies import Scale, Spec, Study, Summary
+    from cplus.studies import Spec, Summary
     from cplus.studies.runner import Ended, Executor
 
 
@@ -19,6 +19,10 @@ def study(
     out: Annotated[Path, typer.Option(help="The folder of results, one subfolder a scale.")] = Path("results"),
     workers: Annotated[int, typer.Option(min=1, help="Processes at the same time; fewer if memory is short.")] = 2,
     threads: Annotated[int, typer.Option(min=1, help="Threads a process.")] = 1,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(help="One more row, run wherever cplus is: a name or python:module:ROW; may be repeated."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List what is missing and how long it would take.")
     ] = False,
@@ -29,7 +33,8 @@ def study(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Run what a study still lacks, each run once, and answer its question from the results."""
-    from cplus.studies import runs_of, scale_named, studies_named
+    from cplus.studies import beside, runs_of, scale_named, studies_named
+    from cplus.studies.store import finished
     from cplus.terminal import print_json
 
     if name == "list":
@@ -37,14 +42,15 @@ def study(
         return
     chosen, size = studies_named(name), scale_named(scale)
     folder = out / size.name
-    specs = list(dict.fromkeys(spec for each in chosen for spec in runs_of(each, size)))
+    runs = {each.name: beside(runs_of(each, size), _rows(also or [])) for each in chosen}
+    specs = list(dict.fromkeys(spec for own in runs.values() for spec in own))
     workers = _fitting(workers, specs)
     make = _executor(executor, workers=workers, threads=threads, logs=folder / "slurm", slurm=slurm or [])
     if dry_run:
         _dry_run(specs, folder, workers=workers, json=json)
         return
     done, failed = _perform(specs, folder, make)
-    summaries = {each.name: _summary(each, size, folder) for each in chosen if runs_of(each, size)}
+    summaries = {each.name: each.summary(finished(runs[each.name], folder)) for each in chosen if runs[each.name]}
     report = {
         "scale": size.name,
         "runs": len(specs),
@@ -55,6 +61,15 @@ def study(
     print_json(report) if json else _show(summaries)
     if failed:
         raise ValueError(f"{len(failed)} of {len(specs)} runs failed; the others are kept. First: {failed[0].failed}")
+
+
+def _rows(names: Sequence[str]) -> list[str]:
+    """The names of further rows, each of which must be there."""
+    if not names:
+        return []
+    from cplus.selection import method
+
+    return [method(name).name for name in names]
 
 
 def _fitting(workers: int, specs: Sequence[Spec]) -> int:
@@ -111,13 +126,6 @@ def _perform(specs: Sequence[Spec], folder: Path, executor: Executor) -> tuple[i
                 failed.append(ended)
                 console.print(f"failed: {_title(ended.spec)}: {clean(ended.failed)}", markup=False)
     return done, failed
-
-
-def _summary(study: Study, scale: Scale, folder: Path) -> Summary:
-    from cplus.studies import runs_of
-    from cplus.studies.store import finished
-
-    return study.summary(finished(runs_of(study, scale), folder))
 
 
 def _title(spec: Spec) -> str:

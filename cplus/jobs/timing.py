@@ -56,10 +56,11 @@ def pace(config: AdaptConfig, method: Method, base: Loaded, material: Material, 
             padded.append(event.work.padded)
     spent = [b - a for a, b in pairwise(marks)]
     evidence = 0.0
-    if prepared.guard is not None:
+    if prepared.guard is not None and method.evidence:
         begun = time.perf_counter()
         found = prepared.guard.refresh()
         evidence = (time.perf_counter() - begun) / max(1, found.work.padded)
+    if prepared.guard is not None:
         prepared.guard.detach()
     base.model.eval()
     return Pace(training=median(s / p for s, p in zip(spent, padded[1:], strict=True)), evidence=evidence)

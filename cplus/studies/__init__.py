@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
+from dataclasses import replace
 
+from cplus.records import RunSpec
 from cplus.studies import e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12, e13
-from cplus.studies.scales import SCALES, Scale, scale_named
+from cplus.studies.scales import SCALES, Scale, canonical, scale_named
 from cplus.studies.study import Claim, Published, Result, Row, Spec, Study, Summary
 
 STUDIES: dict[str, Study] = {
@@ -37,6 +40,14 @@ def runs_of(study: Study, scale: Scale) -> list[Spec]:
     return list(dict.fromkeys(study.runs(scale)))
 
 
+def beside(specs: Sequence[Spec], methods: Sequence[str]) -> list[Spec]:
+    """The runs, and wherever CPLUS is run with its own settings each of these further rows too."""
+    plain = [
+        spec for spec in specs if isinstance(spec, RunSpec) and spec.method == "cplus" and not spec.method_settings
+    ]
+    return [*specs, *(canonical(replace(spec, method=name)) for name in methods for spec in plain)]
+
+
 __all__ = [
     "SCALES",
     "STUDIES",
@@ -48,6 +59,7 @@ __all__ = [
     "Spec",
     "Study",
     "Summary",
+    "beside",
     "runs_of",
     "scale_named",
     "studies_named",

@@ -1,0 +1,110 @@
+"""Every row of the table x every setting of a method: an effect on the weights, or a refusal that names both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import toyjob
+from test_adapt import same, train
+
+from cplus.config import AdaptConfig
+from cplus.jobs.ready import row_of
+from cplus.methods import METHODS
+from cplus.records import RunSpec
+from cplus.run import configured as of_spec
+from cplus.selection import configured
+
+VALUES: dict[str, Any] = {"anchor_weight": 0.9, "beta": 0.5, "parts": 2, "refresh": 2, "memory": 0.25}
+BLENDED = {
+    "cplus", "norm-matched", "shuffled", "constant-label", "balanced-label", "cplus-no-ema", "cplus-norm-aligned",
+    "cplus-cvar", "cplus-rotating", "cplus-remembering", "cplus-gradient", "replay-cplus",
+}  # fmt: skip
+FROM_BANK = BLENDED | {"cplus-probes"}
+EVIDENCE = FROM_BANK | {"cpl", "cplus-anchors", "agem", "ogd"}
+USES = {
+    "anchor_weight": BLENDED,
+    "beta": (BLENDED - {"cplus-no-ema", "cplus-gradient"}) | {"cplus-anchors", "cplus-probes"},
+    "parts": FROM_BANK,
+    "refresh": EVIDENCE,
+    "memory": EVIDENCE - {"ogd"},
+}
+"""Which rows each setting acts on; a row that drops one must be taken out here, in the open."""
+BANK_USERS = FROM_BANK | {"probe-replay", "anchor-probe-replay", "ssr"}
+
+
+@pytest.mark.parametrize("setting", VALUES)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_setting_acts_or_is_refused(name: str, setting: str) -> None:
+    row, given = METHODS[name], {setting: VALUES[setting]}
+    if name not in USES[setting]:
+        with pytest.raises(ValueError, match=f"method '{name}' has no use for {setting}: .*; leave it out, or choose"):
+            configured(row, **given)
+        return
+    changed = configured(row, **given)
+    material = tiny.material()
+    assert not same(train(row, "adamw", material)[0], train(changed, "adamw", material)[0])
+
+
+@pytest.mark.parametrize("setting", VALUES)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_studys_spec_hands_its_settings_on(name: str, setting: str) -> None:
+    spec = RunSpec(
+        model="m", task="t", interface="cloze", method=name, seed=0, num_anchors=4, num_probes=8,
+        **{setting: VALUES[setting]},
+    )  # fmt: skip
+    if name in USES[setting]:
+        row = of_spec(spec)
+        shown = row.evidence[0][0] if setting == "anchor_weight" else getattr(row, setting)
+        assert shown == VALUES[setting]
+    else:
+        with pytest.raises(ValueError, match=f"'{name}' has no use for {setting}"):
+            of_spec(spec)
+
+
+@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.adapter is None])
+def test_a_jobs_settings_act_or_are_refused(name: str, tmp_path: Path) -> None:
+    toyjob.write_files(tmp_path)
+    for setting in ("anchor_weight", "beta"):
+        config = toyjob.asked(tmp_path, method=name, **{setting: VALUES[setting]})
+        if name in USES[setting]:
+            row, _ = row_of(config)
+            assert row == configured(METHODS[name], **{setting: VALUES[setting]})
+        else:
+            with pytest.raises(ValueError, match=f"'{name}' has no use for {setting}"):
+                row_of(config)
+    given = {"bank": "b", "num_probes": 9, "shots": 3, "temperature": 0.5, "topics": True}
+    for setting, value in given.items():
+        config = toyjob.asked(tmp_path, method=name, **{setting: value})
+        if name in BANK_USERS:
+            assert row_of(config)[0].needs_bank
+        else:
+            with pytest.raises(ValueError, match=f"'{name}' has no use for {setting}: it takes no self-probes"):
+                row_of(config)
+
+
+def test_the_papers_preset_suits_every_row(tmp_path: Path) -> None:
+    toyjob.write_files(tmp_path)
+    for name, row in METHODS.items():
+        if row.adapter is None:
+            config = AdaptConfig(model="toy", new=str(tmp_path / "new.jsonl"), preset="paper", method=name)
+            assert row_of(config)[0] == row
+
+
+def test_without_settings_a_row_is_itself() -> None:
+    assert all(configured(row) == row for row in METHODS.values())
+
+
+def test_weights_of_the_blend_are_the_settings() -> None:
+    row = configured(METHODS["constant-label"], anchor_weight=0.75)
+    assert row.evidence == ((0.75, "anchors"), (0.25, "constant"))
+
+
+@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.beta is not None])
+def test_the_gates_smoothing_is_the_rows(name: str) -> None:
+    gate: Any = configured(METHODS[name], beta=0.25).build_gate(0)
+    while hasattr(gate, "inner"):
+        gate = gate.inner
+    assert gate.average.beta == 0.25
