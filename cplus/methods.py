@@ -137,13 +137,13 @@ _ROWS = (
     Method(
         name="probe-replay",
         summary="Trains on new data and self-probes with the frozen model's answers.",
-        paper="Resta et al. 2024; Fig. 4",
+        paper="Resta et al. 2024; Fig. 5",
         train_on=("new", "probes"),
     ),
     Method(
         name="anchor-probe-replay",
         summary="Trains on new data, self-probes and anchors, the anchors repeated to the probes' weight.",
-        paper="Fig. 4; App. C.3",
+        paper="Fig. 5; App. C.3",
         train_on=("new", "probes", "anchors"),
     ),
     Method(
@@ -252,7 +252,7 @@ _ROWS = (
     Method(
         name="cplus-no-ema",
         summary="Ablation: CPLUS with the binary mask of each step.",
-        paper="Table 1; Table 2",
+        paper="Table 1; Table 3",
         evidence=BLEND,
         gate=lambda seed: Collaborative(beta=0.0),
     ),
@@ -267,7 +267,7 @@ _ROWS = (
     Method(
         name="cplus-cvar",
         summary="Ablation: each source's gradient over its worst quarter of examples only.",
-        paper="Table 2",
+        paper="Table 3",
         evidence=BLEND,
         reduction=lambda model, sources: Tail(model=model, sources=sources),
         gate=lambda seed: Collaborative(beta=0.9),

@@ -6,7 +6,7 @@ import difflib
 
 from cplus.studies import e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12, e13
 from cplus.studies.scales import SCALES, Scale, scale_named
-from cplus.studies.study import Claim, Published, Result, Row, Spec, Study, Summary
+from cplus.studies.study import Claim, Published, Result, Row, Spec, Study, Summary, judged, tally
 
 STUDIES: dict[str, Study] = {
     module.STUDY.name: module.STUDY for module in (e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12, e13)
@@ -48,7 +48,9 @@ __all__ = [
     "Spec",
     "Study",
     "Summary",
+    "judged",
     "runs_of",
     "scale_named",
     "studies_named",
+    "tally",
 ]
