@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
-Adapter: TypeAlias = Callable[[nn.Module, int], nn.Module]
+Adapter: TypeAlias = "Callable[[nn.Module, int], nn.Module]"
 """A model and a seed in, the model with adapters out: they train, everything else is frozen."""
 
 
@@ -17,6 +17,8 @@ def lora(model: nn.Module, seed: int, *, r: int = 16, alpha: float = 32.0, dropo
 
     Source: Hu et al. 2022.    W x + (alpha / r) B A x, with A drawn and B zero
     """
+    import torch
+
     peft = _peft()
     asked = peft.LoraConfig(
         task_type="CAUSAL_LM", r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear"
@@ -42,6 +44,8 @@ def merged(model: nn.Module) -> nn.Module:
 
 
 def _adapted(model: Any) -> nn.Module:
+    from torch import nn
+
     assert isinstance(model, nn.Module)
     return model
 

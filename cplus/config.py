@@ -206,9 +206,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 def paper(model: object) -> dict[str, Any]:
     """The paper's protocol for a model; Phi-3.5 has its own learning rate there."""
-    from cplus.models.presets import PRESETS, Preset
+    from cplus.models.presets import Preset
+    from cplus.models.presets import preset as preset_of
 
-    preset = PRESETS.get(str(model), Preset(model=str(model)))
+    preset = preset_of(str(model)) or Preset(model=str(model))
     return {
         "batch_size": preset.batch_size,
         "order": "file",

@@ -37,15 +37,15 @@ def rows_formula(method: Method) -> str:
     sizes = {"probes": "N", "anchors": "A", "constant": "N", "balanced": "N", "synthetic": "n"}
     parts = ["n"]
     for kind in method.train_on[1:]:
-        weight = "max(n, N)" if "probes" in method.train_on else "n"
+        weight = "N" if "probes" in method.train_on else "n"
         parts.append(weight if kind == "anchors" else sizes[kind])
     seen = [
         sizes[kind] if method.parts == 1 or kind == "anchors" else f"N/{method.parts}" for _, kind in method.evidence
     ]
     if method.refresh == "epoch":
         parts += seen
-    trained = "2n" if parts[:2] == ["n", "n"] else None
-    text = " + ".join([trained, *parts[2:]] if trained else parts) + " an epoch"
+    counts = ((parts.count(part), part) for part in dict.fromkeys(parts))
+    text = " + ".join(part if count == 1 else f"{count}{part}" for count, part in counts) + " an epoch"
     if isinstance(method.refresh, int) and method.evidence:
         text += f", {' + '.join(seen)} every {'step' if method.refresh == 1 else f'{method.refresh} steps'}"
     passes = method.objective.anchor_passes

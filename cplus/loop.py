@@ -37,7 +37,10 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Refreshed:
-    """The evidence was computed anew."""
+    """The evidence was computed anew; `work` counts recurring passes, so evidence taken only once counts nothing.
+
+    Paper: App. E.12, one-time preparation is excluded.
+    """
 
     epoch: int
     step: int
@@ -128,7 +131,8 @@ def adapt(
         for number, rows in enumerate(batches[used:], start=used + 1):
             if guard is not None and due(method, step=step, batch=number):
                 found = guard.refresh()
-                yield Refreshed(epoch=epoch, step=step, losses=found.losses, work=found.work, norm=found.norm)
+                work = Work() if method.refresh == "once" else found.work
+                yield Refreshed(epoch=epoch, step=step, losses=found.losses, work=work, norm=found.norm)
             optimizer.zero_grad(set_to_none=True)
             loss, work = prepared.backward(rows)
             check_finite(loss, step + 1)
@@ -171,8 +175,10 @@ def epoch_batches(
 ) -> list[list[Encoded]]:
     """One epoch's batches, a pure function of the seed and the epoch.
 
-    Every method makes as many updates as SFT. Replayed rows ride along: the union of new and replayed rows,
-    shuffled once an epoch, is cut into that many batches.
+    Every method makes as many updates as SFT: the union of new and replayed rows, shuffled once per epoch, is cut
+    into that many batches. Anchors are repeated to the number of probes, without probes to the number of new rows.
+
+    Paper: App. C.3, anchors are repeated to balance their sampling weight against the probes.
     """
     shuffle = random.Random(f"{seed}/{epoch}").shuffle
     rows = material.rows("new")
@@ -181,7 +187,7 @@ def epoch_batches(
         if schedule.order == "shuffled":
             shuffle(rows)
         return [rows[i * schedule.batch_size : (i + 1) * schedule.batch_size] for i in range(updates)]
-    weight = max(len(material.rows(kind)) for kind in method.train_on if kind != "anchors")
+    weight = len(material.rows("probes" if "probes" in method.train_on else "new"))
     for kind in method.train_on[1:]:
         rows += (
             repeated(material.rows(kind), weight, seed=seed, epoch=epoch) if kind == "anchors" else material.rows(kind)

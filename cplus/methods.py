@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from cplus import adapters, objectives
-from cplus.attach import Projection
 from cplus.data.encoded import Encoded
-from cplus.evidence import Evidence, LogitBasis, MeanGradient, NormAligned, Remembered, Source, Tail
-from cplus.gates import Collaborative, Elementwise, Gate, NormMatched, Shuffled, cautious, largest_momenta
-from cplus.projections import agem, collaborative_gradient, ogd
+
+if TYPE_CHECKING:  # names, needs and settings are read without torch; builders import it when they build
+    from torch import Tensor, nn
+
+    from cplus.attach import Projection
+    from cplus.evidence import Evidence, Source
+    from cplus.gates import Gate
 
 Rows: TypeAlias = objectives.Kind
 Refresh: TypeAlias = Literal["once", "epoch"] | int
@@ -64,7 +65,14 @@ class Material:
         return list(self.new) if kind == "new" else [row for past in self.past for row in past.rows(kind)]
 
 
-BuildEvidence: TypeAlias = Callable[[nn.Module, tuple[Source, ...]], Evidence]
+BuildEvidence: TypeAlias = "Callable[[nn.Module, tuple[Source, ...]], Evidence]"
+
+
+def mean_gradient(model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
+    """The paper's evidence."""
+    from cplus.evidence import MeanGradient
+
+    return MeanGradient(model=model, sources=sources)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +92,7 @@ class Method:
     evidence: tuple[tuple[float, Rows], ...] = ()
     parts: int = 1
     refresh: Refresh = "epoch"
-    reduction: BuildEvidence = lambda model, sources: MeanGradient(model=model, sources=sources)
+    reduction: BuildEvidence = mean_gradient
     memory: float = 0.0
     vectors: Literal["one", "one per anchor"] = "one"
     projection: Projection | None = None
@@ -111,6 +119,11 @@ class Method:
         """Whether the method uses anchors; a bank is written from anchors too."""
         return self.needs_bank or "anchors" in self.needs
 
+    @property
+    def draws(self) -> bool:
+        """Whether the seed decides anything in the row: which anchors, a shuffle of replayed rows, adapters' start."""
+        return self.needs_anchors or self.adapter is not None
+
     def build_gate(self, seed: int) -> Gate | None:
         """The row's gate, new."""
         return None if self.gate is None else self.gate(self, seed)
@@ -119,6 +132,8 @@ class Method:
         """What the row's gate or projection reads; None where it reads nothing."""
         if not self.evidence:
             return None
+        from cplus.evidence import Remembered
+
         found = self.reduction(model, self.sources(material))
         return Remembered(found, self.memory) if self.memory else found
 
@@ -144,6 +159,8 @@ class Method:
 
         Paper: App. E.9.    g_hat = mean over past tasks of (w * g_anchor + (1 - w) * g_probe)
         """
+        from cplus.evidence import Source
+
         return tuple(
             Source(
                 name=f"{past.name} {kind}" if len(material.past) > 1 else kind,
@@ -156,23 +173,79 @@ class Method:
         )
 
 
-def _first_vector(project: Callable[[Sequence[Tensor], Sequence[Tensor]], None]) -> Projection:
-    return lambda gradients, vectors: project(gradients, vectors[0])
-
-
 def _logit_basis(model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
+    from cplus.evidence import LogitBasis
+
     return LogitBasis(model=model, rows=[row for source in sources for row in source.rows])
+
+
+def _norm_aligned(model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
+    from cplus.evidence import NormAligned
+
+    return NormAligned(model=model, sources=sources)
+
+
+def _tail(model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
+    from cplus.evidence import Tail
+
+    return Tail(model=model, sources=sources)
+
+
+def _agem(gradients: Sequence[Tensor], vectors: Sequence[Sequence[Tensor]]) -> None:
+    from cplus.projections import agem
+
+    agem(gradients, vectors[0])
+
+
+def _ogd(gradients: Sequence[Tensor], vectors: Sequence[Sequence[Tensor]]) -> None:
+    from cplus.projections import ogd
+
+    ogd(gradients, vectors)
+
+
+def _masked_gradient(gradients: Sequence[Tensor], vectors: Sequence[Sequence[Tensor]]) -> None:
+    from cplus.projections import collaborative_gradient
+
+    collaborative_gradient(gradients, vectors[0])
 
 
 def smoothed(row: Method, seed: int) -> Gate:
     """The paper's gate with the row's smoothing."""
+    from cplus.gates import Collaborative
+
     assert row.beta is not None, f"{row.name} states no beta"
     return Collaborative(beta=row.beta)
 
 
 def binary(row: Method, seed: int) -> Gate:
     """The paper's gate without smoothing, by definition of the row."""
+    from cplus.gates import Collaborative
+
     return Collaborative(beta=0.0)
+
+
+def _norm_matched(row: Method, seed: int) -> Gate:
+    from cplus.gates import NormMatched
+
+    return NormMatched(smoothed(row, seed))
+
+
+def _shuffled(row: Method, seed: int) -> Gate:
+    from cplus.gates import Shuffled
+
+    return Shuffled(smoothed(row, seed), seed=seed)
+
+
+def _cautious(row: Method, seed: int) -> Gate:
+    from cplus.gates import Elementwise, cautious
+
+    return Elementwise(cautious, uses="nothing", whole=False)
+
+
+def _mofo(row: Method, seed: int) -> Gate:
+    from cplus.gates import Elementwise, largest_momenta
+
+    return Elementwise(lambda step: largest_momenta(step, MOFO_SHARE), uses="nothing")
 
 
 BLEND: tuple[tuple[float, Rows], ...] = ((0.5, "anchors"), (0.5, "probes"))
@@ -190,13 +263,13 @@ _ROWS = (
     Method(
         name="probe-replay",
         summary="Trains on new data and self-probes with the frozen model's answers.",
-        paper="Resta et al. 2024; Fig. 4",
+        paper="Resta et al. 2024; Fig. 5",
         train_on=("new", "probes"),
     ),
     Method(
         name="anchor-probe-replay",
         summary="Trains on new data, self-probes and anchors, the anchors repeated to the probes' weight.",
-        paper="Fig. 4; App. C.3",
+        paper="Fig. 5; App. C.3",
         train_on=("new", "probes", "anchors"),
     ),
     Method(
@@ -211,7 +284,7 @@ _ROWS = (
         paper="Chaudhry et al. 2019",
         evidence=((1.0, "anchors"),),
         refresh=1,
-        projection=_first_vector(agem),
+        projection=_agem,
     ),
     Method(
         name="ogd",
@@ -221,7 +294,7 @@ _ROWS = (
         refresh="once",
         reduction=_logit_basis,
         vectors="one per anchor",
-        projection=ogd,
+        projection=_ogd,
     ),
     Method(
         name="distillation",
@@ -268,7 +341,7 @@ _ROWS = (
         paper="App. E.6",
         evidence=BLEND,
         beta=0.9,
-        gate=lambda row, seed: NormMatched(smoothed(row, seed)),
+        gate=_norm_matched,
     ),
     Method(
         name="shuffled",
@@ -276,7 +349,7 @@ _ROWS = (
         paper="App. E.6",
         evidence=BLEND,
         beta=0.9,
-        gate=lambda row, seed: Shuffled(smoothed(row, seed), seed=seed),
+        gate=_shuffled,
     ),
     Method(
         name="constant-label",
@@ -313,7 +386,7 @@ _ROWS = (
     Method(
         name="cplus-no-ema",
         summary="Ablation: CPLUS with the binary mask of each step.",
-        paper="Table 1; Table 2",
+        paper="Table 1; Table 3",
         evidence=BLEND,
         gate=binary,
     ),
@@ -322,16 +395,16 @@ _ROWS = (
         summary="Ablation: the probes' gradient scaled to the anchors' norm before the blend.",
         paper="Table 1",
         evidence=BLEND,
-        reduction=lambda model, sources: NormAligned(model=model, sources=sources),
+        reduction=_norm_aligned,
         beta=0.9,
         gate=smoothed,
     ),
     Method(
         name="cplus-cvar",
         summary="Ablation: each source's gradient over its worst quarter of examples only.",
-        paper="Table 2",
+        paper="Table 3",
         evidence=BLEND,
-        reduction=lambda model, sources: Tail(model=model, sources=sources),
+        reduction=_tail,
         beta=0.9,
         gate=smoothed,
     ),
@@ -359,19 +432,19 @@ _ROWS = (
         summary="Ablation: the blended mask on the raw gradient instead of the optimizer's update.",
         paper="Sec. 3.2.3",
         evidence=BLEND,
-        projection=_first_vector(collaborative_gradient),
+        projection=_masked_gradient,
     ),
     Method(
         name="cautious",
         summary="Blocks every coordinate of the update that does not descend the new data's own gradient.",
         paper="Liang et al. 2024, Cautious Optimizers",
-        gate=lambda row, seed: Elementwise(cautious, uses="nothing", whole=False),
+        gate=_cautious,
     ),
     Method(
         name="mofo",
         summary="Updates only the 15 % of each tensor's coordinates with the largest momentum.",
         paper="Chen et al. 2024, MoFO",
-        gate=lambda row, seed: Elementwise(lambda step: largest_momenta(step, MOFO_SHARE), uses="nothing"),
+        gate=_mofo,
     ),
     Method(
         name="replay-cplus",

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from cplus.cost import Work
 from cplus.data.encoded import Encoded
-from cplus.evidence import MAX_TOKENS, batched, borrowed_gradients, measured, take_gradients
-from cplus.losses import answer_losses, divergences
+
+if TYPE_CHECKING:  # the table of methods is read without torch
+    from torch import Tensor, nn
 
 Kind: TypeAlias = Literal["new", "anchors", "probes", "synthetic", "constant", "balanced"]
 Backward: TypeAlias = Callable[[Sequence[Encoded]], tuple[float, Work]]
@@ -49,6 +48,8 @@ def mean_backward(
     weight: float = 1.0,
 ) -> tuple[float, Work]:
     """Add the gradient of `weight` times the rows' mean loss, in passes of bounded memory."""
+    from cplus.evidence import MAX_TOKENS, batched, measured
+
     total, work = 0.0, Work()
     for part in batched(rows, MAX_TOKENS):
         loss = losses(model, part).sum() * (weight / len(rows))
@@ -68,6 +69,8 @@ class Answers:
 
     def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
         """Nothing of the past is used."""
+        from cplus.losses import answer_losses
+
         return lambda rows: mean_backward(model, rows, answer_losses)
 
 
@@ -88,6 +91,8 @@ class Distillation:
 
     def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
         """The frozen model is a copy taken now."""
+        from cplus.losses import answer_losses, divergences
+
         frozen = copy.deepcopy(model).eval().requires_grad_(False)
 
         def divergence(student: nn.Module, rows: Sequence[Encoded]) -> Tensor:
@@ -119,6 +124,11 @@ class ElasticWeights:
 
     def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
         """Fisher and base parameters are taken now."""
+        import torch
+
+        from cplus.evidence import borrowed_gradients, take_gradients
+        from cplus.losses import answer_losses
+
         params = [p for p in model.parameters() if p.requires_grad]
         fisher, base = [torch.zeros_like(p) for p in params], [p.detach().clone() for p in params]
         with borrowed_gradients(model, params):
@@ -141,7 +151,7 @@ class ElasticWeights:
 
 def check_finite(loss: float, step: int) -> None:
     """Stop before a loss that is not a number reaches the parameters."""
-    if not bool(torch.isfinite(torch.tensor(loss))):
+    if not math.isfinite(loss):
         raise FloatingPointError(
             f"the loss is {loss} at step {step}; nothing was changed by this step. Lower the learning rate, clip the "
             "gradient or check the batch"

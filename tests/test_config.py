@@ -65,7 +65,8 @@ def test_a_preset_stands_below_what_is_given() -> None:
     paper = config.settings({**LEAST, "preset": "paper", "beta": 0.5})
     assert (paper.batch_size, paper.order, paper.lr, paper.epochs, paper.weight_decay) == (1, "file", 1e-6, 25, 0.1)
     assert (paper.num_probes, paper.stop, paper.clip_norm, paper.beta) == (512, "never", 0.0, 0.5)
-    assert config.settings({**LEAST, "preset": "paper", "model": "phi-3.5-mini"}).lr == 1e-5
+    for model in ("phi-3.5-mini", "microsoft/Phi-3.5-mini-instruct"):  # by alias and by hub id
+        assert config.settings({**LEAST, "preset": "paper", "model": model}).lr == 1e-5
     assert config.settings(paper.model_dump(mode="json")) == paper
 
 

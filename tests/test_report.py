@@ -20,6 +20,9 @@ from typer.testing import CliRunner
 
 from cplus import cli
 from cplus.evaluate.statistics import Estimate
+from cplus.methods import METHODS
+from cplus.records import RunResult
+from cplus.report.studies import grid
 from cplus.report.studies import page as studies_page
 from cplus.report.studies.catalogue import FIGURES, INDEX, OVERVIEW, TABLES, draw
 from cplus.report.studies.collected import collect
@@ -122,6 +125,35 @@ def test_every_figure_and_table_of_the_paper_has_its_function() -> None:
     assert all(f"`{name}`" in text for name in (*DRAWINGS, *TABULARS))
 
 
+def test_numbers_are_those_of_the_paper(results: Path, tmp_path: Path) -> None:
+    kinds = {"fig": "Fig.", "tab": "Table"}
+    numbers = {
+        label: f"{word} {n}"
+        for kind, word in kinds.items()
+        for n, label in enumerate((label for label in LABELS if label.startswith(kind)), start=1)
+    }
+    found, text = collect(results), (ROOT / "docs" / "report.md").read_text()
+    for name, make in TABULARS.items():
+        table = make(found)
+        assert table.paper == numbers[table.label]
+        assert f"| {table.paper} | `{name}` |" in text
+    for name, make in DRAWINGS.items():
+        label = name.replace("fig_", "fig:").replace("_", "-")
+        if label in numbers:
+            assert f"Paper: {numbers[label]}." in (make.__doc__ or "")
+            assert f"| {numbers[label]} | `{name}` |" in text
+    cited = {
+        "probe-replay": "fig:self-probe-role-anchor-scale",
+        "anchor-probe-replay": "fig:self-probe-role-anchor-scale",
+        "cplus-anchors": "tab:cplus-ablation",
+        "cplus-probes": "tab:cplus-ablation",
+        "cplus-norm-aligned": "tab:cplus-ablation",
+        "cplus-no-ema": "tab:ema-selection",
+        "cplus-cvar": "tab:ema-selection",
+    }
+    assert [name for name, label in cited.items() if numbers[label] not in METHODS[name].paper.split("; ")] == []
+
+
 def test_labels_are_those_of_the_functions(results: Path, tmp_path: Path) -> None:
     found = collect(results)
     for name, make in TABULARS.items():
@@ -160,6 +192,10 @@ def test_the_page_is_the_same_again_and_speaks_of_every_study(results: Path, rep
         assert own["answer"] == study.summary(store.finished(runs_of(study, SMOKE), results)).answer
         assert own["there"] == own["runs"] == len(runs_of(study, SMOKE))
         assert f"cplus study {name} --scale smoke" in page
+    assert said["verdict"] in page.replace("&#39;", "'")
+    assert page.count('data-name="claimed in">our own<') == sum(
+        claim["paper"] is None for own in said["studies"].values() for claim in own["claims"]
+    )
     assert "Traceback" not in page
 
 
@@ -249,8 +285,20 @@ def test_the_documents_example_runs(results: Path, tmp_path: Path) -> None:
 
 def test_the_summary_has_a_line_for_every_study(results: Path) -> None:
     lines = command("--results", str(results), "--readme").stdout.splitlines()
-    assert [line.split(" | ")[0] for line in lines[2:]] == [f"| {name}" for name in STUDIES]
+    assert [line.split(" | ")[0] for line in lines[2:]] == [f"| {name}" for name in (*STUDIES, "all")]
+    assert "of the paper's comparisons hold" in lines[-1]
+    assert "of our own" in lines[-1]
     assert {len(re.split(r"(?<!\\)\|", line)) for line in lines} == {8}
+
+
+def test_the_average_line_is_the_mean_of_the_tasks_lines() -> None:
+    def kept(task: str, anchors: int, retention: float) -> RunResult:
+        figures: dict[str, Any] = {"retention": retention, "retention_uncovered": 0.0, "acquisition": 100.0}
+        spec = SMOKE.at(task=task, num_anchors=anchors)
+        return RunResult(spec=spec, external={}, counts={}, cost={}, seconds=1.0, extra_bytes=0, **figures)
+
+    rows = [kept("harbours", 4, 80.0), kept("harbours", 8, 90.0), kept("plants", 4, 65.0)]  # one budget is missing
+    assert grid._macro_line(rows, ["toy-s"], ["harbours", "plants"]) == [(0, Estimate(75.0, None, 1))]
 
 
 @pytest.mark.skipif(not DESK.is_dir(), reason="no desk results: 'cplus study all --scale desk' makes them")

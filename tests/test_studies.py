@@ -28,10 +28,27 @@ from cplus.evaluate.prior import answer_prior
 from cplus.methods import METHODS
 from cplus.predictions import Prediction
 from cplus.records import RunResult, RunSpec
-from cplus.studies import SCALES, STUDIES, Result, Spec, e06, e09, e13, runs_of, scale_named, store, studies_named, work
+from cplus.studies import (
+    SCALES,
+    STUDIES,
+    Claim,
+    Result,
+    Spec,
+    e01,
+    e06,
+    e09,
+    e13,
+    judged,
+    runs_of,
+    scale_named,
+    store,
+    studies_named,
+    tally,
+    work,
+)  # fmt: skip
 from cplus.studies.runner import Ended, here, perform, queue
-from cplus.studies.scales import WITHOUT_ANCHORS, WITHOUT_BANK
-from cplus.studies.shape import margin, pick
+from cplus.studies.scales import family, seedless
+from cplus.studies.shape import difference, margin, over_seeds, pick, retained
 from cplus.studies.slurm import Cluster, Group, grouped
 from cplus.studies.study import Estimate
 
@@ -261,9 +278,14 @@ def test_studies_need_no_torch() -> None:
 
 
 def test_runs_that_look_at_no_bank_or_anchor_are_named_once() -> None:
-    from_bank = {"probes", "synthetic", "constant", "balanced"}
-    assert {name for name, row in METHODS.items() if from_bank.isdisjoint(row.needs)} == WITHOUT_BANK
-    assert {name for name, row in METHODS.items() if row.needs == ("new",)} == WITHOUT_ANCHORS
+    alone = {"sft", "lora", "osf", "cautious", "mofo"}
+    assert {name for name, row in METHODS.items() if not row.needs_anchors} == alone
+    anchors = {"replay", "agem", "ogd", "distillation", "ewc", "cpl", "cplus-anchors"}
+    assert {name for name, row in METHODS.items() if not row.needs_bank} == alone | anchors
+    assert {name for name, row in METHODS.items() if not row.draws} == {"sft", "cautious", "mofo"}
+    for name in METHODS:
+        few, many = (SMOKE.at(method=name, num_anchors=a, num_probes=n) for a, n in ((4, 8), (16, 32)))
+        assert (few == many) == (name in alone)
     for scale in SCALES.values():
         specs: list[Spec] = [spec for study in STUDIES.values() for spec in runs_of(study, scale)]
         assert len({spec.key() for spec in specs}) == len(set(specs))
@@ -280,11 +302,115 @@ def test_the_page_says_what_there_is(results: Path, tmp_path: Path) -> None:
     assert "keep" in subprocess.run([sys.executable, "-c", local], capture_output=True, text=True, check=True).stdout
 
 
+def record(spec: RunSpec, retention: float, **more: Any) -> RunResult:
+    """A result made up for a test."""
+    figures: dict[str, Any] = {"retention": retention, "retention_uncovered": 0.0, "acquisition": 100.0, **more}
+    return RunResult(spec=spec, external={}, counts={}, cost={}, seconds=1.0, extra_bytes=0, **figures)
+
+
+def test_runs_that_no_seed_changes_are_run_once_and_paired_with_every_seed() -> None:
+    paper = [spec for study in STUDIES.values() for spec in dict.fromkeys(study.runs(SCALES["paper"]))]
+    plain = [spec for spec in paper if spec.method == "sft"]
+    assert plain
+    assert all(spec.seed == 0 and seedless(spec) for spec in plain)
+    assert {spec.seed for spec in paper if spec.method == "cplus"} >= {0, 1, 2, 3, 4}
+    desk = [spec for study in STUDIES.values() for spec in study.runs(SCALES["desk"])]
+    assert {spec.seed for spec in desk if spec.method == "sft"} >= {0, 1, 2, 3, 4}  # new rows are drawn and shuffled
+    drawn = replace(SCALES["paper"].at(method="sft"), external_limit=10)
+    assert not seedless(drawn)  # other outside rows are evaluated for every seed
+    once = record(SCALES["paper"].at(method="sft", seed=3), 40.0)
+    ours = [record(SCALES["paper"].at(seed=seed), 70.0 + seed) for seed in range(3)]
+    found = margin(ours, [once])
+    assert found is not None
+    assert (found.mean, found.count) == (31.0, 3)
+    assert over_seeds([once], retained) == Estimate(40.0, None, 1)  # one run has no standard error
+    assert margin([once], [once]) == Estimate(0.0, None, 1)
+    assert difference({0: 5.0, 1: 7.0}, {None: 1.0}) == Estimate(5.0, 1.0, 2)
+
+
+def test_the_headline_compares_with_each_settings_own_strongest_baseline() -> None:
+    def at(task: str, method: str, retention: float, seed: int = 0, model: str = "toy") -> RunResult:
+        return record(SMOKE.at(model=model, task=task, method=method, num_anchors=4, seed=seed), retention)
+
+    kept = {
+        ("harbours", "cplus"): (80.0, 80.0), ("harbours", "cpl"): (78.0, 78.0), ("harbours", "replay"): (40.0, 40.0),
+        ("plants", "cplus"): (70.0, 74.0), ("plants", "cpl"): (50.0, 50.0), ("plants", "replay"): (60.0, 60.0),
+    }  # fmt: skip
+    rows = [at(task, method, own[seed], seed) for (task, method), own in kept.items() for seed in (0, 1)]
+    rows += [at("harbours", method, value, model="gemma-2-2b-it") for method, value in (("cplus", 99.0), ("cpl", 9.0))]
+    found = e01.gain(family(rows), retained)  # cpl at harbours, replay at plants; another family is not counted
+    assert found == Estimate(7.0, 1.0, 2)
+    assert e01.summary(rows).claims[0].margin == found
+
+
+def test_the_share_recovered_is_the_macro_average_of_the_tasks_shares() -> None:
+    rows = [
+        record(SMOKE.at(model="toy", task=task, method=method, num_anchors=budget), kept)
+        for task, plain, ours in (("harbours", 90.0, 95.0), ("plants", 50.0, 60.0))
+        for method, budget, kept in (("sft", 0, plain), ("cplus", 4, ours - 1.0), ("cplus", 8, ours + 1.0))
+    ]
+    [row] = e01.recovered(rows)
+    assert row.figures["recovery"].mean == pytest.approx((50.0 + 20.0) / 2)  # of the means it would be 25
+
+
+def test_claims_of_the_paper_and_our_own_are_counted_apart(results: Path) -> None:
+    found = {n: s.summary(store.finished(runs_of(s, SMOKE), results / "smoke")).claims for n, s in STUDIES.items()}
+    assert not any(claim.paper for name in ("e11", "e12", "e13") for claim in found[name])
+    assert all(any(claim.paper for claim in found[f"e{n:02d}"]) for n in range(1, 11))
+    ours = {claim.says for claim in found["e05"] if claim.paper is None}
+    assert len(ours) == 3
+    assert all("mean over stages" in words for words in ours)
+    assert any(claim.says.startswith("masking the update") and claim.paper is None for claim in found["e04"])
+    held, open_ = Estimate(3.0, 0.5, 5), Estimate(3.0, 9.0, 5)
+    claims = [
+        Claim(says="", margin=held, paper="Fig. 5"), Claim(says="", margin=open_, paper="Fig. 5"),
+        Claim(says="", margin=held), Claim(says="", margin=None),
+    ]  # fmt: skip
+    assert judged(claims) == "1 of 2 of the paper's comparisons hold, 1 unclear; 1 of 2 of our own, 1 not run"
+    assert tally(claims)["ours"] == {"holds": 1, "fails": 0, "unclear": 0, "not run": 1}
+    report = json.loads(command("e05", "--scale", "smoke", "--out", str(results), "--json").stdout)["studies"]["e05"]
+    assert sum(report["verdicts"]["ours"].values()) == 3
+    assert {claim["paper"] for claim in report["claims"]} == {"Sec. 4.5; Table 7", "Sec. 4.5; Table 8", None}
+
+
+def test_every_comparison_of_the_papers_ablations_and_curves_is_a_claim() -> None:
+    desk = Path(__file__).parent.parent / "results" / "desk"
+    if not desk.is_dir():
+        pytest.skip("no desk results: 'cplus study all --scale desk' makes them")
+    found = {name: store.finished(runs_of(STUDIES[name], SCALES["desk"]), desk) for name in ("e04", "e06")}
+    said = {name: [claim.says for claim in STUDIES[name].summary(own).claims] for name, own in found.items()}
+    wanted = [
+        "the mean keeps more than CVaR, A=64", "smoothing keeps more than the binary mask, A=64",
+        *(f"equal weights keep more than 75% probes, A={budget}" for budget in (4, 8, 16, 32)),
+        *(f"both sources keep more than probes alone, A={budget}" for budget in (4, 16, 32)),
+        *(f"2 examples in context at T=0.8 keep more than 2 at T={t}, A=4" for t in (0.5, 1.1)),
+        *(f"2 examples in context at T=0.8 keep more than 4 at T={t}, A=4" for t in (0.5, 0.8, 1.1)),
+    ]  # fmt: skip
+    assert [words for words in wanted if words not in said["e04"]] == []
+    assert "CPLUS reaches full Acquisition in fewer epochs than cpl" in said["e06"]
+    assert sum("rises again after full Acquisition" in words for words in said["e06"]) == 4
+    assert sum("at every epoch" in words for words in said["e06"]) == 3
+
+
+def test_curves_are_judged_by_speed_by_the_least_lead_and_by_late_recovery() -> None:
+    def made(method: str, *curve: tuple[float, float]) -> RunResult:
+        looks = [{"epoch": float(n), "acquisition": a, "retention": r} for n, (a, r) in enumerate(curve, start=1)]
+        return record(SMOKE.at(method=method, evaluate_every=1, external=()), curve[-1][1], curve=looks)
+
+    ours = made("cplus", (60.0, 70.0), (100.0, 75.0), (100.0, 82.0))
+    theirs = made("cpl", (50.0, 90.0), (90.0, 71.0), (100.0, 70.0))
+    margins = {claim.says: claim.margin for claim in e06.summary([ours, theirs]).claims}
+    assert margins["CPLUS reaches full Acquisition in fewer epochs than cpl"] == Estimate(1.0, None, 1)
+    assert margins["from its full Acquisition on CPLUS is above cpl at every epoch"] == Estimate(4.0, None, 1)
+    assert margins["cplus: Retention rises again after full Acquisition"] == Estimate(7.0, None, 1)
+    assert e06.recovered(theirs) == 0.0
+    assert e06.recovered(made("sft", (90.0, 50.0))) is None
+
+
 def test_differences_are_paired_by_place_and_seed() -> None:
     def made(method: str, task: str, seed: int, retention: float) -> Result:
         spec = RunSpec(model="m", task=task, interface="cloze", method=method, seed=seed, num_anchors=4, num_probes=0)
-        figures: dict[str, Any] = {"retention": retention, "retention_uncovered": 0.0, "acquisition": 100.0}
-        return RunResult(spec=spec, external={}, counts={}, cost={}, seconds=1.0, extra_bytes=0, **figures)
+        return record(spec, retention)
 
     rows = [
         made("a", "easy", 0, 90.0), made("b", "easy", 0, 88.0), made("a", "hard", 0, 50.0), made("b", "hard", 0, 46.0),
@@ -298,8 +424,7 @@ def test_a_gentle_start_is_measured_where_the_rows_are_first_known() -> None:
     def made(warmup: float, *curve: tuple[float, float]) -> RunResult:
         spec = SMOKE.at(method="sft", warmup=warmup)
         looks = [{"epoch": n, "acquisition": a, "retention": r} for n, (a, r) in enumerate(curve, start=1)]
-        figures: dict[str, Any] = {"retention": 1.0, "retention_uncovered": 0.0, "acquisition": 100.0, "curve": looks}
-        return RunResult(spec=spec, external={}, counts={}, cost={}, seconds=1.0, extra_bytes=0, **figures)
+        return record(spec, 1.0, curve=looks)
 
     late = made(0.5, (50.0, 98.0), (100.0, 88.0))
     early = made(0.0, (99.5, 60.2), (100.0, 50.0))

@@ -193,6 +193,7 @@ def _list(*, json: bool) -> None:
 def _show(summaries: dict[str, Summary]) -> None:
     from cplus.studies import STUDIES
     from cplus.studies.shape import shown
+    from cplus.studies.study import judged
     from cplus.terminal import output
 
     for name, found in summaries.items():
@@ -200,5 +201,7 @@ def _show(summaries: dict[str, Summary]) -> None:
         output.print(found.answer, markup=False)
         for claim in found.claims:
             interval = "" if claim.interval is None else f" [{claim.interval[0]:+.1f}, {claim.interval[1]:+.1f}]"
-            line = f"  {claim.verdict:8} {claim.says}: {shown(claim.margin, sign=True)}{interval}"
+            where = claim.paper or "our own"
+            line = f"  {claim.verdict:8} {claim.says}: {shown(claim.margin, sign=True)}{interval} ({where})"
             output.print(line, markup=False)
+        output.print(f"{judged(found.claims)}.", markup=False)

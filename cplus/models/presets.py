@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Preset:
     """One model of the paper and how it is adapted there.
 
-    Paper: Experimental Setting; App. "Additional Analyses". Batch and weight decay: protocol sections 1 and 2.
+    Paper: Sec. 4.1; App. E. Batch and weight decay: protocol sections 1 and 2.
     """
 
     model: str
@@ -32,3 +32,12 @@ PRESETS: dict[str, Preset] = {
     "gemma-2-2b-it": Preset(model="google/gemma-2-2b-it"),
     "phi-3.5-mini": Preset(model="microsoft/Phi-3.5-mini-instruct", learning_rate=1e-5),
 }
+
+
+def preset(model: str) -> Preset | None:
+    """The preset of a model by its alias or its hub id; None where the paper has no such model.
+
+    >>> preset("microsoft/Phi-3.5-mini-instruct") is preset("phi-3.5-mini")
+    True
+    """
+    return PRESETS.get(model) or next((found for found in PRESETS.values() if found.model == model), None)

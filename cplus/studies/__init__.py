@@ -9,7 +9,7 @@ from dataclasses import replace
 from cplus.records import RunSpec
 from cplus.studies import e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12, e13
 from cplus.studies.scales import SCALES, Scale, canonical, scale_named
-from cplus.studies.study import Claim, Published, Result, Row, Spec, Study, Summary
+from cplus.studies.study import Claim, Published, Result, Row, Spec, Study, Summary, judged, tally
 
 STUDIES: dict[str, Study] = {
     module.STUDY.name: module.STUDY for module in (e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12, e13)
@@ -60,7 +60,9 @@ __all__ = [
     "Study",
     "Summary",
     "beside",
+    "judged",
     "runs_of",
     "scale_named",
     "studies_named",
+    "tally",
 ]

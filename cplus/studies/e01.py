@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from cplus.evaluate import recovery
-from cplus.evaluate.statistics import estimate
+from cplus.evaluate.statistics import Estimate, estimate
 from cplus.records import RunResult, RunSpec
-from cplus.studies.scales import BASELINES, MAIN, SCARCE, Scale
+from cplus.studies.estimates import PARAMETERS
+from cplus.studies.scales import BASELINES, MAIN, SCARCE, Scale, family
 from cplus.studies.shape import (
+    Figure,
+    Seed,
     above,
     by_seed,
+    difference,
+    differences,
     free_text,
     keeping,
-    margin,
     over_seeds,
+    paired,
     pick,
+    retained,
     shown,
     single,
     strongest,
     table,
 )
-from cplus.studies.study import Published, Result, Row, Study, Summary
+from cplus.studies.study import Claim, Published, Result, Row, Study, Summary
 
 
 def runs(scale: Scale) -> list[RunSpec]:
@@ -44,28 +52,97 @@ def summary(results: Sequence[Result]) -> Summary:
     kept, free = keeping(mine), free_text(mine)
     budgets = tried(mine) if free else SCARCE
     rows = table(mine, ("model", "task", "method", "num_anchors"), kept.figures)
-    scarce = {method: at_budgets(mine, method, SCARCE) for method in MAIN}
-    claims = tuple(
-        above(
-            f"CPLUS {kept.better} {name}, A={budget}",
-            at_budgets(mine, "cplus", (budget,)),
-            at_budgets(mine, name, (budget,)),
-            kept.figure,
-        )
-        for budget in budgets
-        for name in BASELINES
-    )
-    best = strongest({name: scarce[name] for name in BASELINES}, kept.figure)
-    gain = None if best is None else margin(scarce["cplus"], scarce[best], kept.figure)
-    (won, total), scales = wins(mine), recovered(mine)
+    lead, (won, total), scales = gain(family(mine), kept.figure), wins(mine), recovered(mine)
+    claims = [
+        Claim(
+            says=f"CPLUS {kept.better} each setting's strongest baseline, mean over A = {_listed(budgets)}",
+            margin=lead,
+            paper=None if free else "Sec. 4.2",
+        ),
+        *(
+            above(
+                f"CPLUS {kept.better} {name}, A={budget}",
+                at_budgets(mine, "cplus", (budget,)),
+                at_budgets(mine, name, (budget,)),
+                kept.figure,
+                paper=None if free else "Sec. 4.2; Fig. 3",
+            )
+            for budget in budgets
+            for name in BASELINES
+        ),
+    ]
+    if not free:
+        claims += [*_scarcity(mine), *_by_size(family(mine))]
     shares = ", ".join(f"{row.at['model']} {shown(row.figures['recovery'])} %" for row in scales)
     where, does = (", at matched learning of free text,", "loses") if free else ("", "keeps")
     answer = (
-        f"With {' and '.join(map(str, budgets))} anchors{where} CPLUS {does} {shown(gain, sign=True)} {kept.more} than "
-        f"the strongest baseline ({best}), and it leads in {won} of {total} settings; share of SFT's forgetting "
-        f"recovered there: {shares or 'not run'}."
+        f"With {' and '.join(map(str, budgets))} anchors{where} CPLUS {does} {shown(lead, sign=True)} {kept.more} than "
+        f"the strongest baseline of each setting, and it leads in {won} of {total} settings; share of SFT's "
+        f"forgetting recovered there: {shares or 'not run'}."
     )
-    return Summary(rows=(*rows, *scales), answer=answer, claims=claims)
+    return Summary(rows=(*rows, *scales), answer=answer, claims=tuple(claims))
+
+
+def _listed(budgets: Sequence[int]) -> str:
+    return " and ".join(map(str, budgets))
+
+
+def gain(results: Sequence[RunResult], figure: Figure) -> Estimate | None:
+    """CPLUS minus the strongest baseline of each setting at A in {4, 8}, averaged over the settings.
+
+    A setting is a model, a task and a budget; its strongest baseline is the one with the highest mean over seeds.
+
+    Paper: Sec. 4.2, the mean gain.
+    """
+    found: dict[Seed, list[float]] = {}
+    for model, task, budget in dict.fromkeys(
+        (r.spec.model, r.spec.task, r.spec.num_anchors) for r in pick(results, method="cplus", num_anchors=SCARCE)
+    ):
+        here = pick(results, model=model, task=task)
+        rivals = {name: at_budgets(here, name, (budget,)) for name in BASELINES}
+        best = strongest(rivals, figure)
+        if best is not None:
+            for seed, own in differences(at_budgets(here, "cplus", (budget,)), rivals[best], figure).items():
+                found.setdefault(seed, []).extend(own)
+    return estimate([statistics.fmean(own) for own in found.values()]) if found else None
+
+
+def _scarcity(results: Sequence[RunResult]) -> list[Claim]:
+    """Replay and CPL keep more with the most anchors than with the fewest, at the first place."""
+    here = pick(results, model=results[0].spec.model, task=results[0].spec.task) if results else []
+    budgets = sorted({result.spec.num_anchors for result in pick(here, method="cplus")})
+    if len(budgets) < 2:
+        return []
+    few, many = budgets[0], budgets[-1]
+    return [
+        above(
+            f"{name} keeps more with A={many} than with A={few}",
+            pick(here, method=name, num_anchors=many),
+            pick(here, method=name, num_anchors=few),
+            paper="Sec. 3.1; Fig. 1 (a)",
+        )
+        for name in ("replay", "cpl")
+    ]
+
+
+def _by_size(results: Sequence[RunResult]) -> list[Claim]:
+    """From each model to the next larger one: the share of forgetting recovered, and Retention with fewest anchors."""
+    shares, tasks = _shares(results), tuple(shared(results))
+    few = pick(results, task=tasks, num_anchors=min(SCARCE))
+    claims = []
+    for small, large in pairwise(sorted(shares, key=lambda model: PARAMETERS.get(model, 0.0))):
+        words = f"CPLUS recovers a larger share of SFT's forgetting for {large} than for {small}"
+        lead = difference(shares[large], shares[small])
+        claims.append(Claim(says=words, margin=lead, paper="Sec. 4.2; Fig. 10"))
+        for method in ("cpl", "cplus"):
+            kept = [_macro_kept(pick(few, model=model, method=method), tasks) for model in (large, small)]
+            words = f"{method} keeps more in {large} than in {small}, A={min(SCARCE)}"
+            claims.append(Claim(says=words, margin=difference(*kept), paper="App. E.1; Fig. 9"))
+    return claims
+
+
+def _macro_kept(results: Sequence[RunResult], tasks: Sequence[str]) -> dict[Seed, float]:
+    return macro([by_seed(pick(results, task=task), retained) for task in tasks])
 
 
 def tried(results: Sequence[RunResult]) -> tuple[int, ...]:
@@ -92,24 +169,50 @@ def wins(results: Sequence[RunResult]) -> tuple[int, int]:
 
 
 def recovered(results: Sequence[RunResult]) -> tuple[Row, ...]:
-    """By model, the share of SFT's forgetting that CPLUS recovers at A in {4, 8}, over the tasks the models share.
+    """By model, the share of SFT's forgetting that CPLUS recovers at A in {4, 8}: the mean over the shared tasks.
+
+    Paper: App. E.1, Fig. 10: the macro average of the tasks' lines.
+    """
+    shares = _shares(results)
+    return tuple(
+        Row(at={"model": model}, figures={"recovery": estimate(list(own.values()))}) for model, own in shares.items()
+    )
+
+
+def _shares(results: Sequence[RunResult]) -> dict[str, dict[Seed, float]]:
+    """By model and seed, the mean over the tasks that all models share of the task's share; seeds that have them all.
 
     Paper: App. E.1.    100 (R_CPLUS - R_SFT) / (100 - R_SFT)
     """
-    models = list(dict.fromkeys(result.spec.model for result in results))
-    by = keeping(results)
-    shared = set.intersection(*({r.spec.task for r in pick(results, model=m)} for m in models)) if models else set()
-    rows = []
-    for model in models:
-        here = pick(results, model=model, task=tuple(shared))
-        kept, plain = (
-            by_seed(at_budgets(here, "cplus", SCARCE), by.figure),
-            by_seed(at_budgets(here, "sft", ()), by.figure),
-        )
-        values = [recovery(kept[seed], plain[seed], by.whole) for seed in kept if plain.get(seed, by.whole) < by.whole]
-        if values:
-            rows.append(Row(at={"model": model}, figures={"recovery": estimate(values)}))
-    return tuple(rows)
+    by, found = keeping(results), {}
+    for model in dict.fromkeys(result.spec.model for result in results):
+        tasks = []
+        for task in shared(results):
+            here = pick(results, model=model, task=task)
+            kept = by_seed(at_budgets(here, "cplus", SCARCE), by.figure)
+            pairs = paired(kept, by_seed(at_budgets(here, "sft", ()), by.figure))
+            tasks.append({seed: recovery(one, sft, by.whole) for seed, (one, sft) in pairs.items() if sft < by.whole})
+        if own := macro(tasks):
+            found[model] = own
+    return found
+
+
+def shared(results: Sequence[RunResult]) -> list[str]:
+    """The tasks that every model was adapted to."""
+    tasks: dict[str, set[str]] = {}
+    for result in results:
+        tasks.setdefault(result.spec.model, set()).add(result.spec.task)
+    return sorted(set.intersection(*tasks.values())) if tasks else []
+
+
+def macro(lines: Sequence[Mapping[Seed, float]]) -> dict[Seed, float]:
+    """The mean of several lines at the seeds that all of them have.
+
+    >>> macro([{0: 1.0, 1: 2.0}, {0: 3.0}])
+    {0: 2.0}
+    """
+    seeds = [seed for seed in lines[0] if all(seed in line for line in lines)] if lines else []
+    return {seed: statistics.fmean(line[seed] for line in lines) for seed in seeds}
 
 
 STUDY = Study(
@@ -126,7 +229,7 @@ STUDY = Study(
                 "settings led, Qwen3": "70 of 72",
                 "settings led at A in {4, 8}, Qwen3": "24 of 24",
                 "settings led, Gemma and Phi": "48 of 48",
-                "mean gain at A in {4, 8}": 7.73,
+                "mean gain at A in {4, 8}, Qwen3": 7.73,
                 "acquisition": 100.0,
             },
         ),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cplus.records import RunSpec
+from cplus.records import RunResult, RunSpec
 from cplus.studies.scales import Scale
 from cplus.studies.shape import KEPT_AND_LEARNED, above, margin, pick, shown, single, table
-from cplus.studies.study import Published, Result, Study, Summary
+from cplus.studies.study import Claim, Published, Result, Study, Summary
 
 COMPONENTS = ("cplus-anchors", "cplus-probes", "cplus-no-ema", "cplus", "cplus-norm-aligned", "cplus-gradient")
 REDUCTIONS = ("cplus-no-ema", "cplus", "cplus-cvar")
@@ -15,6 +15,7 @@ ENDS = ("cplus-probes", "cplus")
 WEIGHTS = (0.0, 0.25, 0.5, 0.75)
 BETAS = (0.0, 0.5, 0.9, 0.99)
 BUDGETS = (4, 8, 16, 32)
+FIG_11 = "App. E.2; Fig. 11"
 FIELDS = ("method", "num_anchors", "anchor_weight", "beta", "shots", "temperature")
 
 
@@ -48,23 +49,22 @@ def _smoothed(scale: Scale, beta: float, seed: int) -> RunSpec:
 
 
 def summary(results: Sequence[Result]) -> Summary:
-    """Retention of every variant; CPLUS against each component left out, at the budget of the component table."""
+    """Retention of every variant; CPLUS against each component left out, and against each setting passed over."""
     mine = single(results)
     budget = next((r.spec.num_anchors for r in mine if r.spec.method == "cplus-norm-aligned"), 8)
     here = pick(mine, num_anchors=budget, anchor_weight=0.5, beta=0.9, shots=2, temperature=0.8)
     whole = pick(here, method="cplus")
     says = {
-        "cplus-anchors": "both sources keep more than anchors alone",
-        "cplus-probes": "both sources keep more than probes alone",
-        "cplus-no-ema": "smoothing keeps more than the binary mask",
-        "cplus-gradient": "masking the update keeps more than masking the gradient",
+        "cplus-anchors": ("both sources keep more than anchors alone", "Sec. 4.4; Table 1"),
+        "cplus-probes": ("both sources keep more than probes alone", "Sec. 4.4; Table 1"),
+        "cplus-no-ema": ("smoothing keeps more than the binary mask", "Sec. 4.4; Table 1"),
+        "cplus-gradient": ("masking the update keeps more than masking the gradient", None),
     }
-    budgets = tuple(sorted({r.spec.num_anchors for r in pick(mine, method="cplus-probes")}))
-    blend = pick(mine, num_anchors=budgets, anchor_weight=0.5, beta=0.9, shots=2, temperature=0.8)
-    both, probes = (pick(blend, method=name) for name in ("cplus", "cplus-probes"))
     claims = (
-        *(above(sentence, whole, pick(here, method=name)) for name, sentence in says.items()),
-        above(f"both sources keep more than probes alone, mean over A = {', '.join(map(str, budgets))}", both, probes),
+        *(above(words, whole, pick(here, method=name), paper=paper) for name, (words, paper) in says.items()),
+        *_blends(mine, budget),
+        *_generation(mine),
+        *_reductions(mine),
     )
     gains = {name: shown(margin(whole, pick(here, method=name)), sign=True) for name in COMPONENTS if name != "cplus"}
     answer = (
@@ -73,6 +73,61 @@ def summary(results: Sequence[Result]) -> Summary:
         f"and CPLUS minus its norm-aligned variant is {gains['cplus-norm-aligned']}."
     )
     return Summary(rows=table(mine, FIELDS, KEPT_AND_LEARNED), answer=answer, claims=claims)
+
+
+def _blends(results: Sequence[RunResult], table_budget: int) -> list[Claim]:
+    """Equal weights against probes alone and against unequal weights, budget by budget.
+
+    The paper's 75:25 is read as probes to anchors: it stands between probes alone and equal weights. Probes alone at
+    the component table's budget is that table's claim.
+    """
+    mine = pick(results, num_anchors=BUDGETS, beta=0.9, shots=2, temperature=0.8)
+    budgets = sorted({result.spec.num_anchors for result in pick(mine, method="cplus-probes")})
+    equal, probes = pick(mine, method="cplus", anchor_weight=0.5), pick(mine, method="cplus-probes")
+    claims = []
+    for budget in budgets:
+        ours = pick(equal, num_anchors=budget)
+        if budget != table_budget:
+            words = f"both sources keep more than probes alone, A={budget}"
+            claims.append(above(words, ours, pick(probes, num_anchors=budget), paper=FIG_11))
+        for weight, paper in ((0.25, FIG_11), (0.75, None)):
+            words = f"equal weights keep more than {1 - weight:.0%} probes, A={budget}"
+            other = pick(mine, method="cplus", num_anchors=budget, anchor_weight=weight)
+            claims.append(above(words, ours, other, paper=paper))
+    if budgets:
+        words = f"both sources keep more than probes alone, mean over A = {', '.join(map(str, budgets))}"
+        claims.append(above(words, pick(equal, num_anchors=tuple(budgets)), probes))
+    return claims
+
+
+def _generation(results: Sequence[RunResult]) -> list[Claim]:
+    """Two examples in context at T = 0.8 against every other generation setting tried, at the fewest anchors."""
+    mine = pick(results, method="cplus", anchor_weight=0.5, beta=0.9)
+    few = min((result.spec.num_anchors for result in mine), default=0)
+    tried = sorted({(r.spec.shots, r.spec.temperature) for r in mine} - {(2, 0.8)})
+    chosen = pick(mine, num_anchors=few, shots=2, temperature=0.8)
+    return [
+        above(
+            f"2 examples in context at T=0.8 keep more than {shots} at T={temperature:g}, A={few}",
+            chosen,
+            pick(mine, num_anchors=few, shots=shots, temperature=temperature),
+            paper=FIG_11,
+        )
+        for shots, temperature in tried
+    ]
+
+
+def _reductions(results: Sequence[RunResult]) -> list[Claim]:
+    """Mean reduction with smoothing against the mean without it and against the worst examples, with many anchors."""
+    here = pick(results, num_anchors=64, anchor_weight=0.5, beta=0.9)
+    if not here:
+        return []
+    says = {
+        "cplus-no-ema": "smoothing keeps more than the binary mask, A=64",
+        "cplus-cvar": "the mean keeps more than CVaR, A=64",
+    }
+    ours = pick(here, method="cplus")
+    return [above(words, ours, pick(here, method=name), paper="App. E.2; Table 3") for name, words in says.items()]
 
 
 STUDY = Study(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cplus.evaluate.statistics import Estimate
+from cplus.evaluate.statistics import Estimate, estimate
 from cplus.records import RunResult, RunSpec
 from cplus.studies.scales import Scale
-from cplus.studies.shape import above, by_seed, difference, judged, over_seeds, pick, retained, shown, single, table
-from cplus.studies.study import Published, Result, Row, Study, Summary
+from cplus.studies.shape import above, margin, over_seeds, pick, retained, seed_of, shown, single, table
+from cplus.studies.study import Claim, Published, Result, Row, Study, Summary, judged
 
 CURVES = ("sft", "replay", "cpl", "cplus")
 COMPARED = ("sft", "replay", "distillation", "ssr", "agem", "ogd", "cpl", "cplus")
@@ -58,19 +58,89 @@ def summary(results: Sequence[Result]) -> Summary:
     )
     costs = tuple(row for model in dict.fromkeys(r.spec.model for r in ends) for row in _costs(pick(ends, model=model)))
     ours = pick(ends, method="cplus")
-    claims = tuple(
-        above(f"with the small bank CPLUS keeps more than {name}", ours, pick(ends, method=name))
+    claims = [
+        above(
+            f"with the small bank CPLUS keeps more than {name}",
+            ours,
+            pick(ends, method=name),
+            paper="Sec. 4.6; Fig. 7",
+        )
         for name in COMPARED
         if name != "cplus"
-    )
+    ] + _dynamics(curves)
     full = {name: over_seeds(pick(curves, method=name), first_full) for name in ("cpl", "cplus")}
     ratio = [row.figures["cost"].mean for row in costs if row.at["method"] == "cplus"]
     times = " / ".join(f"{value:.2f}" for value in ratio) or "not run"
     answer = (
         f"CPLUS first learns everything after {shown(full['cplus'])} epochs, CPL after {shown(full['cpl'])}; with the "
-        f"small bank CPLUS costs {times} times SFT's FLOPs, and {judged(claims)}."
+        f"small bank CPLUS costs {times} times SFT's FLOPs; {judged(claims)}."
     )
-    return Summary(rows=(*points, *costs), answer=answer, claims=claims)
+    return Summary(rows=(*points, *costs), answer=answer, claims=tuple(claims))
+
+
+def _dynamics(curves: Sequence[RunResult]) -> list[Claim]:
+    """What the paper says of the curves: speed, the lead after full Acquisition, replay's lead, late recovery."""
+    own = {name: pick(curves, method=name) for name in CURVES}
+    return [
+        above(
+            "CPLUS reaches full Acquisition in fewer epochs than cpl",
+            own["cpl"],
+            own["cplus"],
+            first_full,
+            paper="Sec. 4.6; Figs. 8, 12",
+        ),
+        *(
+            Claim(
+                says=f"from its full Acquisition on CPLUS is above {name} at every epoch",
+                margin=least_lead(own["cplus"], own[name]),
+                paper="Sec. 4.6; Figs. 8, 12",
+            )
+            for name in CURVES[:-1]
+        ),
+        above(
+            "after the first epoch replay has kept more than sft",
+            own["replay"],
+            own["sft"],
+            at_first,
+            paper="Sec. 4.6; Fig. 8",
+        ),
+        above("at the end replay keeps more than sft", own["replay"], own["sft"], paper="Sec. 4.6; Fig. 8"),
+        *(
+            Claim(
+                says=f"{name}: Retention rises again after full Acquisition",
+                margin=over_seeds(own[name], recovered),
+                paper="Sec. 4.6; App. E.3; Figs. 8, 12",
+            )
+            for name in CURVES
+        ),
+    ]
+
+
+def at_first(result: RunResult) -> float:
+    """Retention after the first epoch."""
+    return result.curve[0]["retention"]
+
+
+def recovered(result: RunResult) -> float | None:
+    """Retention at the end minus Retention at the first epoch of full Acquisition; None if there is none.
+
+    The lowest point of the curve is not used: the difference from it can only be positive.
+    """
+    full = first_full(result)
+    at_full = [point["retention"] for point in result.curve if point["epoch"] == full]
+    return result.curve[-1]["retention"] - at_full[0] if at_full else None
+
+
+def least_lead(ours: Sequence[RunResult], others: Sequence[RunResult]) -> Estimate | None:
+    """The smallest lead in Retention over the epochs from our full Acquisition on, paired by seed."""
+    mine, theirs = ({seed_of(result): result for result in group} for group in (ours, others))
+    leads = []
+    for seed, result in mine.items():
+        other, full = theirs.get(seed, theirs.get(None)), first_full(result)
+        if other is not None and full is not None:
+            pairs = zip(result.curve, other.curve, strict=True)
+            leads.append(min(one["retention"] - two["retention"] for one, two in pairs if one["epoch"] >= full))
+    return estimate(leads) if leads else None
 
 
 def _costs(here: Sequence[RunResult]) -> list[Row]:
@@ -80,7 +150,7 @@ def _costs(here: Sequence[RunResult]) -> list[Row]:
     unit = flops(plain[0])
     for method in COMPARED:
         own = pick(here, method=method)
-        gain = difference(by_seed(own, retained), by_seed(plain, retained))
+        gain = margin(own, plain)
         cost = over_seeds(own, lambda result: flops(result) / unit)
         if gain is not None and cost is not None:
             figures: dict[str, Estimate] = {"gain over SFT": gain, "cost": cost}

@@ -9,6 +9,8 @@ from cplus.studies.scales import Scale
 from cplus.studies.shape import above, learned, margin, pick, retained, shown, single, table
 from cplus.studies.study import Published, Result, Study, Summary
 
+WHERE = "App. E.4; Table 4"
+
 
 def runs(scale: Scale) -> list[RunSpec]:
     """A new task learned by CPLUS with anchors of another one, of which none, a quarter, ... all were wrong."""
@@ -44,8 +46,9 @@ def summary(results: Sequence[Result]) -> Summary:
     most = max((result.spec.wrong_anchors for result in mine), default=0)
     right, wrong = pick(mine, wrong_anchors=0), pick(mine, wrong_anchors=most)
     claims = (
-        above("right anchors keep more than wrong ones", right, wrong),
-        above("wrong anchors correct more than right ones", wrong, right, corrected),
+        above("right anchors keep more than wrong ones", right, wrong, paper=WHERE),
+        above("wrong anchors correct more than right ones", wrong, right, corrected, paper=WHERE),
+        above("wrong anchors leave a higher overall accuracy than right ones", wrong, right, overall, paper=WHERE),
     )
     more, fixed = shown(margin(right, wrong), sign=True), shown(margin(wrong, right, corrected), sign=True)
     ahead = shown(margin(wrong, right, overall), sign=True)

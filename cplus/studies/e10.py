@@ -8,7 +8,7 @@ from typing import Any
 from cplus.evaluate.statistics import estimate
 from cplus.records import RunResult, RunSpec
 from cplus.studies.scales import Scale
-from cplus.studies.shape import KEPT_AND_LEARNED, difference, shown, single, table
+from cplus.studies.shape import KEPT_AND_LEARNED, Seed, above, difference, pick, shown, single, table
 from cplus.studies.study import Claim, Published, Result, Row, Study, Summary
 
 KINDS = {"cpl": "CPL with full-data CPL", "cplus": "CPLUS with full-data CPLUS", "cross": "CPLUS with full-data CPL"}
@@ -33,11 +33,28 @@ def summary(results: Sequence[Result]) -> Summary:
     audits = [result for result in single(results) if "audit" in result.diagnostics]
     plain = [result for result in single(results) if not result.spec.diagnose]
     rows = (*_by_budget(audits), *_by_layer(audits), *table(plain, ("method", "num_anchors"), KEPT_AND_LEARNED))
-    agrees = {kind: {a.spec.seed: _mean(a.diagnostics["audit"][kind]) for a in audits} for kind in KINDS}
+    agrees: dict[str, dict[Seed, float]] = {
+        kind: {a.spec.seed: _mean(a.diagnostics["audit"][kind]) for a in audits} for kind in KINDS
+    }
     claims = (
         Claim(
             says="CPL agrees more with its full-data mask than CPLUS with its own, in percent of update energy",
             margin=difference(agrees["cpl"], agrees["cplus"]),
+            paper="App. E.8; Fig. 14",
+        ),
+        above(
+            "nevertheless CPLUS keeps more than CPL, mean over budgets",
+            pick(plain, method="cplus"),
+            pick(plain, method="cpl"),
+            paper="App. E.8; Fig. 14",
+        ),
+        *(
+            Claim(
+                says=f"{name} agrees more with its full-data mask at the most anchors than at the fewest, in percent",
+                margin=difference(_at(audits, kind, -1), _at(audits, kind, 0)),
+                paper="App. E.11; Fig. 17",
+            )
+            for kind, name in (("cpl", "CPL"), ("cplus", "CPLUS"))
         ),
     )
     means = {kind: estimate(list(own.values())) if own else None for kind, own in agrees.items()}
@@ -52,6 +69,11 @@ def summary(results: Sequence[Result]) -> Summary:
 def _mean(values: Sequence[float | None]) -> float:
     found = [100.0 * value for value in values if value is not None]
     return sum(found) / len(found)
+
+
+def _at(audits: Sequence[RunResult], kind: str, place: int) -> dict[Seed, float]:
+    """Each seed's agreement at one place of the row of budgets."""
+    return {result.spec.seed: _mean([result.diagnostics["audit"][kind][place]]) for result in audits}
 
 
 def _by_budget(audits: Sequence[RunResult]) -> list[Row]:

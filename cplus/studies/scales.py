@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cplus.records import RunSpec
+from cplus.records import RunResult, RunSpec, SequenceSpec
+from cplus.selection import method
 
 BUDGETS = (4, 8, 16, 32, 64, 128)
 SCARCE = (4, 8)
 BASELINES = ("sft", "replay", "probe-replay", "cpl")
 MAIN = (*BASELINES, "cplus")
-
-# A run that never looks at the bank, or at the anchors, is one run whatever their sizes.
-WITHOUT_ANCHORS = frozenset({"sft", "lora", "osf"})
-WITHOUT_BANK = WITHOUT_ANCHORS | {"replay", "agem", "ogd", "distillation", "ewc", "cpl", "cplus-anchors"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +67,40 @@ class Scale:
 
 
 def canonical(spec: RunSpec) -> RunSpec:
-    """The spec without what its method never looks at, so that equal runs have equal names."""
-    if spec.method in WITHOUT_BANK:
+    """The spec without what its method never uses, the seed included, so that equal runs have equal names."""
+    row = method(spec.method)
+    if not row.needs_bank:
         spec = replace(spec, num_probes=0, shots=2, temperature=0.8)
-    return replace(spec, num_anchors=0) if spec.method in WITHOUT_ANCHORS and not spec.anchor_task else spec
+    if not row.needs_anchors and not spec.anchor_task:
+        spec = replace(spec, num_anchors=0)
+    return replace(spec, seed=0) if seedless(spec) else spec
+
+
+def family(results: Sequence[RunResult]) -> list[RunResult]:
+    """The results of models that share the first one's family name: `qwen3`, `toy`.
+
+    Paper: Sec. 4.2 and App. E.1 compare gain and scale within the Qwen3 family.
+    """
+    return [result for result in results if same_family(result.spec.model, results[0].spec.model)]
+
+
+def same_family(model: str, other: str) -> bool:
+    """Whether two models' names begin with the same family.
+
+    >>> same_family("qwen3-4b", "qwen3-0.6b"), same_family("gemma-2-2b-it", "qwen3-0.6b")
+    (True, False)
+    """
+    return model.split("-")[0] == other.split("-")[0]
+
+
+def seedless(spec: RunSpec | SequenceSpec) -> bool:
+    """Whether the seed decides nothing: a row without chance on all new rows in file order, evaluated on all rows."""
+    if method(spec.method).draws or spec.order != "file" or spec.num_new is not None:
+        return False
+    if isinstance(spec, SequenceSpec):
+        return not method(spec.first_method).draws and spec.num_rows is None
+    whole = spec.num_past is None and (not spec.external or spec.external_limit is None)
+    return whole and not spec.anchor_task
 
 
 DOMAINS = ("harbours", "craftsmen", "plants", "machines")
@@ -195,7 +223,6 @@ PAPER = Scale(
         num_anchors=8,
         num_probes=512,
         external=("arc_c", "hellaswag", "piqa", "winogrande", "openbookqa"),
-        external_limit=1000,
     ),
     places=tuple(
         Place(model=model, task=task, lr=lr, budgets=BUDGETS)

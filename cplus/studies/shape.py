@@ -10,9 +10,12 @@ from typing import Any, TypeAlias
 from cplus.evaluate.matched import Look, common_level, rise
 from cplus.evaluate.statistics import Estimate, estimate
 from cplus.records import RunResult, SequenceResult
+from cplus.studies.scales import seedless
 from cplus.studies.study import Claim, Result, Row
 
 Figure: TypeAlias = Callable[[RunResult], float | None]
+Seed: TypeAlias = int | None
+"""None where the seed decides nothing: that run's figure is the same for every seed."""
 
 
 def single(results: Iterable[Result]) -> list[RunResult]:
@@ -134,13 +137,18 @@ def table(results: Sequence[RunResult], by: Sequence[str], figures: Mapping[str,
     return tuple(rows)
 
 
-def by_seed(results: Iterable[RunResult], figure: Figure) -> dict[int, float]:
+def seed_of(result: Result) -> Seed:
+    """The seed that a result depends on."""
+    return None if seedless(result.spec) else result.spec.seed
+
+
+def by_seed(results: Iterable[RunResult], figure: Figure) -> dict[Seed, float]:
     """Each seed's mean of a figure over its runs; runs that lack it are left out."""
-    values: dict[int, list[float]] = {}
+    values: dict[Seed, list[float]] = {}
     for result in results:
         if (value := figure(result)) is not None:
-            values.setdefault(result.spec.seed, []).append(value)
-    return {seed: statistics.fmean(own) for seed, own in sorted(values.items())}
+            values.setdefault(seed_of(result), []).append(value)
+    return {seed: statistics.fmean(own) for seed, own in values.items()}
 
 
 def over_seeds(results: Iterable[RunResult], figure: Figure) -> Estimate | None:
@@ -149,30 +157,49 @@ def over_seeds(results: Iterable[RunResult], figure: Figure) -> Estimate | None:
     return estimate(values) if values else None
 
 
+def paired(left: Mapping[Seed, float], right: Mapping[Seed, float]) -> dict[Seed, tuple[float, float]]:
+    """The values of the seeds that both have; a value that no seed changes is paired with every seed's.
+
+    >>> paired({0: 3.0, 1: 5.0}, {None: 1.0})
+    {0: (3.0, 1.0), 1: (5.0, 1.0)}
+    """
+    seeds: list[Seed] = [seed for seed in dict.fromkeys((*left, *right)) if seed is not None]
+    pairs = ((seed, left.get(seed, left.get(None)), right.get(seed, right.get(None))) for seed in seeds or [None])
+    return {seed: (one, other) for seed, one, other in pairs if one is not None and other is not None}
+
+
+def differences(
+    left: Iterable[RunResult], right: Iterable[RunResult], figure: Figure = retained
+) -> dict[Seed, list[float]]:
+    """Left minus right where both were run, paired by model, task and seed: each seed's values."""
+    ours, theirs = _by_place(left, figure), _by_place(right, figure)
+    found: dict[Seed, list[float]] = {}
+    for place in ours:
+        for seed, (one, other) in paired(ours[place], theirs.get(place, {})).items():
+            found.setdefault(seed, []).append(one - other)
+    return found
+
+
 def margin(left: Iterable[RunResult], right: Iterable[RunResult], figure: Figure = retained) -> Estimate | None:
-    """Left minus right where both were run: paired by model, task and seed, averaged to one value a seed."""
-    ours, theirs = _by_cell(left, figure), _by_cell(right, figure)
-    pairs: dict[int, list[float]] = {}
-    for (seed, *_), value, other in ((cell, ours[cell], theirs[cell]) for cell in ours if cell in theirs):
-        pairs.setdefault(seed, []).append(value - other)
-    return estimate([statistics.fmean(own) for own in pairs.values()]) if pairs else None
+    """Left minus right where both were run: paired by model, task and seed, averaged to one value per seed."""
+    found = differences(left, right, figure)
+    return estimate([statistics.fmean(own) for own in found.values()]) if found else None
 
 
-def _by_cell(results: Iterable[RunResult], figure: Figure) -> dict[tuple[int, str, str], float]:
-    values: dict[tuple[int, str, str], list[float]] = {}
+def _by_place(results: Iterable[RunResult], figure: Figure) -> dict[tuple[str, str], dict[Seed, float]]:
+    places: dict[tuple[str, str], list[RunResult]] = {}
     for result in results:
-        if (value := figure(result)) is not None:
-            values.setdefault(_cell(result), []).append(value)
-    return {cell: statistics.fmean(own) for cell, own in values.items()}
+        places.setdefault((result.spec.model, result.spec.task), []).append(result)
+    return {place: by_seed(own, figure) for place, own in places.items()}
 
 
-def difference(left: Mapping[int, float], right: Mapping[int, float]) -> Estimate | None:
-    """The mean difference over common keys, with its standard error.
+def difference(left: Mapping[Seed, float], right: Mapping[Seed, float]) -> Estimate | None:
+    """The mean difference over common seeds, with its standard error.
 
     >>> difference({0: 3.0, 1: 5.0}, {0: 1.0, 1: 1.0, 2: 9.0})
     Estimate(mean=3.0, error=1.0, count=2)
     """
-    both = [left[seed] - right[seed] for seed in left if seed in right]
+    both = [one - other for one, other in paired(left, right).values()]
     return estimate(both) if both else None
 
 
@@ -182,9 +209,16 @@ def strongest(groups: Mapping[str, Sequence[RunResult]], figure: Figure = retain
     return max(means, key=means.__getitem__) if means else None
 
 
-def above(says: str, left: Sequence[RunResult], right: Sequence[RunResult], figure: Figure = retained) -> Claim:
+def above(
+    says: str,
+    left: Sequence[RunResult],
+    right: Sequence[RunResult],
+    figure: Figure = retained,
+    *,
+    paper: str | None = None,
+) -> Claim:
     """The claim that left is above right."""
-    return Claim(says=says, margin=margin(left, right, figure))
+    return Claim(says=says, margin=margin(left, right, figure), paper=paper)
 
 
 def shown(found: Estimate | None, *, sign: bool = False) -> str:
@@ -197,13 +231,3 @@ def shown(found: Estimate | None, *, sign: bool = False) -> str:
         return "not run"
     value = f"{found.mean:+.1f}" if sign else f"{found.mean:.1f}"
     return f"{value} (one seed)" if found.error is None else f"{value} ± {found.error:.1f}"
-
-
-def judged(claims: Sequence[Claim]) -> str:
-    """How many of the claims hold.
-
-    >>> judged([Claim(says="", margin=Estimate(3.0, 0.5, 5)), Claim(says="", margin=None)])
-    '1 of 2 comparisons hold beyond their 95 % intervals'
-    """
-    holding = sum(claim.verdict == "holds" for claim in claims)
-    return f"{holding} of {len(claims)} comparisons hold beyond their 95 % intervals"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
@@ -27,10 +27,14 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A statement of the paper as a difference that should be above 0, paired over the seeds; None: not run."""
+    """A statement as a difference that should be above 0, paired over the seeds; a margin of None was not run.
+
+    `paper` is the place where the paper makes the statement; None where it is our own.
+    """
 
     says: str
     margin: Estimate | None
+    paper: str | None = None
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -56,7 +60,47 @@ class Claim:
     def row(self) -> dict[str, Any]:
         """The JSON row."""
         margin = None if self.margin is None else asdict(self.margin)
-        return {"says": self.says, "margin": margin, "interval": self.interval, "verdict": self.verdict}
+        return {
+            "says": self.says,
+            "paper": self.paper,
+            "margin": margin,
+            "interval": self.interval,
+            "verdict": self.verdict,
+        }
+
+
+VERDICTS = ("holds", "fails", "unclear", "not run")
+
+
+def tally(claims: Iterable[Claim]) -> dict[str, dict[str, int]]:
+    """How many claims have each verdict, the paper's and our own apart.
+
+    >>> tally([Claim(says="", margin=None, paper="Fig. 5")])["paper"]["not run"]
+    1
+    """
+    counts = {whose: dict.fromkeys(VERDICTS, 0) for whose in ("paper", "ours")}
+    for claim in claims:
+        counts["ours" if claim.paper is None else "paper"][claim.verdict] += 1
+    return counts
+
+
+def judged(claims: Iterable[Claim]) -> str:
+    """How many claims hold, the paper's and our own apart, and what became of the others.
+
+    >>> made = Claim(says="", margin=Estimate(3.0, 0.5, 5), paper="Fig. 5"), Claim(says="", margin=None)
+    >>> judged(made)
+    "1 of 1 of the paper's comparisons holds; 0 of 1 of our own, 1 not run"
+    """
+    whose = {"paper": "of the paper's comparisons", "ours": "of our own"}
+    parts: list[str] = []
+    for name, counts in tally(claims).items():
+        if total := sum(counts.values()):
+            hold = "holds" if total == 1 else "hold"
+            rest = [f"{counts[v]} {'fail' if v == 'fails' and counts[v] > 1 else v}" for v in VERDICTS[1:] if counts[v]]
+            first = f"{counts['holds']} of {total} {whose[name]}"
+            said = first if parts else f"{first} {hold}"
+            parts.append(", ".join([said, *rest]))
+    return "; ".join(parts) or "no comparison"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +115,7 @@ class Summary:
         """The JSON object."""
         return {
             "answer": self.answer,
+            "verdicts": tally(self.claims),
             "claims": [claim.row() for claim in self.claims],
             "rows": [
                 {"at": dict(row.at), "figures": {name: asdict(found) for name, found in row.figures.items()}}

@@ -10,6 +10,7 @@ from cplus.records import RunResult, SequenceResult
 from cplus.studies import SCALES, STUDIES, Result, Scale, Spec, Study, Summary, runs_of
 from cplus.studies.shape import sequences, single
 from cplus.studies.store import load, path_of
+from cplus.studies.study import judged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +40,9 @@ class Answered:
 
     @property
     def verdict(self) -> str:
-        """How many of the claims hold, fail, are unclear or were not run."""
-        verdicts = [claim.verdict for claim in self.summary.claims]
-        counts = {name: verdicts.count(name) for name in ("holds", "fails", "unclear", "not run")}
-        words = {"fails": "fail", "unclear": "unclear", "not run": "not run"}
-        said = [f"{counts[name]} {word}" for name, word in words.items() if counts[name]]
-        if not verdicts or counts["not run"] == len(verdicts):
-            return "not run"
-        return ", ".join([f"{counts['holds']} of {len(verdicts)} hold", *said])
+        """How many of the claims hold, the paper's and our own apart; `not run` where none was run."""
+        claims = self.summary.claims
+        return judged(claims) if any(claim.verdict != "not run" for claim in claims) else "not run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +54,11 @@ class Collected:
     studies: Mapping[str, Answered]
     refused: tuple[str, ...]
     strange: int
+
+    @property
+    def verdict(self) -> str:
+        """How many claims of all studies hold, the paper's and our own apart."""
+        return judged(claim for own in self.studies.values() for claim in own.summary.claims)
 
     def command(self, name: str) -> str:
         """The line that makes a study's results."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cplus.evaluate.statistics import Estimate
+from cplus.evaluate.statistics import Estimate, estimate
 from cplus.records import RunResult, RunSpec
 from cplus.report.studies import outside
 from cplus.report.studies.collected import Collected
@@ -24,9 +24,9 @@ from cplus.report.studies.drawing import (
     sheet,
     size,
 )
-from cplus.studies.e01 import at_budgets, recovered
-from cplus.studies.scales import MAIN, SCARCE
-from cplus.studies.shape import Figure, margin, over_seeds, pick, retained, shown, table
+from cplus.studies.e01 import at_budgets, macro, recovered
+from cplus.studies.scales import MAIN, SCARCE, same_family
+from cplus.studies.shape import Figure, by_seed, margin, over_seeds, pick, retained, shown, table
 
 
 def by_budget(results: Sequence[RunResult], method: str, figure: Figure = retained) -> Points:
@@ -92,8 +92,9 @@ def _curves(axis: Any, here: Sequence[RunResult], asked: Any, methods: Sequence[
 
 
 def _models(found: Collected) -> tuple[list[str], list[str]]:
-    """The models in the scale's order, and the tasks that all of them are adapted to."""
-    models = list(dict.fromkeys(place.model for place in found.scale.places))
+    """The models of the first one's family by size, and the tasks that all of them are adapted to."""
+    first = found.scale.places[0].model
+    models = list(dict.fromkeys(p.model for p in found.scale.places if same_family(p.model, first)))
     models.sort(key=size)
     tasks = list(dict.fromkeys(place.task for place in found.scale.places))
     there = {(place.model, place.task) for place in found.scale.places}
@@ -145,14 +146,14 @@ def fig_model_scale(found: Collected) -> Picture:
     Paper: Fig. 10.
     """
     models, shared = _models(found)
-    results = found.studies["e01"].runs
+    results = pick(found.studies["e01"].runs, model=tuple(models))
     figure, axes = sheet(3, width=3.0, height=2.6)
     tasks = list(dict.fromkeys(place.task for place in found.scale.places))
     drawn: list[Estimate] = []
     for colour, task in zip(PALETTE, tasks, strict=False):
-        drawn += _scale_lines(axes, pick(results, task=task), models, task, colour)
+        drawn += _scale_lines(axes, results, models, [task], task, colour)
     if len(shared) > 1:
-        _scale_lines(axes, pick(results, task=tuple(shared)), models, "average", INK)
+        _scale_lines(axes, results, models, shared, "macro average", INK)
     titles = ("SFT: Retention (%)", "CPLUS, A = 4 and 8: Retention (%)", "SFT's forgetting recovered (%)")
     for axis, title in zip(axes, titles, strict=True):
         _name_models(axis, models)
@@ -161,22 +162,39 @@ def fig_model_scale(found: Collected) -> Picture:
             empty(axis)
     legend(figure)
     caption = (
-        "By model, smallest first: what SFT keeps, what CPLUS keeps with 4 and 8 anchors, and "
-        f"100 (CPLUS - SFT) / (100 - SFT). Means and standard errors, {counted(drawn)}."
+        "By model, smallest first: what SFT keeps, what CPLUS keeps with 4 and 8 anchors, and 100 (CPLUS - SFT) / "
+        "(100 - SFT). The black line is the macro average of the tasks' lines, where all models share several tasks. "
+        f"Means and standard errors, {counted(drawn)}."
     )
     return Picture(label="fig:model-scale", paper="Fig. 10", caption=caption, figure=figure)
 
 
 def _scale_lines(
-    axes: Sequence[Any], results: Sequence[RunResult], models: Sequence[str], name: str, colour: str
+    axes: Sequence[Any],
+    results: Sequence[RunResult],
+    models: Sequence[str],
+    tasks: Sequence[str],
+    name: str,
+    colour: str,
 ) -> list[Estimate]:
-    """One task's line in each of the three panels."""
-    shares = {row.at["model"]: row.figures["recovery"] for row in recovered(results)}
+    """One task's line in each of the three panels, or the macro average of several tasks' lines."""
+    here = pick(results, task=tuple(tasks))
+    shares = {row.at["model"]: row.figures["recovery"] for row in recovered(here)}
     panels = (
-        _by_model(results, models, "sft"),
-        _by_model(at_budgets(results, "cplus", SCARCE), models, "cplus"),
-        [(x, shares[model]) for x, model in enumerate(models) if model in shares],
+        _macro_line(at_budgets(here, "sft", ()), models, tasks),
+        _macro_line(at_budgets(here, "cplus", SCARCE), models, tasks),
+        [(float(x), shares[model]) for x, model in enumerate(models) if model in shares],
     )
     for axis, points in zip(axes, panels, strict=True):
         line(axis, points, name, colour, "o")
     return [estimate for points in panels for _, estimate in points]
+
+
+def _macro_line(results: Sequence[RunResult], models: Sequence[str], tasks: Sequence[str]) -> Points:
+    """By model, the mean of the tasks' Retention, over the seeds that have every task."""
+    points: list[tuple[float, Estimate]] = []
+    for x, model in enumerate(models):
+        own = macro([by_seed(pick(results, model=model, task=task), retained) for task in tasks])
+        if own:
+            points.append((x, estimate(list(own.values()))))
+    return points

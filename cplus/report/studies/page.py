@@ -72,6 +72,7 @@ def write_report(found: Collected, folder: Path) -> dict[str, Any]:
         ],
         "refused": list(found.refused),
         "strange": found.strange,
+        "verdict": found.verdict,
         "studies": {name: _row(section) for name, section in sections.items()},
     }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cplus.report.studies.beside import beside
 from cplus.report.studies.collected import Collected
 
@@ -10,7 +12,7 @@ COLUMNS = ("study", "question", "verdict", "measured", "published", "command")
 
 
 def markdown(found: Collected) -> str:
-    """One line a study: what was asked, how it came out, measured beside published, and the command."""
+    """One line per study: its question, its verdicts, measured beside published, and the command; then all of them."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     for name, own in found.studies.items():
         first = beside(name, found)[0]
@@ -22,8 +24,13 @@ def markdown(found: Collected) -> str:
             first.published,
             f"`{found.command(name)}`",
         )
-        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+        lines.append(_line(cells))
+    lines.append(_line(("all", "", found.verdict, "", "", f"`{found.command('all')}`")))
     return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
 def between(text: str) -> str:
