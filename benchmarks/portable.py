@@ -30,6 +30,7 @@ OUT = ROOT / "benchmarks" / "results" / "portable.json"
 LOGS = ROOT / "runs" / "portable"
 PAGE = ROOT / "docs" / "robustness.md"
 BEGIN, END = "<!-- portable -->\n", "<!-- /portable -->"
+TIMEOUT = 1200  # seconds for a test: without vector instructions, or with threads in each other's way, all is slower
 CHOICES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")  # unset unless the row sets them
 
 
@@ -48,7 +49,8 @@ class Row:
     def environment(self) -> dict[str, str]:
         """What the tests see; processes that tests start inherit it."""
         kept = {name: value for name, value in os.environ.items() if name not in CHOICES}
-        return {**kept, **self.instructions, "OMP_NUM_THREADS": str(self.threads)}
+        waiting = {"OMP_WAIT_POLICY": "passive"} if self.threads > 1 else {}  # spinning starves a busy machine
+        return {**kept, **waiting, **self.instructions, "OMP_NUM_THREADS": str(self.threads)}
 
 
 ROWS = {
@@ -87,7 +89,8 @@ def run(row: Row, tests: Sequence[str], log: Path) -> dict[str, Any]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, log.open("w") as out:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "--numprocesses", str(row.workers), f"--junitxml={report}", *tests]
+        options = ["--numprocesses", str(row.workers), f"--junitxml={report}", "-o", f"timeout={TIMEOUT}"]
+        command = [sys.executable, "-m", "pytest", *options, *tests]
         done = subprocess.run(command, cwd=ROOT, env=row.environment(), stdout=out, stderr=out, check=False)
         found = counted(report.read_text()) if report.exists() else counted("<none/>")
     return {
