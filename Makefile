@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench clean faults fuzz soak coverage mutants
+.PHONY: demo test test-portable lint bench clean faults fuzz soak coverage mutants
 
 demo: .venv/.installed
 	$(BIN)/cplus demo
@@ -12,6 +12,10 @@ test: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto
+
+# The suite under other instructions and numbers of threads, an hour or more; resumes, and exit code 1 where a row is red.
+test-portable: .venv/.installed
+	$(BIN)/python benchmarks/portable.py
 
 # Speed and memory against their bars; wants a quiet machine, and CPLUS_DATA for the real rows.
 bench: .venv/.installed

@@ -35,10 +35,12 @@ def test_the_walk_through_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             run = CliRunner().invoke(app, shlex.split(line)[1:])
             assert run.exit_code == 0, run.output
     records = {name: json.loads((tmp_path / name / "record.json").read_text()) for name in ("out", "sft", "again")}
-    assert all(record["figures"]["acquisition"]["percent"] == 100 for record in records.values())
+    for record in records.values():  # 3 or 4 epochs of 25, whatever the seed: then every new row is right
+        assert record["epochs"] < record["settings"]["epochs"]
+        assert record["figures"]["acquisition"]["percent"] == 100
     assert records["out"]["model"]["after"] == records["again"]["model"]["after"]
     kept = {name: record["figures"]["retention"]["percent"] for name, record in records.items()}
-    assert kept["out"] > kept["sft"]
+    assert kept["out"] > kept["sft"] + 5  # over five seeds and two kinds of arithmetic 16 to 19.5 points
 
 
 def test_the_readmes_walk_through_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

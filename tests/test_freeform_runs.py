@@ -139,7 +139,8 @@ def test_the_gate_works_in_free_text(given: Setting, spec: RunSpec) -> None:
     assert plain.curve == gated.curve == []
     assert plain.past_nll is not None
     assert gated.past_nll is not None
-    assert gated.past_nll < plain.past_nll
+    # Over four seeds the gate left 0.4 to 7 % of the loss that plain training gave the past.
+    assert gated.past_nll < 0.5 * plain.past_nll
 
 
 def test_the_runner_does_a_free_form_run(spec: RunSpec, tmp_path: Path) -> None:

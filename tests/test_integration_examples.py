@@ -50,8 +50,8 @@ def test_the_model_learns_and_keeps(
 ) -> None:
     # Adapters begin at zero and take more steps to learn as much.
     found = run(name, "--epochs", str(epochs), "--new", "32", "--out", str(tmp_path))
-    assert found["learned"] > 0.8  # none was right before
-    assert found["kept"] > 0.65
+    assert found["learned"] > 0.6  # none was right before; measured 0.91 (adapters) to 1.0 of 32 rows
+    assert found["kept"] > 0.65  # measured 0.94 to 0.98
 
 
 def test_a_row_of_ones_own_is_found_by_name(run: Callable[..., dict[str, float]]) -> None:
@@ -113,10 +113,34 @@ def test_what_is_no_row_is_refused_by_name(
     assert sentence in str(error.value)
 
 
-def test_optax_keeps_more_under_the_gate(run: Callable[..., dict[str, float]]) -> None:
+def test_the_optax_example_learns_to_its_stop(run: Callable[..., dict[str, float]]) -> None:
+    # What is kept after it is a matter of the seed: over six the gate changes it by -1.2 to +5.0 points.
     found = run("optax_loop")
-    assert min(found["learned plain"], found["learned gated"]) > 0.9
-    assert found["kept gated"] > found["kept plain"]
+    assert found["kept before"] == 1.0  # an answer that is wrong would alone add ln 2 / 512 > 1e-4 to the loss
+    for name in ("plain", "gated"):
+        assert found[f"learned {name}"] > 20.5 / 24  # at most 3 times ln 2 / 24 fit into a loss of 0.1
+        assert 0.5 < found[f"kept {name}"] <= 1.0  # measured: 0.87 to 0.97
+
+
+def test_the_optax_examples_first_gated_step_harms_no_past_coordinate(monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    loop = importlib.import_module("optax_loop")
+    monkeypatch.delitem(sys.modules, "optax_loop")
+    keys = jax.random.split(jax.random.key(0), 4)
+    theta = {"in": jax.random.normal(keys[0], (6, 8)), "bias": jnp.zeros(8), "out": jax.random.normal(keys[1], (8, 4))}
+    new, past = ((jax.random.normal(key, (5, 6)), jnp.arange(5) % 4) for key in keys[2:])
+    gradient, g_hat = jax.grad(loop.loss)(theta, new), jax.grad(loop.loss)(theta, past)
+    plain, gated = optax.adamw(1e-3), optax.chain(optax.adamw(1e-3), loop.collaborative(0.9))
+    proposed, _ = plain.update(gradient, plain.init(theta), theta)
+    applied, _ = gated.update(gradient, gated.init(theta), theta, preservation=g_hat)
+    for name in theta:
+        harmful = g_hat[name] * proposed[name] > 0
+        assert 0 < int(harmful.sum()) < harmful.size
+        assert jnp.allclose(applied[name], jnp.where(harmful, 0.0, proposed[name]), rtol=1e-5, atol=0)
 
 
 def test_fsdp2_under_torchrun(tmp_path: Path) -> None:

@@ -129,10 +129,12 @@ def test_the_model_writes_new_questions_of_the_domain_it_is_shown() -> None:
             drawn = torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)[:, 0].tolist()
             rows = [[*row, token] for row, token in zip(rows, drawn, strict=True)]
         texts = [TOKENIZER.decode(row[start:]) for row, start in zip(rows, starts, strict=True)]
-        questions = {text.partition("\n")[0].strip() for text in texts}
+        questions = [text.partition("\n")[0].strip() for text in texts]
         forms = [relation.question.split("{}") for relation in world.domain_named(domain).relations]
         valid = [q for q in questions if any(q.startswith(a) and q.endswith(b) for a, b in forms)]
-        assert len(valid) >= 30, "at least 30 of 32 are well formed and distinct"
+        # Over six seeds and four domains 31 to 32 of 32 were well formed and 30 to 32 distinct.
+        assert len(valid) >= 29
+        assert len(set(valid)) >= 26
 
 
 def test_pretraining_is_deterministic_and_leaves_a_folder_that_loads(
