@@ -33,7 +33,7 @@ from cplus.studies.study import Claim, Published, Result, Row, Study, Summary
 
 
 def runs(scale: Scale) -> list[RunSpec]:
-    """Every method at every place and budget; SFT once a place and seed."""
+    """Every method at every place, budget and seed; SFT at one budget, and once where no seed changes it."""
     return [
         scale.at(model=place.model, task=place.task, lr=place.lr, method=method, num_anchors=budget, seed=seed)
         for place in scale.places
@@ -51,11 +51,12 @@ def summary(results: Sequence[Result]) -> Summary:
     mine = single(results)
     kept, free = keeping(mine), free_text(mine)
     budgets = tried(mine) if free else SCARCE
+    listed = " and ".join(map(str, budgets))
     rows = table(mine, ("model", "task", "method", "num_anchors"), kept.figures)
     lead, (won, total), scales = gain(family(mine), kept.figure), wins(mine), recovered(mine)
     claims = [
         Claim(
-            says=f"CPLUS {kept.better} each setting's strongest baseline, mean over A = {_listed(budgets)}",
+            says=f"CPLUS {kept.better} each setting's strongest baseline, mean over A = {listed}",
             margin=lead,
             paper=None if free else "Sec. 4.2",
         ),
@@ -76,15 +77,11 @@ def summary(results: Sequence[Result]) -> Summary:
     shares = ", ".join(f"{row.at['model']} {shown(row.figures['recovery'])} %" for row in scales)
     where, does = (", at matched learning of free text,", "loses") if free else ("", "keeps")
     answer = (
-        f"With {' and '.join(map(str, budgets))} anchors{where} CPLUS {does} {shown(lead, sign=True)} {kept.more} than "
+        f"With {listed} anchors{where} CPLUS {does} {shown(lead, sign=True)} {kept.more} than "
         f"the strongest baseline of each setting, and it leads in {won} of {total} settings; share of SFT's "
         f"forgetting recovered there: {shares or 'not run'}."
     )
     return Summary(rows=(*rows, *scales), answer=answer, claims=tuple(claims))
-
-
-def _listed(budgets: Sequence[int]) -> str:
-    return " and ".join(map(str, budgets))
 
 
 def gain(results: Sequence[RunResult], figure: Figure) -> Estimate | None:
