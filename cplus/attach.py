@@ -269,7 +269,7 @@ class Guard:
         gate.step += 1
         ids = [id(p) for p in self.params]
         signs = {i: g for i, g in zip(ids, self._kept[0], strict=True) if isinstance(g, Signs)}
-        ema = dict(zip(ids, gate.ema, strict=True))
+        ema = dict(zip(ids, gate.ema, strict=True)) if gate.ema else {}
         optimizer.armed = Armed(
             signs=signs,
             ema=ema,
@@ -283,11 +283,12 @@ class Guard:
         assert isinstance(gate, Collaborative)
         gate.allocate([proposal.theta for proposal in proposals])
         gate.step += 1
-        numbers = kernels.scalars(kernels.gate_numbers(gate.beta, gate.step), proposals[0].theta.device)
-        for i, (proposal, ema) in enumerate(zip(proposals, gate.ema, strict=True)):
+        numbers = kernels.gate_numbers(gate.beta, gate.step)
+        for i, proposal in enumerate(proposals):
             assert isinstance(proposal.g_hat, Signs)
             seen = replace(proposal, proposed=proposal.proposed.clone()) if self.observers else proposal
-            kernels.on_rows(kernels.gate_block, (proposal.theta, proposal.proposed), proposal.g_hat, ema, numbers)
+            ema = gate.ema[i] if gate.ema else None
+            kernels.gate(proposal.theta, proposal.proposed, proposal.g_hat, ema, numbers)
             self._show_kept(i, seen)
 
     def _show(self, position: int, proposal: Proposal, c: Tensor) -> None:
@@ -299,9 +300,10 @@ class Guard:
         gate = self.gate
         assert isinstance(gate, Collaborative)
         if self.observers:
-            self._show(
-                position, proposal, algorithm.coefficient(kernels.read(gate.ema[position]), gate.beta, gate.step)
+            average = (
+                kernels.read(gate.ema[position]) if gate.ema else algorithm.collaborates(proposal.sign, proposal.delta)
             )
+            self._show(position, proposal, algorithm.coefficient(average, gate.beta, gate.step))
 
     def _show_armed(self, p: nn.Parameter, theta: Tensor, proposed: Tensor) -> None:
         position = next(i for i, q in enumerate(self.params) if q is p)

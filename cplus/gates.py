@@ -93,8 +93,8 @@ class Collaborative:
             yield algorithm.coefficient(kernels.read(self.ema[i]), self.beta, self.step)
 
     def allocate(self, params: Sequence[Tensor]) -> None:
-        """Make the moving average before the first step."""
-        if not self.ema:
+        """Make the moving average before the first step; with beta = 0 there is none."""
+        if not self.ema and self.beta:
             self.ema = [kernels.zeros(p, self.kind) for p in params]
 
     def tally(self) -> tuple[int, int]:
