@@ -211,8 +211,7 @@ class Guard:
             if self._kept and not idle:
                 self._arm()
         elif self.gate is not None:
-            # Without a gradient the optimizer leaves a parameter alone: it is its own copy, and delta is 0.
-            self.theta = [local(p) if p.grad is None else local(p).clone() for p in self.params]
+            self.theta = kernels.copies([local(p) for p in self.params])
 
     @torch.no_grad()
     def _after(self, *_: object) -> None:

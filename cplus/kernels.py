@@ -20,7 +20,7 @@ from torch import Tensor
 from cplus import algorithm, native
 
 EmaType: TypeAlias = Literal["float32", "bfloat16", "uint8"]
-WORTH_COMPILING = 4_000_000  # parameters; below, a compiled kernel saves less in a run than compiling it costs
+WORTH_COMPILING = 1_000_000  # parameters; below, a run is over in seconds either way
 CHUNK = 1 << 20  # bytes of signs packed at a time
 SHARED = native.SHARED  # coordinates from which on a tensor counts as large
 FIRST = 1 << 10  # coordinates of the tensors that Inductor compiles a kernel for
@@ -87,6 +87,18 @@ def zeros(theta: Tensor, kind: EmaType) -> Tensor:
 def gate_numbers(beta: float, t: int) -> tuple[float, ...]:
     """The gate's scalars at step t; differences are taken in double precision, where 1 - 0.999 is exact enough."""
     return beta, 1.0 - beta, 1.0 - beta**t
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors; on the CPU in one buffer of huge pages, as ordinary page faults cost more than copying."""
+    if not all(fits(tensor) and tensor.is_cpu for tensor in tensors):
+        return [tensor.clone() for tensor in tensors]
+    sizes = [-(-tensor.numel() // 16) * 16 for tensor in tensors]  # each begins where a cache line does
+    buffer = native.huge(torch.empty(sum(sizes)))
+    parts = [part[: t.numel()].view(t.shape) for part, t in zip(torch.split(buffer, sizes), tensors, strict=True)]
+    for part, tensor in zip(parts, tensors, strict=True):
+        part.copy_(tensor)
+    return parts
 
 
 def gate(theta: Tensor, param: Tensor, signs: Signs, ema: Tensor | None, numbers: tuple[float, ...]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import mmap
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -19,8 +21,10 @@ from torch import Tensor
 from cplus import files
 
 SOURCE = Path(__file__).with_name("gate.cpp")
-FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp-simd", "-ffp-contract=off", "-fno-math-errno")
-FLAGS += ("-fno-trapping-math",)  # without it comparisons are not vectorised
+FLAGS = (
+    *("-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp-simd", "-ffp-contract=off"),
+    *("-fno-math-errno", "-fno-trapping-math"),  # else neither roots nor comparisons become vectors
+)
 VECTORS = {  # what torch found in the processor: bits per vector and the flags that use them
     "AVX2": (256, ("-mavx2", "-mfma")),
     "AVX512": (512, ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")),
@@ -32,6 +36,14 @@ SHARED = 1 << 15  # coordinates from which on it pays to wake other threads
 def vector() -> tuple[int, tuple[str, ...]]:
     """The bits of a vector and the compiler's flags for it; without a flag every compiler uses 128."""
     return VECTORS.get(torch.backends.cpu.get_cpu_capability(), (128, ()))
+
+
+def processor() -> str:
+    """The processor's name, as far as the system tells it."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text(encoding="utf-8").splitlines() if told.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def command() -> list[str]:
@@ -67,6 +79,16 @@ def _whole(path: Path) -> bool:
     """Whether the file is there as it was written: loading a damaged one could end the process."""
     content = path.read_bytes() if path.is_file() else b""
     return len(content) > 32 and hashlib.sha256(content[:-32]).digest() == content[-32:]
+
+
+def huge(memory: Tensor) -> Tensor:
+    """The same memory on huge pages where the system has them, asked for before it is first written."""
+    page, advice = mmap.PAGESIZE, getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is not None:
+        begin = -(-memory.data_ptr() // page) * page
+        size = max(0, memory.data_ptr() + memory.nbytes - begin)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), advice)
+    return memory
 
 
 def run(kernel: str, tensors: Sequence[Tensor], packed: Tensor, ema: Tensor | None, numbers: tuple[float, ...]) -> None:

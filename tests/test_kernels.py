@@ -375,6 +375,17 @@ def test_a_machine_without_a_compiler_is_told_once(
     kernels.can_compile.cache_clear()
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_copies_are_equal_and_of_their_own(kind: torch.dtype) -> None:
+    tensors = [torch.randn(shape, dtype=kind) for shape in ((5,), (3, 7), (40, 1000))]
+    copied = kernels.copies(tensors)
+    assert [(c.shape, c.dtype, c.is_contiguous()) for c in copied] == [(t.shape, t.dtype, True) for t in tensors]
+    assert all(torch.equal(c, t) for c, t in zip(copied, tensors, strict=True))
+    tensors[1].zero_()
+    assert bool(copied[1].any())
+    assert kernels.copies([]) == []
+
+
 def test_which_parameters_the_kernels_take() -> None:
     class Own(torch.nn.Parameter):
         pass
