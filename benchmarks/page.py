@@ -40,13 +40,26 @@ def steps(record: dict[str, Any]) -> str:
     return table(["parameters", "torch's fused step, ms", *names], rows)
 
 
+def processor(record: dict[str, Any]) -> str:
+    """On what a record was measured, and which kernels ran."""
+    told = record["processor"]
+    where = f"{told['vector_bits']}-bit vectors, {told['name']}, {record['environment']['threads']} threads"
+    return f"{where}; kernels: {told['kernels']}"
+
+
+def steps_on(record: dict[str, Any]) -> str:
+    """Everything about the step on one processor."""
+    parts = (bars(record), "Times torch's fused step, by size:\n\n" + steps(record), roofline(record))
+    return f"### The step with {processor(record)}\n\n" + "\n".join(parts)
+
+
 def roofline(record: dict[str, Any]) -> str:
     """Bytes moved against the machine's bandwidth, at the largest size."""
     rows = [
         [name, f"{r['bytes_a_parameter']:.2f}", f"{r['limit_ratio']:.2f}", f"{100 * r['share_of_bandwidth']:.0f} %"]
         for name, r in record["roofline"].items()
     ]
-    text = f"The machine's memory gives {record['bandwidth_bytes_a_second'] / 1e9:.0f} GB/s.\n\n"
+    text = f"Roofline at the largest size: the memory gives {record['bandwidth_bytes_a_second'] / 1e9:.0f} GB/s.\n\n"
     return text + table(["step", "bytes a parameter", "limit, times torch's", "bandwidth reached"], rows)
 
 
@@ -75,14 +88,15 @@ def speed(scoring: dict[str, Any], generation: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Read the four records and rewrite the page."""
-    found = {
-        n: read_json(ROOT / f"benchmarks/results/{n}.json") for n in ("steps", "training", "scoring", "generation")
-    }
+    """Read the records, one per vector width for the step, and rewrite the page."""
+    folder = ROOT / "benchmarks/results"
+    found = {n: read_json(folder / f"{n}.json") for n in ("training", "scoring", "generation")}
+    widths = sorted(
+        (read_json(path) for path in folder.glob("steps-*.json")), key=lambda r: r["processor"]["vector_bits"]
+    )
     parts = (
-        bars(found["steps"], found["training"]),
-        "### The step by size\n\n" + steps(found["steps"]),
-        "### Roofline, 135 M parameters\n\n" + roofline(found["steps"]),
+        *map(steps_on, widths),
+        "### Training on smollm2-135m\n\n" + bars(found["training"]),
         "### An epoch on smollm2-135m\n\n" + epochs(found["training"]),
         "### Scoring and probes on smollm2-135m\n\n" + speed(found["scoring"], found["generation"]),
     )

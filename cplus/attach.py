@@ -234,7 +234,7 @@ class Guard:
                     "no evidence yet: call guard.refresh() before the first step, or pass refresh_every=n"
                 )
         if self.gate is not None and not self.one_pass:
-            self.theta = [local(p).clone() for p in self.params]
+            self.theta = kernels.copies([local(p) for p in self.params])
         self._proposing = False
         if closure is None:
             self._ready()
@@ -372,12 +372,12 @@ class Guard:
         average = self._average()
         average.allocate([proposal.theta for proposal in proposals])
         average.step += 1
-        numbers = kernels.scalars(kernels.gate_numbers(average.beta, average.step), proposals[0].theta.device)
+        numbers = kernels.gate_numbers(average.beta, average.step)
         for i, proposal in enumerate(proposals):
             ema = average.tensors[i] if average.tensors else None
             assert isinstance(proposal.g_hat, Signs)
             seen = replace(proposal, proposed=proposal.proposed.clone()) if self.observers else proposal
-            kernels.on_rows(kernels.gate_block, (proposal.theta, proposal.proposed), proposal.g_hat, ema, numbers)
+            kernels.gate(proposal.theta, proposal.proposed, proposal.g_hat, ema, numbers)
             self._show_applied(i, seen, average.step)
 
     def _average(self) -> Average:

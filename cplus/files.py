@@ -36,6 +36,11 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def cache_folder() -> Path:
+    """Where converted models, banks and compiled kernels are kept: CPLUS_CACHE, else ~/.cache/cplus."""
+    return Path(os.environ.get("CPLUS_CACHE") or Path.home() / ".cache" / "cplus").expanduser()
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside `path` that takes its place, synced, when the block ends without error."""

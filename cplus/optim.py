@@ -64,18 +64,18 @@ class AdamW(torch.optim.AdamW):
         """Propose and gate every parameter that has a gradient; of the others only the average advances."""
         still = dict(armed.ema)
         for p, gradient, state, numbers in self._work(armed):
-            tensors = (p, gradient, state["exp_avg"], state["exp_avg_sq"])
             theta = None if armed.watch is None else p.detach().clone()
-            kernels.on_rows(kernels.adamw_block, tensors, armed.signs[id(p)], still.pop(id(p), None), numbers)
+            moments = (state["exp_avg"], state["exp_avg_sq"])
+            kernels.adamw(p, gradient, *moments, armed.signs[id(p)], still.pop(id(p), None), numbers)
             if armed.watch is not None and theta is not None:
                 armed.watch(p, theta, proposed(theta, state, numbers))
         for ema in still.values():
             kernels.advance(ema, armed.numbers)
 
-    def _work(self, armed: Armed) -> Iterator[tuple[nn.Parameter, Tensor, dict[str, Tensor], Tensor]]:
+    def _work(self, armed: Armed) -> Iterator[tuple[nn.Parameter, Tensor, dict[str, Tensor], tuple[float, ...]]]:
         """Every parameter that has a gradient, with its state created and its step counted as torch does."""
         for group in self.param_groups:
-            known: dict[float, Tensor] = {}
+            known: dict[float, tuple[float, ...]] = {}
             moving = [p for p in group["params"] if p.grad is not None and id(p) in armed.signs]
             for p in moving:
                 state = self.state[p]
@@ -87,8 +87,8 @@ class AdamW(torch.optim.AdamW):
             for p in moving:
                 state = self.state[p]
                 t = state["step"].item()
-                if t not in known:  # one small tensor for all parameters of the group, so nothing recompiles
-                    known[t] = kernels.scalars(step_numbers(group, t, armed), p.device)
+                if t not in known:
+                    known[t] = step_numbers(group, t, armed)
                 yield p, p.grad, state, known[t]
 
 
@@ -102,16 +102,16 @@ def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def proposed(theta: Tensor, state: dict[str, Tensor], numbers: Tensor) -> Tensor:
+def proposed(theta: Tensor, state: dict[str, Tensor], numbers: tuple[float, ...]) -> Tensor:
     """What the one-pass kernel proposed, from the moments it left behind."""
-    decay, step, root, eps = numbers[3:7, 0, 0].unbind()
+    decay, step, root, eps = numbers[3:7]
     direction = state["exp_avg_sq"].sqrt().mul_(root).add_(eps)
     torch.div(state["exp_avg"], direction, out=direction)
     return (theta * decay).sub_(direction.mul_(step))
 
 
 def step_numbers(group: dict[str, Any], t: float, armed: Armed) -> tuple[float, ...]:
-    """The scalars of one step in the order `kernels.adamw_block` reads them."""
+    """The scalars of one step in the order `kernels.adamw` reads them."""
     beta1, beta2 = group["betas"]
     lr, decay = float(group["lr"]), group["weight_decay"]
     step, root = lr / (1.0 - beta1**t), (1.0 - beta2**t) ** -0.5

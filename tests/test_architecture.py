@@ -26,6 +26,7 @@ LAYERS = {
     "ranks": 0,
     "predictions": 0,
     "records": 0.5,
+    "native": 0.4,
     "kernels": 0.5,
     "optim": 0.6,
     "data": 1,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cplus import cli
+from cplus import cli, native
 from cplus.commands import doctor
 
 if not cli.app.registered_commands:
@@ -24,6 +24,7 @@ def run(*options: str) -> tuple[int, str]:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("cplus.kernels.can_compile", lambda device: True)  # seconds, and its own tests try it
+    monkeypatch.setattr(doctor, "_TIMED", (2, 1000))
     return tmp_path / "cache"
 
 
@@ -40,6 +41,16 @@ def test_a_whole_installation_is_good_in_words_and_in_json() -> None:
     code, said = run()
     assert code == 0
     assert "Everything needed works." in said
+
+
+def test_the_gated_step_is_measured_with_the_width_of_the_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, said = run("--json")
+    [step] = [one for one in json.loads(said)["findings"] if one["name"] == "gated step"]
+    assert step["measured"]["ratio"] > 0
+    assert step["measured"]["vector_bits"] == native.vector()[0]
+    assert f"{native.vector()[0]}-bit vectors" in step["says"]
+    monkeypatch.setattr("cplus.kernels.can_compile", lambda device: False)
+    assert doctor._step().state == "absent"
 
 
 def test_a_missing_package_is_bad_and_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from quadratic import Bag, PastEvidence, new_gradient
 from torch.optim import SGD, Optimizer
 
-from cplus import kernels
+from cplus import algorithm, kernels, native
 from cplus.attach import Guard
 from cplus.gates import Collaborative, Proposal
 from cplus.kernels import Signs
@@ -22,21 +23,16 @@ from cplus.optim import AdamW
 OPTIONS = {"lr": 0.01, "weight_decay": 0.1}
 
 
-def numbers_of(*values: float) -> torch.Tensor:
-    return kernels.scalars(values, torch.device("cpu"))
-
-
 def test_the_packed_bytes_by_hand() -> None:
-    signs = Signs.of(torch.tensor([[3.0, -1.0, -2.0], [0.0, 1e-30, 5.0], [0.0, -7.0, -4.0], [0.0, 1.0, -9.0]]).T)
-    # in order: + 0 0 0, - + - +, - + - -; three columns a row, so byte j holds elements j, j + 3, j + 6, j + 9
+    signs = Signs.of(torch.tensor([[3.0, -1.0, -2.0], [0.0, 1e-30, 5.0], [0.0, -7.0, -4.0], [0.0, 1.0, -9.0]]))
+    # in order: + - - 0, + + 0 -, - 0 + -
     assert signs.packed.dtype == torch.uint8
     assert signs.packed.tolist() == [
-        1 + 0 * 4 + 2 * 16 + 1 * 64,
-        0 + 2 * 4 + 1 * 16 + 2 * 64,
-        0 + 1 * 4 + 2 * 16 + 2 * 64,
+        1 + 2 * 4 + 2 * 16 + 0 * 64,
+        1 + 1 * 4 + 0 * 16 + 2 * 64,
+        2 + 0 * 4 + 1 * 16 + 2 * 64,
     ]
-    assert signs.tail.tolist() == []
-    assert Signs.of(torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, 1.0, -1.0])).tail.tolist() == [2 + 1 * 4 + 2 * 16]
+    assert Signs.of(torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, 1.0, -1.0])).packed[1:].tolist() == [2 + 1 * 4 + 2 * 16]
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, 1), (3, 1), (4, 1), (7, 2), (8, 2), (103, 26)])
@@ -49,7 +45,7 @@ def test_packed_signs_take_a_quarter_of_a_byte(count: int, expected: int) -> Non
 def test_packing_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     gradient = torch.randn(7, 9)
     whole = Signs.of(gradient)
-    for chunk in (4, 5):
+    for chunk in (1, 4, 5):
         monkeypatch.setattr(kernels, "CHUNK", chunk)
         assert torch.equal(Signs.of(gradient).packed, whole.packed)
 
@@ -79,16 +75,34 @@ def test_the_average_before_the_first_step() -> None:
 def test_the_scalars_of_a_step() -> None:
     assert kernels.gate_numbers(0.75, 2) == (0.75, 0.25, 0.4375)
     assert kernels.gate_numbers(0.25, 2) == (0.25, 0.75, 0.9375)
-    found = numbers_of(0.25, 3)
-    assert found.dtype == numbers_of(1, 2).dtype == torch.float32
-    assert found.tolist() == [[[0.25]] * 4, [[3.0]] * 4]
-    shift = kernels.shifts(torch.device("cpu"))
-    assert (shift.dtype, shift.tolist()) == (torch.int32, [[0], [2], [4], [6]])
-    assert kernels.shifts(torch.device("cpu")) is shift
+    found = kernels.scalars((0.25, 3), torch.device("cpu"))
+    assert (found.dtype, found.tolist()) == (torch.float32, [0.25, 3.0])
 
 
 KINDS = (torch.float32, torch.bfloat16, torch.uint8)
 each_kind = pytest.mark.parametrize("kind", KINDS)
+
+needs_compiler = pytest.mark.skipif(not kernels.can_compile("cpu"), reason="no C++ compiler on this machine")
+
+
+def as_written(block: Callable[..., None]) -> Callable[..., None]:
+    """The form for other devices, uncompiled, with the arguments of the form for the CPU."""
+
+    def run(*arguments: Any) -> None:
+        *tensors, signs, ema, numbers = arguments
+        flat = [tensor.view(-1) for tensor in tensors]
+        values = kernels.scalars(numbers, torch.device("cpu"))
+        block(*flat, signs.packed, None if ema is None else ema.view(-1), values)
+
+    return run
+
+
+FORMS = [
+    pytest.param((kernels.gate, kernels.adamw), id="native", marks=needs_compiler),
+    pytest.param((as_written(kernels.gate_block), as_written(kernels.adamw_block)), id="written"),
+]
+each_form = pytest.mark.parametrize("form", FORMS)
+Form: TypeAlias = tuple[Callable[..., None], Callable[..., None]]
 
 
 def blocks(count: int, seed: int = 0) -> list[torch.Tensor]:
@@ -122,15 +136,15 @@ def gate_by_formula(
     return wide[0] + np.clip(rounded / correction, 0, 1) * (wide[1] - wide[0]), rounded
 
 
+@each_form
 @each_kind
-def test_the_gate_of_a_block_is_the_formula(kind: torch.dtype) -> None:
+def test_the_gate_is_the_formula(kind: torch.dtype, form: Form) -> None:
     theta, param, g_hat = blocks(2)
     param[:, ::7] = theta[:, ::7]
     ema = kept_average(kind)
-    signs, numbers = Signs.of(g_hat), numbers_of(0.75, 0.25, 0.8)  # a small correction, so that some are clipped
-    expected, average = gate_by_formula(theta, param, g_hat, ema, 0.8)
+    expected, average = gate_by_formula(theta, param, g_hat, ema, 0.8)  # a small correction, so that some are clipped
     still = theta.clone()
-    kernels.gate_block(theta, param, signs.packed, kernels.shifts(theta.device), ema, numbers)
+    form[0](theta, param, Signs.of(g_hat), ema, (0.75, 0.25, 0.8))
     np.testing.assert_allclose(param.numpy(), expected, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(kernels.read(ema).numpy(), average, rtol=1e-6, atol=1e-6)
     assert ema.dtype == kind
@@ -149,69 +163,141 @@ def adam_by_formula(
     return p * ADAM["decay"] - ADAM["step"] * first / (np.sqrt(second) * ADAM["root"] + ADAM["eps"]), first, second
 
 
+@each_form
 @each_kind
-def test_the_one_pass_block_is_the_formula(kind: torch.dtype) -> None:
+def test_the_one_pass_is_the_formula(kind: torch.dtype, form: Form) -> None:
     param, gradient, m, v, g_hat = blocks(4)
     v.abs_()
     ema = kept_average(kind)
     proposed, first, second = adam_by_formula(param, gradient, m, v)
     expected, average = gate_by_formula(param, torch.from_numpy(proposed), g_hat, ema, 0.8)
-    signs, numbers = Signs.of(g_hat), numbers_of(*ADAM.values(), 0.75, 0.25, 0.8)
-    kernels.adamw_block(param, gradient, m, v, signs.packed, kernels.shifts(param.device), ema, numbers)
+    form[1](param, gradient, m, v, Signs.of(g_hat), ema, (*ADAM.values(), 0.75, 0.25, 0.8))
     for found, wanted in ((param, expected), (m, first), (v, second), (kernels.read(ema), average)):
         np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_a_gradient_that_is_no_number_proposes_nothing_and_the_largest_is_one() -> None:
+@each_form
+@pytest.mark.parametrize("rest1", [0.3, 0.7])
+def test_a_gradient_that_is_no_number_proposes_nothing_and_the_largest_is_one(rest1: float, form: Form) -> None:
     param, gradient, m, v, g_hat = (torch.ones(4, 1) for _ in range(5))
     gradient[:, 0] = torch.tensor([float("inf"), float("-inf"), float("nan"), torch.finfo(torch.float32).max])
-    ema, signs = torch.full((4, 1), 0.5), Signs.of(g_hat)
-    numbers = numbers_of(*ADAM.values(), 0.75, 0.25, 1.0)
-    kernels.adamw_block(param, gradient, m, v, signs.packed, kernels.shifts(param.device), ema, numbers)
+    ema = torch.full((4, 1), 0.5)
+    form[1](param, gradient, m, v, Signs.of(g_hat), ema, (*(ADAM | {"rest1": rest1}).values(), 0.75, 0.25, 1.0))
     assert param[:3].tolist() == m[:3].tolist() == v[:3].tolist() == [[1.0]] * 3
     assert float(m[3]) > 1e37
     assert ema[:3].tolist() == [[0.625]] * 3  # nothing proposed is nothing in conflict
 
 
-@pytest.fixture
-def eagerly(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
-    """Blocks run as they are written; what would have been compiled is listed."""
-    asked: list[tuple[object, ...]] = []
-
-    def as_written(block: Callable[..., None], *how: object) -> Callable[..., None]:
-        asked.append((block, *how))
-        return block
-
-    monkeypatch.setattr(kernels, "compiled", as_written)
-    return asked
+SIZES = [1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 63, 511, 512, 513, 515, 16383, 16384, 16389, 40003]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 8, 30])
-def test_every_size_is_gated_alike_whatever_its_rows(count: int, eagerly: list[tuple[object, ...]]) -> None:
-    theta, param, g_hat = (part.flatten()[:count].clone() for part in blocks(2))
-    ema = kept_average(torch.float32).flatten()[:count].clone()
+@each_form
+@pytest.mark.parametrize("count", SIZES)
+def test_every_size_is_gated_alike(count: int, form: Form) -> None:
+    random = torch.Generator().manual_seed(count)
+    theta, param, g_hat = (torch.randn(count, generator=random) for _ in range(3))
+    ema = torch.rand(count, generator=random)
     expected, average = gate_by_formula(theta, param, g_hat, ema, 0.8)
-    kernels.on_rows(kernels.gate_block, (theta, param), Signs.of(g_hat), ema, numbers_of(0.75, 0.25, 0.8))
+    form[0](theta, param, Signs.of(g_hat), ema, (0.75, 0.25, 0.8))
     np.testing.assert_allclose(param.numpy(), expected, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(ema.numpy(), average, rtol=1e-6, atol=1e-6)
-    assert eagerly == [(kernels.gate_block, torch.float32, theta.device, 1)]
 
 
-def test_large_tensors_are_shared_among_the_threads(
-    eagerly: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(kernels, "SHARED", 8)
-    for count in (7, 8, 9):
-        theta, param, ema, g_hat = (torch.ones(count) for _ in range(4))
-        kernels.on_rows(kernels.gate_block, (theta, param), Signs.of(g_hat), ema, numbers_of(0.75, 0.25, 0.8))
-    assert [how[-1] for how in eagerly] == [1, 3, 3]
-
-
+@needs_compiler
+@pytest.mark.parametrize("count", [40003, 100_000])
 @each_kind
+def test_threads_and_places_change_no_bit(kind: torch.dtype, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same coordinates in one tensor on three threads, and cut into pieces of odd sizes on one."""
+    random = torch.Generator().manual_seed(count)
+    tensors = [torch.randn(count, generator=random) for _ in range(4)]
+    tensors[3].abs_()
+    g_hat, ema = torch.randn(count, generator=random), kernels.stored(torch.rand(count), torch.zeros(0, dtype=kind))
+    numbers = (*ADAM.values(), 0.9, 0.1, 0.8)
+    pieces = [
+        [*map(torch.clone, (t[start : start + 4001] for t in (*tensors, g_hat, ema)))]
+        for start in range(0, count, 4001)
+    ]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    kernels.adamw(*tensors, Signs.of(g_hat), ema, numbers)
+    for *piece, evidence, average in pieces:
+        kernels.adamw(*piece, Signs.of(evidence), average, numbers)
+    for whole, parts in zip((*tensors, g_hat, ema), zip(*pieces, strict=True), strict=True):
+        assert torch.equal(whole, torch.cat(parts))
+
+
+@each_form
+@pytest.mark.parametrize("count", [3, 30, 1000])
+def test_without_an_average_the_mask_alone_decides_bitwise(count: int, form: Form) -> None:
+    random = torch.Generator().manual_seed(count)
+    theta, param, g_hat = (torch.randn(count, generator=random) for _ in range(3))
+    mask = algorithm.collaborates(g_hat, param - theta)
+    average = algorithm.smooth(algorithm.zeros(theta), mask, 0.0)
+    expected = algorithm.apply(theta, param, algorithm.coefficient(average, 0.0, 1))
+    form[0](theta, param, Signs.of(g_hat), None, kernels.gate_numbers(0.0, 1))
+    assert torch.equal(param, expected)
+
+
+@each_form
+@each_kind
+def test_the_ends_are_exact(kind: torch.dtype, form: Form) -> None:
+    theta, param, g_hat = (part.flatten() for part in blocks(2))
+    proposed, conflict = param.clone(), algorithm.collaborates(g_hat, param - theta) == 0
+    ema = torch.zeros(64, dtype=kind)
+    form[0](theta, param, Signs.of(g_hat), ema, kernels.gate_numbers(0.9, 1))
+    assert torch.equal(param, torch.where(conflict, theta, proposed))
+
+
+@each_form
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.uint8])
+def test_a_small_average_is_rounded_as_it_is_kept(kind: torch.dtype, form: Form) -> None:
+    """Every level, and 16-bit numbers, after one step with and without conflict: halves go to the even neighbour."""
+    count = 1 << 8
+    before = torch.arange(count, dtype=torch.uint8) if kind == torch.uint8 else torch.linspace(0, 1, count).to(kind)
+    for sign, mask in ((1.0, 0.0), (-1.0, 1.0)):
+        for beta in (0.5, 0.9, 0.999):
+            theta, param, ema = torch.zeros(count), torch.ones(count), before.clone()
+            form[0](theta, param, Signs.of(torch.full((count,), sign)), ema, kernels.gate_numbers(beta, 100))
+            average = algorithm.smooth(kernels.read(before), torch.full((count,), mask), beta)
+            assert torch.equal(ema, kernels.stored(average, before))
+            assert torch.equal(param, algorithm.coefficient(kernels.read(ema), beta, 100))
+
+
+@needs_compiler
+def test_a_kernel_refuses_what_it_would_misread() -> None:
+    theta, param, ema, signs = torch.ones(8), torch.ones(8), torch.ones(8), Signs.of(torch.ones(8))
+    numbers = (0.75, 0.25, 0.8)
+    wrong: list[tuple[Any, ...]] = [
+        (theta[:4], param, signs, ema, numbers),
+        (theta, param.double(), signs, ema, numbers),
+        (theta, torch.ones(16)[::2], signs, ema, numbers),
+        (theta, param, Signs.of(torch.ones(12)), ema, numbers),
+        (theta, param, signs, torch.ones(4), numbers),
+        (theta, param.to("meta"), signs, ema, numbers),
+    ]
+    for case in wrong:
+        with pytest.raises(ValueError, match="the compiled gate takes"):
+            kernels.gate(*case)
+
+
+@needs_compiler
+def test_a_transposed_gradient_is_copied_into_order() -> None:
+    tensors = [torch.rand(5, 7) for _ in range(4)]
+    others = [tensor.clone() for tensor in tensors]
+    gradient, g_hat, numbers = torch.randn(7, 5).T, torch.randn(5, 7), (*ADAM.values(), 0.75, 0.25, 0.8)
+    tensors[1], others[1] = gradient, gradient.contiguous()
+    kernels.adamw(*tensors, Signs.of(g_hat), None, numbers)
+    kernels.adamw(*others, Signs.of(g_hat), None, numbers)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, None])
 @pytest.mark.parametrize(("block", "floats", "scalars"), [(kernels.gate_block, 2, 3), (kernels.adamw_block, 4, 10)])
-def test_a_kernel_is_compiled_by_one_large_call(
-    block: Callable[..., None], floats: int, scalars: int, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_for_other_devices_a_kernel_is_compiled_by_one_call(
+    block: Callable[..., None],
+    floats: int,
+    scalars: int,
+    kind: torch.dtype | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked, calls = [], []
 
@@ -223,54 +309,81 @@ def test_a_kernel_is_compiled_by_one_large_call(
     monkeypatch.setattr(torch, "compile", fake_compile)
     monkeypatch.setattr(kernels, "FIRST", 12)
     cpu = torch.device("cpu")
-    kernel = kernels.compiled(block, kind, cpu, 3)
-    assert kernels.compiled(block, kind, cpu, 3) is kernel
+    kernel = kernels.compiled(block, kind, cpu)
+    assert kernels.compiled(block, kind, cpu) is kernel
     kernels.compiled.cache_clear()
     [(own, how)] = asked
     assert own.__code__.co_code == block.__code__.co_code
-    assert own.__code__.co_name == f"{block.__name__}_{kind}_3"
+    assert own.__code__.co_name == f"{block.__name__}_{kind}"
     guards = torch.compiler.skip_all_guards_unsafe
-    assert how == {"dynamic": True, "fullgraph": True, "options": {"cpp.threads": 3, "guard_filter_fn": guards}}
-    [(*first, packed, shift, average, numbers)] = calls
-    assert [(t.shape, t.dtype) for t in first] == [((4, 12), torch.float32)] * floats
-    assert (packed.shape, packed.dtype) == ((12,), torch.uint8)
-    assert (average.shape, average.dtype) == ((4, 12), kind)
-    assert numbers.tolist() == [[[1.0]] * 4] * scalars
-    assert shift is kernels.shifts(cpu)
+    assert how == {"dynamic": True, "fullgraph": True, "options": {"guard_filter_fn": guards}}
+    [(*first, packed, average, numbers)] = calls
+    assert [(t.shape, t.dtype) for t in first] == [((12,), torch.float32)] * floats
+    assert (packed.shape, packed.dtype) == ((3,), torch.uint8)
+    assert (average is None) if kind is None else (average.shape, average.dtype) == ((12,), kind)
+    assert numbers.tolist() == [1.0] * scalars
 
 
-def test_a_compiler_is_tried_on_a_small_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, seen = [], []
+def test_other_devices_get_flat_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
 
-    def fake_compile(function: Callable[[torch.Tensor], None], **how: object) -> Callable[[torch.Tensor], None]:
-        asked.append(how)
+    def as_it_is(block: Callable[..., None], *how: object) -> Callable[..., None]:
+        asked.append((block, *how))
+        return block
 
-        def kernel(x: torch.Tensor) -> None:
-            x += 3.0
-            function(x)
-            seen.append(x)
-
-        return kernel
-
-    kernels.can_compile.cache_clear()
-    monkeypatch.setattr(torch, "compile", fake_compile)
-    assert kernels.can_compile("cpu")
-    kernels.can_compile.cache_clear()
-    assert asked == [{"dynamic": True, "fullgraph": True}]
-    assert torch.equal(seen[0], torch.full((4, 8), 6.0))
+    monkeypatch.setattr(kernels, "compiled", as_it_is)
+    meta = torch.device("meta")
+    tensors = [torch.ones(2, 3, device=meta) for _ in range(4)]
+    signs = Signs.of(tensors[0])
+    kernels.gate(*tensors[:2], signs, tensors[2], (0.75, 0.25, 0.8))
+    kernels.adamw(*tensors, signs, None, (*ADAM.values(), 0.75, 0.25, 0.8))
+    assert asked == [(kernels.gate_block, torch.float32, meta), (kernels.adamw_block, None, meta)]
 
 
+@needs_compiler
+def test_inductor_builds_the_form_for_other_devices() -> None:
+    """One kernel, compiled for the CPU, on sizes it was not compiled for."""
+    kernel = kernels.compiled(kernels.adamw_block, torch.uint8, torch.device("cpu"))
+    for count in (4, 7, 30, 5000):
+        random = torch.Generator().manual_seed(count)
+        tensors = [torch.rand(count, generator=random) for _ in range(4)]
+        g_hat = torch.randn(count, generator=random)
+        ema = (torch.rand(count, generator=random) * 63).round().mul(4).to(torch.uint8)
+        others, other = [tensor.clone() for tensor in tensors], ema.clone()
+        numbers = (*ADAM.values(), 0.75, 0.25, 0.8)
+        kernels.adamw(*tensors, Signs.of(g_hat), ema, numbers)
+        kernel(*others, Signs.of(g_hat).packed, other, kernels.scalars(numbers, torch.device("cpu")))
+        assert torch.equal(ema, other)
+        for a, b in zip(tensors, others, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("error", [RuntimeError, OSError])
-def test_a_machine_without_a_compiler_is_told_once(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_compiler_is_told_once(
+    error: type[Exception], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object, **__: object) -> object:
         raise error("No working C++ compiler found")
 
     kernels.can_compile.cache_clear()
     monkeypatch.setattr(torch, "compile", refuse)
-    with pytest.warns(UserWarning, match="no compiled gate on cpu") as told:
-        answers = [kernels.can_compile("cpu") for _ in range(2)]
+    monkeypatch.setattr(native, "library", refuse)
+    with pytest.warns(UserWarning, match=f"no compiled gate on {device}") as told:
+        answers = [kernels.can_compile(device) for _ in range(2)]
     assert (answers, len(told)) == ([False, False], 1)
     kernels.can_compile.cache_clear()
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_copies_are_equal_and_of_their_own(kind: torch.dtype) -> None:
+    tensors = [torch.randn(shape, dtype=kind) for shape in ((5,), (3, 7), (40, 1000))]
+    copied = kernels.copies(tensors)
+    assert [(c.shape, c.dtype, c.is_contiguous()) for c in copied] == [(t.shape, t.dtype, True) for t in tensors]
+    assert all(torch.equal(c, t) for c, t in zip(copied, tensors, strict=True))
+    tensors[1].zero_()
+    assert bool(copied[1].any())
+    assert kernels.copies([]) == []
 
 
 def test_which_parameters_the_kernels_take() -> None:
@@ -325,7 +438,7 @@ def build(kind: type[Optimizer], *, ema: kernels.EmaType = "float32", beta: floa
 @pytest.fixture
 def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernels.can_compile("cpu"):
-        pytest.skip("no C++ compiler for Inductor on this machine")
+        pytest.skip("no C++ compiler on this machine")
     monkeypatch.setattr(kernels, "WORTH_COMPILING", 0)
 
 

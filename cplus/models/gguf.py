@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,14 +12,10 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from cplus import files, locks
+from cplus.files import cache_folder as cache_folder
 from cplus.terminal import console
 
 _FORMAT = 1  # raise when the conversion changes, so that folders of the old one are not taken
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: CPLUS_CACHE, else ~/.cache/cplus."""
-    return Path(os.environ.get("CPLUS_CACHE") or Path.home() / ".cache" / "cplus").expanduser()
 
 
 def converted(sha256: str, source: Callable[[], Path]) -> Path:

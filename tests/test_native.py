@@ -1,0 +1,158 @@
+"""The C++ kernels are built once, whole or not at all, by whichever process comes first; without a compiler, not."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from quadratic import Bag, PastEvidence
+
+from cplus import kernels, native
+from cplus.attach import Guard
+from cplus.gates import Collaborative
+from cplus.kernels import Signs
+from cplus.optim import AdamW
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, native.COMPILERS)), reason="no C++ compiler here")
+CACHES = (native.library, native._function, kernels.can_compile)
+
+
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, and nothing loaded yet; the folder of the kernels."""
+    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    for each in CACHES:
+        each.cache_clear()
+    yield tmp_path / "kernels"
+    for each in CACHES:
+        each.cache_clear()
+
+
+def gated() -> list[float]:
+    theta, param = torch.zeros(5), torch.ones(5)
+    kernels.gate(theta, param, Signs.of(torch.tensor([1.0, -1.0, 0.0, 1.0, -1.0])), None, (0.0, 1.0, 1.0))
+    return param.tolist()
+
+
+@needs_compiler
+def test_kernels_are_built_once_and_kept(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gated() == [0.0, 1.0, 1.0, 0.0, 1.0]
+    [file] = built.iterdir()
+    for each in CACHES:
+        each.cache_clear()
+    monkeypatch.setattr(native, "_build", None)  # what is there is not built again
+    assert gated() == [0.0, 1.0, 1.0, 0.0, 1.0]
+    assert [file] == list(built.iterdir())
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", [b"", b"\x7fELF", None])
+def test_a_damaged_file_is_built_again(damage: bytes | None, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native._build(native.command(), built / "whole.so")
+    content = (built / "whole.so").read_bytes()
+    (built / "whole.so").unlink()
+    monkeypatch.setattr(native, "_build", lambda line, path: path.write_bytes(content))
+    native.library()
+    [file] = built.iterdir()
+    file.unlink()  # not written over: this process has it mapped
+    file.write_bytes(content[:-100] if damage is None else damage)
+    for each in CACHES:
+        each.cache_clear()
+    native.library()
+    assert file.read_bytes() == content
+
+
+def build_and_gate(folder: str, start: object, answers: object) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CPLUS_CACHE", folder)
+        start.wait()  # type: ignore[attr-defined]
+        answers.put(gated())  # type: ignore[attr-defined]
+
+
+@needs_compiler
+def test_processes_that_build_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    start, answers = context.Barrier(3), context.Queue()
+    processes = [context.Process(target=build_and_gate, args=(str(tmp_path), start, answers)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    assert [answers.get(timeout=200) for _ in processes] == [[0.0, 1.0, 1.0, 0.0, 1.0]] * 3
+    for process in processes:
+        process.join()
+    assert len(list((tmp_path / "kernels").iterdir())) == 1
+
+
+@needs_compiler
+def test_another_source_compiler_or_width_is_another_file(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = native.command()[0]
+    content = tmp_path / "whole.so"
+    native._build(native.command(), content)
+    monkeypatch.setattr(native, "_build", lambda line, path: shutil.copy(content, path))
+    built.mkdir()
+
+    def files() -> int:
+        native.library.cache_clear()
+        native.library()
+        return len(list(built.iterdir()))
+
+    assert [files(), files()] == [1, 1]
+    monkeypatch.setenv("CXX", f"{compiler} -g")
+    assert native.command()[:2] == [compiler, "-g"]
+    assert files() == 2
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert files() == 3
+    source = tmp_path / "gate.cpp"
+    source.write_text(native.SOURCE.read_text() + "// another\n")
+    monkeypatch.setattr(native, "SOURCE", source)
+    assert files() == 4
+
+
+@pytest.mark.parametrize(
+    ("capability", "bits", "flag"), [("AVX2", 256, "-mavx2"), ("AVX512", 512, "-mavx512f"), ("DEFAULT", 128, "")]
+)
+def test_the_width_is_the_one_torch_uses(
+    capability: str, bits: int, flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setenv("CXX", "some++")
+    assert native.vector()[0] == bits
+    assert [word for word in native.command() if word.startswith("-mavx")][:1] == ([flag] if flag else [])
+
+
+def one_pass() -> bool:
+    bag = Bag(torch.float32)
+    guard = Guard(AdamW(bag.weights), bag, evidence=PastEvidence(), gate=Collaborative(beta=0.9))
+    guard.refresh()
+    for p in bag.weights:
+        p.grad = torch.ones_like(p)
+    guard.optimizer.step()
+    assert guard.gate.step == 1
+    return guard.one_pass
+
+
+def test_without_a_compiler_the_plain_gate_works_and_is_reported_once(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "WORTH_COMPILING", 0)
+    monkeypatch.setenv("PATH", "")
+    with pytest.warns(UserWarning, match="no C\\+\\+ compiler") as told:
+        assert [one_pass(), one_pass()] == [False, False]
+    assert len([each for each in told if "compiled gate" in str(each.message)]) == 1
+    assert not built.exists()
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/g++", "false"])
+def test_a_compiler_that_fails_leaves_nothing_behind(
+    compiler: str, built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.warns(UserWarning, match="no compiled gate on cpu"):
+        assert not kernels.can_compile("cpu")
+    assert list(built.iterdir()) == []
