@@ -161,7 +161,7 @@ def test_replay_has_all_anchors_and_ssr_the_latest_answers(base: models.Loaded) 
 def test_the_benchmark_compares_methods_from_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`benchmarks/sequence.py` with small tasks: what holds whatever the trainings come to.
 
-    Who ends highest is a question of statistics and no test: e05 has it over seeds, and CPL and CPLUS do not differ.
+    Who ends highest is a question of statistics and no test: e05 has seeds, and cannot tell CPL and CPLUS apart.
     """
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
     import sequence as benchmark
