@@ -30,6 +30,7 @@ VECTORS = {  # what torch found in the processor: bits per vector and the flags 
     "AVX512": (512, ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")),
 }
 COMPILERS = ("g++", "clang++", "c++")
+PARAMETER = {"gate": 1, "adamw": 0}  # which of a kernel's tensors is the parameter it writes
 SHARED = 1 << 15  # coordinates from which on it pays to wake other threads
 
 
@@ -104,6 +105,8 @@ def run(kernel: str, tensors: Sequence[Tensor], packed: Tensor, ema: Tensor | No
     average = None if ema is None else ema.data_ptr()
     threads = torch.get_num_threads() if count >= SHARED else 1
     function(count, *addresses, packed.data_ptr(), average, _floats(numbers), threads)
+    # Autograd has not seen the parameter being written, and would let a graph that holds it go backward.
+    torch.autograd.graph.increment_version(tensors[PARAMETER[kernel]])
 
 
 @cache

@@ -40,6 +40,24 @@ def gated() -> list[float]:
 
 
 @needs_compiler
+@pytest.mark.parametrize("kind", [AdamW, torch.optim.AdamW])
+def test_a_graph_that_holds_a_stepped_parameter_does_not_go_backward(
+    kind: type[torch.optim.AdamW], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "WORTH_COMPILING", 0)
+    bag = Bag(torch.float32)
+    optimizer = kind(bag.weights, lr=0.1)
+    guard = Guard(optimizer, bag, evidence=PastEvidence(), gate=Collaborative(beta=0.9))
+    guard.refresh()
+    assert guard.compiled
+    loss = sum((p.square().sum() for p in bag.weights), torch.zeros(()))
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+@needs_compiler
 def test_kernels_are_built_once_and_kept(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gated() == [0.0, 1.0, 1.0, 0.0, 1.0]
     [file] = built.iterdir()
