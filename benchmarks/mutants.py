@@ -220,7 +220,7 @@ def allowed() -> dict[Name, str]:
 def prepare(folder: Path) -> None:
     """Load what all forks share, on one thread, and keep compiled kernels inside the folder."""
     settings = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    os.environ.update(settings, TORCHINDUCTOR_CACHE_DIR=str(folder / "kernels"))
+    os.environ.update(settings, TORCHINDUCTOR_CACHE_DIR=str(folder / "kernels"), CPLUS_CACHE=str(folder / "cache"))
     sys.dont_write_bytecode = True
     copied(folder)
     os.chdir(folder)

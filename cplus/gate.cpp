@@ -1,7 +1,7 @@
 // The gate on the CPU in one pass over memory, formulas as in kernels.py; built and loaded by native.py.
 //
-// Plain loops over blocks that stay in the fastest cache, which a compiler turns into vectors of any width. Products and
-// sums are not contracted (-ffp-contract=off), so that a result depends on neither the width nor the number of threads.
+// Plain loops over blocks that stay in the fastest cache, which a compiler turns into vectors of any width. Products
+// and sums are not contracted (-ffp-contract=off), so that a result depends on neither the width nor the threads.
 
 #include <atomic>
 #include <cmath>
@@ -16,8 +16,8 @@ extern "C" __attribute__((weak)) void GOMP_parallel(void (*)(void*), void*, unsi
 
 namespace {
 
-constexpr int64_t BLOCK = 512;         // coordinates computed at a time
-constexpr int64_t SHARE = 32 * BLOCK;  // coordinates a thread takes at a time
+constexpr int64_t BLOCK = 128;      // coordinates computed at a time
+constexpr int64_t SHARE = 1 << 17;  // coordinates a thread takes at a time
 
 template <class To, class From> inline To as(From from) {
     static_assert(sizeof(To) == sizeof(From));
@@ -40,7 +40,7 @@ inline float operator/(float a, const Divisor& by) {
 #endif
 }
 
-// How an average is kept: `widen` and `narrow` between memory and float, `read` to a number in [0, 1], `round` from one.
+// How an average is kept: `widen` and `narrow` between memory and float, `read` to a number in [0, 1], `round` back.
 struct Nothing {  // beta = 0 needs no average
     using Kept = char;
 };
@@ -65,7 +65,8 @@ struct Uint8 {
     static float widen(Kept kept) { return float(int32_t(kept)); }
     static Kept narrow(float kept) { return Kept(int32_t(kept)); }
     static float read(float kept) { return kept / LEVELS; }
-    static float round(float average) { return (average * LEVELS.b + 8388608.0f) - 8388608.0f; }  // above 2**23 floats are integers
+    static float round(float average) { return (average * LEVELS.b + BARE) - BARE; }
+    static constexpr float BARE = 1 << 23;  // from here on floats are integers: adding it rounds, halves to even
 };
 
 // from + weight * (to - from) with the weight cut to [0, 1], exact at both ends: from the nearer one, as torch.lerp.
@@ -80,8 +81,8 @@ struct Adam { float rest1, beta2, rest2, decay, step, root, eps; };
 
 // Lines 10-13 of Algorithm 1 on a block; `applied` may be `theta` or `proposed`.
 template <class Average>
-inline void apply(int64_t here, const float* theta, const float* proposed, float* applied, const float* sign, float* ema,
-                  const Gate k) {
+inline void apply(int64_t here, const float* theta, const float* proposed, float* applied, const float* sign,
+                  float* ema, const Gate k) {
 #pragma omp simd
     for (int64_t i = 0; i < here; ++i) {
         const bool conflict = sign[i] * (proposed[i] - theta[i]) > 0.0f;
@@ -100,7 +101,7 @@ inline void gated(int64_t here, const float* theta, const float* proposed, float
                   typename Average::Kept* ema, const Gate& k) {
     using Kept = typename Average::Kept;
     if constexpr (std::is_same_v<Kept, float>) apply<Average>(here, theta, proposed, applied, sign, ema, k);
-    else if constexpr (std::is_same_v<Average, Nothing>) apply<Average>(here, theta, proposed, applied, sign, nullptr, k);
+    else if constexpr (std::is_same_v<Average, Nothing>) apply<Average>(here, theta, proposed, applied, sign, {}, k);
     else {
         float average[BLOCK];
         for (int64_t i = 0; i < here; ++i) average[i] = Average::widen(ema[i]);
@@ -187,14 +188,14 @@ void adamw(int64_t count, float* param, const float* gradient, float* m, float* 
 
 }  // namespace
 
-#define KERNELS(NAME, AVERAGE)                                                                                            \
-    extern "C" void gate_##NAME(int64_t count, const float* theta, float* param, const uint8_t* packed,                   \
-                                AVERAGE::Kept* ema, const float* numbers, int threads) {                                  \
-        gate<AVERAGE>(count, theta, param, packed, ema, numbers, threads);                                                \
-    }                                                                                                                     \
-    extern "C" void adamw_##NAME(int64_t count, float* param, const float* gradient, float* m, float* v,                  \
-                                 const uint8_t* packed, AVERAGE::Kept* ema, const float* numbers, int threads) {          \
-        adamw<AVERAGE>(count, param, gradient, m, v, packed, ema, numbers, threads);                                      \
+#define KERNELS(NAME, AVERAGE)                                                                                      \
+    extern "C" void gate_##NAME(int64_t count, const float* theta, float* param, const uint8_t* packed,             \
+                                AVERAGE::Kept* ema, const float* numbers, int threads) {                            \
+        gate<AVERAGE>(count, theta, param, packed, ema, numbers, threads);                                          \
+    }                                                                                                               \
+    extern "C" void adamw_##NAME(int64_t count, float* param, const float* gradient, float* m, float* v,            \
+                                 const uint8_t* packed, AVERAGE::Kept* ema, const float* numbers, int threads) {    \
+        adamw<AVERAGE>(count, param, gradient, m, v, packed, ema, numbers, threads);                                \
     }
 
 KERNELS(none, Nothing)
