@@ -124,6 +124,8 @@ def plan(config: AdaptConfig) -> Plan:
         base = replace(base, model=with_adapters(base.model, config.lora, seed=config.seed))
     pace = timing.pace(config, method, base, material, spec)
     seconds["training"] = config.epochs * (tokens.training * pace.training + tokens.evidence * pace.evidence)
+    if method.refresh == "once":
+        seconds["evidence, taken once"] = evidence_tokens(method, material) * pace.evidence
     return Plan(
         config=config,
         size=size,
@@ -148,9 +150,15 @@ def tokens_an_epoch(config: AdaptConfig, method: Method, material: Material) -> 
     updates = updates_an_epoch(material.new, config.batch_size)
     training = trained(method)
     training += round(updates * padded(material.rows("anchors")) * method.objective.anchor_passes)
-    refreshes = {"once": 1 / config.epochs, "epoch": 1.0}.get(str(method.refresh)) or updates / int(method.refresh)
-    seen = sum(padded(source.at(0)) for source in method.sources(material)) if method.evidence else 0
-    return Tokens(sft=trained(METHODS["sft"]), training=training, evidence=round(refreshes * seen))
+    # What is taken once is preparation, which the paper leaves out of the cost of training.
+    refreshes = updates / method.refresh if isinstance(method.refresh, int) else float(method.refresh == "epoch")
+    evidence = round(refreshes * evidence_tokens(method, material))
+    return Tokens(sft=trained(METHODS["sft"]), training=training, evidence=evidence)
+
+
+def evidence_tokens(method: Method, material: Material) -> int:
+    """The tokens of one refresh."""
+    return sum(padded(source.at(0)) for source in method.sources(material)) if method.evidence else 0
 
 
 def padded(rows: Sequence[Encoded]) -> int:
