@@ -18,11 +18,11 @@ from typing import Any
 
 import psutil
 import torch
+from cplus.jobs.training import Training, scheduler
 
 from cplus import files, interfaces, models
 from cplus.config import AdaptConfig
 from cplus.jobs.checkpoint import Checkpoints
-from cplus.jobs.training import Training, scheduler
 from cplus.loop import EpochEnded, prepare
 from cplus.methods import METHODS, Material, Past
 from cplus.records import environment

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +31,12 @@ class Work:
         6000
         """
         return parameters * (6 * self.padded + 2 * self.forward)
+
+
+def cost_row(parameters: int, *, training: Work, preservation: Work) -> dict[str, int]:
+    """FLOPs of both kinds of work, then their rows and tokens, as records hold them."""
+    works = {"training": training, "preservation": preservation}
+    return {
+        **{f"{name}_flops": work.flops(parameters) for name, work in works.items()},
+        **{f"{name}_{k}": v for name, work in works.items() for k, v in asdict(work).items()},
+    }

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from cplus import selection
 from cplus.adapters import merged
-from cplus.cost import Work
+from cplus.cost import cost_row
 from cplus.data.examples import Example
 from cplus.data.split import Split, draw_anchors
 from cplus.diagnostics import AUDITED, OBSERVED, Observation
@@ -24,20 +20,10 @@ from cplus.diagnostics.audit import BUDGETS, Evidences, audit
 from cplus.evaluate import Flip, acquisition, correction, flips, percent, retention, without
 from cplus.evaluate.letters import permuted
 from cplus.evaluate.prior import answer_prior
-from cplus.loop import (
-    EpochEnded,
-    Event,
-    Prepared,
-    Refreshed,
-    Schedule,
-    Stepped,
-    adapt,
-    epoch_batches,
-    prepare,
-    rate_factor,
-)
+from cplus.evaluate.statistics import token_loss
+from cplus.experiment.driver import Training, TrainingSettings, begin, build_optimizer, updates_an_epoch
+from cplus.loop import EpochEnded, Event, Prepared, Schedule, epoch_batches
 from cplus.methods import METHODS, Material, Method
-from cplus.optim import AdamW
 from cplus.parting import answers
 from cplus.predictions import Prediction
 from cplus.records import RunResult, RunSpec, environment
@@ -48,49 +34,52 @@ Watch = Callable[[Event], None]
 DIAGNOSTICS = (*OBSERVED, *AUDITED, "prior", "permuted")
 """The names that `RunSpec.diagnose` may hold."""
 
-OPTIMIZERS: dict[str, Callable[[nn.Module, RunSpec], Optimizer]] = {
-    "adamw": lambda model, spec: AdamW(model.parameters(), lr=spec.lr, weight_decay=spec.weight_decay),
-    "sgd": lambda model, spec: SGD(model.parameters(), lr=spec.lr, weight_decay=spec.weight_decay),
-}
-
 
 def configured(spec: RunSpec) -> Method:
     """The spec's row of the table with what the spec says about its evidence and smoothing beyond the defaults."""
     return selection.configured(selection.method(spec.method), **spec.method_settings)
 
 
-def run(spec: RunSpec, given: Setting, *, watch: Watch = lambda event: None) -> RunResult:
-    """Adapt a copy of the base model by the spec's method and measure what was learned and lost."""
+def training_settings(spec: RunSpec, num_new: int) -> TrainingSettings:
+    """How the spec trains; its warm-up is a share of all updates."""
+    total = spec.epochs * updates_an_epoch(num_new, spec.batch_size)
+    return TrainingSettings(
+        seed=spec.seed,
+        epochs=spec.epochs,
+        lr=spec.lr,
+        batch_size=spec.batch_size,
+        order=cast(Literal["file", "shuffled"], spec.order),
+        optimizer=cast(Literal["adamw", "sgd"], spec.optimizer),
+        weight_decay=spec.weight_decay,
+        warmup=round(spec.warmup * total),
+    )
+
+
+def begun(spec: RunSpec, given: Setting) -> Training:
+    """A copy of the base model, ready for its first update by the spec's method."""
     row = configured(spec)
     model = row.trained(copy.deepcopy(given.base.model), spec.seed)
+    return begin(training_settings(spec, len(given.new)), row, model, material(row, given))
+
+
+def run(spec: RunSpec, given: Setting, *, watch: Watch = lambda event: None) -> RunResult:
+    """Adapt a copy of the base model by the spec's method and measure what was learned and lost."""
+    training = begun(spec, given)
+    model, prepared, ledger = training.model, training.prepared, training.ledger
     parameters = sum(p.numel() for p in model.parameters())
-    optimizer = OPTIMIZERS[spec.optimizer](model, spec)
-    prepared = prepare(row, optimizer, model, material(given), seed=spec.seed)
-    order = cast(Literal["file", "shuffled"], spec.order)
-    schedule = Schedule(epochs=spec.epochs, batch_size=spec.batch_size, order=order)
     audited = _audited(spec, given, prepared.material, model)
-    observation = _observation(spec, given, prepared, schedule)
-    training, preservation, curve = Work(), Work(), _start(spec, given)
-    started, paused = time.perf_counter(), 0.0
-    rising = _rising(optimizer, spec, len(given.new))
-    for event in adapt(model, optimizer, prepared, schedule=schedule, seed=spec.seed, scheduler=rising):
-        if isinstance(event, Stepped):
-            training += event.work
-        elif isinstance(event, Refreshed):
-            preservation += event.work
-        elif isinstance(event, EpochEnded) and spec.evaluate_every and event.epoch % spec.evaluate_every == 0:
-            before = time.perf_counter()
+    observation = _observation(spec, given, prepared, training.settings.schedule)
+    curve = _start(spec, given)
+    for event in training.run():
+        if isinstance(event, EpochEnded) and spec.evaluate_every and event.epoch % spec.evaluate_every == 0:
             curve.append({"epoch": float(event.epoch), **measure(given, model)})
             model.train()
-            paused += time.perf_counter() - before
         observation(event)
         watch(event)
-    seconds = time.perf_counter() - started - paused - observation.seconds
-    extra = held_bytes(prepared)
     if prepared.guard is not None:
         prepared.guard.detach()
     model = merged(model).eval()
-    seen = bool(curve) and curve[-1]["epoch"] == spec.epochs and row.adapter is None
+    seen = bool(curve) and curve[-1]["epoch"] == spec.epochs and prepared.method.adapter is None
     figures = {k: v for k, v in curve[-1].items() if k != "epoch"} if seen else measure(given, model)
     return RunResult(
         spec=spec,
@@ -99,9 +88,9 @@ def run(spec: RunSpec, given: Setting, *, watch: Watch = lambda event: None) -> 
         diagnostics={**audited, **observation.report(), **_after_training(spec, given, model)},
         external={name: _after(model, outside) for name, outside in given.outside.items()},
         counts={"parameters": parameters, **_counts(given)},
-        cost=_cost(parameters, training=training, preservation=preservation),
-        seconds=seconds,
-        extra_bytes=extra,
+        cost=cost_row(parameters, training=ledger.training, preservation=ledger.preservation),
+        seconds=ledger.seconds - observation.seconds,
+        extra_bytes=ledger.extra_bytes,
         curve=curve,
         environment=environment(threads=torch.get_num_threads(), device=str(given.base.device)),
     )
@@ -117,23 +106,6 @@ def _counts(given: Setting) -> dict[str, int]:
         "probes": len(given.probes),
         "overlap": len(given.covered),
     }
-
-
-def _cost(parameters: int, **works: Work) -> dict[str, int]:
-    """FLOPs of each kind of work, then its rows and tokens."""
-    return {
-        **{f"{name}_flops": work.flops(parameters) for name, work in works.items()},
-        **{f"{name}_{k}": v for name, work in works.items() for k, v in dataclasses.asdict(work).items()},
-    }
-
-
-def _rising(optimizer: Optimizer, spec: RunSpec, new: int) -> LambdaLR | None:
-    """The warm-up of the spec; a constant rate needs no schedule."""
-    if not spec.warmup:
-        return None
-    total = spec.epochs * math.ceil(new / spec.batch_size)
-    steps = round(spec.warmup * total)
-    return LambdaLR(optimizer, lambda step: rate_factor(step, total=total, warmup=steps, course="constant"))
 
 
 def measure(given: Setting, model: nn.Module) -> dict[str, float]:
@@ -156,15 +128,17 @@ def _figures(given: Setting, past: Sequence[Prediction], new: Sequence[Predictio
         "acquisition": acquisition(_changes(given.learned, new)).percent,
     }
     if given.interface.name == "freeform":
-        found["past_nll"] = token_loss([answer for answer in past if answer.id not in anchors])
-        found["new_nll"] = token_loss(new)
+        found["past_nll"] = _loss([answer for answer in past if answer.id not in anchors])
+        found["new_nll"] = _loss(new)
     return found
 
 
-def token_loss(answers: Sequence[Prediction]) -> float:
-    """The mean loss a token over all responses, in nats."""
-    total = sum(score * count for a in answers for score, count in zip(a.scores, a.num_tokens, strict=True))
-    return -total / sum(count for answer in answers for count in answer.num_tokens)
+def _loss(answers: Sequence[Prediction]) -> float:
+    return token_loss(
+        (score * count, count)
+        for answer in answers
+        for score, count in zip(answer.scores, answer.num_tokens, strict=True)
+    )
 
 
 def _start(spec: RunSpec, given: Setting) -> list[dict[str, float]]:
@@ -222,7 +196,8 @@ def _audited(spec: RunSpec, given: Setting, rows: Material, model: nn.Module) ->
     )
     once = Schedule(epochs=1, batch_size=spec.batch_size, order=cast(Literal["file", "shuffled"], spec.order))
     batches = epoch_batches(METHODS["sft"], rows, once, seed=spec.seed, epoch=1)
-    return {"audit": audit(model, OPTIMIZERS[spec.optimizer](model, spec), batches, evidences, beta=spec.beta)}
+    optimizer = build_optimizer(training_settings(spec, len(given.new)), model)
+    return {"audit": audit(model, optimizer, batches, evidences, beta=spec.beta)}
 
 
 def _after_training(spec: RunSpec, given: Setting, model: nn.Module) -> dict[str, Any]:
@@ -237,11 +212,6 @@ def _after_training(spec: RunSpec, given: Setting, model: nn.Module) -> dict[str
             raise ValueError(f"options stand in an order only for the letter interface, not for {spec.interface}")
         found["permuted"] = permuted(lambda rows: predict(model, given.interface, rows), given.asked).row()
     return found
-
-
-def held_bytes(prepared: Prepared) -> int:
-    """The guard's memory at its highest: kept from step to step, and during a step."""
-    return 0 if prepared.guard is None else prepared.guard.nbytes + prepared.guard.step_nbytes
 
 
 def _after(model: nn.Module, outside: Outside) -> dict[str, float]:

@@ -4,43 +4,40 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 
 from cplus import interfaces, models
 from cplus.adapters import merged
-from cplus.cost import Work
-from cplus.data.examples import Choice, Example
+from cplus.cost import Work, cost_row
+from cplus.data.examples import Example
 from cplus.data.split import Split, draw_anchors, split, stack
 from cplus.evaluate import acquisition, flips, percent, retention
 from cplus.evaluate.outcomes import Flip
 from cplus.evaluate.sequences import average_accuracy, backward_transfer, survival
+from cplus.experiment.driver import begin
+from cplus.experiment.material import Kept, material
 from cplus.interfaces import Interface
-from cplus.loop import Event, Refreshed, Schedule, Stepped, adapt, prepare
-from cplus.methods import Material, Method, Past
+from cplus.loop import Event
+from cplus.methods import Method
 from cplus.predictions import Prediction
-from cplus.probes.label import Label, label
-from cplus.probes.local import LocalEngine
 from cplus.records import RunSpec, SequenceResult, SequenceSpec, environment
-from cplus.run import OPTIMIZERS, configured
+from cplus.run import configured, training_settings
 from cplus.scoring import predict
-from cplus.setting import balanced, bank, constant, new_rows
+from cplus.setting import bank, new_rows
 from cplus.tasks import load_task
 
-__all__ = ["Kept", "average_accuracy", "backward_transfer", "first_stage", "material", "run_sequence", "survival"]
+__all__ = ["average_accuracy", "backward_transfer", "first_stage", "run_sequence", "survival"]
 
 StageWatch = Callable[[int, Event], None]
 """Hears the loop's events with the number of the stage they are of."""
 Answers = tuple[tuple[Prediction, ...], ...]
 """Every task's answers, in the order of the tasks."""
-FROM_BANK = frozenset({"probes", "synthetic", "constant", "balanced"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +47,6 @@ class Asked:
     name: str
     interface: Interface
     examples: tuple[Example, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kept:
-    """What is left of a past task: its anchors, and the bank that the model wrote when the task had been learned."""
-
-    name: str
-    interface: Interface
-    anchors: tuple[Example, ...]
-    probes: tuple[Example, ...] = ()
-    written_by: str = ""
-    """The fingerprint of the model that wrote the bank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,21 +129,11 @@ def learn(
     model = method.trained(copy.deepcopy(last.model), run.seed)
     new = new_rows(parted(task, before[number - 1], last), run)
     given = material(method, [task.interface.encode(example) for example in new], kept, last)
-    optimizer = OPTIMIZERS[run.optimizer](model, run)
-    prepared = prepare(method, optimizer, model, given, seed=run.seed)
-    schedule = Schedule(
-        epochs=run.epochs, batch_size=run.batch_size, order=cast(Literal["file", "shuffled"], run.order)
-    )
-    training, preservation, started = Work(), Work(), time.perf_counter()
-    for event in adapt(model, optimizer, prepared, schedule=schedule, seed=run.seed):
-        if isinstance(event, Stepped):
-            training += event.work
-        elif isinstance(event, Refreshed):
-            preservation += event.work
+    training = begin(training_settings(run, len(new)), method, model, given)
+    for event in training.run():
         watch(number, event)
-    seconds = time.perf_counter() - started
-    if prepared.guard is not None:
-        prepared.guard.detach()
+    if training.prepared.guard is not None:
+        training.prepared.guard.detach()
     model = merged(model).eval()
     current = dataclasses.replace(
         last, name=f"{spec.model} after {task.name}", model=model, fingerprint=models.fingerprint(model)
@@ -168,9 +143,9 @@ def learn(
         current=current,
         answers=answers,
         figures=figures(number, task, new, before, answers),
-        training=training,
-        preservation=preservation,
-        seconds=seconds,
+        training=training.ledger.training,
+        preservation=training.ledger.preservation,
+        seconds=training.ledger.seconds,
     )
 
 
@@ -191,7 +166,7 @@ def leave(run: RunSpec, method: Method, last: Stage, task: Asked, index: int, ba
     Paper: App. E.9: a separate past-example set and self-probe bank for each preceding task.
     """
     anchors = draw_anchors(parted(task, last.answers[index], last.current), run.num_anchors, run.seed)
-    wanted = anchors and run.num_probes and not FROM_BANK.isdisjoint(method.needs)
+    wanted = anchors and run.num_probes and method.needs_bank
     written = bank(run, last.current, task.interface, anchors, banks).examples if wanted else ()
     return Kept(
         name=task.name,
@@ -200,45 +175,6 @@ def leave(run: RunSpec, method: Method, last: Stage, task: Asked, index: int, ba
         probes=written,
         written_by=last.current.fingerprint,
     )
-
-
-def material(method: Method, new: Sequence[Any], kept: Sequence[Kept], current: models.Loaded) -> Material:
-    """New rows and every past task's rows as tokens; SSR's share of synthetic rows is spread over the tasks."""
-    share = math.ceil(len(new) / max(1, len(kept)))
-    past = []
-    for task in kept:
-        probes = [task.interface.encode(example) for example in task.probes]
-        latest = refined(task, current, share) if "synthetic" in method.needs else ()
-        past.append(
-            Past(
-                name=task.name,
-                anchors=[task.interface.encode(example) for example in task.anchors],
-                probes=probes,
-                synthetic=[task.interface.encode(example) for example in latest],
-                constant=constant(probes),
-                balanced=balanced(probes),
-            )
-        )
-    return Material(new=new, past=tuple(past))
-
-
-def refined(task: Kept, current: models.Loaded, count: int) -> list[Example]:
-    """The first probes of a bank as the latest model answers them; those it does not answer to an end are left out.
-
-    Source: Huang et al. 2024, SSR: synthetic outputs are refined by the latest model.
-    """
-    if task.written_by == current.fingerprint:
-        return list(task.probes[:count])
-    unanswered = [_unanswered(probe) for probe in task.probes[:count]]
-    labels = label(current.model, LocalEngine(current.model, current.tokenizer), task.interface, unanswered)
-    return [own.example for own in labels if isinstance(own, Label)]
-
-
-def _unanswered(probe: Example) -> Example:
-    """An open question's only choice is an earlier model's answer; other answers are simply given anew."""
-    if isinstance(probe, Choice) and len(probe.choices) == 1:
-        return dataclasses.replace(probe, choices=(), answer=0)
-    return probe
 
 
 def figures(number: int, task: Asked, new: Sequence[Example], before: Answers, after: Answers) -> dict[str, Any]:
@@ -279,12 +215,7 @@ def summed(
         stages=[stage.figures for stage in stages],
         survival=survival(histories),
         counts={"parameters": parameters},
-        cost={
-            "training_flops": training.flops(parameters),
-            "preservation_flops": preservation.flops(parameters),
-            **{f"training_{k}": v for k, v in dataclasses.asdict(training).items()},
-            **{f"preservation_{k}": v for k, v in dataclasses.asdict(preservation).items()},
-        },
+        cost=cost_row(parameters, training=training, preservation=preservation),
         seconds=sum(stage.seconds for stage in stages),
         environment=environment(threads=torch.get_num_threads(), device=str(base.device)),
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +13,14 @@ from cplus.data.encoded import Encoded
 from cplus.data.examples import Choice, Example
 from cplus.data.harness import PREFIX
 from cplus.data.split import Split, draw_mixture
-from cplus.files import fingerprint
+from cplus.experiment import material as experiment
+from cplus.experiment.bank import cached_bank
+from cplus.experiment.material import Kept
 from cplus.interfaces import Interface
-from cplus.methods import Material, Past
+from cplus.methods import Material, Method
 from cplus.parting import Parted
 from cplus.predictions import Prediction
 from cplus.probes.bank import Bank
-from cplus.probes.build import build, identify
-from cplus.probes.local import LocalEngine
 from cplus.probes.settings import Settings
 from cplus.probes.texts import input_key
 from cplus.records import RunSpec
@@ -115,11 +113,9 @@ def set_up(
 
 
 def bank(spec: RunSpec, base: models.Loaded, interface: Interface, anchors: Sequence[Example], banks: Path) -> Bank:
-    """The sealed bank of these anchors and settings, from the folder of banks or written into it now."""
+    """The sealed bank of these anchors and the spec's settings, from the folder of banks or written into it now."""
     settings = Settings(num_probes=spec.num_probes, shots=spec.shots, temperature=spec.temperature, seed=spec.seed)
-    engine = LocalEngine(base.model, base.tokenizer)
-    key = fingerprint(identify(base, interface, anchors, settings, engine))
-    return build(banks / f"bank-{key[:16]}", base, interface, anchors, settings, engine=engine)
+    return cached_bank(base, interface, anchors, settings, banks=banks)
 
 
 def new_rows(found: Split, spec: RunSpec) -> tuple[Example, ...]:
@@ -151,43 +147,13 @@ def ask_outside(base: models.Loaded, name: str, spec: RunSpec) -> Outside:
     return Outside(examples=tuple(examples), interface=bound, before=tuple(predict(base.model, bound, examples)))
 
 
-def material(given: Setting) -> Material:
-    """The setting's rows as tokens.
-
-    Before the first adaptation the latest model is the base model, whose answers the probes already carry; of them
-    SSR replays as many as there are new rows.
-    """
-    probes = [given.interface.encode(example) for example in given.probes]
-    past = Past(
+def material(row: Method, given: Setting) -> Material:
+    """The setting's rows as tokens: one past task, whose bank the base model itself has written."""
+    kept = Kept(
         name="past",
-        anchors=[given.interface.encode(example) for example in given.anchors],
-        probes=probes,
-        synthetic=probes[: len(given.new)],
-        constant=constant(probes),
-        balanced=balanced(probes),
+        interface=given.interface,
+        anchors=given.anchors,
+        probes=given.probes,
+        written_by=given.base.fingerprint,
     )
-    return Material(new=[given.learned_by.encode(example) for example in given.new], past=(past,))
-
-
-def constant(probes: Sequence[Encoded]) -> list[Encoded]:
-    """The probes with the bank's most frequent answer in place of their own."""
-    if not probes:
-        return []
-    [(answer, _)] = Counter(probe.target for probe in probes).most_common(1)
-    return [Encoded(probe.prompt, answer) for probe in probes]
-
-
-def balanced(probes: Sequence[Encoded]) -> list[Encoded]:
-    """The first probes of each answer, no answer having more than an even share.
-
-    >>> [row.target for row in balanced([Encoded((1,), (t,)) for t in (7, 7, 7, 8)])]
-    [(7,), (7,), (8,)]
-    """
-    share = math.ceil(len(probes) / max(1, len({probe.target for probe in probes})))
-    seen: Counter[tuple[int, ...]] = Counter()
-    kept = []
-    for probe in probes:
-        seen[probe.target] += 1
-        if seen[probe.target] <= share:
-            kept.append(probe)
-    return kept
+    return experiment.material(row, [given.learned_by.encode(example) for example in given.new], [kept], given.base)

@@ -54,6 +54,7 @@ LAYERS = {
     "costs": 3.4,
     "integrations": 3.4,
     "config": 4,
+    "experiment": 4.5,
     "parting": 4.8,
     "setting": 4.9,
     "run": 5,

@@ -32,6 +32,7 @@ from cplus.data.encoded import Encoded
 from cplus.data.split import split, stack
 from cplus.diagnostics import OBSERVED, Observation, measures
 from cplus.diagnostics.audit import Evidences, audit
+from cplus.diagnostics.gateshares import layer_shares
 from cplus.diagnostics.layers import layer_of
 from cplus.diagnostics.preview import preview
 from cplus.diagnostics.proposals import proposals, propose
@@ -39,7 +40,6 @@ from cplus.diagnostics.taps import Admission, Coordinates, References
 from cplus.evidence import MeanGradient, Reference, Source, example_losses
 from cplus.gates import Collaborative
 from cplus.interfaces import build
-from cplus.jobs.gateshares import layer_shares
 from cplus.loop import Prepared, Schedule, adapt, epoch_batches, prepare
 from cplus.losses import answer_losses
 from cplus.methods import METHODS

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from cplus.jobs.training import Training
 from toyjob import asked, write_files, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -29,7 +30,6 @@ from cplus.jobs import footprint
 from cplus.jobs.checkpoint import Checkpoints
 from cplus.jobs.folder import Folder, claimed
 from cplus.jobs.measure import says_every_token
-from cplus.jobs.training import Training
 from cplus.loop import EpochEnded, Stepped, rate_factor
 from cplus.methods import METHODS
 from cplus.models import fingerprint, load

@@ -226,7 +226,7 @@ def storage() -> Iterator[Finding]:
     import shutil
     import tempfile
 
-    from cplus.models.gguf import cache_folder
+    from cplus.files import cache_folder
 
     cache = cache_folder()
     there = next(place for place in (cache, *cache.parents) if place.exists())

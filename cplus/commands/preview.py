@@ -44,10 +44,10 @@ def preview(
     from cplus import models
     from cplus.config import settings
     from cplus.diagnostics.preview import preview as look
+    from cplus.experiment.driver import build_optimizer
     from cplus.jobs.banks import checked
-    from cplus.jobs.ready import load, row_of
+    from cplus.jobs.ready import load, row_of, training_settings
     from cplus.jobs.rows import gather, read
-    from cplus.run import OPTIMIZERS
     from cplus.terminal import print_json
 
     asked = {
@@ -57,7 +57,7 @@ def preview(
         "seed": seed, "anchor_weight": anchor_weight, "method": "cplus",
     }  # fmt: skip
     config = settings(asked, where="preview")
-    method, spec = row_of(config)
+    method = row_of(config)
     tasks = read(config, method, Path.cwd())
     base = load(config, Path.cwd())
     with models.computing(config.compute_dtype, base.device):
@@ -69,7 +69,7 @@ def preview(
             probes = [rows.anchors.interface.encode(example) for example in sealed.examples]
         found = look(
             base.model,
-            OPTIMIZERS[config.optimizer](base.model, spec),
+            build_optimizer(training_settings(config), base.model),
             new=rows.new.encoded(),
             anchors=rows.anchors.encoded(),
             probes=probes,

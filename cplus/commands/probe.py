@@ -112,7 +112,7 @@ def _anchors(
     import random
 
     from cplus.data.split import cached_split, draw_anchors, stack
-    from cplus.models.gguf import cache_folder
+    from cplus.files import cache_folder
     from cplus.scoring import predict
 
     if not anchors.isdecimal():

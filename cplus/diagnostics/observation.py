@@ -26,7 +26,7 @@ NUM_SHOWN = 4
 
 
 class Observation:
-    """The taps of one run; `seconds` is the time they took since the first step, which is not the training's."""
+    """The taps of one run; `seconds` is the time they took inside the updates, which is not the training's."""
 
     def __init__(
         self, names: Sequence[str], prepared: Prepared, *, full: Material, schedule: Schedule, seed: int
@@ -55,14 +55,11 @@ class Observation:
             if name != "geometry":
                 guard.observers.append(self._timed(tap))
         self._begin(1)
-        self.seconds = 0.0  # what came before the first step is no part of the run's time
 
     def __call__(self, event: Event) -> None:
         """Follow the run: take references between epochs, preview where the evidence is fresh."""
-        started = time.perf_counter()
         if isinstance(event, Refreshed) and "geometry" in self.taps:
             self.taps["geometry"].look(event.epoch - 1)
-        self.seconds += time.perf_counter() - started
         if isinstance(event, EpochEnded) and event.epoch < self._epochs:
             self._begin(event.epoch + 1)
 
@@ -74,12 +71,10 @@ class Observation:
         return found
 
     def _begin(self, epoch: int) -> None:
-        started = time.perf_counter()
         for name in self.taps.keys() & {"admission", "reference"}:
             self.taps[name].ledger.epoch = epoch
         if "reference" in self.taps:
             self.taps["reference"].refresh()
-        self.seconds += time.perf_counter() - started
 
     def _timed(self, tap: Callable[[int, Proposal, Tensor], None]) -> Callable[[int, Proposal, Tensor], None]:
         def observer(position: int, proposal: Proposal, c: Tensor) -> None:

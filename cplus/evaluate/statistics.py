@@ -81,3 +81,13 @@ def estimate(values: Sequence[float]) -> Estimate:
         raise ValueError("expected at least one value to average, got none")
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
     return Estimate(statistics.fmean(values), error, len(values))
+
+
+def token_loss(scored: Iterable[tuple[float, int]]) -> float:
+    """The mean loss per token over responses, each given by its log-likelihood and its number of tokens.
+
+    >>> token_loss([(-3.0, 1), (-1.0, 3)])
+    1.0
+    """
+    pairs = list(scored)
+    return -sum(total for total, _ in pairs) / sum(count for _, count in pairs)

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 from cplus import files
 from cplus.config import AdaptConfig
-from cplus.data.encoded import Encoded
+from cplus.experiment.bank import bank_folder, cached_bank
 from cplus.jobs.folder import Folder
 from cplus.jobs.rows import Group
 from cplus.jobs.view import bank_view, say
-from cplus.methods import Past
 from cplus.models import Loaded
-from cplus.models.gguf import cache_folder
 from cplus.probes.bank import Bank
-from cplus.probes.build import build, identify
-from cplus.probes.local import LocalEngine
 from cplus.probes.settings import TOPICS, Settings
-from cplus.setting import balanced, constant
-
-
-def past(anchors: Sequence[Encoded], probes: Sequence[Encoded], num_new: int, name: str = "past") -> Past:
-    """The rows of past behaviour of every kind; the latest model is the base model, whose answers the probes carry."""
-    return Past(
-        name=name,
-        anchors=anchors,
-        probes=probes,
-        synthetic=probes[:num_new],
-        constant=constant(probes),
-        balanced=balanced(probes),
-    )
 
 
 def settings(config: AdaptConfig, num_new: int) -> Settings:
@@ -80,17 +61,13 @@ def _same_interface(bank: Bank, folder: Path, anchors: Group) -> Bank:
 
 
 def _built(config: AdaptConfig, base: Loaded, anchors: Group, asked: Settings) -> Path:
-    engine = LocalEngine(base.model, base.tokenizer)
-    identity = identify(base, anchors.interface, anchors.examples, asked, engine)
-    place = cache_folder() / "banks" / f"bank-{files.fingerprint(identity)[:24]}"
+    place = bank_folder(base, anchors.interface, anchors.examples, asked)
     if place.exists():
         say(f"bank: reused from {place}")
         return place
     say(f"bank: the frozen model writes {asked.num_probes} probes from {len(anchors.examples)} anchors")
     with bank_view(asked.num_probes) as watch:
-        bank = build(
-            place, base, anchors.interface, anchors.examples, asked, engine=engine, watch=watch, wait=math.inf, told=say
-        )
+        bank = cached_bank(base, anchors.interface, anchors.examples, asked, watch=watch, told=say)
     requests, seal = bank.manifest["counts"]["requests"], bank.manifest["probes_sha256"]
     say(f"bank: {len(bank.probes)} probes of {requests} requests, sealed {seal[:12]}")
     return place

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cplus import files
-from cplus.jobs.training import Training
+from cplus.experiment.driver import Training
 from cplus.jobs.view import say
 
 FORMAT = "cplus-checkpoint/1"

@@ -17,12 +17,11 @@ from cplus import models
 from cplus.attach import Guard
 from cplus.config import AdaptConfig
 from cplus.evidence import MAX_TOKENS, Evidence, Reference, Remembered
+from cplus.experiment.driver import TrainingSettings, build_optimizer
 from cplus.jobs.lora import with_adapters
 from cplus.jobs.rows import Tasks, located
 from cplus.methods import Method
 from cplus.optim import AdamW
-from cplus.records import RunSpec
-from cplus.run import OPTIMIZERS
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -148,8 +147,8 @@ def guard_bytes(config: AdaptConfig, method: Method, num_anchors: int, trainable
     if not method.guarded:
         return 0.0, 0.0
     layer = nn.Linear(64, 64, bias=False, device=models.choose_device(config.device))
-    spec = RunSpec(model="", task="", interface="", method=method.name, seed=0, num_anchors=0, num_probes=0)
-    optimizer = OPTIMIZERS[config.optimizer](layer, spec)
+    settings = TrainingSettings(seed=0, epochs=1, lr=config.lr, optimizer=config.optimizer)
+    optimizer = build_optimizer(settings, layer)
     evidence: Evidence | None = None
     if method.evidence:
         evidence = _Ones(num_anchors if method.vectors == "one per anchor" else 1)

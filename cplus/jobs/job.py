@@ -10,10 +10,11 @@ from typing import Any
 from cplus import files, models
 from cplus.config import AdaptConfig
 from cplus.data.examples import lines
+from cplus.diagnostics.gateshares import layer_shares
 from cplus.evaluate import Rate
+from cplus.experiment.driver import Training
 from cplus.jobs import banks
 from cplus.jobs.folder import Folder, asked, begin, check_free, claimed
-from cplus.jobs.gateshares import layer_shares
 from cplus.jobs.interruption import Interrupted, Interruption
 from cplus.jobs.lora import merged
 from cplus.jobs.measure import Answers, ask, ask_once
@@ -22,7 +23,6 @@ from cplus.jobs.phase import train
 from cplus.jobs.ready import Job, ready
 from cplus.jobs.rows import Group, located
 from cplus.jobs.tracking import tracker
-from cplus.jobs.training import Training
 from cplus.jobs.view import say
 from cplus.probes.bank import Bank
 

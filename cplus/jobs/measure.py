@@ -17,6 +17,7 @@ from cplus.data.examples import fingerprint
 from cplus.evaluate import acquisition, flips, retention
 from cplus.evaluate.judges import judge
 from cplus.evaluate.outcomes import Flip
+from cplus.evaluate.statistics import token_loss
 from cplus.evidence import MAX_TOKENS, batched
 from cplus.jobs.rows import Group
 from cplus.losses import target_logits
@@ -30,15 +31,6 @@ class Answers:
 
     predictions: tuple[Prediction, ...]
     scores: tuple[Score, ...] = ()
-
-
-def token_loss(scores: Sequence[Score]) -> float:
-    """The mean loss a token over all responses.
-
-    >>> token_loss([Score(-3.0, 1), Score(-1.0, 3)])
-    1.0
-    """
-    return -sum(score.total for score in scores) / sum(score.num_tokens for score in scores)
 
 
 def ask(model: nn.Module, group: Group, config: AdaptConfig, when: str) -> Answers:
@@ -90,6 +82,11 @@ def _from_row(row: dict[str, Any]) -> Answers:
     )
 
 
+def loss_of(scores: Sequence[Score]) -> float:
+    """The mean loss per token of scored responses."""
+    return token_loss((score.total, score.num_tokens) for score in scores)
+
+
 def kept(table: Sequence[Flip]) -> float | None:
     """Retention in percent; None where nothing was right before."""
     return retention(table).percent if any(flip.kind in ("kept", "lost") for flip in table) else None
@@ -109,7 +106,7 @@ def look(model: nn.Module, groups: Sequence[Group], before: dict[str, Answers]) 
     for group in groups:
         share, loss, rate = _SHARES[group.part]
         if not group.closed:
-            found[loss] = token_loss(log_likelihoods(model, group.encoded(), what=f"so far: {group.name}"))
+            found[loss] = loss_of(log_likelihoods(model, group.encoded(), what=f"so far: {group.name}"))
             continue
         ids = {example.id for example in group.examples}
         was = [prediction for prediction in before[group.name].predictions if prediction.id in ids]

@@ -12,12 +12,13 @@ import torch
 
 from cplus import files
 from cplus.config import AdaptConfig
+from cplus.cost import cost_row
+from cplus.diagnostics.gateshares import LayerShare
+from cplus.experiment.driver import Ledger
 from cplus.jobs.comparison import row_hashes
 from cplus.jobs.folder import Folder
-from cplus.jobs.gateshares import LayerShare
-from cplus.jobs.measure import Answers, token_loss
+from cplus.jobs.measure import Answers, loss_of
 from cplus.jobs.rows import Group, Rows
-from cplus.jobs.training import Ledger
 from cplus.models import Loaded
 from cplus.models.loading import without_bars
 from cplus.probes.audit import Source, audit
@@ -61,15 +62,9 @@ class Finished:
     @property
     def cost(self) -> dict[str, int | float]:
         """Rows, tokens and FLOPs of training and of the evidence, seconds and the gate's bytes."""
-        training, preservation = self.ledger.training, self.ledger.preservation
-        return {
-            "training_flops": training.flops(self.parameters),
-            "preservation_flops": preservation.flops(self.parameters),
-            **{f"training_{k}": v for k, v in dataclasses.asdict(training).items()},
-            **{f"preservation_{k}": v for k, v in dataclasses.asdict(preservation).items()},
-            "seconds": self.ledger.seconds,
-            "extra_bytes": self.ledger.extra_bytes,
-        }
+        ledger = self.ledger
+        works = cost_row(self.parameters, training=ledger.training, preservation=ledger.preservation)
+        return {**works, "seconds": ledger.seconds, "extra_bytes": ledger.extra_bytes}
 
 
 def write_model(folder: Folder, model: Any, tokenizer: Any) -> None:
@@ -181,7 +176,7 @@ def _start(done: Finished) -> Point:
             continue
         seen = {example.id for example in group.drawn(done.config.evaluate_rows, done.config.seed).examples}
         scores = zip(group.examples, done.before[group.name].scores, strict=True)
-        loss = token_loss([score for example, score in scores if example.id in seen])
+        loss = loss_of([score for example, score in scores if example.id in seen])
         known["new_nll" if new else "past_nll"] = max(0.0, loss)
     return _point({"epoch": 0.0, **known})
 

@@ -5,44 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-
-from cplus import files, models, sequence
+from cplus import files, models
 from cplus.data.examples import fingerprint
+from cplus.experiment.driver import Training, begin, updates_an_epoch
+from cplus.experiment.material import Kept, material
 from cplus.jobs import banks
 from cplus.jobs.checkpoint import Checkpoints
 from cplus.jobs.interruption import Interrupted, Interruption
 from cplus.jobs.lora import with_adapters
 from cplus.jobs.measure import Answers, look, says_every_token
 from cplus.jobs.precision import in_precision
-from cplus.jobs.ready import Job, row_of
+from cplus.jobs.ready import Job, training_settings
 from cplus.jobs.rows import located
 from cplus.jobs.tracking import Tracker
-from cplus.jobs.training import Training, scheduler, updates_an_epoch
 from cplus.jobs.view import say, training_view
-from cplus.loop import EpochEnded, Refreshed, Stepped, prepare
+from cplus.loop import EpochEnded, Event, Refreshed, Stepped
 from cplus.probes.bank import Bank
-from cplus.run import OPTIMIZERS
-from cplus.sequence import Kept
 from cplus.watch import Exploded
 
 
 def begun(job: Job, past: Sequence[Kept]) -> Training:
     """The base model, its optimizer and the guard, before the first update or a checkpoint."""
     config = job.config
-    _, spec = row_of(config)
-    material = sequence.material(job.method, job.rows.new.encoded(), past, job.base)
+    rows = material(job.method, job.rows.new.encoded(), past, job.base)
     model = job.base.model
     if config.lora is not None:
         model = with_adapters(model, config.lora, seed=config.seed)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    optimizer = OPTIMIZERS[config.optimizer](model, spec)
     method = in_precision(job.method, config.compute_dtype, job.base.device)
-    torch.manual_seed(config.seed)  # dropout, where a model has it
-    prepared = prepare(method, optimizer, model, material, seed=config.seed)
-    course = scheduler(optimizer, config, updates_an_epoch(material.new, config.batch_size))
-    return Training(model=model, optimizer=optimizer, scheduler=course, prepared=prepared)
+    return begin(training_settings(config), method, model, rows)
 
 
 def past_tasks(job: Job, bank: Bank | None) -> list[Kept]:
@@ -80,13 +72,14 @@ def train(
     )
     if kept.load(training):
         say(f"resumed after update {kept.step}")
-    updates = updates_an_epoch(job.rows.new.examples, config.batch_size)
+    updates = updates_an_epoch(len(job.rows.new.examples), config.batch_size)
     begins = "training" if training.prepared.guard is None else "taking evidence"
     view = training_view(epochs=config.epochs, updates=updates, done=training.ledger.cursor.step, begins=begins)
     with interruption.patient(), view as shown:
         watch, told = _Watch(job, before, training), len(training.ledger.watch.said)
         try:
-            for event in training.run(config, watch.look, watch.done):
+            for event in training.run(watch.look, watch.done):
+                _notice(training, event)
                 ended = isinstance(event, EpochEnded)
                 point = training.ledger.curve[-1] if ended else None
                 if isinstance(event, Stepped) and event.step % 10 == 0:
@@ -111,6 +104,17 @@ def train(
         if kept.step != training.ledger.cursor.step or not training.ledger.done:
             kept.save(training)
     return training
+
+
+def _notice(training: Training, event: Event) -> None:
+    """Watch the numbers: a loss that explodes ends the job, the rest becomes a warning."""
+    seen = training.ledger.watch
+    if isinstance(event, Stepped):
+        seen.stepped(event.step, event.loss)
+    elif isinstance(event, EpochEnded):
+        seen.looked(training.ledger.curve[-1])
+    elif event.norm is not None:
+        seen.refreshed(event.norm)
 
 
 def _tell(said: Sequence[str], told: int) -> int:

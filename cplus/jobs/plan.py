@@ -11,12 +11,13 @@ from typing import Any
 from cplus.config import AdaptConfig
 from cplus.data.encoded import Encoded
 from cplus.evidence import MAX_TOKENS, batched, measured
+from cplus.experiment.driver import updates_an_epoch
+from cplus.experiment.material import past_rows
 from cplus.jobs import banks, footprint, timing
 from cplus.jobs.footprint import Footprint, Shape, giga
 from cplus.jobs.lora import with_adapters
 from cplus.jobs.ready import load, row_of
 from cplus.jobs.rows import Rows, Tasks, gather, group_of, located, read
-from cplus.jobs.training import updates_an_epoch
 from cplus.jobs.view import duration
 from cplus.loop import Schedule, epoch_batches
 from cplus.methods import METHODS, Material, Method
@@ -109,20 +110,20 @@ class Plan:
 def plan(config: AdaptConfig) -> Plan:
     """Size the job up and time a few steps of it; nothing is written and nothing kept."""
     home = Path.cwd()
-    method, spec = row_of(config)
+    method = row_of(config)
     tasks = read(config, method, home)
     size, need = footprint.needs(config, method, tasks, home)
     warnings = footprint.check(need, size, config)
     base = load(config, home)
     rows, assumed = _rows(config, tasks, base)
     material, probes = _material(config, method, rows, home)
-    tokens, updates = tokens_an_epoch(config, method, material), updates_an_epoch(material.new, config.batch_size)
+    tokens, updates = tokens_an_epoch(config, method, material), updates_an_epoch(len(material.new), config.batch_size)
     seconds = {"asking before and after": 2 * sum(timing.asking(config, base, group) for group in rows.asked(config))}
     if probes and config.bank is None and rows.anchors is not None:
         seconds["writing probes"] = timing.writing(base, rows.anchors, banks.settings(config, len(material.new)))
     if config.lora is not None:
         base = replace(base, model=with_adapters(base.model, config.lora, seed=config.seed))
-    pace = timing.pace(config, method, base, material, spec)
+    pace = timing.pace(config, method, base, material)
     seconds["training"] = config.epochs * (tokens.training * pace.training + tokens.evidence * pace.evidence)
     if method.refresh == "once":
         seconds["evidence, taken once"] = evidence_tokens(method, material) * pace.evidence
@@ -147,7 +148,7 @@ def tokens_an_epoch(config: AdaptConfig, method: Method, material: Material) -> 
     def trained(row: Method) -> int:
         return sum(padded(batch) for batch in epoch_batches(row, material, schedule, seed=config.seed, epoch=1))
 
-    updates = updates_an_epoch(material.new, config.batch_size)
+    updates = updates_an_epoch(len(material.new), config.batch_size)
     training = trained(method)
     training += round(updates * padded(material.rows("anchors")) * method.objective.anchor_passes)
     # What is taken once is preparation, which the paper leaves out of the cost of training.
@@ -192,9 +193,10 @@ def _material(config: AdaptConfig, method: Method, rows: Rows, home: Path) -> tu
         else:
             count = banks.settings(config, len(rows.new.examples)).num_probes
             probes = list(islice(cycle(anchors), count))
-    past = [banks.past(anchors, probes, len(rows.new.examples))]
+    count = len(rows.new.examples)
+    past = [past_rows("past", anchors=anchors, probes=probes, synthetic=probes[:count])]
     for place, group in zip(config.kept, rows.kept, strict=True):
         written = banks.earlier(Path(located(str(place), home)), group).examples if method.needs_bank else ()
         encoded = [group.interface.encode(example) for example in written]
-        past.append(banks.past(group.encoded(), encoded, len(rows.new.examples), name=group.name))
+        past.append(past_rows(group.name, anchors=group.encoded(), probes=encoded, synthetic=encoded[:count]))
     return Material(new=rows.new.encoded(), past=tuple(past)), len(probes)

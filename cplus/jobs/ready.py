@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cplus import models
 from cplus.config import AdaptConfig, paper
+from cplus.experiment.driver import TrainingSettings
 from cplus.jobs import footprint
 from cplus.jobs.comparison import curves
 from cplus.jobs.folder import Folder
@@ -16,7 +17,6 @@ from cplus.jobs.rows import Group, Rows, gather, located, read
 from cplus.jobs.view import say
 from cplus.methods import Method
 from cplus.models import Loaded
-from cplus.records import RunSpec
 from cplus.report.receipt import Point
 from cplus.selection import configured, method
 
@@ -35,20 +35,24 @@ class Job:
     comparisons: Mapping[str, tuple[Point, ...]]
 
 
-def row_of(config: AdaptConfig) -> tuple[Method, RunSpec]:
-    """The method's row with the job's blend and smoothing, and the settings as the optimizers read them."""
-    spec = RunSpec(
-        model=config.model,
-        task="",
-        interface="",
-        method=config.method,
+def training_settings(config: AdaptConfig) -> TrainingSettings:
+    """How the job trains."""
+    return TrainingSettings(
         seed=config.seed,
-        num_anchors=config.num_anchors,
-        num_probes=config.num_probes or 0,
-        optimizer=config.optimizer,
+        epochs=config.epochs,
         lr=config.lr,
+        batch_size=config.batch_size,
+        order=config.order,
+        optimizer=config.optimizer,
         weight_decay=config.weight_decay,
+        clip_norm=config.clip_norm or None,
+        warmup=config.warmup_steps,
+        rate=config.lr_schedule,
     )
+
+
+def row_of(config: AdaptConfig) -> Method:
+    """The method's row with the job's blend and smoothing."""
     row = configured(method(config.method), anchor_weight=config.anchor_weight, beta=config.beta)
     _check_bank_settings(config, row)
     if row.adapter is not None:
@@ -56,7 +60,7 @@ def row_of(config: AdaptConfig) -> tuple[Method, RunSpec]:
             f"method {row.name!r} trains adapters and is there for comparison, in 'cplus demo' and in studies; here "
             "train adapters with --lora r=16 --method sft, or under the gate with --lora r=16 alone"
         )
-    return row, spec
+    return row
 
 
 def _check_bank_settings(config: AdaptConfig, row: Method) -> None:
@@ -70,7 +74,7 @@ def _check_bank_settings(config: AdaptConfig, row: Method) -> None:
 
 def ready(config: AdaptConfig, folder: Folder, home: Path) -> Job:
     """Everything that can be refused is refused here, before a byte is written."""
-    method, _ = row_of(config)
+    method = row_of(config)
     tasks = read(config, method, home)
     size, need = footprint.needs(config, method, tasks, home)
     for warning in footprint.check(need, size, config):

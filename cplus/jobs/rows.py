@@ -13,11 +13,11 @@ from cplus.config import AdaptConfig
 from cplus.data.encoded import Encoded
 from cplus.data.examples import Choice, Example
 from cplus.data.split import cached_split, draw_anchors, stack
+from cplus.files import cache_folder
 from cplus.interfaces import Interface
 from cplus.jobs.folder import Folder
 from cplus.methods import Method
 from cplus.models import Loaded
-from cplus.models.gguf import cache_folder
 from cplus.predictions import Prediction
 from cplus.probes.texts import input_key
 from cplus.scoring import fitting, predict

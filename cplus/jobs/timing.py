@@ -9,18 +9,18 @@ from statistics import median
 
 from cplus import models
 from cplus.config import AdaptConfig
-from cplus.jobs import banks
+from cplus.experiment.driver import begin
+from cplus.experiment.material import past_rows
 from cplus.jobs.measure import ask
 from cplus.jobs.precision import in_precision
+from cplus.jobs.ready import training_settings
 from cplus.jobs.rows import Group
-from cplus.loop import Schedule, Stepped, adapt, prepare
-from cplus.methods import Material, Method
+from cplus.loop import Stepped
+from cplus.methods import Material, Method, Past
 from cplus.models import Loaded
 from cplus.probes.engine import Request, Sampling
 from cplus.probes.local import LocalEngine
 from cplus.probes.settings import MAX_NEW_TOKENS, Settings, plan
-from cplus.records import RunSpec
-from cplus.run import OPTIMIZERS
 
 _STEPS = 3
 _EVIDENCE = 4
@@ -37,20 +37,18 @@ class Pace:
     evidence: float
 
 
-def pace(config: AdaptConfig, method: Method, base: Loaded, material: Material, spec: RunSpec) -> Pace:
+def pace(config: AdaptConfig, method: Method, base: Loaded, material: Material) -> Pace:
     """Time three updates after a first one, and one refresh; the model is changed by it and is not one to keep."""
     past = material.past[0]
     short = Material(
         new=(list(material.new) * (_STEPS + 1))[: (_STEPS + 1) * config.batch_size],
-        past=(banks.past(past.anchors[:_EVIDENCE], past.probes[:_EVIDENCE], _EVIDENCE),),
+        past=(_few(past),),
     )
     method = replace(in_precision(method, config.compute_dtype, base.device), parts=1)
-    optimizer = OPTIMIZERS[config.optimizer](base.model, spec)
-    prepared = prepare(method, optimizer, base.model, short, seed=config.seed)
-    marks, padded = [], []
-    for event in adapt(
-        base.model, optimizer, prepared, schedule=Schedule(epochs=1, batch_size=config.batch_size), seed=config.seed
-    ):
+    settings = replace(training_settings(config), epochs=1, order="file")
+    training = begin(settings, method, base.model, short)
+    prepared, marks, padded = training.prepared, [], []
+    for event in training.run():
         if isinstance(event, Stepped):
             marks.append(time.perf_counter())
             padded.append(event.work.padded)
@@ -64,6 +62,11 @@ def pace(config: AdaptConfig, method: Method, base: Loaded, material: Material, 
         prepared.guard.detach()
     base.model.eval()
     return Pace(training=median(s / p for s, p in zip(spent, padded[1:], strict=True)), evidence=evidence)
+
+
+def _few(past: Past) -> Past:
+    probes = past.probes[:_EVIDENCE]
+    return past_rows(past.name, anchors=past.anchors[:_EVIDENCE], probes=probes, synthetic=probes)
 
 
 def asking(config: AdaptConfig, base: Loaded, group: Group) -> float:

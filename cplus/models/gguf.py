@@ -12,7 +12,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from cplus import files, locks
-from cplus.files import cache_folder as cache_folder
+from cplus.files import cache_folder
 from cplus.terminal import console
 
 _FORMAT = 1  # raise when the conversion changes, so that folders of the old one are not taken

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from cplus import files
 from cplus.data.examples import Example, fingerprint, from_row, to_row
+from cplus.files import cache_folder
 from cplus.interfaces import Interface, Rejected
 from cplus.models import Loaded
-from cplus.models.gguf import cache_folder
 from cplus.probes.label import Label, label
 from cplus.probes.local import LocalEngine
 

@@ -68,7 +68,7 @@ class Shared:
     @property
     def banks(self) -> Path:
         """The folder of banks."""
-        from cplus.models.gguf import cache_folder
+        from cplus.files import cache_folder
 
         return cache_folder() / "banks"
 
@@ -83,7 +83,7 @@ class Shared:
 
     def parted(self, part: Part, model: str, task: str, interface: str) -> Parted:
         """What the base model knows of a task, parted in this way."""
-        from cplus.models.gguf import cache_folder
+        from cplus.files import cache_folder
 
         base, key = self.base(model), (part, task, interface)
         if key not in self._parted:

@@ -1,25 +1,40 @@
-"""The training of a job: the loop with a learning-rate schedule, looks on the way, an early end and checkpoints."""
+"""The driver: one training from its settings to its last update, with a ledger of what happened and a state to save.
+
+Studies, sequences and jobs all train through it; a job adds looks on the way, an early end and checkpoints.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_map_only
 
 from cplus.attach import Guard
-from cplus.config import AdaptConfig
 from cplus.cost import Work
-from cplus.jobs.gateshares import layer_shares
-from cplus.loop import Cursor, EpochEnded, Event, Prepared, Refreshed, Schedule, Stepped, adapt, rate_factor
+from cplus.diagnostics.gateshares import layer_shares
+from cplus.loop import (
+    Cursor,
+    EpochEnded,
+    Event,
+    Prepared,
+    Refreshed,
+    Schedule,
+    Stepped,
+    adapt,
+    prepare,
+    rate_factor,
+)
+from cplus.methods import Material, Method
+from cplus.optim import AdamW
 from cplus.watch import UNIFORM, Watch
 
 Look: TypeAlias = Callable[[int], dict[str, float]]
@@ -28,10 +43,54 @@ Done: TypeAlias = Callable[[dict[str, float]], bool]
 """Whether a look says that everything is learned."""
 
 
-def scheduler(optimizer: Optimizer, config: AdaptConfig, updates: int) -> LambdaLR:
-    """The learning rate's course over all epochs, whether or not an early end cuts it."""
-    total, warmup, course = config.epochs * updates, config.warmup_steps, config.lr_schedule
-    return LambdaLR(optimizer, lambda step: rate_factor(step, total=total, warmup=warmup, course=course))
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """All that decides the updates besides the model, the method and the material; `warmup` counts updates."""
+
+    seed: int
+    epochs: int
+    lr: float
+    batch_size: int = 1
+    order: Literal["file", "shuffled"] = "file"
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    warmup: int = 0
+    rate: Literal["constant", "linear", "cosine"] = "constant"
+
+    @property
+    def schedule(self) -> Schedule:
+        """How the rows are batched."""
+        return Schedule(
+            epochs=self.epochs, batch_size=self.batch_size, order=self.order, clip_norm=self.clip_norm or None
+        )
+
+
+def build_optimizer(settings: TrainingSettings, model: nn.Module) -> Optimizer:
+    """What proposes the updates."""
+    kind = {"adamw": AdamW, "sgd": SGD}[settings.optimizer]
+    return kind(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+
+
+def build_scheduler(settings: TrainingSettings, optimizer: Optimizer, num_new: int) -> LambdaLR:
+    """The learning rate over all epochs, whether or not an early end cuts it."""
+    total = settings.epochs * updates_an_epoch(num_new, settings.batch_size)
+    return LambdaLR(
+        optimizer, lambda step: rate_factor(step, total=total, warmup=settings.warmup, course=settings.rate)
+    )
+
+
+def begin(settings: TrainingSettings, method: Method, model: nn.Module, material: Material) -> Training:
+    """Optimizer, guard and schedule around a model that still is the base model."""
+    torch.manual_seed(settings.seed)  # dropout, where a model has it
+    optimizer = build_optimizer(settings, model)
+    return Training(
+        settings=settings,
+        model=model,
+        optimizer=optimizer,
+        prepared=prepare(method, optimizer, model, material, seed=settings.seed),
+        scheduler=build_scheduler(settings, optimizer, len(material.new)),
+    )
 
 
 @dataclass(kw_only=True)
@@ -67,6 +126,7 @@ class Ledger:
 class Training:
     """A model on its way: everything that a checkpoint must hold."""
 
+    settings: TrainingSettings
     model: nn.Module
     optimizer: Optimizer
     scheduler: LambdaLR
@@ -116,24 +176,18 @@ class Training:
         norms = torch._foreach_norm([p.detach() for p in self.model.parameters() if p.requires_grad])
         return bool(torch.isfinite(torch.stack([norm.float() for norm in norms])).all())
 
-    def run(self, config: AdaptConfig, look: Look, done: Done) -> Iterator[Event]:
-        """Train on from where the ledger stands, keeping it; between two events everything may be saved."""
+    def run(self, look: Look = lambda epoch: {}, done: Done = lambda point: False) -> Iterator[Event]:
+        """Train on from where the ledger is, updating it; between two events everything may be saved."""
         ledger = self.ledger
         if ledger.done:
             return
-        schedule = Schedule(
-            epochs=config.epochs,
-            batch_size=config.batch_size,
-            order=config.order,
-            clip_norm=config.clip_norm or None,
-        )
         clock = time.perf_counter()
         events = adapt(
             self.model,
             self.optimizer,
             self.prepared,
-            schedule=schedule,
-            seed=config.seed,
+            schedule=self.settings.schedule,
+            seed=self.settings.seed,
             scheduler=self.scheduler,
             start=ledger.cursor,
         )
@@ -153,10 +207,7 @@ class Training:
         ledger = self.ledger
         if isinstance(event, Refreshed):
             ledger.preservation += event.work
-            if event.norm is not None:
-                ledger.watch.refreshed(event.norm)
         elif isinstance(event, Stepped):
-            ledger.watch.stepped(event.step, event.loss)
             ledger.training += event.work
             ledger.losses.append(event.loss)
             ledger.cursor = Cursor(epoch=event.epoch, batch=event.batch, step=event.step)
@@ -199,17 +250,16 @@ class Training:
             point["admitted"] = self.admitted
         self.model.eval()
         point |= look(event.epoch)
-        ledger.watch.looked(point)
         ledger.done = done(point)
         self.model.train()
         ledger.curve.append(point)
         ledger.losses, ledger.counted = [], (0, 0)
 
 
-def updates_an_epoch(rows: Sequence[object], batch_size: int) -> int:
+def updates_an_epoch(num_new: int, batch_size: int) -> int:
     """How often the parameters move in an epoch.
 
-    >>> updates_an_epoch(range(10), 4)
+    >>> updates_an_epoch(10, 4)
     3
     """
-    return math.ceil(len(rows) / batch_size)
+    return math.ceil(num_new / batch_size)

@@ -1,4 +1,4 @@
-"""Where the gate acted: how much of the proposed update each layer was let have, in the end."""
+"""Where the gate acted: the share of the proposed update that it admitted, per layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cplus.ranks import local
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShare:
-    """One layer's coordinates, the mean of their coefficients, and the share of the last update's energy let through.
+    """One layer's coordinates, the mean of their coefficients, and the share of the last update's energy admitted.
 
     Only of an optimizer that keeps Adam's moments is the last update known afterwards.
     """

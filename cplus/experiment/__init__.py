@@ -1,0 +1,1 @@
+"""The engine that demo, studies, jobs and sequences share: material, bank, driver."""
