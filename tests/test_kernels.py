@@ -466,7 +466,7 @@ def test_one_pass_adamw_equals_the_plain_gate_after_200_steps(beta: float) -> No
     guard.observers.append(lambda position, proposal, c: seen.append((position, c.min().item(), c.max().item())))
     train(optimizer, bag, guard, 1, 200)
     assert guard.step_nbytes == 0
-    assert len(guard.gate.ema) == (len(bag.weights) if beta else 0)  # CPL keeps no average
+    assert len(guard.gate.average.tensors) == (len(bag.weights) if beta else 0)  # CPL keeps no average
     assert len(seen) == 200 * len(bag.weights)
     assert all(0.0 <= low <= high <= 1.0 for _, low, high in seen)
     for p, q in zip(bag.weights, expected.weights, strict=True):
