@@ -4,8 +4,9 @@ One row is one run of all tests with other instructions or another number of thr
 commit is not run again, so that an interrupted matrix resumes with the same command. Exit code 1 where a row is red.
 The result is written after each row; after a whole matrix the table goes into `docs/robustness.md`.
 
-An `ONEDNN_MAX_CPU_ISA` or `ATEN_CPU_CAPABILITY` above what the processor has changes nothing: each row therefore says
-which instructions torch chose.
+An `ONEDNN_MAX_CPU_ISA` or `ATEN_CPU_CAPABILITY` that allows all the processor has changes nothing: each row says which
+instructions torch chose, and one that repeats a native row instruction by instruction is filled in from it (`--fresh`
+runs it all the same).
 """
 
 from __future__ import annotations
@@ -61,6 +62,13 @@ ROWS = {
     "default-2": Row(threads=2, instructions={"ATEN_CPU_CAPABILITY": "default"}),
     "onednn-avx2-1": Row(threads=1, instructions={"ONEDNN_MAX_CPU_ISA": "AVX2"}),
 }
+
+
+def twin(name: str) -> str | None:
+    """The native row that this one repeats on a processor without instructions beyond AVX2; None elsewhere."""
+    row, native = ROWS[name], f"native-{ROWS[name].threads}"
+    allows_all = row.instructions and all(value.lower() == "avx2" for value in row.instructions.values())
+    return native if allows_all and capability(ROWS[native]) == "AVX2" else None
 
 
 def counted(report: str) -> dict[str, Any]:
@@ -144,11 +152,16 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """
     if not rows:
         return "Not run yet.\n"
-    lines = ["| row | threads | torch's kernels | passed | failed | skipped | minutes | failures |", "|" + "---|" * 8]
+    lines = [
+        "| row | threads | torch's kernels | passed | failed | skipped | minutes | failures, notes |",
+        "|" + "---|" * 8,
+    ]
     for name, own in rows.items():
         failures = ", ".join(f"`{failure}`" for failure in own["failures"])
         if own["code"] and not failures:
             failures = f"pytest ended with code {own['code']}"
+        if "same_as" in own:
+            failures = f"the same instructions as `{own['same_as']}` on this processor"
         cells = [f"`{name}`", *(str(own[key]) for key in ("threads", "capability", "passed", "failed", "skipped"))]
         lines.append(f"| {' | '.join([*cells, str(own['minutes'])])} | {failures}{' ' if failures else ''}|")
     return "\n".join(lines) + "\n"
@@ -188,6 +201,11 @@ def main() -> int:
     for name in asked.only:
         if name in rows and green(rows[name]) and not asked.fresh and not here["commit"].endswith("+changes"):
             print(f"{name}: already there", flush=True)
+            continue
+        if not asked.fresh and (same := twin(name)) in rows:
+            rows[name] = {**rows[str(same)], "instructions": dict(ROWS[name].instructions), "same_as": same}
+            write_json(out, {**machine(), "rows": rows})
+            print(f"{name}: the same instructions as {same} on this processor", flush=True)
             continue
         row = ROWS[name]
         log = LOGS / f"{name}.log"

@@ -462,8 +462,13 @@ def test_one_pass_adamw_equals_the_plain_gate_after_200_steps(beta: float) -> No
     expected = plain_run(torch.optim.AdamW, "float32", beta, **OPTIONS)
     bag, optimizer, guard = build(AdamW, beta=beta, **OPTIONS)
     assert guard.one_pass
+    seen: list[Any] = []
+    guard.observers.append(lambda position, proposal, c: seen.append((position, c.min().item(), c.max().item())))
     train(optimizer, bag, guard, 1, 200)
     assert guard.step_nbytes == 0
+    assert len(guard.gate.average.tensors) == (len(bag.weights) if beta else 0)  # CPL keeps no average
+    assert len(seen) == 200 * len(bag.weights)
+    assert all(0.0 <= low <= high <= 1.0 for _, low, high in seen)
     for p, q in zip(bag.weights, expected.weights, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 

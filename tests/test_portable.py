@@ -33,6 +33,15 @@ def test_a_row_sets_what_it_says_and_nothing_else(portable: Any, monkeypatch: py
         assert tuple(portable.ROWS[name].workers for name in ("native-1", "native-2")) == workers
 
 
+@pytest.mark.parametrize(("found", "same"), [("AVX2", "native-1"), ("AVX512", None), ("DEFAULT", None)])
+def test_a_row_that_allows_all_the_processor_has_repeats_a_native_one(
+    portable: Any, found: str, same: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(portable, "capability", lambda row: found)
+    assert [portable.twin(name) for name in ("avx2-1", "onednn-avx2-1")] == [same, same]
+    assert [portable.twin(name) for name in ("native-1", "native-2", "default-1", "default-2")] == [None] * 4
+
+
 def test_a_failure_is_named_and_a_row_that_ended_is_not_run_again(
     portable: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -415,12 +415,11 @@ def test_differences_are_paired_by_place_and_seed() -> None:
         spec = RunSpec(model="m", task=task, interface="cloze", method=method, seed=seed, num_anchors=4, num_probes=0)
         return record(spec, retention)
 
-    rows = [
-        made("a", "easy", 0, 90.0), made("b", "easy", 0, 88.0), made("a", "hard", 0, 50.0), made("b", "hard", 0, 46.0),
-        made("a", "easy", 1, 91.0), made("b", "easy", 1, 90.0), made("b", "hard", 1, 40.0), made("b", "easy", 2, 9.0),
-    ]  # fmt: skip
+    ours = [made("cplus", *cell) for cell in (("easy", 0, 90.0), ("hard", 0, 50.0), ("easy", 1, 91.0))]
+    cells = (("easy", 0, 88.0), ("hard", 0, 46.0), ("easy", 1, 90.0), ("hard", 1, 40.0), ("easy", 2, 9.0))
+    rows = [*ours, *(made("cpl", *cell) for cell in cells)]
     singles = [row for row in rows if isinstance(row, RunResult)]
-    assert margin(pick(singles, method="a"), pick(singles, method="b")) == Estimate(2.0, 1.0, 2)
+    assert margin(pick(singles, method="cplus"), pick(singles, method="cpl")) == Estimate(2.0, 1.0, 2)
 
 
 def test_a_gentle_start_is_measured_where_the_rows_are_first_known() -> None:

@@ -95,7 +95,9 @@ def same_family(model: str, other: str) -> bool:
 
 def seedless(spec: RunSpec | SequenceSpec) -> bool:
     """Whether the seed decides nothing: a row without chance on all new rows in file order, evaluated on all rows."""
-    if method(spec.method).draws or spec.order != "file" or spec.num_new is not None:
+    if spec.order != "file" or spec.num_new is not None or spec.method.startswith("python:"):
+        return False  # of a row of the user's own nothing is known when results are only read
+    if method(spec.method).draws:
         return False
     if isinstance(spec, SequenceSpec):
         return not method(spec.first_method).draws and spec.num_rows is None
