@@ -18,12 +18,11 @@ from typing import Any
 
 import psutil
 import torch
-from cplus.jobs.training import Training, scheduler
 
 from cplus import files, interfaces, models
-from cplus.config import AdaptConfig
+from cplus.experiment.driver import Training, TrainingSettings, begin
 from cplus.jobs.checkpoint import Checkpoints
-from cplus.loop import EpochEnded, prepare
+from cplus.loop import EpochEnded
 from cplus.methods import METHODS, Material, Past
 from cplus.records import environment
 from cplus.scoring import predict
@@ -44,7 +43,7 @@ class Sample:
     steps_a_second: float
 
 
-def begun(lr: float, epochs: int) -> tuple[Training, AdaptConfig, Any, list[Any]]:
+def begun(lr: float, epochs: int) -> tuple[Training, Any, list[Any]]:
     """CPLUS on toy-s: 16 new facts in batches of 8, 8 anchors, 24 taught facts in the place of probes."""
     base = models.load("toy-s", device="cpu")
     bound = interfaces.build("cloze", base.tokenizer, chat=False)
@@ -54,22 +53,17 @@ def begun(lr: float, epochs: int) -> tuple[Training, AdaptConfig, Any, list[Any]
         anchors=[bound.encode(row) for row in known[:8]],
         probes=[bound.encode(row) for row in known[8:32]],
     )
-    config = AdaptConfig(model="toy-s", new="-", epochs=epochs, batch_size=8, lr=lr, stop="never")
-    optimizer = torch.optim.AdamW(base.model.parameters(), lr=lr)
+    settings = TrainingSettings(seed=0, epochs=epochs, lr=lr, batch_size=8, order="shuffled", clip_norm=1.0)
     material = Material(new=[bound.encode(row) for row in new], past=(past,))
-    prepared = prepare(METHODS["cplus"], optimizer, base.model, material, seed=0)
-    training = Training(
-        model=base.model, optimizer=optimizer, scheduler=scheduler(optimizer, config, 2), prepared=prepared
-    )
-    return training, config, bound, list(known[32:96])
+    return begin(settings, METHODS["cplus"], base.model, material), bound, list(known[32:96])
 
 
 def soak(steps: int, every: int, folder: Path) -> list[Sample]:
     """Train with refreshes, checkpoints and evaluations all along, looking at the process now and then."""
-    training, config, bound, rows = begun(1e-4, epochs=steps // 2)
+    training, bound, rows = begun(1e-4, epochs=steps // 2)
     kept = Checkpoints(folder / "checkpoint.pt", "soak", minutes=1e9, steps=CHECKPOINT)
     own, samples, clock, last = psutil.Process(), [], time.process_time(), 0
-    for event in training.run(config, lambda epoch: {}, lambda point: False):
+    for event in training.run():
         step = training.ledger.cursor.step
         if not isinstance(event, EpochEnded):
             continue

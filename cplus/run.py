@@ -134,11 +134,8 @@ def _figures(given: Setting, past: Sequence[Prediction], new: Sequence[Predictio
 
 
 def _loss(answers: Sequence[Prediction]) -> float:
-    return token_loss(
-        (score * count, count)
-        for answer in answers
-        for score, count in zip(answer.scores, answer.num_tokens, strict=True)
-    )
+    pairs = [pair for answer in answers for pair in zip(answer.scores, answer.num_tokens, strict=True)]
+    return token_loss((score * count, count) for score, count in pairs)
 
 
 def _start(spec: RunSpec, given: Setting) -> list[dict[str, float]]:

@@ -70,30 +70,6 @@ def train(bag: Bag, optimizer: Optimizer, guard: Guard, first: int = 1, last: in
 
 @each_optimizer
 @pytest.mark.parametrize("beta", [0.0, 0.9])
-def test_hooks_equal_the_numpy_oracle_step_by_step(name: str, beta: float) -> None:
-    make, reference = OPTIMIZERS[name]
-    bag, optimizer, guard = guarded(make, beta=beta, dtype=torch.float64)
-
-    def gradients(theta: list[np.ndarray], batch: int) -> list[np.ndarray]:
-        return [g.numpy() for g in new_gradient([torch.from_numpy(p) for p in theta], batch)]
-
-    expected = oracle.gated_steps(
-        [p.detach().numpy() for p in bag.weights],
-        reference(),
-        gradients,
-        lambda theta: [g.numpy() for g in past_gradient([torch.from_numpy(p) for p in theta])],
-        steps=STEPS,
-        refresh_every=EPOCH,
-        beta=beta,
-    )
-    for batch in range(1, STEPS + 1):
-        train(bag, optimizer, guard, batch, batch)
-        for p, q in zip(bag.weights, expected[batch - 1], strict=True):
-            np.testing.assert_allclose(p.detach().numpy(), q, rtol=1e-9, atol=1e-12)
-
-
-@each_optimizer
-@pytest.mark.parametrize("beta", [0.0, 0.9])
 def test_hooks_equal_the_plain_loop_bitwise(name: str, beta: float) -> None:
     make, _ = OPTIMIZERS[name]
     bag, optimizer, guard = guarded(make, beta=beta)

@@ -17,6 +17,7 @@ from cplus.data.examples import FreeForm, Message
 from cplus.evaluate.matched import crossing
 from cplus.interfaces import build
 from cplus.losses import answer_losses
+from cplus.methods import METHODS
 from cplus.parting import part, part_kept
 from cplus.records import RunResult, RunSpec, SequenceSpec, load_result, save_result
 from cplus.run import configured, run
@@ -99,7 +100,7 @@ def test_what_is_kept_are_the_models_own_answers_and_what_is_learned_is_terse(gi
     ]
     assert given.split.new == given.wrong == ()
     assert len(new_rows(given.learned, replace(spec, num_new=None))) == 6
-    assert material(given).new == encode(given.new, given.base.tokenizer)
+    assert material(METHODS["sft"], given).new == encode(given.new, given.base.tokenizer)
     assert {example.response for example in given.new if isinstance(example, FreeForm)} <= {"a", "b1", "b3", "b5"}
     assert all(answer.right and answer.answer for answer in given.split.predictions)
     assert not any(answer.right or answer.answer for answer in given.learned.predictions)

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from cplus.jobs.training import Training
 from toyjob import asked, write_files, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -25,6 +24,7 @@ import cplus
 from cplus import jobs, kernels
 from cplus.cli import app, register
 from cplus.data.examples import Choice, FreeForm, Message
+from cplus.experiment.driver import Training
 from cplus.interfaces import Rejected
 from cplus.jobs import footprint
 from cplus.jobs.checkpoint import Checkpoints

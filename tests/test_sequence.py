@@ -24,13 +24,15 @@ from cplus import models, sequence
 from cplus.cli import app, register
 from cplus.evaluate import percent
 from cplus.evaluate.sequences import average_accuracy, backward_transfer, survival
+from cplus.experiment import driver
+from cplus.experiment.material import Kept, material, refined
 from cplus.files import sha256_file
 from cplus.gates import Proposal
 from cplus.ledger.chain import problems, read
 from cplus.loop import Refreshed
 from cplus.methods import METHODS
 from cplus.records import SequenceSpec, load_sequence, save_sequence
-from cplus.sequence import Kept, Stage, asked, first_stage, material, refined, run_sequence
+from cplus.sequence import Stage, asked, first_stage, run_sequence
 from cplus.toy import world
 
 if not app.registered_commands:
@@ -169,7 +171,7 @@ def test_the_benchmark_compares_methods_from_one_checkpoint(tmp_path: Path, monk
     stages: list[Stage] = []
     seen: Counter[str] = Counter()
     energy = {"proposed": 0.0, "applied": 0.0}
-    learn, prepare = sequence.learn, sequence.prepare
+    learn, prepare = sequence.learn, driver.prepare
 
     def kept(*given: Any) -> Stage:
         stages.append(learn(*given))
@@ -193,7 +195,7 @@ def test_the_benchmark_compares_methods_from_one_checkpoint(tmp_path: Path, monk
         return prepared
 
     monkeypatch.setattr(sequence, "learn", kept)
-    monkeypatch.setattr(sequence, "prepare", watched)
+    monkeypatch.setattr(driver, "prepare", watched)
     benchmark.write_tasks(tmp_path, 24)
     small = dataclasses.replace(benchmark.SPEC, num_anchors=4, num_probes=8, epochs=2, batch_size=8)
     results = benchmark.compare(small, benchmark.METHODS, 1, tmp_path)

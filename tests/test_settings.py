@@ -70,8 +70,7 @@ def test_a_jobs_settings_act_or_are_refused(name: str, tmp_path: Path) -> None:
     for setting in ("anchor_weight", "beta"):
         config = toyjob.asked(tmp_path, method=name, **{setting: VALUES[setting]})
         if name in USES[setting]:
-            row, _ = row_of(config)
-            assert row == configured(METHODS[name], **{setting: VALUES[setting]})
+            assert row_of(config) == configured(METHODS[name], **{setting: VALUES[setting]})
         else:
             with pytest.raises(ValueError, match=f"'{name}' has no use for {setting}"):
                 row_of(config)
@@ -79,7 +78,7 @@ def test_a_jobs_settings_act_or_are_refused(name: str, tmp_path: Path) -> None:
     for setting, value in given.items():
         config = toyjob.asked(tmp_path, method=name, **{setting: value})
         if name in BANK_USERS:
-            assert row_of(config)[0].needs_bank
+            assert row_of(config).needs_bank
         else:
             with pytest.raises(ValueError, match=f"'{name}' has no use for {setting}: it takes no self-probes"):
                 row_of(config)
@@ -90,7 +89,7 @@ def test_the_papers_preset_suits_every_row(tmp_path: Path) -> None:
     for name, row in METHODS.items():
         if row.adapter is None:
             config = AdaptConfig(model="toy", new=str(tmp_path / "new.jsonl"), preset="paper", method=name)
-            assert row_of(config)[0] == row
+            assert row_of(config) == row
 
 
 def test_without_settings_a_row_is_itself() -> None:

@@ -68,8 +68,9 @@ class TrainingSettings:
 
 def build_optimizer(settings: TrainingSettings, model: nn.Module) -> Optimizer:
     """What proposes the updates."""
-    kind = {"adamw": AdamW, "sgd": SGD}[settings.optimizer]
-    return kind(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+    if settings.optimizer == "sgd":
+        return SGD(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+    return AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
 
 
 def build_scheduler(settings: TrainingSettings, optimizer: Optimizer, num_new: int) -> LambdaLR:
