@@ -20,7 +20,7 @@ from torch import Tensor
 from cplus import algorithm, native
 
 EmaType: TypeAlias = Literal["float32", "bfloat16", "uint8"]
-WORTH_COMPILING = 500_000  # parameters; below, a run is over in seconds either way
+WORTH_COMPILING = 750_000  # parameters; below, a run is over in seconds either way
 CHUNK = 1 << 20  # bytes of signs packed at a time
 SHARED = native.SHARED  # coordinates from which on a tensor counts as large
 FIRST = 1 << 10  # coordinates of the tensors that Inductor compiles a kernel for
