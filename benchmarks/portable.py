@@ -44,8 +44,8 @@ class Row:
 
     @property
     def workers(self) -> int:
-        """Test processes at once: workers times threads is the number of cores, or one process if that is less."""
-        return max(1, (os.cpu_count() or 1) // self.threads)
+        """Test processes at once: one per core, as in `make test`; threads that wait leave the cores to others."""
+        return os.cpu_count() or 1
 
     def environment(self) -> dict[str, str]:
         """What the tests see; processes that tests start inherit it."""
