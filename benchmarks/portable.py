@@ -44,8 +44,8 @@ class Row:
 
     @property
     def workers(self) -> int:
-        """Test processes at once: workers times threads is the number of cores, or one process if that is less."""
-        return max(1, (os.cpu_count() or 1) // self.threads)
+        """Test processes at once: one per core, as in `make test`; threads that wait leave the cores to others."""
+        return os.cpu_count() or 1
 
     def environment(self) -> dict[str, str]:
         """What the tests see; processes that tests start inherit it."""
@@ -146,15 +146,15 @@ def green(found: Mapping[str, Any]) -> bool:
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """The matrix as Markdown.
 
-    >>> row = {"threads": 2, "capability": "AVX2", "passed": 9, "failed": 0, "skipped": 1, "minutes": 3.0}
-    >>> print(table({"native-2": {**row, "code": 0, "failures": []}}).splitlines()[-1])
-    | `native-2` | 2 | AVX2 | 9 | 0 | 1 | 3.0 | |
+    >>> row = {"commit": "abc", "threads": 2, "capability": "AVX2", "passed": 9, "failed": 0, "skipped": 1}
+    >>> print(table({"native-2": {**row, "minutes": 3.0, "code": 0, "failures": []}}).splitlines()[-1])
+    | `native-2` | abc | 2 | AVX2 | 9 | 0 | 1 | 3.0 | |
     """
     if not rows:
         return "Not run yet.\n"
     lines = [
-        "| row | threads | torch's kernels | passed | failed | skipped | minutes | failures, notes |",
-        "|" + "---|" * 8,
+        "| row | commit | threads | torch's kernels | passed | failed | skipped | minutes | failures, notes |",
+        "|" + "---|" * 9,
     ]
     for name, own in rows.items():
         failures = ", ".join(f"`{failure}`" for failure in own["failures"])
@@ -162,7 +162,8 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
             failures = f"pytest ended with code {own['code']}"
         if "same_as" in own:
             failures = f"the same instructions as `{own['same_as']}` on this processor"
-        cells = [f"`{name}`", *(str(own[key]) for key in ("threads", "capability", "passed", "failed", "skipped"))]
+        counts = ("commit", "threads", "capability", "passed", "failed", "skipped")
+        cells = [f"`{name}`", *(str(own[key]) for key in counts)]
         lines.append(f"| {' | '.join([*cells, str(own['minutes'])])} | {failures}{' ' if failures else ''}|")
     return "\n".join(lines) + "\n"
 
@@ -197,12 +198,13 @@ def main() -> int:
     out = asked.out or (ROOT / "runs" / "portable.json" if asked.tests else OUT)
     here = {"commit": commit(), "tests": asked.tests}
     old = read_json(out)["rows"] if out.exists() else {}
-    rows = {name: own for name, own in old.items() if here.items() <= own.items() and name in ROWS}
+    rows = {name: own for name, own in old.items() if own["tests"] == asked.tests and name in ROWS}
+    current = {name for name, own in rows.items() if here.items() <= own.items()}
     for name in asked.only:
-        if name in rows and green(rows[name]) and not asked.fresh and not here["commit"].endswith("+changes"):
+        if name in current and green(rows[name]) and not asked.fresh and not here["commit"].endswith("+changes"):
             print(f"{name}: already there", flush=True)
             continue
-        if not asked.fresh and (same := twin(name)) in rows:
+        if not asked.fresh and (same := twin(name)) in rows and green(rows[str(same)]):
             rows[name] = {**rows[str(same)], "instructions": dict(ROWS[name].instructions), "same_as": same}
             write_json(out, {**machine(), "rows": rows})
             print(f"{name}: the same instructions as {same} on this processor", flush=True)

@@ -27,7 +27,7 @@ FLAGS = (
 )
 VECTORS = {  # what torch found in the processor: bits per vector and the flags that use them
     "AVX2": (256, ("-mavx2", "-mfma")),
-    "AVX512": (512, ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")),
+    "AVX512": (512, ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512")),
 }
 COMPILERS = ("g++", "clang++", "c++")
 PARAMETER = {"gate": 1, "adamw": 0}  # which of a kernel's tensors is the parameter it writes

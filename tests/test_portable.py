@@ -28,9 +28,8 @@ def test_a_row_sets_what_it_says_and_nothing_else(portable: Any, monkeypatch: py
     assert (native["OMP_NUM_THREADS"], default["OMP_NUM_THREADS"]) == ("2", "1")
     assert default["ATEN_CPU_CAPABILITY"] == "default"
     assert portable.capability(portable.ROWS["default-1"]) == "DEFAULT"
-    for cores, workers in ((1, (1, 1)), (2, (2, 1)), (8, (8, 4))):
-        monkeypatch.setattr(portable.os, "cpu_count", lambda cores=cores: cores)
-        assert tuple(portable.ROWS[name].workers for name in ("native-1", "native-2")) == workers
+    assert "OMP_WAIT_POLICY" not in default
+    assert native["OMP_WAIT_POLICY"] == "passive"
 
 
 @pytest.mark.parametrize(("found", "same"), [("AVX2", "native-1"), ("AVX512", None), ("DEFAULT", None)])
