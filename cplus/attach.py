@@ -318,15 +318,18 @@ class Guard:
 
     def _proposals(self, theta: Sequence[Tensor], proposed: Sequence[Tensor]) -> list[Proposal]:
         evidence = self._kept[0] if self._kept else [None] * len(self.params)
+        moments: list[Tensor | None] = [None] * len(self.params)
+        if self.gate is not None and self.gate.average is None:  # the paper's gate does not read them
+            moments = first_moments(self.optimizer, self.params)
         return [
             Proposal(
                 theta=t,
                 proposed=q,
                 g_hat=g,
                 gradient=None if p.grad is None else local(p.grad),
-                momentum=None if (moment := first_moment(self.optimizer, p)) is None else local(moment),
+                momentum=None if m is None else local(m),
             )
-            for p, t, q, g in zip(self.params, theta, proposed, evidence, strict=True)
+            for p, t, q, g, m in zip(self.params, theta, proposed, evidence, moments, strict=True)
         ]
 
     @property
@@ -486,14 +489,19 @@ def nested(optimizer: Optimizer) -> bool:
     return steps > 1
 
 
-def first_moment(optimizer: Optimizer, p: nn.Parameter) -> Tensor | None:
-    """The optimizer's running mean of the parameter's gradient, the gradient itself if it keeps no such mean.
+def first_moments(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    """The optimizer's running mean of each parameter's gradient, the gradient itself if it keeps no such mean.
 
     None where there is no gradient, or where the mean is kept in a form that cannot be read.
     """
-    state = optimizer.state.get(p, {})
-    found = state.get("exp_avg", state.get("momentum_buffer"))
-    if found is not None or p.grad is None:
-        return None if p.grad is None else found
-    [group] = [group for group in optimizer.param_groups if any(q is p for q in group["params"])]
-    return None if group.get("betas") or group.get("momentum") else p.grad
+    averages = {
+        id(p): bool(group.get("betas") or group.get("momentum"))
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    found: list[Tensor | None] = []
+    for p in params:
+        state = optimizer.state.get(p, {})
+        kept = state.get("exp_avg", state.get("momentum_buffer"))
+        found.append(None if p.grad is None else kept if kept is not None else None if averages[id(p)] else p.grad)
+    return found
