@@ -70,6 +70,20 @@ class Estimate:
     error: float | None
     count: int
 
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The mean's 95 % interval by Student's t; None for a single value.
+
+        >>> [round(end, 2) for end in Estimate(3.0, 0.5, 5).interval]
+        [1.61, 4.39]
+        """
+        from scipy.special import stdtrit
+
+        if self.error is None:
+            return None
+        half = float(stdtrit(self.count - 1, 0.975)) * self.error
+        return self.mean - half, self.mean + half
+
 
 def estimate(values: Sequence[float]) -> Estimate:
     """The mean and its standard error, from the sample's standard deviation.

@@ -13,9 +13,6 @@ from cplus.studies.scales import Scale
 Spec: TypeAlias = RunSpec | SequenceSpec
 Result: TypeAlias = RunResult | SequenceResult
 
-# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
-_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -39,10 +36,7 @@ class Claim:
     @property
     def interval(self) -> tuple[float, float] | None:
         """The difference's 95 % interval by Student's t; None for fewer than two seeds."""
-        if self.margin is None or self.margin.error is None:
-            return None
-        half = _T95[min(self.margin.count - 1, len(_T95)) - 1] * self.margin.error
-        return self.margin.mean - half, self.margin.mean + half
+        return None if self.margin is None else self.margin.interval
 
     @property
     def verdict(self) -> str:
