@@ -20,7 +20,7 @@ from typing import Any
 from cplus import interfaces, models
 from cplus.config import AdaptConfig
 from cplus.data.examples import Choice, from_row, to_row
-from cplus.evaluate.matched import common_level, rise
+from cplus.evaluation.matched import common_level, rise
 from cplus.files import read_json, read_sealed, write_json, write_text
 from cplus.jobs import adapt, resume
 from cplus.jobs.own import with_own_answers

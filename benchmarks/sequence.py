@@ -21,8 +21,8 @@ import torch
 
 from cplus import models
 from cplus.data.examples import lines
-from cplus.evaluate import estimate
-from cplus.evaluate.sequences import average_accuracy, backward_transfer
+from cplus.evaluation import estimate
+from cplus.evaluation.sequences import average_accuracy, backward_transfer
 from cplus.files import write_text
 from cplus.records import SequenceResult, SequenceSpec, save_sequence
 from cplus.sequence import first_stage, run_sequence

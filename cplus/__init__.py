@@ -6,13 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cplus.api import encode as encode
+    from cplus.api import evaluate as evaluate
+    from cplus.api import probe as probe
+    from cplus.api import read as read
+    from cplus.api import receipt as receipt
     from cplus.attach import Guard as Guard
     from cplus.attach import protect as protect
     from cplus.config import AdaptConfig as AdaptConfig
     from cplus.jobs import adapt as adapt
     from cplus.methods import METHODS as METHODS
     from cplus.methods import Method as Method
-    from cplus.setting import encode as encode
 
 __version__ = "0.1.0"
 
@@ -24,9 +28,25 @@ _HOMES = {
     "protect": "cplus.attach",
     "METHODS": "cplus.methods",
     "Method": "cplus.methods",
-    "encode": "cplus.setting",
+    "encode": "cplus.api",
+    "evaluate": "cplus.api",
+    "probe": "cplus.api",
+    "read": "cplus.api",
+    "receipt": "cplus.api",
 }
-__all__ = ["METHODS", "AdaptConfig", "Guard", "Method", "adapt", "encode", "protect"]
+__all__ = [
+    "METHODS",
+    "AdaptConfig",
+    "Guard",
+    "Method",
+    "adapt",
+    "encode",
+    "evaluate",
+    "probe",
+    "protect",
+    "read",
+    "receipt",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,10 +17,10 @@ from cplus.data.examples import Example
 from cplus.data.split import Split, draw_anchors
 from cplus.diagnostics import AUDITED, OBSERVED, Observation
 from cplus.diagnostics.audit import BUDGETS, Evidences, audit
-from cplus.evaluate import Flip, acquisition, correction, flips, percent, retention, without
-from cplus.evaluate.letters import permuted
-from cplus.evaluate.prior import answer_prior
-from cplus.evaluate.statistics import token_loss
+from cplus.evaluation import Flip, acquisition, correction, flips, percent, retention, without
+from cplus.evaluation.letters import permuted
+from cplus.evaluation.prior import answer_prior
+from cplus.evaluation.statistics import token_loss
 from cplus.experiment.driver import Training, TrainingSettings, begin, build_optimizer, updates_an_epoch
 from cplus.loop import EpochEnded, Event, Prepared, Schedule, epoch_batches
 from cplus.methods import METHODS, Material, Method

@@ -17,9 +17,9 @@ from cplus.adapters import merged
 from cplus.cost import Work, cost_row
 from cplus.data.examples import Example
 from cplus.data.split import Split, draw_anchors, split, stack
-from cplus.evaluate import acquisition, flips, percent, retention
-from cplus.evaluate.outcomes import Flip
-from cplus.evaluate.sequences import average_accuracy, backward_transfer, survival
+from cplus.evaluation import acquisition, flips, percent, retention
+from cplus.evaluation.outcomes import Flip
+from cplus.evaluation.sequences import average_accuracy, backward_transfer, survival
 from cplus.experiment.driver import begin
 from cplus.experiment.material import Kept, material
 from cplus.interfaces import Interface

@@ -6,10 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cplus import interfaces, models
-from cplus.data.encoded import Encoded
 from cplus.data.examples import Choice, Example
 from cplus.data.harness import PREFIX
 from cplus.data.split import Split, draw_mixture
@@ -65,12 +63,6 @@ class Setting:
         """The ids of past questions that also stand in the bank."""
         asked = {input_key(probe, options=False) for probe in self.probes}
         return {example.id for example in self.asked if input_key(example, options=False) in asked}
-
-
-def encode(examples: Sequence[Example], tokenizer: Any, *, interface: str = "freeform") -> list[Encoded]:
-    """Examples as the tokens that training and evidence see."""
-    bound = interfaces.build(interface, tokenizer)
-    return [bound.encode(example) for example in examples]
 
 
 AskOutside = Callable[[models.Loaded, str, RunSpec], Outside]

@@ -24,7 +24,7 @@ from cplus.config import settings as read_settings
 from cplus.data.examples import Choice, Example, FreeForm, Message, from_row, to_row
 from cplus.data.readers import read_file
 from cplus.data.split import load_split, save_split, split
-from cplus.evaluate.judges import is_json
+from cplus.evaluation.judges import is_json
 from cplus.interfaces import Rejected
 from cplus.jobs.checkpoint import Checkpoints
 from cplus.jobs.folder import Folder, asked

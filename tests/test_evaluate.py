@@ -11,14 +11,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cplus import evaluate
+from cplus import evaluation as evaluate
 from cplus.commands.evaluate import evaluate as command
 from cplus.data.examples import Choice, Example, FreeForm, Message
 from cplus.data.readers import read_file
 from cplus.data.split import save_split, split, stack
-from cplus.evaluate import judges, letters, summaries
-from cplus.evaluate.statistics import Rate
-from cplus.evaluate.task import Asked, ask, ask_permuted
+from cplus.evaluation import judges, letters, summaries
+from cplus.evaluation.statistics import Rate
+from cplus.evaluation.task import Asked, ask, ask_permuted
 from cplus.files import read_json
 from cplus.interfaces import build
 from cplus.models import load, save

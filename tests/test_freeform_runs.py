@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from cplus import files, models
+from cplus.api import encode
 from cplus.data.encoded import Encoded
 from cplus.data.examples import FreeForm, Message
-from cplus.evaluate.matched import crossing
+from cplus.evaluation.matched import crossing
 from cplus.interfaces import build
 from cplus.losses import answer_losses
 from cplus.methods import METHODS
@@ -22,7 +23,7 @@ from cplus.parting import part, part_kept
 from cplus.records import RunResult, RunSpec, SequenceSpec, load_result, save_result
 from cplus.run import configured, run
 from cplus.scoring import greedy, log_likelihoods, read_targets, repeated
-from cplus.setting import Setting, ask_outside, encode, material, new_rows, set_up
+from cplus.setting import Setting, ask_outside, material, new_rows, set_up
 from cplus.studies import SCALES, STUDIES, runs_of, work
 from cplus.studies.shape import keeping, margin, matched_rise, over_seeds, pick
 

@@ -10,7 +10,7 @@ from fuzzing import CHOICES, FREE, Target, fuzz, quiet, targets
 from cplus import models, terminal
 from cplus.config import read_yaml
 from cplus.data.examples import fingerprint
-from cplus.evaluate.judges import is_json
+from cplus.evaluation.judges import is_json
 from cplus.files import read_json
 
 INPUTS = 120

@@ -19,7 +19,7 @@ from browser import Browser, browser, executable
 from typer.testing import CliRunner
 
 from cplus import cli
-from cplus.evaluate.statistics import Estimate
+from cplus.evaluation.statistics import Estimate
 from cplus.methods import METHODS
 from cplus.records import RunResult
 from cplus.report.studies import grid

@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 
 from cplus import models, sequence
 from cplus.cli import app, register
-from cplus.evaluate import percent
-from cplus.evaluate.sequences import average_accuracy, backward_transfer, survival
+from cplus.evaluation import percent
+from cplus.evaluation.sequences import average_accuracy, backward_transfer, survival
 from cplus.experiment import driver
 from cplus.experiment.material import Kept, material, refined
 from cplus.files import sha256_file

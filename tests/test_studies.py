@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from cplus import algorithm, attach, cli, evidence, files, models
 from cplus import run as run_module
 from cplus.data.examples import Choice
-from cplus.evaluate.prior import answer_prior
+from cplus.evaluation.prior import answer_prior
 from cplus.methods import METHODS
 from cplus.parting import part
 from cplus.predictions import Prediction

@@ -120,7 +120,7 @@ def row(result: RunResult) -> dict[str, Any]:
 
 def summary(results: Sequence[RunResult]) -> dict[str, dict[str, dict[str, float]]]:
     """Mean and standard error over the seeds, by method."""
-    from cplus.evaluate import estimate
+    from cplus.evaluation import estimate
 
     table: dict[str, dict[str, dict[str, float]]] = {}
     for method in dict.fromkeys(result.spec.method for result in results):
@@ -136,7 +136,7 @@ def show(results: Sequence[RunResult], table: dict[str, dict[str, dict[str, floa
     """The table and the sentence a person reads."""
     from rich.table import Table
 
-    from cplus.evaluate import estimate
+    from cplus.evaluation import estimate
     from cplus.report.figures import label
     from cplus.terminal import output
 

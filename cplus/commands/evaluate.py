@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
-    from cplus.evaluate.task import Asked
+    from cplus.evaluation.task import Asked
     from cplus.models import Loaded
 
 
@@ -49,9 +49,9 @@ def evaluate(
     """Ask a model the questions of one or more tasks and report accuracy, intervals, labels and changes."""
     from cplus import interfaces, models
     from cplus.data import harness
-    from cplus.evaluate import judges
-    from cplus.evaluate.outcomes import average_task_accuracy
-    from cplus.evaluate.task import Asked
+    from cplus.evaluation import judges
+    from cplus.evaluation.outcomes import average_task_accuracy
+    from cplus.evaluation.task import Asked
     from cplus.scoring import fitting
     from cplus.tasks import load_task
     from cplus.terminal import print_json
@@ -103,7 +103,7 @@ def _asked_by_harness(loaded: Loaded, name: str, limit: int | None) -> dict[str,
 def _summary(
     loaded: Loaded, asked: Asked, through: str, permute: bool, before: Path | None, max_new_tokens: int
 ) -> dict[str, Any]:
-    from cplus.evaluate.task import against, ask, ask_permuted
+    from cplus.evaluation.task import against, ask, ask_permuted
 
     if through == "lm-eval":
         from cplus.integrations.lm_eval import ask_harness

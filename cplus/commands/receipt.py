@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from cplus.data.examples import Example
-    from cplus.evaluate.judges import Judge
+    from cplus.evaluation.judges import Judge
     from cplus.predictions import Prediction
     from cplus.report.receipt import ModelId, Receipt, Requirement, RowSet
     from cplus.scoring import Score
@@ -54,7 +54,7 @@ def receipt(
         raise ValueError("expected two models and --data, or --verify and a folder; see 'cplus receipt --help'")
 
     from cplus.config import requirement
-    from cplus.evaluate.judges import judge as judge_of
+    from cplus.evaluation.judges import judge as judge_of
     from cplus.tasks import load_task
 
     asking = Asking(

@@ -9,7 +9,7 @@ from torch import nn
 
 from cplus.data.examples import Choice, to_row
 from cplus.data.harness import MISSING, PREFIX
-from cplus.evaluate import Rate, summaries
+from cplus.evaluation import Rate, summaries
 from cplus.predictions import Prediction
 from cplus.scoring.likelihoods import Score
 from cplus.scoring.predict import chosen
@@ -17,7 +17,7 @@ from cplus.scoring.predict import chosen
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from cplus.evaluate.task import Asked
+    from cplus.evaluation.task import Asked
 
 
 def harness(model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, batch_size: int = 16) -> Any:

@@ -11,7 +11,7 @@ from cplus import files, models
 from cplus.config import AdaptConfig
 from cplus.data.examples import lines
 from cplus.diagnostics.gateshares import layer_shares
-from cplus.evaluate import Rate
+from cplus.evaluation import Rate
 from cplus.experiment.driver import Training
 from cplus.jobs import banks
 from cplus.jobs.folder import Folder, asked, begin, check_free, claimed

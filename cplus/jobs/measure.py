@@ -14,10 +14,10 @@ from cplus import files, predictions
 from cplus.config import AdaptConfig
 from cplus.data.encoded import Encoded
 from cplus.data.examples import fingerprint
-from cplus.evaluate import acquisition, flips, retention
-from cplus.evaluate.judges import judge
-from cplus.evaluate.outcomes import Flip
-from cplus.evaluate.statistics import token_loss
+from cplus.evaluation import acquisition, flips, retention
+from cplus.evaluation.judges import judge
+from cplus.evaluation.outcomes import Flip
+from cplus.evaluation.statistics import token_loss
 from cplus.evidence import MAX_TOKENS, batched
 from cplus.jobs.rows import Group
 from cplus.losses import target_logits

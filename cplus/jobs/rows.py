@@ -189,7 +189,7 @@ def _external(config: AdaptConfig, task: Task, base: Loaded) -> Group:
 
 def _parted(config: AdaptConfig, task: Task, base: Loaded) -> Rows:
     """The base model's right and wrong rows, asked once a model, task and machine."""
-    from cplus.evaluate.judges import judge
+    from cplus.evaluation.judges import judge
 
     whole = group_of(config, task, base, name=task.name, part="external")
     if not whole.closed:

@@ -7,8 +7,8 @@ from itertools import takewhile
 from typing import Any
 
 from cplus import files
-from cplus.evaluate.outcomes import Kind
-from cplus.evaluate.sequences import average_accuracy, backward_transfer, lifetime, survival
+from cplus.evaluation.outcomes import Kind
+from cplus.evaluation.sequences import average_accuracy, backward_transfer, lifetime, survival
 from cplus.ledger.chain import Ledger, Stage
 from cplus.report.receipt import RowSet, read_receipt
 

@@ -1,7 +1,7 @@
 """Models by name, as values that know what they are."""
 
 from cplus.models.identity import fingerprint
-from cplus.models.loading import ALIASES, Loaded, as_dtype, choose_device, computing, load, resolve, save, window
+from cplus.models.loading import ALIASES, Loaded, as_dtype, choose_device, computing, load, of, resolve, save, window
 from cplus.models.presets import PRESETS, Preset
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "computing",
     "fingerprint",
     "load",
+    "of",
     "resolve",
     "save",
     "window",

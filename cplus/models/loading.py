@@ -86,6 +86,20 @@ def load(
     )
 
 
+def of(model: Any, tokenizer: Any) -> Loaded:
+    """A model that is loaded already, with what this package wants to know of it."""
+    named = getattr(model.config, "_name_or_path", "") or type(model).__name__
+    device = next(model.parameters()).device
+    return Loaded(
+        name=str(named),
+        model=model,
+        tokenizer=tokenizer,
+        fingerprint=fingerprint(model),
+        device=device,
+        window=window(model),
+    )
+
+
 def resolve(name: str) -> Path | str:
     """Where a name leads: a folder on this machine, or a hub id."""
     path = Path(name).expanduser()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any
 
-from cplus.evaluate.matched import common_level, rise
+from cplus.evaluation.matched import common_level, rise
 from cplus.report.figures import COLOURS, OTHER, label
 
 if TYPE_CHECKING:

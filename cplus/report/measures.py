@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cplus.evaluate.letters import acquisition_by_label, macro, retention_by_label
-from cplus.evaluate.outcomes import Flip, Kind, acquisition, retention
-from cplus.evaluate.statistics import Rate, estimate, mcnemar, share
+from cplus.evaluation.letters import acquisition_by_label, macro, retention_by_label
+from cplus.evaluation.outcomes import Flip, Kind, acquisition, retention
+from cplus.evaluation.statistics import Rate, estimate, mcnemar, share
 from cplus.report.curves import matched
 
 if TYPE_CHECKING:

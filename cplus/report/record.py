@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from cplus import files
-from cplus.evaluate.outcomes import Kind
+from cplus.evaluation.outcomes import Kind
 from cplus.report.measures import figures
 
 SCHEMA = 1

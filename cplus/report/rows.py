@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 
 from cplus.data.examples import Choice, Example
-from cplus.evaluate.outcomes import Kind, flips
+from cplus.evaluation.outcomes import Kind, flips
 from cplus.predictions import Prediction
 from cplus.report.record import Row
 

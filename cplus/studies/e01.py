@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from cplus.evaluate import recovery
-from cplus.evaluate.statistics import Estimate, estimate
+from cplus.evaluation import recovery
+from cplus.evaluation.statistics import Estimate, estimate
 from cplus.records import RunResult, RunSpec
 from cplus.studies.estimates import PARAMETERS
 from cplus.studies.scales import BASELINES, MAIN, SCARCE, Scale, family

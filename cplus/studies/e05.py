@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from cplus.evaluate.statistics import Estimate, estimate
+from cplus.evaluation.statistics import Estimate, estimate
 from cplus.records import SequenceResult, SequenceSpec
 from cplus.studies.scales import Scale, seedless
 from cplus.studies.shape import Seed, difference, seed_of, sequences, shown

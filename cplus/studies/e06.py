@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cplus.evaluate.statistics import Estimate, estimate
+from cplus.evaluation.statistics import Estimate, estimate
 from cplus.records import RunResult, RunSpec
 from cplus.studies.scales import Scale
 from cplus.studies.shape import above, margin, over_seeds, pick, retained, seed_of, shown, single, table

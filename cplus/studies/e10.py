@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cplus.evaluate.statistics import estimate
+from cplus.evaluation.statistics import estimate
 from cplus.records import RunResult, RunSpec
 from cplus.studies.scales import Scale
 from cplus.studies.shape import KEPT_AND_LEARNED, Seed, above, difference, pick, shown, single, table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cplus.evaluate.matched import Look, common_level, crossing
+from cplus.evaluation.matched import Look, common_level, crossing
 from cplus.records import RunResult, RunSpec
 from cplus.studies.scales import Scale
 from cplus.studies.shape import Figure, above, margin, over_seeds, pick, retained, shown, single, table

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from cplus.evaluate.matched import Look, common_level, rise
-from cplus.evaluate.statistics import Estimate, estimate
+from cplus.evaluation.matched import Look, common_level, rise
+from cplus.evaluation.statistics import Estimate, estimate
 from cplus.records import RunResult, SequenceResult
 from cplus.studies.scales import seedless
 from cplus.studies.study import Claim, Result, Row

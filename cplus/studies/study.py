@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
-from cplus.evaluate.statistics import Estimate
+from cplus.evaluation.statistics import Estimate
 from cplus.records import RunResult, RunSpec, SequenceResult, SequenceSpec
 from cplus.studies.scales import Scale
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cplus.evaluate.statistics import Estimate
+from cplus.evaluation.statistics import Estimate
 from cplus.records import RunResult
 from cplus.report.studies.collected import Answered, Collected
 from cplus.report.studies.drawing import method_name, size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cplus.evaluate.statistics import Estimate, estimate
+from cplus.evaluation.statistics import Estimate, estimate
 from cplus.records import RunResult, RunSpec
 from cplus.report.studies import outside
 from cplus.report.studies.collected import Collected

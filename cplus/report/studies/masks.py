@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cplus.evaluate.statistics import Estimate, estimate
+from cplus.evaluation.statistics import Estimate, estimate
 from cplus.records import RunResult
 from cplus.report.studies.collected import Collected
 from cplus.report.studies.drawing import Picture, Points, budgets, counted, empty, heat, legend, line, lines, sheet

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cplus.evaluate.statistics import Estimate
+from cplus.evaluation.statistics import Estimate
 from cplus.records import RunResult
 from cplus.report.studies.collected import Collected
 from cplus.report.studies.drawing import INK, Picture, counted, empty, legend, look, method_name, sheet

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from cplus.evaluate.statistics import Estimate
+from cplus.evaluation.statistics import Estimate
 from cplus.records import RunResult
 from cplus.report.figures import OTHER
 from cplus.report.studies.collected import Collected

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cplus.evaluate.statistics import Estimate, estimate
+from cplus.evaluation.statistics import Estimate, estimate
 from cplus.records import RunResult
 from cplus.report.studies.collected import Collected
 from cplus.report.studies.drawing import counted, method_name

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
-from cplus.evaluate.statistics import Rate, share
+from cplus.evaluation.statistics import Rate, share
 from cplus.predictions import Prediction
 
 Kind: TypeAlias = Literal["kept", "lost", "gained", "still_wrong"]

@@ -1,6 +1,6 @@
 """What was kept, lost and learned: pure functions of predictions, without torch. `evaluate.task` asks a model."""
 
-from cplus.evaluate.outcomes import (
+from cplus.evaluation.outcomes import (
     Flip,
     acquisition,
     average_task_accuracy,
@@ -11,7 +11,7 @@ from cplus.evaluate.outcomes import (
     retention,
     without,
 )
-from cplus.evaluate.statistics import Estimate, Rate, estimate, mcnemar
+from cplus.evaluation.statistics import Estimate, Rate, estimate, mcnemar
 
 __all__ = [
     "Estimate",

@@ -12,9 +12,9 @@ from torch import nn
 
 from cplus import predictions as stored
 from cplus.data.examples import Choice, Example, fingerprint
-from cplus.evaluate import letters, summaries
-from cplus.evaluate.judges import Judge
-from cplus.evaluate.outcomes import flips
+from cplus.evaluation import letters, summaries
+from cplus.evaluation.judges import Judge
+from cplus.evaluation.outcomes import flips
 from cplus.files import read_json
 from cplus.interfaces import Interface
 from cplus.predictions import Prediction

@@ -8,7 +8,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from cplus.data.examples import Choice, Example
-from cplus.evaluate.statistics import Rate
+from cplus.evaluation.statistics import Rate
 from cplus.predictions import Prediction
 
 

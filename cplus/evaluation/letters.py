@@ -14,8 +14,8 @@ from string import ascii_uppercase
 from typing import Any
 
 from cplus.data.examples import Choice, Example
-from cplus.evaluate.outcomes import Flip, Kind, acquisition, retention
-from cplus.evaluate.statistics import Rate, share
+from cplus.evaluation.outcomes import Flip, Kind, acquisition, retention
+from cplus.evaluation.statistics import Rate, share
 from cplus.predictions import Prediction
 
 

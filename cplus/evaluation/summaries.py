@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from cplus.data.examples import Choice, Example
-from cplus.evaluate import letters
-from cplus.evaluate.outcomes import Flip, acquisition, retention
-from cplus.evaluate.statistics import Rate, mcnemar, share
+from cplus.evaluation import letters
+from cplus.evaluation.outcomes import Flip, acquisition, retention
+from cplus.evaluation.statistics import Rate, mcnemar, share
 from cplus.predictions import Prediction
 
 
