@@ -59,7 +59,6 @@ ROWS = {
     "native-2": Row(threads=2),
     "avx2-1": Row(threads=1, instructions={"ATEN_CPU_CAPABILITY": "avx2"}),
     "default-1": Row(threads=1, instructions={"ATEN_CPU_CAPABILITY": "default"}),
-    "default-2": Row(threads=2, instructions={"ATEN_CPU_CAPABILITY": "default"}),
     "onednn-avx2-1": Row(threads=1, instructions={"ONEDNN_MAX_CPU_ISA": "AVX2"}),
 }
 

@@ -167,6 +167,26 @@ def tiny_llama(make_tiny: Callable[[str], Tiny]) -> Tiny:
 
 
 @pytest.fixture(scope="session")
+def smoke_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """All studies' results at smoke scale and their cache; test processes share the runs out among them."""
+    from cplus.studies import SCALES, STUDIES, runs_of
+    from cplus.studies.runner import here, perform
+
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    out, cache = base / "smoke-results", base / "smoke-cache"
+    specs = list(dict.fromkeys(spec for study in STUDIES.values() for spec in runs_of(study, SCALES["smoke"])))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CPLUS_CACHE", str(cache))
+        assert [ended.failed for ended in perform(specs, out / "smoke", here) if ended.failed] == []
+    torch.set_num_threads(threads)
+    assert len(list((out / "smoke").glob("*.json"))) == len(specs)
+    return out, cache
+
+
+@pytest.fixture(scope="session")
 def data_dir() -> Path:
     """The folder of benchmark data, or a skip that says how to give one."""
     beside = Path(__file__).resolve().parents[2] / "shared" / "data"

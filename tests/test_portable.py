@@ -38,7 +38,7 @@ def test_a_row_that_allows_all_the_processor_has_repeats_a_native_one(
 ) -> None:
     monkeypatch.setattr(portable, "capability", lambda row: found)
     assert [portable.twin(name) for name in ("avx2-1", "onednn-avx2-1")] == [same, same]
-    assert [portable.twin(name) for name in ("native-1", "native-2", "default-1", "default-2")] == [None] * 4
+    assert [portable.twin(name) for name in ("native-1", "native-2", "default-1")] == [None] * 3
 
 
 def test_a_failure_is_named_and_a_row_that_ended_is_not_run_again(

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 from browser import Browser, browser, executable
 from typer.testing import CliRunner
 
@@ -29,7 +26,6 @@ from cplus.report.studies.collected import collect
 from cplus.report.studies.drawing import inline, line, sheet
 from cplus.report.studies.readme import between, markdown
 from cplus.studies import SCALES, STUDIES, runs_of, store
-from cplus.studies.runner import here, perform
 
 ROOT = Path(__file__).parent.parent
 DESK = ROOT / "results" / "desk"
@@ -69,16 +65,9 @@ LABELS = [
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(smoke_results: tuple[Path, Path]) -> Path:
     """All studies' results at smoke scale."""
-    out = tmp_path_factory.mktemp("results") / "smoke"
-    specs = list(dict.fromkeys(spec for study in STUDIES.values() for spec in runs_of(study, SMOKE)))
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with mock.patch.dict(os.environ, {"CPLUS_CACHE": str(tmp_path_factory.mktemp("cache"))}):
-        assert [ended.failed for ended in perform(specs, out, here) if ended.failed] == []
-    torch.set_num_threads(before)
-    return out
+    return smoke_results[0] / "smoke"
 
 
 @pytest.fixture(scope="module")

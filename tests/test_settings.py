@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import tiny
 import toyjob
 from test_adapt import same, train
+from torch import nn
 
 from cplus.config import AdaptConfig
 from cplus.jobs.ready import row_of
@@ -35,17 +37,21 @@ USES = {
 BANK_USERS = FROM_BANK | {"probe-replay", "anchor-probe-replay", "ssr"}
 
 
-@pytest.mark.parametrize("setting", VALUES)
+@cache
+def plain(name: str) -> nn.Module:
+    """The row trained as it is."""
+    return train(METHODS[name], "adamw", tiny.material())[0]
+
+
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("setting", VALUES)
 def test_a_setting_acts_or_is_refused(name: str, setting: str) -> None:
     row, given = METHODS[name], {setting: VALUES[setting]}
     if name not in USES[setting]:
         with pytest.raises(ValueError, match=f"method '{name}' has no use for {setting}: .*; leave it out, or choose"):
             configured(row, **given)
         return
-    changed = configured(row, **given)
-    material = tiny.material()
-    assert not same(train(row, "adamw", material)[0], train(changed, "adamw", material)[0])
+    assert not same(plain(name), train(configured(row, **given), "adamw", tiny.material())[0])
 
 
 @pytest.mark.parametrize("setting", VALUES)

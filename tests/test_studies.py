@@ -26,6 +26,7 @@ from cplus import algorithm, attach, cli, evidence, files, models
 from cplus import run as run_module
 from cplus.data.examples import Choice
 from cplus.evaluation.prior import answer_prior
+from cplus.experiment.driver import build_scheduler
 from cplus.methods import METHODS
 from cplus.parting import part
 from cplus.predictions import Prediction
@@ -62,9 +63,9 @@ STRESS = runs_of(STUDIES["e08"], SMOKE)
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def cache(smoke_results: tuple[Path, Path]) -> Iterator[Path]:
     """Banks and splits of these tests, apart from the user's."""
-    folder = tmp_path_factory.mktemp("cache")
+    folder = smoke_results[1]
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with mock.patch.dict(os.environ, {"CPLUS_CACHE": str(folder)}):
@@ -73,13 +74,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def results(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(smoke_results: tuple[Path, Path], cache: Path) -> Path:
     """All studies' results at smoke scale."""
-    out = tmp_path_factory.mktemp("results")
-    ended = list(perform(ALL, out / "smoke", here))
-    assert [e.failed for e in ended if e.failed] == []
-    assert len(ended) == len(ALL)
-    return out
+    return smoke_results[0]
 
 
 @pytest.fixture
@@ -441,15 +438,15 @@ def test_a_gentle_start_is_measured_where_the_rows_are_first_known() -> None:
 def test_the_rate_rises_over_the_share_of_updates_that_the_spec_says() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     spec = SMOKE.at(method="sft", warmup=0.5, epochs=2, batch_size=2)
-    schedule = run_module._rising(optimizer, spec, new=3)  # two updates an epoch, two of four rise
-    assert schedule is not None
+    settings = run_module.training_settings(spec, 3)
+    schedule = build_scheduler(settings, optimizer, 3)  # two updates an epoch, two of four rise
     rates = []
     for _ in range(4):
         rates.append(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
     assert rates == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0])
-    assert run_module._rising(optimizer, SMOKE.at(method="sft"), new=3) is None
+    assert run_module.training_settings(SMOKE.at(method="sft"), 3).warmup == 0
 
 
 def test_the_prior_is_told_from_knowledge() -> None:
