@@ -2,7 +2,8 @@
 
 One row is one run of all tests with other instructions or another number of threads. A row that has ended for this
 commit is not run again, so that an interrupted matrix resumes with the same command. Exit code 1 where a row is red.
-The result is written after each row; after a whole matrix the table goes into `docs/robustness.md`.
+Rows are kept in `runs/portable.json` as they end; a whole matrix goes into `benchmarks/results/` and into the table of
+`docs/robustness.md`.
 
 An `ONEDNN_MAX_CPU_ISA` or `ATEN_CPU_CAPABILITY` that allows all the processor has changes nothing: each row says which
 instructions torch chose, and one that repeats a native row instruction by instruction is filled in from it (`--fresh`
@@ -179,6 +180,13 @@ def between(page: str) -> str:
     return page.partition(BEGIN)[2].partition(END)[0]
 
 
+def publish(record: Mapping[str, Any]) -> None:
+    """Write a whole matrix where it is committed: the record, and its table on the page."""
+    write_json(OUT, record)
+    page = PAGE.read_text(encoding="utf-8")
+    write_text(PAGE, page.replace(BEGIN + between(page) + END, BEGIN + section(record) + END))
+
+
 def machine() -> dict[str, Any]:
     """Where the matrix was run."""
     from importlib.metadata import version
@@ -191,10 +199,10 @@ def main() -> int:
     options = argparse.ArgumentParser(description="Run the suite under other arithmetic.")
     options.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
     options.add_argument("--tests", nargs="+", default=[], metavar="PATH", help="some tests instead of all")
-    options.add_argument("--out", type=Path, help="the record; with --tests runs/portable.json, else results/")
+    options.add_argument("--out", type=Path, help="the record; else under runs/")
     options.add_argument("--fresh", action="store_true", help="run rows again that have ended for this commit")
     asked = options.parse_args()
-    out = asked.out or (ROOT / "runs" / "portable.json" if asked.tests else OUT)
+    out = asked.out or ROOT / "runs" / ("portable-some.json" if asked.tests else "portable.json")
     here = {"commit": commit(), "tests": asked.tests}
     old = read_json(out)["rows"] if out.exists() else {}
     rows = {name: own for name, own in old.items() if own["tests"] == asked.tests and name in ROWS}
@@ -217,9 +225,8 @@ def main() -> int:
         verdict = "green" if green(rows[name]) else "RED"
         print(f"{name}: {verdict}, {rows[name]['passed']} passed, {rows[name]['failed']} failed", flush=True)
     print(table(rows))
-    if not asked.tests and out == OUT and set(rows) == set(ROWS):
-        page = PAGE.read_text(encoding="utf-8")
-        write_text(PAGE, page.replace(BEGIN + between(page) + END, BEGIN + section(read_json(out)) + END))
+    if not asked.tests and asked.out is None and set(rows) == set(ROWS):
+        publish(read_json(out))
     return 0 if all(green(rows[name]) for name in asked.only) else 1
 
 
