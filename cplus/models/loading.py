@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +76,7 @@ def load(
             f"expected a complete checkpoint of {type(model).__name__}"
         )
     model.to(target).eval()
-    return Loaded(
-        name=str(name),
-        model=model,
-        tokenizer=tokenizer,
-        fingerprint=fingerprint(model),
-        device=target,
-        window=window(model),
-    )
+    return replace(of(model, tokenizer), name=str(name), device=target)
 
 
 def of(model: Any, tokenizer: Any) -> Loaded:
