@@ -13,7 +13,7 @@ from typing import Any
 from fuzzing import Target, fuzz, quiet, targets
 
 from cplus import files, models
-from cplus.records import environment
+from cplus.experiment.record import environment
 
 
 def searched(target: Target, inputs: int, seed: int) -> dict[str, Any]:

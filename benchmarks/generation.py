@@ -16,10 +16,10 @@ from transformers import StoppingCriteria
 
 from cplus import interfaces, models
 from cplus.data.examples import Example
+from cplus.data.tasks import load_task
 from cplus.probes.engine import Request, Sampling, request_seed
 from cplus.probes.local import LocalEngine
 from cplus.probes.settings import MAX_NEW_TOKENS, Settings, plan
-from cplus.tasks import load_task
 
 
 def requests(interface: interfaces.Interface, anchors: list[Example], count: int) -> list[Request]:

@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from cplus import interfaces, models
-from cplus.config import AdaptConfig
 from cplus.data.examples import Choice, from_row, to_row
+from cplus.data.tasks import load_task
 from cplus.evaluation.matched import common_level, rise
+from cplus.experiment.settings import AdaptConfig
 from cplus.files import read_json, read_sealed, write_json, write_text
-from cplus.jobs import adapt, resume
-from cplus.jobs.own import with_own_answers
-from cplus.jobs.rows import Group
+from cplus.job import adapt, resume
+from cplus.job.own import with_own_answers
+from cplus.job.rows import Group
 from cplus.methods import METHODS
-from cplus.report.figures import COLOURS, label, new_figure, save
-from cplus.report.receipt import read_receipt
-from cplus.report.record import Point
-from cplus.tasks import load_task
+from cplus.plotting import COLOURS, label, new_figure, save
+from cplus.receipts.contents import Point
+from cplus.receipts.receipt import read_receipt
 from cplus.terminal import console, print_json
 
 MODEL = "smollm2-135m"

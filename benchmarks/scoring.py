@@ -16,12 +16,12 @@ import torch
 
 from cplus.data.encoded import shared_prefix
 from cplus.data.examples import Example
+from cplus.data.predictions import Prediction
+from cplus.data.tasks import load_task
 from cplus.interfaces import Interface, build
 from cplus.models import load
-from cplus.predictions import Prediction
 from cplus.scoring import predict
 from cplus.scoring.packed import Row
-from cplus.tasks import load_task
 from cplus.terminal import output, print_json, track
 
 BARS = {"cloze": 3.0, "letter": 1.6}

@@ -23,9 +23,9 @@ from cplus import models
 from cplus.data.examples import lines
 from cplus.evaluation import estimate
 from cplus.evaluation.sequences import average_accuracy, backward_transfer
+from cplus.experiment.record import SequenceResult, SequenceSpec, save_sequence
+from cplus.experiment.sequence import first_stage, run_sequence
 from cplus.files import write_text
-from cplus.records import SequenceResult, SequenceSpec, save_sequence
-from cplus.sequence import first_stage, run_sequence
 from cplus.toy import world
 
 DOMAINS = ("harbours", "craftsmen", "plants")

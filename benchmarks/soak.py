@@ -21,10 +21,10 @@ import torch
 
 from cplus import files, interfaces, models
 from cplus.experiment.driver import Training, TrainingSettings, begin
-from cplus.jobs.checkpoint import Checkpoints
+from cplus.experiment.record import environment
+from cplus.job.checkpoint import Checkpoints
 from cplus.loop import EpochEnded
 from cplus.methods import METHODS, Material, Past
-from cplus.records import environment
 from cplus.scoring import predict
 from cplus.toy import world
 

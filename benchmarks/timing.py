@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from cplus.experiment.record import environment
 from cplus.files import write_json
-from cplus.records import environment
 from cplus.terminal import console, print_json
 
 

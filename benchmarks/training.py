@@ -22,13 +22,13 @@ from torch.nn import functional as F
 from cplus import METHODS, interfaces, models
 from cplus.attach import Guard
 from cplus.data.encoded import Encoded, shared_prefix
+from cplus.data.tasks import load_task
 from cplus.evidence import MeanGradient, Source, borrowed_gradients, take_gradients
 from cplus.gates import Collaborative
 from cplus.loop import Event, Refreshed, Schedule, adapt, prepare
 from cplus.losses import answer_losses
 from cplus.methods import Material, Past
 from cplus.optim import AdamW
-from cplus.tasks import load_task
 from cplus.terminal import console
 
 OPTIONS = {"lr": 1e-6, "weight_decay": 0.1}

@@ -13,9 +13,9 @@ from cplus.data.examples import Example
 from cplus.data.readers import to_examples
 
 if TYPE_CHECKING:
-    from cplus.predictions import Prediction
+    from cplus.data.predictions import Prediction
     from cplus.probes.bank import Bank
-    from cplus.report.record import Receipt
+    from cplus.receipts.contents import Receipt
 
 Rows: TypeAlias = "str | Path | Iterable[Example | Mapping[str, Any]]"
 """A file, the name of a task, or rows: examples, or plain dictionaries such as a line of JSONL holds."""
@@ -28,7 +28,7 @@ def read(rows: Rows) -> list[Example]:
     '4'
     """
     if isinstance(rows, str | Path):
-        from cplus.tasks import load_task
+        from cplus.data.tasks import load_task
 
         return list(load_task(str(rows)).examples)
     listed = list(rows)
@@ -125,6 +125,6 @@ def evaluating(model: Any) -> Iterator[None]:
 
 def receipt(folder: str | Path) -> Receipt:
     """The receipt of a finished job, refused if it was altered."""
-    from cplus.report.receipt import read_receipt
+    from cplus.receipts.receipt import read_receipt
 
     return read_receipt(Path(folder))

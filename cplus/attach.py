@@ -17,11 +17,11 @@ from cplus import algorithm, kernels
 from cplus.data.encoded import Encoded
 from cplus.evidence import Evidence, MeanGradient, Reference, Source, memory_of, named
 from cplus.gates import Average, Collaborative, Gate, Proposal
+from cplus.health import ZERO_EVIDENCE
 from cplus.kernels import Signs
 from cplus.optim import AdamW, Armed
 from cplus.ranks import Layout, layout, local
 from cplus.support import bare, check_engine, check_supported, trainable, unwrapped
-from cplus.watch import ZERO_EVIDENCE
 
 Projection: TypeAlias = Callable[[Sequence[Tensor], Sequence[Sequence[Tensor]]], None]
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]

@@ -12,15 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from cplus.cost import Work
-from cplus.data.encoded import Encoded, length_sorted_batches
+from cplus.data.batching import MAX_TOKENS, batched, like_length, measured
+from cplus.data.encoded import Encoded
 from cplus.losses import answer_losses, shared_losses, target_logits
 from cplus.projections import dot, orthonormal
 from cplus.ranks import Layout, layout, local
 
 Losses = Callable[[nn.Module, Sequence[Encoded]], Tensor]
-MAX_TOKENS = 2048  # padded tokens in one pass; a bound on memory that never changes the gradient
-MAX_ROWS = 256
-MAX_PADDING = 128  # tokens of padding in one pass; beyond, another pass is cheaper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,28 +283,11 @@ def example_losses(model: nn.Module, rows: Sequence[Encoded]) -> list[float]:
     """Every row's own loss, in the order of the rows, in evaluation mode."""
     losses, training = [0.0] * len(rows), model.training
     model.eval()
-    for batch in _like(rows, MAX_TOKENS):
+    for batch in like_length(rows, MAX_TOKENS):
         for i, loss in zip(batch, answer_losses(model, [rows[i] for i in batch]).tolist(), strict=True):
             losses[i] = loss
     model.train(training)
     return losses
-
-
-def measured(batch: Sequence[Encoded]) -> Work:
-    """The work of one forward and backward pass over a padded batch."""
-    return Work(rows=len(batch), tokens=sum(map(len, batch)), padded=len(batch) * max(map(len, batch)))
-
-
-def batched(rows: Sequence[Encoded], max_tokens: int) -> Iterator[list[Encoded]]:
-    """Rows in batches of like length."""
-    for batch in _like(rows, max_tokens):
-        yield [rows[i] for i in batch]
-
-
-def _like(rows: Sequence[Encoded], max_tokens: int) -> Iterator[list[int]]:
-    return length_sorted_batches(
-        [len(r) for r in rows], max_tokens=max_tokens, max_rows=MAX_ROWS, max_padding=MAX_PADDING
-    )
 
 
 def dealt(
@@ -318,9 +299,9 @@ def dealt(
     part in, so one that has fewer rows must join in.
     """
     shares = [seen[rank :: where.world] for rank in range(where.world)]
-    passes = max(sum(1 for _ in _like([row for _, row in share], max_tokens)) for share in shares)
+    passes = max(sum(1 for _ in like_length([row for _, row in share], max_tokens)) for share in shares)
     own = shares[where.rank]
-    batches = [[own[i] for i in batch] for batch in _like([row for _, row in own], max_tokens)]
+    batches = [[own[i] for i in batch] for batch in like_length([row for _, row in own], max_tokens)]
     for batch in batches:
         yield batch, 1.0
     for _ in range(passes - len(batches)):

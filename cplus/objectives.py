@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from cplus.cost import Work
+from cplus.data.batching import batched, measured
 from cplus.data.encoded import Encoded
 
 if TYPE_CHECKING:  # the table of methods is read without torch
@@ -48,10 +49,8 @@ def mean_backward(
     weight: float = 1.0,
 ) -> tuple[float, Work]:
     """Add the gradient of `weight` times the rows' mean loss, in passes of bounded memory."""
-    from cplus.evidence import MAX_TOKENS, batched, measured
-
     total, work = 0.0, Work()
-    for part in batched(rows, MAX_TOKENS):
+    for part in batched(rows):
         loss = losses(model, part).sum() * (weight / len(rows))
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())

@@ -10,10 +10,10 @@ from typing import Any
 from cplus import interfaces, models
 from cplus.data.encoded import Encoded
 from cplus.data.examples import Example
+from cplus.data.tasks import load_task
 from cplus.probes.generate import write_probes
 from cplus.probes.settings import Settings
 from cplus.scoring import predict
-from cplus.tasks import load_task
 
 
 @dataclass(frozen=True, kw_only=True)

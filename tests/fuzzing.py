@@ -19,22 +19,23 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from cplus import files, interfaces, terminal
-from cplus.config import AdaptConfig, read_yaml, requirement
-from cplus.config import settings as read_settings
 from cplus.data.examples import Choice, Example, FreeForm, Message, from_row, to_row
+from cplus.data.predictions import Prediction
 from cplus.data.readers import read_file
 from cplus.data.split import load_split, save_split, split
 from cplus.evaluation.judges import is_json
+from cplus.experiment.record import RunResult, RunSpec, load_result, save_result
+from cplus.experiment.settings import AdaptConfig, read_yaml, requirement
+from cplus.experiment.settings import settings as read_settings
 from cplus.interfaces import Rejected
-from cplus.jobs.checkpoint import Checkpoints
-from cplus.jobs.folder import Folder, asked
+from cplus.job.checkpoint import Checkpoints
+from cplus.job.folder import Folder, asked
 from cplus.models.gguf import _pre_tokenizer
-from cplus.predictions import Prediction
 from cplus.probes.bank import Bank, Probe, seal
 from cplus.probes.build import _block_from_entry
 from cplus.probes.journal import open_journal
-from cplus.records import RunResult, RunSpec, load_result, save_result
-from cplus.report.record import ModelId, Receipt, Row, RowSet
+from cplus.receipts.contents import ModelId, Receipt, Row, RowSet
+from cplus.receipts.record import from_json, to_json
 
 MADE = 5_000
 CHUNK = 5_000  # hypothesis remembers what it tried; a new search now and then keeps that small
@@ -303,12 +304,12 @@ def _receipt_target() -> Target:
     model = ModelId(name="toy", fingerprint="0" * 64)
     sets = (RowSet(name="past", kind="retention", interface="cloze", rows=(row,)),)
     receipt = Receipt(title="t", created="2026-01-01", before=model, after=model, sets=sets)
-    whole = json.dumps(receipt.to_json()).encode()
+    whole = json.dumps(to_json(receipt)).encode()
 
     def check(value: bytes) -> str:
         def read() -> None:
             # Equal receipts may be written as other bytes: a blank, or a key given twice.
-            assert Receipt.from_json(json.loads(value)) == receipt, "an altered receipt was accepted"
+            assert from_json(json.loads(value)) == receipt, "an altered receipt was accepted"
 
         try:
             json.loads(value)

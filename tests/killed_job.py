@@ -21,9 +21,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from toyjob import asked, write_files
 from transformers import PreTrainedTokenizerBase
 
-from cplus import evidence, jobs, models
-from cplus.jobs import measure
-from cplus.jobs.folder import Folder
+from cplus import evidence, models
+from cplus import job as jobs
+from cplus.job import measure
+from cplus.job.folder import Folder
 from cplus.probes import build
 
 Patch = Callable[[random.Random], None]

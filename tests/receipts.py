@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from cplus.report.receipt import (
+from cplus.receipts.receipt import (
     BankAudit,
     GateShare,
     ModelId,

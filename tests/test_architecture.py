@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -14,60 +15,20 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "cplus"
 
-# A module imports only from lower layers, or from its own package. The longest matching name counts.
 LAYERS = {
-    "algorithm": 0,
-    "files": 0,
-    "locks": 0,
-    "watch": 0,
-    "imports": 0,
-    "terminal": 0,
-    "cost": 0,
-    "ranks": 0,
-    "predictions": 0,
-    "records": 0.5,
-    "native": 0.4,
-    "kernels": 0.5,
-    "optim": 0.6,
-    "data": 1,
-    "projections": 1,
-    "adapters": 1,
-    "losses": 1.2,
-    "interfaces": 1.2,
-    "gates": 1.2,
-    "toy": 1.3,
-    "evaluation": 1.3,
-    "evaluation.task": 2.4,
-    "report": 1.4,
-    "models": 1.5,
-    "tasks": 1.6,
-    "scoring": 2,
-    "evidence": 2,
-    "support": 2,
-    "attach": 2.2,
-    "objectives": 2.2,
-    "probes": 2.5,
-    "methods": 3,
-    "selection": 3.1,
-    "loop": 3.2,
-    "diagnostics": 3.4,
-    "costs": 3.4,
-    "integrations": 3.4,
-    "config": 4,
-    "experiment": 4.5,
-    "parting": 4.8,
-    "setting": 4.9,
-    "run": 5,
-    "sequence": 5.1,
-    "jobs": 5.2,
-    "api": 5.2,
-    "ledger": 5.3,
-    "studies": 5.4,
-    "report.studies": 5.5,
-    "commands": 6,
-    "cli": 7,
-    "__main__": 8,
+    "foundation": "algorithm cost files health imports locks terminal",
+    "rows": "data interfaces toy",
+    "gate": "adapters attach evidence gates kernels losses native optim projections ranks support",
+    "models": "evaluation models scoring toy.pretrain",
+    "methods": "loop methods objectives selection",
+    "probes": "probes",
+    "tools": "diagnostics integrations plotting receipts",
+    "engine": "experiment",
+    "products": "api job ledger studies",
+    "entry": "__main__ cli commands",
 }
+"""Lowest first. A module imports from its own layer or a lower one; a longer name counts before a shorter one."""
+LEVELS = {name: level for level, names in enumerate(LAYERS.values()) for name in names.split()}
 FACADE = "__init__"
 
 
@@ -76,38 +37,56 @@ def modules() -> list[tuple[str, Path]]:
 
 
 def imports(path: Path) -> set[str]:
-    """Names of cplus modules imported anywhere in the file, `cplus.` dropped."""
-    found = set()
+    """The cplus modules that a file imports anywhere, inside functions and for types alone included."""
+    known, found = dict(modules()), set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "cplus":
-            names = [node.module.removeprefix("cplus").removeprefix(".")]
-            found |= {n or alias.name for n in names for alias in node.names}
+            package = node.module.removeprefix("cplus").removeprefix(".")
+            for alias in node.names:
+                inner = f"{package}.{alias.name}".removeprefix(".")
+                found.add(inner if inner in known or f"{inner}.__init__" in known else package)
         if isinstance(node, ast.Import):
             found |= {a.name.removeprefix("cplus.") for a in node.names if a.name.startswith("cplus.")}
-    return found
+    return {f"{name}.__init__" if f"{name}.__init__" in known else name for name in found if name}
 
 
-def layer(module: str) -> float:
-    """The layer of the longest name in the table that begins the module's name."""
+def level(module: str) -> int:
+    """The level of the longest name in the table that begins the module's name."""
     parts = module.split(".")
     for end in range(len(parts), 0, -1):
-        if (name := ".".join(parts[:end])) in LAYERS:
-            return LAYERS[name]
+        if (name := ".".join(parts[:end])) in LEVELS:
+            return LEVELS[name]
     raise AssertionError(f"{module} has no layer: add it to LAYERS and to docs/architecture.md")
 
 
 @pytest.mark.parametrize(("module", "path"), modules(), ids=[name for name, _ in modules()])
-def test_a_module_imports_only_from_lower_layers(module: str, path: Path) -> None:
+def test_a_module_imports_only_from_its_own_or_a_lower_layer(module: str, path: Path) -> None:
     if module == FACADE:
         return
     for other in imports(path):
-        if other.split(".")[0] == module.split(".")[0]:
-            continue
-        assert layer(other) < layer(module), f"{module} imports {other} from the same or a higher layer"
+        assert level(other) <= level(module), f"{module} imports {other} from a higher layer"
+
+
+def test_there_are_at_most_ten_layers_and_each_name_in_them_exists() -> None:
+    assert len(LAYERS) <= 10
+    for name in LEVELS:
+        place = PACKAGE / name.replace(".", "/")
+        assert place.is_dir() or place.with_suffix(".py").is_file(), name
+
+
+def test_no_import_cycle_of_any_kind() -> None:
+    """Package by package too: imports inside a package, inside functions and for types alone all count."""
+    order = graphlib.TopologicalSorter({module: imports(path) - {module} for module, path in modules()})
+    try:
+        order.prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 def test_reports_never_import_torch() -> None:
-    code = "import sys, cplus.report.studies, cplus.records, cplus.selection; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, cplus.studies.figures, cplus.experiment.record, cplus.selection; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

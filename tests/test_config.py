@@ -8,8 +8,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cplus import config
 from cplus.cli import app, register
+from cplus.experiment import settings as config
 
 ROOT = Path(__file__).parent.parent
 LEAST = {"model": "toy", "new": "a.jsonl"}

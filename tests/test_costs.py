@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 
-from cplus.costs import costs, rows_formula
+from cplus.diagnostics.method_costs import costs, rows_formula
 from cplus.methods import METHODS
 
 

@@ -17,12 +17,13 @@ from typer.testing import CliRunner
 from cplus import locks, models
 from cplus.commands.split import split as command
 from cplus.data import hub
-from cplus.data.encoded import Encoded, fit, length_sorted_batches
+from cplus.data.batching import length_sorted_batches
+from cplus.data.encoded import Encoded, fit
 from cplus.data.examples import Choice, FreeForm, Message, from_row, lines, to_row
+from cplus.data.predictions import Prediction
 from cplus.data.readers import read_file
 from cplus.data.split import cached_split, draw_anchors, draw_mixture, load_split, save_split, split, stack
-from cplus.predictions import Prediction
-from cplus.tasks import EXTERNAL, FREEFORM, PAPER, TASKS, TRAINING, load_task
+from cplus.data.tasks import EXTERNAL, FREEFORM, PAPER, TASKS, TRAINING, load_task
 
 ROW = {"id": "q1", "question": "Is ice cold?", "choices": ["yes", "no"], "answer": 0}
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from cplus import models, run
+from cplus import models
 from cplus.commands import demo
 from cplus.data.examples import Choice
-from cplus.parting import part
-from cplus.records import RunResult, RunSpec, load_result, save_result
-from cplus.setting import Setting, set_up
+from cplus.experiment import run
+from cplus.experiment.comparison import Setting, set_up
+from cplus.experiment.record import RunResult, RunSpec, load_result, save_result
+from cplus.experiment.task_split import part
 
 
 @pytest.fixture(scope="module")

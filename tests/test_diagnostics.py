@@ -25,19 +25,22 @@ from toyjob import write_files
 from typer.testing import CliRunner
 
 from cplus import kernels, models
-from cplus import run as runs
 from cplus.attach import Guard
 from cplus.cli import app, register
 from cplus.data.encoded import Encoded
 from cplus.data.split import split, stack
+from cplus.data.tasks import load_task
 from cplus.diagnostics import OBSERVED, Observation, measures
-from cplus.diagnostics.audit import Evidences, audit
 from cplus.diagnostics.gateshares import layer_shares
 from cplus.diagnostics.layers import layer_of
+from cplus.diagnostics.mask_audit import Evidences, audit
 from cplus.diagnostics.preview import preview
 from cplus.diagnostics.proposals import proposals, propose
 from cplus.diagnostics.taps import Admission, Coordinates, References
 from cplus.evidence import MeanGradient, Reference, Source, example_losses
+from cplus.experiment import run as runs
+from cplus.experiment.comparison import Setting, set_up
+from cplus.experiment.record import RunSpec, load_result, save_result
 from cplus.gates import Collaborative
 from cplus.interfaces import build
 from cplus.loop import Prepared, Schedule, adapt, epoch_batches, prepare
@@ -45,10 +48,7 @@ from cplus.losses import answer_losses
 from cplus.methods import METHODS
 from cplus.objectives import mean_backward
 from cplus.optim import AdamW
-from cplus.records import RunSpec, load_result, save_result
 from cplus.scoring import predict
-from cplus.setting import Setting, set_up
-from cplus.tasks import load_task
 
 PAST = tiny.rows(15, seed=9)
 MATERIAL = tiny.material(new=10, anchors=4, probes=6)
@@ -64,7 +64,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks much smaller than a tensor, so that every sum runs over several."""
     monkeypatch.setattr(measures, "BLOCK", 100)
     monkeypatch.setattr("cplus.diagnostics.trajectories.BLOCK", 100)
-    monkeypatch.setattr("cplus.diagnostics.audit.BLOCK", 100)
+    monkeypatch.setattr("cplus.diagnostics.mask_audit.BLOCK", 100)
 
 
 def trained(

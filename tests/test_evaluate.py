@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from cplus import evaluation as evaluate
 from cplus.commands.evaluate import evaluate as command
 from cplus.data.examples import Choice, Example, FreeForm, Message
+from cplus.data.predictions import Prediction
 from cplus.data.readers import read_file
 from cplus.data.split import save_split, split, stack
 from cplus.evaluation import judges, letters, summaries
@@ -22,7 +23,6 @@ from cplus.evaluation.task import Asked, ask, ask_permuted
 from cplus.files import read_json
 from cplus.interfaces import build
 from cplus.models import load, save
-from cplus.predictions import Prediction
 from cplus.scoring import predict
 
 

@@ -16,16 +16,17 @@ from cplus.api import encode
 from cplus.data.encoded import Encoded
 from cplus.data.examples import FreeForm, Message
 from cplus.evaluation.matched import crossing
+from cplus.experiment.comparison import Setting, ask_outside, material, new_rows, set_up
+from cplus.experiment.record import RunResult, RunSpec, SequenceSpec, load_result, save_result
+from cplus.experiment.run import configured, run
+from cplus.experiment.task_split import part, part_kept
 from cplus.interfaces import build
 from cplus.losses import answer_losses
 from cplus.methods import METHODS
-from cplus.parting import part, part_kept
-from cplus.records import RunResult, RunSpec, SequenceSpec, load_result, save_result
-from cplus.run import configured, run
 from cplus.scoring import greedy, log_likelihoods, read_targets, repeated
-from cplus.setting import Setting, ask_outside, material, new_rows, set_up
-from cplus.studies import SCALES, STUDIES, runs_of, work
-from cplus.studies.shape import keeping, margin, matched_rise, over_seeds, pick
+from cplus.studies import SCALES, STUDIES, runs_of
+from cplus.studies import execute as work
+from cplus.studies.summaries import keeping, margin, matched_rise, over_seeds, pick
 
 WORDS = ("tin", "oak", "rye", "ash", "elm", "fig", "hay", "ivy")
 REQUESTS = [f"Say {word} and {word} again." for word in WORDS]

@@ -8,9 +8,9 @@ import pytest
 from fuzzing import CHOICES, FREE, Target, fuzz, quiet, targets
 
 from cplus import models, terminal
-from cplus.config import read_yaml
 from cplus.data.examples import fingerprint
 from cplus.evaluation.judges import is_json
+from cplus.experiment.settings import read_yaml
 from cplus.files import read_json
 
 INPUTS = 120

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cplus.data.examples import Choice, FreeForm
-from cplus.tasks import load_task
+from cplus.data.tasks import load_task
 
 DOCS = [
     {"q": "Is ice cold?", "options": ["yes", "no"], "gold": 0},

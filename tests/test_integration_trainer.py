@@ -22,7 +22,7 @@ from trl import SFTConfig, SFTTrainer
 from cplus.attach import Guard, protect
 from cplus.data.encoded import Encoded
 from cplus.gates import Collaborative
-from cplus.integrations.keeping import ABOUT, keep, take_up
+from cplus.integrations.guard_state import ABOUT, keep, take_up
 from cplus.integrations.rows import bank_rows, encoded
 from cplus.integrations.transformers import PreservationCallback, admitted_share, preserve, protected
 from cplus.losses import answer_losses

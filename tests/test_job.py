@@ -21,21 +21,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import cplus
-from cplus import jobs, kernels
+from cplus import job as jobs
+from cplus import kernels
 from cplus.cli import app, register
 from cplus.data.examples import Choice, FreeForm, Message
 from cplus.experiment.driver import Training
 from cplus.interfaces import Rejected
-from cplus.jobs import footprint
-from cplus.jobs.checkpoint import Checkpoints
-from cplus.jobs.folder import Folder, claimed
-from cplus.jobs.measure import says_every_token
+from cplus.job import footprint
+from cplus.job.checkpoint import Checkpoints
+from cplus.job.folder import Folder, claimed
+from cplus.job.measure import says_every_token
 from cplus.loop import EpochEnded, Stepped, rate_factor
 from cplus.methods import METHODS
 from cplus.models import fingerprint, load
-from cplus.probes import own
+from cplus.probes import own_answers as own
 from cplus.probes.label import Label
-from cplus.report.receipt import read_receipt
+from cplus.receipts.receipt import read_receipt
 from cplus.toy import world
 
 if not app.registered_commands:
@@ -469,7 +470,7 @@ def test_every_kind_of_method_goes_on_bitwise(
 def test_resume_refuses_changed_rows_other_settings_and_a_damaged_checkpoint(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cplus.jobs.job._finish", lambda *_: pytest.fail("the end"))
+    monkeypatch.setattr("cplus.job.job._finish", lambda *_: pytest.fail("the end"))
     with pytest.raises(pytest.fail.Exception, match="the end"):
         cplus.adapt(asked(here, method="sft", epochs=1))
     run = CliRunner().invoke(app, ["adapt", "--resume", str(here / "out"), "--lr", "1"])
@@ -491,7 +492,7 @@ def test_a_job_goes_on_from_another_folder(here: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(here)
     relative = {name: f"{name}.jsonl" for name in ("new", "past")} | {"anchors": "keep.jsonl", "out": "out"}
     with monkeypatch.context() as patch:
-        patch.setattr("cplus.jobs.job._finish", lambda *_: pytest.fail("the end"))
+        patch.setattr("cplus.job.job._finish", lambda *_: pytest.fail("the end"))
         with pytest.raises(pytest.fail.Exception):
             cplus.adapt(asked(here, method="sft", epochs=1, **relative))
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))

@@ -11,7 +11,7 @@ from pathlib import Path
 from killed_job import MOMENTS
 
 from cplus.files import sha256_file
-from cplus.report.receipt import read_receipt
+from cplus.receipts.receipt import read_receipt
 
 
 def test_a_job_killed_again_and_again_ends_bitwise_as_if_never_stopped(tmp_path: Path) -> None:

@@ -10,14 +10,15 @@ import torch
 import toyjob
 from torch import Tensor, nn
 
-from cplus import models, run
+from cplus import models
 from cplus.adapters import merged
-from cplus.jobs import adapt, resume
-from cplus.jobs.interruption import Interrupted
+from cplus.experiment import run
+from cplus.experiment.comparison import Setting, set_up
+from cplus.experiment.record import RunSpec
+from cplus.experiment.task_split import part
+from cplus.job import adapt, resume
+from cplus.job.interruption import Interrupted
 from cplus.methods import METHODS
-from cplus.parting import part
-from cplus.records import RunSpec
-from cplus.setting import Setting, set_up
 
 SPEC = RunSpec(
     model="toy-s", task="harbours", interface="cloze", method="sft", seed=3, num_anchors=4, num_probes=8, num_new=10,
@@ -100,7 +101,7 @@ def test_low_rank_adapters_are_the_same_as_a_row_and_as_a_setting(given: Setting
 def test_a_resumed_job_gives_the_studys_weights(
     given: Setting, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cplus.jobs import phase
+    from cplus.job import training as phase
 
     def stop(*_: Any, **__: Any) -> None:
         raise Interrupted(2, "stopped")

@@ -25,10 +25,10 @@ from cplus.probes.build import build
 from cplus.probes.engine import Reader, Request, Sample, Sampling, cut, pick, request_seed
 from cplus.probes.generate import Tally, TooFewProbes, generate
 from cplus.probes.journal import open_journal
+from cplus.probes.key_values import Chunk, Slots, chunk_ends, grouped_attention
 from cplus.probes.label import Label, label
 from cplus.probes.local import LocalEngine
 from cplus.probes.settings import TOPICS, Settings, domain_test, plan
-from cplus.probes.slots import Chunk, Slots, chunk_ends, grouped_attention
 from cplus.probes.texts import input_key, normalise
 
 SAMPLING = Sampling(temperature=0.8, max_new_tokens=12, stop=("\n",))

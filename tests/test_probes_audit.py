@@ -21,7 +21,7 @@ from cplus.probes.bank import Bank, Probe, anchors_hash
 from cplus.probes.engine import Request, Sampling
 from cplus.probes.server import ServerEngine
 from cplus.probes.texts import words
-from cplus.report.audit import render
+from cplus.receipts.audit_page import render
 
 HOSTILE = "Is <script>alert(1)</script> \x1b[31m& </td> safe?"
 

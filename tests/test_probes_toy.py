@@ -34,7 +34,7 @@ torch.set_num_threads(1)
 from cplus import interfaces, models
 from cplus.probes.build import build
 from cplus.probes.settings import Settings
-from cplus.tasks import load_task
+from cplus.data.tasks import load_task
 base = models.load("toy", device="cpu")
 interface = interfaces.build("cloze", base.tokenizer)
 build(Path("killed"), base, interface, load_task("anchors.jsonl").examples, Settings(num_probes=100_000))

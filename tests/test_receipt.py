@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 from cplus import files, models
 from cplus.commands.receipt import receipt as receipt_command
 from cplus.data.examples import Choice, FreeForm, Message
-from cplus.predictions import Prediction
-from cplus.report import receipt as module
-from cplus.report.page import render
-from cplus.report.receipt import (
+from cplus.data.predictions import Prediction
+from cplus.receipts import receipt as module
+from cplus.receipts.page import render
+from cplus.receipts.receipt import (
     GateShare,
     ModelId,
     Point,
@@ -37,7 +37,8 @@ from cplus.report.receipt import (
     rows,
     write_receipt,
 )
-from cplus.report.verdict import headline, sentences
+from cplus.receipts.record import from_json, to_json
+from cplus.receipts.verdict import headline, sentences
 
 
 def small(*sets: RowSet, **given: Any) -> Receipt:
@@ -68,7 +69,7 @@ def wilson(right: int, total: int) -> tuple[float, float]:
 
 def test_a_record_is_read_as_it_was_written() -> None:
     full = receipts.full()
-    assert Receipt.from_json(json.loads(json.dumps(full.to_json()))) == full
+    assert from_json(json.loads(json.dumps(to_json(full)))) == full
 
 
 def _flip(record: dict[str, Any]) -> None:
@@ -89,7 +90,7 @@ def _hash(record: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("alter", [_flip, _figure, _note, _hash])
 def test_an_altered_record_has_no_page(alter: Callable[[dict[str, Any]], None]) -> None:
-    record = receipts.full().to_json()
+    record = to_json(receipts.full())
     render(record)
     alter(record)
     with pytest.raises(ValueError, match="the record was altered"):
@@ -97,21 +98,21 @@ def test_an_altered_record_has_no_page(alter: Callable[[dict[str, Any]], None]) 
 
 
 def test_figures_that_do_not_follow_from_the_rows_are_refused_whatever_the_hash() -> None:
-    record = receipts.full().to_json()
+    record = to_json(receipts.full())
     _figure(record)
     with pytest.raises(ValueError, match="figures do not follow from its rows"):
         render(resealed(record))
 
 
 def test_a_record_of_another_version_or_shape_is_refused_by_name() -> None:
-    record = receipts.full().to_json()
+    record = to_json(receipts.full())
     with pytest.raises(ValueError, match="expected a receipt of schema 1"):
-        Receipt.from_json({**record, "schema": 2})
+        from_json({**record, "schema": 2})
     with pytest.raises(ValueError, match="here: surprise: Unexpected"):
-        Receipt.from_json(resealed({**record, "surprise": 1}), where="here")
+        from_json(resealed({**record, "surprise": 1}), where="here")
     record["sets"][1]["rows"][2]["confidence_after"] = 1.5
     with pytest.raises(ValueError, match=r"sets\.1\.rows\.2\.confidence_after: .*less than or equal to 1, got 1\.5"):
-        Receipt.from_json(resealed(record))
+        from_json(resealed(record))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_values_that_cannot_be_are_refused_before_anything_is_written(
 def test_shares_have_wilson_bounds() -> None:
     past = some("retention", {"kept": 90, "lost": 10}, name="past")
     new = some("acquisition", {"gained": 47, "still_wrong": 1}, name="new")
-    found = small(past, new, some("external", {"lost": 40, "gained": 3}, name="far")).to_json()["figures"]
+    found = to_json(small(past, new, some("external", {"lost": 40, "gained": 3}, name="far")))["figures"]
     kept, learned = found["retention"], found["acquisition"]
     assert (kept["right"], kept["total"], learned["right"], learned["total"]) == (90, 100, 47, 48)
     assert (kept["low"], kept["high"]) == pytest.approx(wilson(90, 100))
@@ -154,7 +155,7 @@ def test_shares_have_wilson_bounds() -> None:
 def test_the_exact_test_is_taken_only_where_rows_could_change_both_ways() -> None:
     chosen = some("retention", {"kept": 90, "lost": 9}, name="past")
     whole = some("task", {"kept": 50, "lost": 9, "gained": 1, "still_wrong": 40}, name="whole")
-    found = small(chosen, whole).to_json()["figures"]
+    found = to_json(small(chosen, whole))["figures"]
     # 2 (1 + 10) / 2^10: nine or more of ten fair coins on one side
     assert [own["mcnemar_p"] for own in found["sets"]] == [None, pytest.approx(22 / 1024)]
     assert found["unselected"] == {"rows": 100, "lost": 9, "gained": 1, "mcnemar_p": pytest.approx(22 / 1024)}
@@ -162,7 +163,7 @@ def test_the_exact_test_is_taken_only_where_rows_could_change_both_ways() -> Non
 
 
 def test_a_whole_task_counts_for_retention_and_for_acquisition() -> None:
-    found = small(some("task", {"kept": 3, "lost": 1, "gained": 1, "still_wrong": 4})).to_json()["figures"]
+    found = to_json(small(some("task", {"kept": 3, "lost": 1, "gained": 1, "still_wrong": 4})))["figures"]
     assert (found["retention"]["percent"], found["acquisition"]["percent"]) == (75.0, 20.0)
     assert (found["sets"][0]["before"]["right"], found["sets"][0]["after"]["right"]) == (4, 4)
     assert headline(found).replace("\u00a0", " ") == (
@@ -172,7 +173,7 @@ def test_a_whole_task_counts_for_retention_and_for_acquisition() -> None:
 
 def test_a_letter_prior_shows_in_the_mean_over_labels() -> None:
     keeps_a = [row(f"a{i}", "kept", label="A") for i in range(9)] + [row("b", "lost", label="B")]
-    found = small(RowSet(name="p", kind="retention", interface="letter", rows=tuple(keeps_a))).to_json()["figures"]
+    found = to_json(small(RowSet(name="p", kind="retention", interface="letter", rows=tuple(keeps_a))))["figures"]
     assert found["retention"]["percent"] == 90.0
     assert found["labels"]["macro_retention"] == 50.0
     assert [(one["label"], one["retention"]["right"]) for one in found["labels"]["rows"]] == [("A", 9), ("B", 0)]
@@ -182,7 +183,7 @@ def test_losses_are_weighed_by_tokens_and_the_rise_by_responses() -> None:
     long = row("long", None, tokens=30, nll_before=1.0, nll_after=2.0)
     short = row("short", None, tokens=10, nll_before=2.0, nll_after=2.0)
     own = RowSet(name="chat", kind="retention", interface="freeform", rows=(long, short))
-    found = small(own).to_json()["figures"]
+    found = to_json(small(own))["figures"]
     losses = found["sets"][0]["nll"]
     assert (losses["before"], losses["after"], losses["rise"], losses["error"]) == (1.25, 2.0, 0.5, 0.5)
     assert found["retention"] is None
@@ -195,12 +196,14 @@ def test_methods_are_compared_where_they_have_learned_as_much() -> None:
         return tuple(Point(epoch=float(i), new_nll=new, past_nll=past) for i, (new, past) in enumerate(pairs))
 
     own = curve((3.0, 1.0), (2.0, 1.1), (1.0, 1.2))
-    found = small(
-        some("task", {"kept": 1}),
-        method="cplus",
-        curve=own,
-        comparisons={"sft": curve((3.0, 1.0), (0.5, 2.0)), "late": curve((3.0, 1.0))},
-    ).to_json()["figures"]["matched"]
+    found = to_json(
+        small(
+            some("task", {"kept": 1}),
+            method="cplus",
+            curve=own,
+            comparisons={"sft": curve((3.0, 1.0), (0.5, 2.0)), "late": curve((3.0, 1.0))},
+        )
+    )["figures"]["matched"]
     assert found["new_nll"] == 1.0
     # SFT is at 1.0 after four fifths of its way from 3.0 to 0.5, so it has risen by 0.8.
     assert found["rows"] == [
@@ -211,11 +214,11 @@ def test_methods_are_compared_where_they_have_learned_as_much() -> None:
 
 def test_a_requirement_is_held_against_the_lower_bound() -> None:
     asked = (Requirement(metric="retention", at_least=0.67), Requirement(metric="retention", at_least=0.7))
-    found = small(some("retention", {"kept": 8}), requirements=asked).to_json()["figures"]["requirements"]
+    found = to_json(small(some("retention", {"kept": 8}), requirements=asked))["figures"]["requirements"]
     assert [one["bound"] for one in found] == pytest.approx([wilson(8, 8)[0] / 100] * 2)
     assert [one["met"] for one in found] == [True, False]
     unmeasured = small(some("retention", {"kept": 8}), requirements=(Requirement(metric="acquisition", at_least=0.0),))
-    assert unmeasured.to_json()["figures"]["requirements"][0] == {
+    assert to_json(unmeasured)["figures"]["requirements"][0] == {
         "metric": "acquisition",
         "at_least": 0.0,
         "bound": None,
@@ -272,7 +275,7 @@ def test_a_bank_s_audit_is_kept_in_short() -> None:
 
 
 def test_the_page_shows_the_record_s_hash_escapes_all_text_and_names_no_address() -> None:
-    record = receipts.full().to_json()
+    record = to_json(receipts.full())
     page = render(record)
     assert record["sha256"] in page
     assert HOSTILE not in page
@@ -284,9 +287,9 @@ def test_the_page_shows_the_record_s_hash_escapes_all_text_and_names_no_address(
 
 
 def test_every_part_of_the_page_may_be_missing() -> None:
-    page = render(small(some("task", {"kept": 1})).to_json())
+    page = render(to_json(small(some("task", {"kept": 1}))))
     for title in ("While it learned", "Where the gate acted", "The probe bank", "What it cost", "By label"):
-        assert title in render(receipts.full().to_json())
+        assert title in render(to_json(receipts.full()))
         assert title not in page
 
 
@@ -317,9 +320,9 @@ def test_an_edited_page_or_record_is_found(tmp_path: Path) -> None:
 
 
 def test_making_a_page_never_imports_torch(tmp_path: Path) -> None:
-    files.write_json(tmp_path / "receipt.json", receipts.full().to_json())
+    files.write_json(tmp_path / "receipt.json", to_json(receipts.full()))
     code = (
-        "import sys, json; from cplus.report.receipt import render;"
+        "import sys, json; from cplus.receipts.receipt import render;"
         "render(json.load(open(sys.argv[1]))); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "receipt.json")], check=False)
@@ -356,7 +359,7 @@ def test_the_command_compares_any_two_models(two_models: tuple[str, str], tmp_pa
     assert done.exit_code == 0, done.output
     printed = json.loads(done.stdout)
     made = read_receipt(tmp_path / "out")
-    assert printed["sha256"] == made.to_json()["sha256"]
+    assert printed["sha256"] == to_json(made)["sha256"]
     assert [(own.name, own.kind, own.interface, len(own.rows)) for own in made.sets] == [
         ("asked.jsonl", "task", "letter", 12),
         ("spoken.jsonl", "task", "freeform", 3),

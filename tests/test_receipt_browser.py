@@ -11,7 +11,8 @@ import receipts
 from browser import Browser, browser, executable
 from receipts import HOSTILE
 
-from cplus.report.receipt import Receipt, write_receipt
+from cplus.receipts.receipt import Receipt, write_receipt
+from cplus.receipts.record import to_json
 
 pytestmark = [
     pytest.mark.browser,
@@ -84,7 +85,7 @@ def only(page: Browser, *kinds: str) -> None:
 
 def test_it_opens_without_complaint_and_asks_for_nothing(page: Browser, made: tuple[Receipt, Path]) -> None:
     assert page.js("document.querySelector('.verdict h2').textContent").startswith("Kept 91.2")
-    assert page.js("document.getElementById('sha256').textContent") == made[0].to_json()["sha256"]
+    assert page.js("document.getElementById('sha256').textContent") == to_json(made[0])["sha256"]
     assert page.complaints() == []
     assert page.requests() == [made[1].resolve().as_uri()]
 

@@ -17,15 +17,16 @@ from typer.testing import CliRunner
 
 from cplus import cli
 from cplus.evaluation.statistics import Estimate
+from cplus.experiment.record import RunResult
 from cplus.methods import METHODS
-from cplus.records import RunResult
-from cplus.report.studies import grid
-from cplus.report.studies import page as studies_page
-from cplus.report.studies.catalogue import FIGURES, INDEX, OVERVIEW, TABLES, draw
-from cplus.report.studies.collected import collect
-from cplus.report.studies.drawing import inline, line, sheet
-from cplus.report.studies.readme import between, markdown
-from cplus.studies import SCALES, STUDIES, runs_of, store
+from cplus.studies import SCALES, STUDIES, runs_of
+from cplus.studies import page as studies_page
+from cplus.studies import results as store
+from cplus.studies.collected import collect
+from cplus.studies.figures import grid
+from cplus.studies.figures.catalogue import FIGURES, INDEX, OVERVIEW, TABLES, draw
+from cplus.studies.figures.drawing import inline, line, sheet
+from cplus.studies.readme import between, markdown
 
 ROOT = Path(__file__).parent.parent
 DESK = ROOT / "results" / "desk"

@@ -16,11 +16,13 @@ from receipts import full
 from toyjob import asked, write_files
 
 import cplus
-from cplus import files, jobs, models, terminal
-from cplus.config import AdaptConfig, read_yaml
+from cplus import files, models, terminal
+from cplus import job as jobs
+from cplus.experiment.settings import AdaptConfig, read_yaml
 from cplus.models import smollm
-from cplus.report.page import render
-from cplus.report.pages import environment
+from cplus.receipts.html import environment
+from cplus.receipts.page import render
+from cplus.receipts.record import to_json
 
 PACKAGE = Path(cplus.__file__).parent
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x1b[2J\x1b]0;t\x07\u202e../../etc/passwd"
@@ -44,7 +46,7 @@ def keyword(call: ast.Call, name: str) -> str | None:
 
 
 def test_text_in_a_page_is_text() -> None:
-    record = replace(full(), title=HOSTILE, notes=(HOSTILE,)).to_json()
+    record = to_json(replace(full(), title=HOSTILE, notes=(HOSTILE,)))
     page = render(record)
     assert "<script>alert" not in page
     assert "<img src=x" not in page
@@ -52,7 +54,7 @@ def test_text_in_a_page_is_text() -> None:
 
 
 def test_no_template_marks_text_as_safe() -> None:
-    templates = [path.read_text() for path in (PACKAGE / "report" / "templates").glob("*.html")]
+    templates = [path.read_text() for path in (PACKAGE / "receipts" / "templates").glob("*.html")]
     assert templates
     assert not [text for text in templates if "| safe" in text or "|safe" in text or "autoescape false" in text]
 
@@ -94,7 +96,7 @@ def test_pickles_are_only_read_as_weights() -> None:
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
     from fuzzing import _State
 
-    from cplus.jobs.checkpoint import Checkpoints
+    from cplus.job.checkpoint import Checkpoints
 
     class Bomb:
         def __reduce__(self) -> Any:
@@ -163,7 +165,7 @@ def test_an_altered_job_record_has_no_outcome_and_no_curve(tmp_path: Path, monke
 
 
 def test_a_record_says_what_could_change_its_numbers(tmp_path: Path) -> None:
-    from cplus.records import environment as stamp
+    from cplus.experiment.record import environment as stamp
 
     found = stamp(threads=3, device="cpu")
     assert (found["threads"], found["device"]) == (3, "cpu")

@@ -20,19 +20,19 @@ import torch
 from toyjob import write_rows
 from typer.testing import CliRunner
 
-from cplus import models, sequence
+from cplus import models
 from cplus.cli import app, register
 from cplus.evaluation import percent
 from cplus.evaluation.sequences import average_accuracy, backward_transfer, survival
-from cplus.experiment import driver
+from cplus.experiment import driver, sequence
 from cplus.experiment.material import Kept, material, refined
+from cplus.experiment.record import SequenceSpec, load_sequence, save_sequence
+from cplus.experiment.sequence import Stage, asked, first_stage, run_sequence
 from cplus.files import sha256_file
 from cplus.gates import Proposal
 from cplus.ledger.chain import problems, read
 from cplus.loop import Refreshed
 from cplus.methods import METHODS
-from cplus.records import SequenceSpec, load_sequence, save_sequence
-from cplus.sequence import Stage, asked, first_stage, run_sequence
 from cplus.toy import world
 
 if not app.registered_commands:
@@ -450,7 +450,7 @@ def test_the_walk_through_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
     page = (Path(__file__).parent.parent / "docs" / "sequences.md").read_text()
-    section = page.split("## Walk-through")[1].split("\n## ")[0]
+    section = page.split("cplus/ Walk-through")[1].split("\n ")[0]
     [(_, code), (_, commands)] = re.findall(r"```(python|bash)\n(.*?)```", section, re.DOTALL)
     exec(compile(code, "docs/sequences.md", "exec"), {})
     for line in commands.splitlines():

@@ -12,11 +12,11 @@ import toyjob
 from test_adapt import same, train
 from torch import nn
 
-from cplus.config import AdaptConfig
-from cplus.jobs.ready import row_of
+from cplus.experiment.record import RunSpec
+from cplus.experiment.run import configured as of_spec
+from cplus.experiment.settings import AdaptConfig
+from cplus.job.prepare import row_of
 from cplus.methods import METHODS
-from cplus.records import RunSpec
-from cplus.run import configured as of_spec
 from cplus.selection import configured
 
 VALUES: dict[str, Any] = {"anchor_weight": 0.9, "beta": 0.5, "parts": 2, "refresh": 2, "memory": 0.25}

@@ -23,14 +23,14 @@ from toyjob import write_rows
 from typer.testing import CliRunner
 
 from cplus import algorithm, attach, cli, evidence, files, models
-from cplus import run as run_module
 from cplus.data.examples import Choice
+from cplus.data.predictions import Prediction
 from cplus.evaluation.prior import answer_prior
+from cplus.experiment import run as run_module
 from cplus.experiment.driver import build_scheduler
+from cplus.experiment.record import RunResult, RunSpec
+from cplus.experiment.task_split import part
 from cplus.methods import METHODS
-from cplus.parting import part
-from cplus.predictions import Prediction
-from cplus.records import RunResult, RunSpec
 from cplus.studies import (
     SCALES,
     STUDIES,
@@ -51,9 +51,9 @@ from cplus.studies import (
 )  # fmt: skip
 from cplus.studies.runner import Ended, here, perform, queue
 from cplus.studies.scales import family, seedless
-from cplus.studies.shape import difference, margin, over_seeds, pick, retained
 from cplus.studies.slurm import Cluster, Group, grouped
 from cplus.studies.study import Estimate
+from cplus.studies.summaries import difference, margin, over_seeds, pick, retained
 from cplus.toy import world
 
 SMOKE = SCALES["smoke"]
@@ -273,7 +273,7 @@ def test_the_desk_takes_hours_not_days(tmp_path: Path) -> None:
 
 
 def test_studies_need_no_torch() -> None:
-    code = "import sys, cplus.studies, cplus.studies.store, cplus.studies.estimates; sys.exit('torch' in sys.modules)"
+    code = "import sys, cplus.studies, cplus.studies.results, cplus.studies.durations; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

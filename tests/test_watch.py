@@ -14,9 +14,9 @@ from cplus.attach import Guard
 from cplus.data.encoded import Encoded
 from cplus.evidence import MeanGradient, Source
 from cplus.gates import Collaborative
-from cplus.jobs.folder import Folder
+from cplus.health import PATIENCE, UNIFORM, Exploded, Watch
+from cplus.job.folder import Folder
 from cplus.losses import answer_losses
-from cplus.watch import PATIENCE, UNIFORM, Exploded, Watch
 
 
 @pytest.fixture

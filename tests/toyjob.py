@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cplus.config import AdaptConfig, settings
 from cplus.data.examples import Example, to_row
+from cplus.experiment.settings import AdaptConfig, settings
 from cplus.selection import method
 from cplus.toy import world
 

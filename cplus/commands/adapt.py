@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from cplus.config import GROUPS, AdaptConfig
+from cplus.experiment.settings import GROUPS, AdaptConfig
 
 if TYPE_CHECKING:
-    from cplus.jobs import Outcome
+    from cplus.job import Outcome
 
 _NOT_KEPT = 2
 
@@ -32,8 +32,8 @@ def adapt(
 
     Exit code 0: done, every requirement kept. 2: done, a requirement not kept. 1: an error. 130, 143: stopped, saved.
     """
-    from cplus import jobs
-    from cplus.config import read_yaml, settings
+    from cplus import job as jobs
+    from cplus.experiment.settings import read_yaml, settings
     from cplus.terminal import console, output, print_json
 
     chosen = {name: value for name, value in given.items() if value is not None and value != []}
@@ -116,7 +116,7 @@ def _row(outcome: Outcome) -> dict[str, Any]:
 
 
 def _show(outcome: Outcome) -> None:
-    from cplus.report.verdict import headline, sentences
+    from cplus.receipts.verdict import headline, sentences
     from cplus.terminal import clean, output
 
     figures: Mapping[str, Any] = outcome.record["figures"]

@@ -22,11 +22,11 @@ def audit(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Look into a probe bank: copies, leaks, confidence, labels, words, topics, yield."""
+    from cplus.data.tasks import load_task
     from cplus.files import write_text
     from cplus.probes import audit as figures
     from cplus.probes.bank import Bank
-    from cplus.report.audit import render
-    from cplus.tasks import load_task
+    from cplus.receipts.audit_page import render
     from cplus.terminal import console, output, print_json
 
     sealed = Bank.load(bank)

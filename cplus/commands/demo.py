@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from cplus.records import RunResult, RunSpec
+    from cplus.experiment.record import RunResult, RunSpec
 
 
 def demo(
@@ -22,7 +22,7 @@ def demo(
 ) -> None:
     """Adapt the built-in language model by several methods and show what each learned and lost."""
     from cplus.files import write_json
-    from cplus.report.figures import retention_bars
+    from cplus.plotting import retention_bars
     from cplus.terminal import console, print_json
 
     results = compare(named(methods), seeds, out)
@@ -39,7 +39,7 @@ def demo(
 
 def base_spec(method: str, seed: int) -> RunSpec:
     """The demo's setting: the first domain's unknown facts are taught, its known facts are the past."""
-    from cplus.records import RunSpec
+    from cplus.experiment.record import RunSpec
     from cplus.toy.world import DOMAINS
 
     domain, *others = DOMAINS
@@ -77,9 +77,12 @@ def compare(methods: Sequence[str], seeds: int, out: Path) -> list[RunResult]:
     """Every method on the same split, anchors, bank and seeds, with live progress; each run is kept when it ends."""
     import torch
 
-    from cplus import models, parting, run, setting
+    from cplus import models
+    from cplus.experiment import comparison as setting
+    from cplus.experiment import run
+    from cplus.experiment import task_split as parting
+    from cplus.experiment.record import save_result
     from cplus.loop import EpochEnded, Event
-    from cplus.records import save_result
     from cplus.terminal import console, progress
 
     torch.set_num_threads(1)  # a model this small loses more to threads that wait for each other than it gains
@@ -137,7 +140,7 @@ def show(results: Sequence[RunResult], table: dict[str, dict[str, dict[str, floa
     from rich.table import Table
 
     from cplus.evaluation import estimate
-    from cplus.report.figures import label
+    from cplus.plotting import label
     from cplus.terminal import output
 
     grid = Table(box=None, header_style="bold")

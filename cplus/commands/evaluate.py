@@ -49,11 +49,11 @@ def evaluate(
     """Ask a model the questions of one or more tasks and report accuracy, intervals, labels and changes."""
     from cplus import interfaces, models
     from cplus.data import harness
+    from cplus.data.tasks import load_task
     from cplus.evaluation import judges
     from cplus.evaluation.outcomes import average_task_accuracy
     from cplus.evaluation.task import Asked
     from cplus.scoring import fitting
-    from cplus.tasks import load_task
     from cplus.terminal import print_json
 
     if against is not None and len(task) > 1:

@@ -18,7 +18,7 @@ def methods(
     from rich.table import Table
     from rich.text import Text
 
-    from cplus.costs import rows_formula
+    from cplus.diagnostics.method_costs import rows_formula
     from cplus.methods import METHODS
     from cplus.terminal import output, print_json
 
@@ -64,8 +64,9 @@ def _costs(model: str, *, json: bool) -> None:
 
     from rich.table import Table
 
-    from cplus import costs, models
+    from cplus import models
     from cplus.data.encoded import Encoded
+    from cplus.diagnostics import method_costs as costs
     from cplus.terminal import output, print_json
 
     loaded = models.load(model)

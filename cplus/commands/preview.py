@@ -42,12 +42,12 @@ def preview(
     from dataclasses import asdict
 
     from cplus import models
-    from cplus.config import settings
     from cplus.diagnostics.preview import preview as look
     from cplus.experiment.driver import build_optimizer
-    from cplus.jobs.banks import checked
-    from cplus.jobs.ready import load, row_of, training_settings
-    from cplus.jobs.rows import gather, read
+    from cplus.experiment.settings import settings
+    from cplus.job.bank import checked
+    from cplus.job.prepare import load, row_of, training_settings
+    from cplus.job.rows import gather, read
     from cplus.terminal import print_json
 
     asked = {

@@ -11,11 +11,11 @@ import typer
 
 if TYPE_CHECKING:
     from cplus.data.examples import Example
+    from cplus.data.tasks import Task
     from cplus.interfaces import Interface
     from cplus.models import Loaded
     from cplus.probes.bank import Bank
     from cplus.probes.generate import Block, Sampled
-    from cplus.tasks import Task
 
 
 def probe(
@@ -95,7 +95,7 @@ def probe(
 
 def _source(anchors: str, task: str | None, domain: str | None, data_dir: Path | None) -> Task:
     """Where anchors come from: their own file, the task, or the domain of the toy world."""
-    from cplus.tasks import load_task
+    from cplus.data.tasks import load_task
 
     if not anchors.isdecimal():
         return load_task(anchors, data_dir)

@@ -11,11 +11,11 @@ import typer
 
 if TYPE_CHECKING:
     from cplus.data.examples import Example
+    from cplus.data.predictions import Prediction
+    from cplus.data.tasks import Task
     from cplus.evaluation.judges import Judge
-    from cplus.predictions import Prediction
-    from cplus.report.receipt import ModelId, Receipt, Requirement, RowSet
+    from cplus.receipts.receipt import ModelId, Receipt, Requirement, RowSet
     from cplus.scoring import Score
-    from cplus.tasks import Task
 
 
 def receipt(
@@ -45,17 +45,18 @@ def receipt(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Ask two models the same rows and write what was kept, lost and gained as one page; or verify a receipt."""
-    from cplus.report.receipt import PAGE, Requirement, read_receipt, write_receipt
+    from cplus.receipts.receipt import PAGE, Requirement, read_receipt, write_receipt
+    from cplus.receipts.record import to_json
 
     if verify is not None:
-        _show(read_receipt(verify).to_json(), verify / PAGE, json=json)
+        _show(to_json(read_receipt(verify)), verify / PAGE, json=json)
         return
     if before is None or after is None or not data:
         raise ValueError("expected two models and --data, or --verify and a folder; see 'cplus receipt --help'")
 
-    from cplus.config import requirement
+    from cplus.data.tasks import load_task
     from cplus.evaluation.judges import judge as judge_of
-    from cplus.tasks import load_task
+    from cplus.experiment.settings import requirement
 
     asking = Asking(
         tasks=_named([load_task(name, data_dir) for name in data]),
@@ -123,9 +124,9 @@ def _compare(
 
     import torch
 
+    from cplus.experiment.record import environment
     from cplus.models import choose_device
-    from cplus.records import environment
-    from cplus.report.receipt import Receipt
+    from cplus.receipts.receipt import Receipt
 
     was_id, was = _ask(before, asking)  # one model at a time in memory
     now_id, now = _ask(after, asking)
@@ -154,7 +155,7 @@ def _compare(
 def _ask(name: str, asking: Asking) -> tuple[ModelId, list[Answered]]:
     """Load a model and put every task to it."""
     from cplus import interfaces, models
-    from cplus.report.receipt import ModelId
+    from cplus.receipts.receipt import ModelId
     from cplus.scoring import fitting, log_likelihoods, predict
     from cplus.terminal import clean, console
 
@@ -184,7 +185,7 @@ def _ask(name: str, asking: Asking) -> tuple[ModelId, list[Answered]]:
 
 def _row_set(task: Task, asking: Asking, was: Answered, now: Answered) -> tuple[RowSet, list[str]]:
     """The rows both models could read, and what a reader must know of them."""
-    from cplus.report.receipt import Losses, RowSet, rows
+    from cplus.receipts.receipt import Losses, RowSet, rows
 
     asked: Sequence[Example] = task.examples[: asking.limit]
     kept = [row for row in asked if row.id in was.predictions and row.id in now.predictions]
@@ -216,7 +217,7 @@ def _row_set(task: Task, asking: Asking, was: Answered, now: Answered) -> tuple[
 
 
 def _show(record: dict[str, Any], page: Path, *, json: bool) -> None:
-    from cplus.report.verdict import headline, sentences
+    from cplus.receipts.verdict import headline, sentences
     from cplus.terminal import clean, output, print_json
 
     found = record["figures"]

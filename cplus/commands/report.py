@@ -17,18 +17,18 @@ def report(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Write all studies as one page: question, answer, figures, tables measured beside published, and cost."""
-    from cplus.report.studies.collected import collect
+    from cplus.studies.collected import collect
     from cplus.terminal import clean, console, output, print_json
 
     if readme and json:
         raise ValueError("expected one of --readme and --json")
     found = collect(results)
     if readme:
-        from cplus.report.studies.readme import markdown
+        from cplus.studies.readme import markdown
 
         print(markdown(found), end="")
     else:
-        from cplus.report.studies.page import write_report
+        from cplus.studies.page import write_report
 
         record = write_report(found, out)
         if json:

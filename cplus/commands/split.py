@@ -37,9 +37,9 @@ def split(
     from cplus import interfaces, models
     from cplus.data.split import save_split, stack
     from cplus.data.split import split as part
+    from cplus.data.tasks import load_task
     from cplus.evaluation import judges
     from cplus.scoring import fitting, predict
-    from cplus.tasks import load_task
     from cplus.terminal import clean, output, print_json
 
     judged = judges.judge(judge)

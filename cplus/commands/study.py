@@ -34,7 +34,7 @@ def study(
 ) -> None:
     """Run what a study still lacks, each run once, and answer its question from the results."""
     from cplus.studies import beside, runs_of, scale_named, studies_named
-    from cplus.studies.store import finished
+    from cplus.studies.results import finished
     from cplus.terminal import print_json
 
     if name == "list":
@@ -75,7 +75,7 @@ def _rows(names: Sequence[str]) -> list[str]:
 def _fitting(workers: int, specs: Sequence[Spec]) -> int:
     import psutil  # type: ignore[import-untyped]
 
-    from cplus.studies.estimates import fitting
+    from cplus.studies.durations import fitting
     from cplus.terminal import console
 
     found = fitting(workers, specs, psutil.virtual_memory().available)
@@ -99,7 +99,7 @@ def _executor(name: str, *, workers: int, threads: int, logs: Path, slurm: Seque
 
 def _parameters(texts: Sequence[str]) -> dict[str, Any]:
     """Read NAME=VALUE and YAML files; what comes later stands above what came before."""
-    from cplus.config import read_yaml
+    from cplus.experiment.settings import read_yaml
 
     found: dict[str, Any] = {}
     for text in texts:
@@ -129,16 +129,16 @@ def _perform(specs: Sequence[Spec], folder: Path, executor: Executor) -> tuple[i
 
 
 def _title(spec: Spec) -> str:
-    from cplus.records import RunSpec
+    from cplus.experiment.record import RunSpec
 
     where = spec.task if isinstance(spec, RunSpec) else " > ".join(spec.tasks)
     return f"{spec.method} {spec.model} {where} A={spec.num_anchors} N={spec.num_probes} seed {spec.seed}"
 
 
 def _dry_run(specs: Sequence[Spec], folder: Path, *, workers: int, json: bool) -> None:
-    from cplus.studies.estimates import seconds
+    from cplus.studies.durations import seconds
+    from cplus.studies.results import finished, path_of
     from cplus.studies.runner import queue
-    from cplus.studies.store import finished, path_of
     from cplus.terminal import output, print_json
 
     known, missing = finished(specs, folder), queue(specs, folder)
@@ -192,8 +192,8 @@ def _list(*, json: bool) -> None:
 
 def _show(summaries: dict[str, Summary]) -> None:
     from cplus.studies import STUDIES
-    from cplus.studies.shape import shown
     from cplus.studies.study import judged
+    from cplus.studies.summaries import shown
     from cplus.terminal import output
 
     for name, found in summaries.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
@@ -42,33 +42,6 @@ class Encoded:
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.target)
-
-
-def length_sorted_batches(
-    lengths: Sequence[int], *, max_tokens: int, max_rows: int, max_padding: int | None = None
-) -> Iterator[list[int]]:
-    """Indices in batches of like length, longest first, each at most `max_tokens` when padded.
-
-    `max_padding` bounds the padding of one batch: a second batch then costs less than the padding it saves.
-
-    >>> list(length_sorted_batches([3, 9, 4, 8], max_tokens=18, max_rows=8))
-    [[1, 3], [2, 0]]
-    >>> list(length_sorted_batches([3, 9, 4, 8], max_tokens=64, max_rows=8, max_padding=5))
-    [[1, 3], [2, 0]]
-    """
-    batch: list[int] = []
-    padding = 0
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if batch:
-            longest = lengths[batch[0]]
-            padding += longest - lengths[index]
-            wasteful = max_padding is not None and padding > max_padding
-            if wasteful or len(batch) == max_rows or longest * (len(batch) + 1) > max_tokens:
-                yield batch
-                batch, padding = [], 0
-        batch.append(index)
-    if batch:
-        yield batch
 
 
 def shared_prefix(prompts: Sequence[Sequence[int]]) -> tuple[int, ...]:

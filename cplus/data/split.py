@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from cplus import files, locks, predictions
+from cplus import files, locks
+from cplus.data import predictions
 from cplus.data.examples import Example, fingerprint
-from cplus.predictions import Prediction
+from cplus.data.predictions import Prediction
 from cplus.terminal import clean, console
 
 _KEYS = {"model_fingerprint", "data_fingerprint", "interface", "stack", "predictions"}

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from cplus import algorithm
 from cplus.attach import Guard
 from cplus.diagnostics.layers import layer_of
-from cplus.diagnostics.ledger import Ledger
 from cplus.diagnostics.measures import share
+from cplus.diagnostics.sums import Ledger
 from cplus.ranks import local
 
 

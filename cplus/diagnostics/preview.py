@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from cplus.algorithm import blend
 from cplus.data.encoded import Encoded
 from cplus.diagnostics.layers import layer_of
-from cplus.diagnostics.ledger import Ledger
 from cplus.diagnostics.measures import Sums, first_order, masked, share
 from cplus.diagnostics.proposals import proposals
-from cplus.diagnostics.shelf import Shelf
+from cplus.diagnostics.scratch import Shelf
+from cplus.diagnostics.sums import Ledger
 from cplus.evidence import MeanGradient, Source, named
 from cplus.support import trainable
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from cplus.attach import Guard
 from cplus.data.encoded import Encoded
-from cplus.diagnostics.ledger import Ledger, admitted, judged
 from cplus.diagnostics.measures import apart, applied, masked, masses
 from cplus.diagnostics.proposals import proposals
-from cplus.diagnostics.shelf import Shelf
+from cplus.diagnostics.scratch import Shelf
+from cplus.diagnostics.sums import Ledger, admitted, judged
 from cplus.evidence import Evidence
 from cplus.gates import Proposal
 

@@ -18,7 +18,7 @@ from cplus.algorithm import coefficient, collaborates, smooth
 from cplus.data.encoded import Encoded
 from cplus.diagnostics.measures import BLOCK
 from cplus.diagnostics.proposals import proposals
-from cplus.diagnostics.shelf import Shelf
+from cplus.diagnostics.scratch import Shelf
 
 Table: TypeAlias = dict[tuple[int, int], Tensor]
 KEPT = ("up", "down", "opposite", "plus", "minus", "plus_binary", "minus_binary", "ema_plus", "ema_minus")

@@ -14,9 +14,9 @@ from string import ascii_uppercase
 from typing import Any
 
 from cplus.data.examples import Choice, Example
+from cplus.data.predictions import Prediction
 from cplus.evaluation.outcomes import Flip, Kind, acquisition, retention
 from cplus.evaluation.statistics import Rate, share
-from cplus.predictions import Prediction
 
 
 def gold_labels(examples: Sequence[Example]) -> dict[str, str]:

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
+from cplus.data.predictions import Prediction
 from cplus.evaluation.statistics import Rate, share
-from cplus.predictions import Prediction
 
 Kind: TypeAlias = Literal["kept", "lost", "gained", "still_wrong"]
 _KINDS: dict[tuple[bool, bool], Kind] = {

@@ -8,8 +8,8 @@ from string import ascii_uppercase
 from typing import Any
 
 from cplus.data.examples import Choice, Example
+from cplus.data.predictions import Prediction
 from cplus.evaluation.statistics import Rate
-from cplus.predictions import Prediction
 
 
 def answer_prior(

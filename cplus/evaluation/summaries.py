@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from cplus.data.examples import Choice, Example
+from cplus.data.predictions import Prediction
 from cplus.evaluation import letters
 from cplus.evaluation.outcomes import Flip, acquisition, retention
 from cplus.evaluation.statistics import Rate, mcnemar, share
-from cplus.predictions import Prediction
 
 
 def answered(predictions: Sequence[Prediction], examples: Sequence[Example]) -> dict[str, Any]:

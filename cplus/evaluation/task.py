@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from cplus import predictions as stored
+from cplus.data import predictions as stored
 from cplus.data.examples import Choice, Example, fingerprint
+from cplus.data.predictions import Prediction
 from cplus.evaluation import letters, summaries
 from cplus.evaluation.judges import Judge
 from cplus.evaluation.outcomes import flips
 from cplus.files import read_json
 from cplus.interfaces import Interface
-from cplus.predictions import Prediction
 from cplus.scoring import log_likelihoods, predict
 
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from cplus.attach import Guard
 from cplus.cost import Work
 from cplus.diagnostics.gateshares import layer_shares
+from cplus.health import UNIFORM, Watch
 from cplus.loop import (
     Cursor,
     EpochEnded,
@@ -35,7 +36,6 @@ from cplus.loop import (
 )
 from cplus.methods import Material, Method
 from cplus.optim import AdamW
-from cplus.watch import UNIFORM, Watch
 
 Look: TypeAlias = Callable[[int], dict[str, float]]
 """What is learned and lost after an epoch, by its number."""

@@ -9,8 +9,8 @@ from torch import nn
 
 from cplus.data.examples import Choice, to_row
 from cplus.data.harness import MISSING, PREFIX
+from cplus.data.predictions import Prediction
 from cplus.evaluation import Rate, summaries
-from cplus.predictions import Prediction
 from cplus.scoring.likelihoods import Score
 from cplus.scoring.predict import chosen
 

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 
 from cplus.attach import Guard, protect
 from cplus.data.encoded import Encoded
-from cplus.integrations.keeping import ABOUT, carry, keep, take_up
+from cplus.integrations.guard_state import ABOUT, carry, keep, take_up
 from cplus.integrations.peft import scope
 from cplus.kernels import read
 from cplus.terminal import console

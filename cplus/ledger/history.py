@@ -10,7 +10,7 @@ from cplus import files
 from cplus.evaluation.outcomes import Kind
 from cplus.evaluation.sequences import average_accuracy, backward_transfer, lifetime, survival
 from cplus.ledger.chain import Ledger, Stage
-from cplus.report.receipt import RowSet, read_receipt
+from cplus.receipts.receipt import RowSet, read_receipt
 
 BASE = "base"
 """The rows on which the base model is watched: no task of the sequence."""

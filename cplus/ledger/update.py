@@ -11,18 +11,19 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from cplus import files, jobs, models
-from cplus.config import AdaptConfig, settings
+from cplus import files, models
+from cplus import job as jobs
 from cplus.data.examples import Choice, Example, lines
 from cplus.data.readers import read_file
-from cplus.jobs.folder import Folder, claimed
-from cplus.jobs.view import say
+from cplus.data.tasks import Task, load_task
+from cplus.experiment.settings import AdaptConfig, settings
+from cplus.job.folder import Folder, claimed
+from cplus.job.progress import say
 from cplus.ledger import DECIDED
 from cplus.ledger.chain import NAME, Ledger, Stage, append, exists, problems, read
 from cplus.ledger.history import BASE, answered, flips, is_right, set_name, tables
 from cplus.probes.bank import Bank
-from cplus.report.receipt import RowSet
-from cplus.tasks import Task, load_task
+from cplus.receipts.receipt import RowSet
 
 OF_ONE_STAGE = frozenset(
     {

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 
 from cplus.probes.engine import End, Reader, Request, Sample, Sampling, pick
-from cplus.probes.slots import Prefixes, Slots, chunk_ends, grouped_attention
+from cplus.probes.key_values import Prefixes, Slots, chunk_ends, grouped_attention
 
 _SPARE_COLUMNS = 32
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from cplus.data.encoded import length_sorted_batches
+from cplus.data.batching import length_sorted_batches
 from cplus.models import window
 from cplus.terminal import progress
 

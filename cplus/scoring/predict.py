@@ -10,8 +10,8 @@ from torch import nn
 
 from cplus.data.encoded import Encoded, fit
 from cplus.data.examples import Choice, Example, FreeForm
+from cplus.data.predictions import Prediction
 from cplus.interfaces import Interface
-from cplus.predictions import Prediction
 from cplus.scoring.decoding import greedy
 from cplus.scoring.likelihoods import Score, log_likelihoods, read_targets, score_candidates
 

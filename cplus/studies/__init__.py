@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cplus.records import RunSpec
+from cplus.experiment.record import RunSpec
 from cplus.studies import e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12, e13
 from cplus.studies.scales import SCALES, Scale, canonical, scale_named
 from cplus.studies.study import Claim, Published, Result, Row, Spec, Study, Summary, judged, tally

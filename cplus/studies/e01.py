@@ -8,10 +8,11 @@ from itertools import pairwise
 
 from cplus.evaluation import recovery
 from cplus.evaluation.statistics import Estimate, estimate
-from cplus.records import RunResult, RunSpec
-from cplus.studies.estimates import PARAMETERS
+from cplus.experiment.record import RunResult, RunSpec
+from cplus.studies.durations import PARAMETERS
 from cplus.studies.scales import BASELINES, MAIN, SCARCE, Scale, family
-from cplus.studies.shape import (
+from cplus.studies.study import Claim, Published, Result, Row, Study, Summary
+from cplus.studies.summaries import (
     Figure,
     Seed,
     above,
@@ -29,7 +30,6 @@ from cplus.studies.shape import (
     strongest,
     table,
 )
-from cplus.studies.study import Claim, Published, Result, Row, Study, Summary
 
 
 def runs(scale: Scale) -> list[RunSpec]:

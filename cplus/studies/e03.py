@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cplus.records import RunSpec
+from cplus.experiment.record import RunSpec
 from cplus.studies.scales import Scale
-from cplus.studies.shape import above, free_text, keeping, margin, pick, shown, single, table
 from cplus.studies.study import Published, Result, Study, Summary, judged
+from cplus.studies.summaries import above, free_text, keeping, margin, pick, shown, single, table
 
 METHODS = ("probe-replay", "anchor-probe-replay", "cplus")
 BUDGETS = (4, 8, 16, 32)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cplus.records import RunResult, RunSpec
+from cplus.experiment.record import RunResult, RunSpec
 from cplus.studies.scales import Scale
-from cplus.studies.shape import KEPT_AND_LEARNED, above, margin, pick, shown, single, table
 from cplus.studies.study import Claim, Published, Result, Study, Summary
+from cplus.studies.summaries import KEPT_AND_LEARNED, above, margin, pick, shown, single, table
 
 COMPONENTS = ("cplus-anchors", "cplus-probes", "cplus-no-ema", "cplus", "cplus-norm-aligned", "cplus-gradient")
 REDUCTIONS = ("cplus-no-ema", "cplus", "cplus-cvar")

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cplus.evaluation.statistics import Estimate, estimate
-from cplus.records import SequenceResult, SequenceSpec
+from cplus.experiment.record import SequenceResult, SequenceSpec
 from cplus.studies.scales import Scale, seedless
-from cplus.studies.shape import Seed, difference, seed_of, sequences, shown
 from cplus.studies.study import Claim, Published, Result, Row, Study, Summary
+from cplus.studies.summaries import Seed, difference, seed_of, sequences, shown
 
 METHODS = ("sft", "replay", "cpl", "cplus")
 

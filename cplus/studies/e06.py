@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cplus.evaluation.statistics import Estimate, estimate
-from cplus.records import RunResult, RunSpec
+from cplus.experiment.record import RunResult, RunSpec
 from cplus.studies.scales import Scale
-from cplus.studies.shape import above, margin, over_seeds, pick, retained, seed_of, shown, single, table
 from cplus.studies.study import Claim, Published, Result, Row, Study, Summary, judged
+from cplus.studies.summaries import above, margin, over_seeds, pick, retained, seed_of, shown, single, table
 
 CURVES = ("sft", "replay", "cpl", "cplus")
 COMPARED = ("sft", "replay", "distillation", "ssr", "agem", "ogd", "cpl", "cplus")

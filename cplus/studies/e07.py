@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cplus.records import RunResult, RunSpec
+from cplus.experiment.record import RunResult, RunSpec
 from cplus.studies.scales import Scale
-from cplus.studies.shape import above, learned, margin, pick, retained, shown, single, table
 from cplus.studies.study import Published, Result, Study, Summary
+from cplus.studies.summaries import above, learned, margin, pick, retained, shown, single, table
 
 WHERE = "App. E.4; Table 4"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cplus.records import RunResult, RunSpec
+from cplus.experiment.record import RunResult, RunSpec
 from cplus.studies.scales import Scale
-from cplus.studies.shape import Figure, above, free_text, keeping, margin, over_seeds, pick, shown, single, table
 from cplus.studies.study import Published, Result, Study, Summary
+from cplus.studies.summaries import Figure, above, free_text, keeping, margin, over_seeds, pick, shown, single, table
 
 CONTROLS = ("norm-matched", "shuffled")
 TAPS = ("admission", "reference", "geometry")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from cplus.evaluation.statistics import estimate
-from cplus.records import RunResult, RunSpec
+from cplus.experiment.record import RunResult, RunSpec
 from cplus.studies.scales import Scale
-from cplus.studies.shape import KEPT_AND_LEARNED, Seed, above, difference, pick, shown, single, table
 from cplus.studies.study import Claim, Published, Result, Row, Study, Summary
+from cplus.studies.summaries import KEPT_AND_LEARNED, Seed, above, difference, pick, shown, single, table
 
 KINDS = {"cpl": "CPL with full-data CPL", "cplus": "CPLUS with full-data CPLUS", "cross": "CPLUS with full-data CPL"}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cplus.records import RunResult, RunSpec
+from cplus.experiment.record import RunResult, RunSpec
 from cplus.studies.scales import Scale
-from cplus.studies.shape import Figure, above, learned, over_seeds, pick, retained, shown, single, table
 from cplus.studies.study import Published, Result, Study, Summary
+from cplus.studies.summaries import Figure, above, learned, over_seeds, pick, retained, shown, single, table
 
 METHODS = ("sft", "replay", "cpl", "constant-label", "balanced-label", "cplus")
 

@@ -5,10 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from cplus.records import RunResult, RunSpec
+from cplus.experiment.record import RunResult, RunSpec
 from cplus.studies.scales import Scale
-from cplus.studies.shape import KEPT_AND_LEARNED, Figure, above, by_seed, margin, pick, shown, single, strongest, table
 from cplus.studies.study import Published, Result, Study, Summary
+from cplus.studies.summaries import (
+    KEPT_AND_LEARNED,
+    Figure,
+    above,
+    by_seed,
+    margin,
+    pick,
+    shown,
+    single,
+    strongest,
+    table,
+)
 
 FIELDS = ("num_probes", "parts", "refresh", "memory")
 TOLERANCE = 1.05

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cplus.evaluation.matched import Look, common_level, crossing
-from cplus.records import RunResult, RunSpec
+from cplus.experiment.record import RunResult, RunSpec
 from cplus.studies.scales import Scale
-from cplus.studies.shape import Figure, above, margin, over_seeds, pick, retained, shown, single, table
 from cplus.studies.study import Result, Study, Summary
+from cplus.studies.summaries import Figure, above, margin, over_seeds, pick, retained, shown, single, table
 
 METHODS = ("sft", "replay", "cpl", "cplus")
 SHARE = 0.5

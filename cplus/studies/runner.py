@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from cplus.studies import store
+from cplus.studies import results as store
+from cplus.studies.execute import Outcome, execute, setting_of
 from cplus.studies.study import Spec
-from cplus.studies.work import Outcome, execute, setting_of
 
 FAILURES = (ValueError, TypeError, OSError, ArithmeticError, RuntimeError, ImportError)
 FOREVER = 7 * 24 * 3600.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cplus.records import RunResult, RunSpec, SequenceSpec
+from cplus.experiment.record import RunResult, RunSpec, SequenceSpec
 from cplus.selection import method
 
 BUDGETS = (4, 8, 16, 32, 64, 128)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cplus.studies.execute import setting_of
 from cplus.studies.runner import Ended, here
 from cplus.studies.study import Spec
-from cplus.studies.work import setting_of
 
 RUNS_A_JOB = 16
 MAX_NUM_TIMEOUT = "slurm_max_num_timeout"

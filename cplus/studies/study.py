@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 from cplus.evaluation.statistics import Estimate
-from cplus.records import RunResult, RunSpec, SequenceResult, SequenceSpec
+from cplus.experiment.record import RunResult, RunSpec, SequenceResult, SequenceSpec
 from cplus.studies.scales import Scale
 
 Spec: TypeAlias = RunSpec | SequenceSpec

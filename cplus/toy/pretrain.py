@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from cplus.data.encoded import length_sorted_batches
+from cplus.data.batching import length_sorted_batches
 from cplus.data.examples import Choice
 from cplus.files import replacing
 from cplus.losses import last_logits, left_padded

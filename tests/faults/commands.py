@@ -13,12 +13,13 @@ import torch
 from safetensors import safe_open
 from toyjob import asked, write_files
 
+from cplus.experiment.record import load_result
 from cplus.files import read_json, read_sealed, sha256_file
 from cplus.ledger import DECIDED, chain
 from cplus.probes.bank import Bank
-from cplus.records import load_result
-from cplus.report.receipt import read_receipt
-from cplus.studies import runner, work
+from cplus.receipts.receipt import read_receipt
+from cplus.studies import execute as work
+from cplus.studies import runner
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,221 @@
+"""Tasks learned one after another: each stage goes on from the last one's model and keeps every task before it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cplus import interfaces, models
+from cplus.adapters import merged
+from cplus.cost import Work, cost_row
+from cplus.data.examples import Example
+from cplus.data.predictions import Prediction
+from cplus.data.split import Split, draw_anchors, split, stack
+from cplus.data.tasks import load_task
+from cplus.evaluation import acquisition, flips, percent, retention
+from cplus.evaluation.outcomes import Flip
+from cplus.evaluation.sequences import average_accuracy, backward_transfer, survival
+from cplus.experiment.comparison import bank, new_rows
+from cplus.experiment.driver import begin
+from cplus.experiment.material import Kept, material
+from cplus.experiment.record import RunSpec, SequenceResult, SequenceSpec, environment
+from cplus.experiment.run import configured, training_settings
+from cplus.interfaces import Interface
+from cplus.loop import Event
+from cplus.methods import Method
+from cplus.scoring import predict
+
+__all__ = ["average_accuracy", "backward_transfer", "first_stage", "run_sequence", "survival"]
+
+StageWatch = Callable[[int, Event], None]
+"""Hears the loop's events with the number of the stage they are of."""
+Answers = tuple[tuple[Prediction, ...], ...]
+"""Every task's answers, in the order of the tasks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A task of the sequence: its rows and how they are asked."""
+
+    name: str
+    interface: Interface
+    examples: tuple[Example, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """The model after a stage, with its answers to every task and what the stage took."""
+
+    current: models.Loaded
+    answers: Answers
+    figures: dict[str, Any]
+    training: Work
+    preservation: Work
+    seconds: float
+
+
+def run_sequence(
+    spec: SequenceSpec,
+    base: models.Loaded,
+    banks: Path,
+    *,
+    first: Stage | None = None,
+    watch: StageWatch = lambda stage, event: None,
+) -> SequenceResult:
+    """Learn the spec's tasks in order from a copy of the base model, asking all tasks after every stage.
+
+    `first` is what `first_stage` returned for a spec that differs in the method alone; it spares learning the first
+    task anew for every method.
+
+    Paper: App. E.9 (E5).
+    """
+    tasks = asked(spec, base)
+    before = ask_all(base, tasks)
+    stages = [first or first_stage(spec, base, watch=watch)]
+    kept: list[Kept] = []
+    method = configured(spec.stage(2)) if len(tasks) > 1 else None
+    for number in range(2, len(tasks) + 1):
+        assert method is not None
+        last = stages[-1]
+        kept.append(leave(spec.stage(number), method, last, tasks[number - 2], number - 2, banks))
+        stages.append(learn(spec, number, method, last.current, last.answers, tasks, kept, watch))
+    return summed(spec, base, tasks, before, stages)
+
+
+def first_stage(spec: SequenceSpec, base: models.Loaded, *, watch: StageWatch = lambda stage, event: None) -> Stage:
+    """The checkpoint that all methods share: the first task, before which there is nothing to keep."""
+    tasks = asked(spec, base)
+    return learn(spec, 1, configured(spec.stage(1)), base, ask_all(base, tasks), tasks, [], watch)
+
+
+def asked(spec: SequenceSpec, base: models.Loaded) -> tuple[Asked, ...]:
+    """The tasks bound to the model's tokenizer, each cut to at most `num_rows` rows in their own order."""
+    found = []
+    for name in spec.tasks:
+        task = load_task(name)
+        rows = task.examples
+        if spec.num_rows is not None and spec.num_rows < len(rows):
+            chosen = sorted(random.Random(f"{spec.seed}/{name}").sample(range(len(rows)), spec.num_rows))
+            rows = tuple(rows[i] for i in chosen)
+        bound = interfaces.build(spec.interface, base.tokenizer, wording=task.wording)
+        found.append(Asked(name=name, interface=bound, examples=rows))
+    return tuple(found)
+
+
+def ask_all(current: models.Loaded, tasks: Sequence[Asked]) -> Answers:
+    """What the model answers, task by task."""
+    return tuple(tuple(predict(current.model, task.interface, task.examples, what=task.name)) for task in tasks)
+
+
+def learn(
+    spec: SequenceSpec,
+    number: int,
+    method: Method,
+    last: models.Loaded,
+    before: Answers,
+    tasks: Sequence[Asked],
+    kept: Sequence[Kept],
+    watch: StageWatch,
+) -> Stage:
+    """One stage: the rows of its task that the last model answers wrongly are learned by a copy of that model."""
+    run, task = spec.stage(number), tasks[number - 1]
+    model = method.trained(copy.deepcopy(last.model), run.seed)
+    new = new_rows(parted(task, before[number - 1], last), run)
+    given = material(method, [task.interface.encode(example) for example in new], kept, last)
+    training = begin(training_settings(run, len(new)), method, model, given)
+    for event in training.run():
+        watch(number, event)
+    if training.prepared.guard is not None:
+        training.prepared.guard.detach()
+    model = merged(model).eval()
+    current = dataclasses.replace(
+        last, name=f"{spec.model} after {task.name}", model=model, fingerprint=models.fingerprint(model)
+    )
+    answers = ask_all(current, tasks)
+    return Stage(
+        current=current,
+        answers=answers,
+        figures=figures(number, task, new, before, answers),
+        training=training.ledger.training,
+        preservation=training.ledger.preservation,
+        seconds=training.ledger.seconds,
+    )
+
+
+def parted(task: Asked, answers: Sequence[Prediction], current: models.Loaded) -> Split:
+    """The task's rows that a model answers rightly and wrongly."""
+    return split(
+        task.examples,
+        answers,
+        model_fingerprint=current.fingerprint,
+        interface=task.interface.name,
+        stack=stack(device=str(current.device)),
+    )
+
+
+def leave(run: RunSpec, method: Method, last: Stage, task: Asked, index: int, banks: Path) -> Kept:
+    """What remains of a task just learned: anchors among the rows now right, and probes by the model as it is now.
+
+    Paper: App. E.9: a separate past-example set and self-probe bank for each preceding task.
+    """
+    anchors = draw_anchors(parted(task, last.answers[index], last.current), run.num_anchors, run.seed)
+    wanted = anchors and run.num_probes and method.needs_bank
+    written = bank(run, last.current, task.interface, anchors, banks).examples if wanted else ()
+    return Kept(
+        name=task.name,
+        interface=task.interface,
+        anchors=anchors,
+        probes=written,
+        written_by=last.current.fingerprint,
+    )
+
+
+def figures(number: int, task: Asked, new: Sequence[Example], before: Answers, after: Answers) -> dict[str, Any]:
+    """What a stage learned and lost: of its new rows, of earlier tasks, of its own task's rows that were right."""
+    tables = [flips(was, now) for was, now in zip(before, after, strict=True)]
+    ids = {example.id for example in new}
+    earlier = [flip for table in tables[: number - 1] for flip in table]
+    return {
+        "task": task.name,
+        "new": len(new),
+        "acquisition": acquisition([flip for flip in tables[number - 1] if flip.id in ids]).percent,
+        "retention": _kept(earlier),
+        "own_retention": _kept(tables[number - 1]),
+    }
+
+
+def _kept(table: Sequence[Flip]) -> float | None:
+    return retention(table).percent if any(flip.kind in ("kept", "lost") for flip in table) else None
+
+
+def summed(
+    spec: SequenceSpec, base: models.Loaded, tasks: Sequence[Asked], before: Answers, stages: Sequence[Stage]
+) -> SequenceResult:
+    """The sequence's record."""
+    looks = [before, *(stage.answers for stage in stages)]
+    training = sum((stage.training for stage in stages), Work())
+    preservation = sum((stage.preservation for stage in stages), Work())
+    parameters = sum(p.numel() for p in base.model.parameters())
+    histories = [
+        [look[index][row].right for look in looks[index + 1 :]]
+        for index, task in enumerate(tasks)
+        for row in range(len(task.examples))
+    ]
+    return SequenceResult(
+        spec=spec,
+        accuracy=[[percent(answers) for answers in look] for look in looks],
+        sizes={task.name: len(task.examples) for task in tasks},
+        stages=[stage.figures for stage in stages],
+        survival=survival(histories),
+        counts={"parameters": parameters},
+        cost=cost_row(parameters, training=training, preservation=preservation),
+        seconds=sum(stage.seconds for stage in stages),
+        environment=environment(threads=torch.get_num_threads(), device=str(base.device)),
+    )

@@ -1,0 +1,73 @@
+"""The job's bank: a given one, one from the cache, or a new one; a sealed copy lies beside the model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from cplus import files
+from cplus.experiment.bank import bank_folder, cached_bank
+from cplus.experiment.settings import AdaptConfig
+from cplus.job.folder import Folder
+from cplus.job.progress import bank_view, say
+from cplus.job.rows import Group
+from cplus.models import Loaded
+from cplus.probes.bank import Bank
+from cplus.probes.settings import TOPICS, Settings
+
+
+def settings(config: AdaptConfig, num_new: int) -> Settings:
+    """What is asked of the frozen model; by default as many probes as new rows, so that a refresh costs an epoch."""
+    return Settings(
+        num_probes=config.num_probes or min(512, max(32, num_new)),
+        shots=config.shots,
+        temperature=config.temperature,
+        topics=TOPICS if config.topics else (),
+        seed=config.seed,
+    )
+
+
+def sealed(folder: Path, config: AdaptConfig, base: Loaded, anchors: Group, num_new: int, given: Path | None) -> Bank:
+    """The job's bank, once: whatever it came from, `folder` holds it from then on."""
+    if not folder.exists():
+        source = given or _built(config, base, anchors, settings(config, num_new))
+        checked(source, base, anchors)
+        with files.replacing_folder(folder) as part:
+            shutil.copytree(source, part, dirs_exist_ok=True)
+    return checked(folder, base, anchors)
+
+
+def earlier(place: Path, anchors: Group) -> Bank:
+    """The bank of an earlier job, whichever model wrote it, if it was sealed for these anchors and their interface."""
+    folder = Folder(place).bank
+    if not folder.exists():
+        raise ValueError(f"{place}: its job kept anchors without a bank; keep it by a method that needs none, like cpl")
+    return _same_interface(Bank.load(folder, anchors=anchors.examples), folder, anchors)
+
+
+def checked(folder: Path, base: Loaded, anchors: Group) -> Bank:
+    """The bank in the folder, if it was sealed for this model, these anchors and their interface."""
+    bank = Bank.load(folder, model_fingerprint=base.fingerprint, anchors=anchors.examples)
+    return _same_interface(bank, folder, anchors)
+
+
+def _same_interface(bank: Bank, folder: Path, anchors: Group) -> Bank:
+    if bank.manifest["interface"] != anchors.interface.name:
+        raise ValueError(
+            f"probe bank {folder} was sealed for the interface {bank.manifest['interface']}, but the anchors are asked "
+            f"by {anchors.interface.name}; rebuild it with 'cplus probe'"
+        )
+    return bank
+
+
+def _built(config: AdaptConfig, base: Loaded, anchors: Group, asked: Settings) -> Path:
+    place = bank_folder(base, anchors.interface, anchors.examples, asked)
+    if place.exists():
+        say(f"bank: reused from {place}")
+        return place
+    say(f"bank: the frozen model writes {asked.num_probes} probes from {len(anchors.examples)} anchors")
+    with bank_view(asked.num_probes) as watch:
+        bank = cached_bank(base, anchors.interface, anchors.examples, asked, watch=watch, told=say)
+    requests, seal = bank.manifest["counts"]["requests"], bank.manifest["probes_sha256"]
+    say(f"bank: {len(bank.probes)} probes of {requests} requests, sealed {seal[:12]}")
+    return place

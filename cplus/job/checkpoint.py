@@ -1,0 +1,97 @@
+"""Checkpoints: one file that is the old state or the new one at every instant."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import time
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cplus import files
+from cplus.experiment.driver import Training
+from cplus.job.progress import say
+
+FORMAT = "cplus-checkpoint/1"
+_DAMAGED = (
+    RuntimeError,
+    EOFError,
+    OSError,
+    ValueError,
+    LookupError,
+    struct.error,
+    zlib.error,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+)
+"""What reading an archive raises whose bytes are not those that were written."""
+
+
+class Checkpoints:
+    """Writes the last state of a training and reads it again; refuses one of another job."""
+
+    def __init__(self, path: Path, identity: str, *, minutes: float, steps: int | None) -> None:
+        self._path, self._identity = path, identity
+        self._minutes, self._steps = minutes, steps
+        self._written = time.monotonic()
+        self.step: int | None = None
+        """The update after which the last one was written."""
+
+    def load(self, training: Training) -> bool:
+        """Take up the last state, if there is one."""
+        if not self._path.is_file():
+            return False
+        try:
+            # Mapped, not read: the states are copied into place one tensor at a time.
+            check_whole(self._path)
+            kept: dict[str, Any] = torch.load(self._path, map_location="cpu", weights_only=True, mmap=True)
+        except _DAMAGED as error:
+            raise ValueError(
+                f"{self._path}: expected a whole checkpoint, but it does not read ({error}); remove it, and the "
+                "training begins again"
+            ) from error
+        if not isinstance(kept, dict) or kept.get("format") != FORMAT:
+            raise ValueError(f"{self._path}: expected the format {FORMAT}; it was written by another version")
+        if kept["identity"] != self._identity:
+            raise ValueError(
+                f"{self._path}: the model, the rows or the bank changed since the job began; begin a new one"
+            )
+        if kept["numerics"] != _numerics():
+            say(f"the job began with {kept['numerics']} and goes on with {_numerics()}: not to the last bit the same")
+        training.load_state_dict(kept["state"])
+        self.step = training.ledger.cursor.step
+        return True
+
+    def due(self, step: int) -> bool:
+        """Whether so many minutes or updates have passed since the last one."""
+        by_time = time.monotonic() - self._written >= 60 * self._minutes
+        return by_time or (self._steps is not None and step - (self.step or 0) >= self._steps)
+
+    def save(self, training: Training) -> None:
+        """Write the state; weights that are not numbers are no state to go back to."""
+        if not training.finite():
+            raise FloatingPointError(
+                f"a weight is not finite after step {training.ledger.cursor.step}. Lower the learning rate or clip the "
+                "gradient"
+            )
+        training.tally()
+        body = {"format": FORMAT, "identity": self._identity, "numerics": _numerics()}
+        files.write_state(self._path, {**body, "state": training.state_dict()})
+        self._written, self.step = time.monotonic(), training.ledger.cursor.step
+
+
+def check_whole(path: Path) -> None:
+    """Read every part against its checksum: a mapped file would give back a flipped bit without a word."""
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise zipfile.BadZipFile(f"{damaged} has another checksum")
+
+
+def _numerics() -> str:
+    """What decides the last bit of a sum besides the numbers in it."""
+    return f"torch {torch.__version__} on {torch.get_num_threads()} threads"

@@ -1,0 +1,40 @@
+"""Other finished jobs on the same rows, whose curves the receipt shows beside this one's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cplus import files
+from cplus.data.examples import fingerprint
+from cplus.job.folder import Folder
+from cplus.job.rows import Group
+from cplus.receipts.receipt import Point, read_receipt
+
+
+def row_hashes(groups: Sequence[Group]) -> dict[str, str]:
+    """What two jobs must share to be compared: the rows that learning and forgetting are measured on, by their part."""
+    return {group.part: fingerprint(group.examples) for group in groups if group.part != "external"}
+
+
+def curves(places: Sequence[Path], groups: Sequence[Group], own: str) -> dict[str, tuple[Point, ...]]:
+    """The curves of finished jobs by method; a method that comes twice is told apart by its folder."""
+    found: dict[str, tuple[Point, ...]] = {}
+    for place in places:
+        method, curve = _curve(place, row_hashes(groups))
+        name = method if method not in (own, *found) else f"{method} ({place.name})"
+        found[name] = curve
+    return found
+
+
+def _curve(place: Path, expected: Mapping[str, str]) -> tuple[str, tuple[Point, ...]]:
+    folder = Folder(place)
+    if not folder.record.is_file():
+        raise ValueError(f"{place}: expected the folder of a finished job to compare with; it holds no record.json")
+    record = files.read_sealed(folder.record)
+    different = [part for part in expected if record["rows"].get(part) != expected[part]]
+    if different:
+        raise ValueError(
+            f"{place}: its {' and '.join(different)} rows are others than this job's; compare jobs on the same"
+        )
+    return record["settings"]["method"], read_receipt(place).curve

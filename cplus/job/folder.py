@@ -1,0 +1,137 @@
+"""A job's folder: what lies where, who works in it, and what may be replaced."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from cplus import files, locks
+from cplus.experiment.settings import AdaptConfig, settings
+
+FORMAT = "cplus-job/1"
+_OURS = (
+    "settings.json",
+    "work",
+    "model",
+    "bank",
+    "anchors.jsonl",
+    "record.json",
+    "receipt.json",
+    "receipt.html",
+    "README.md",
+    "tensorboard",
+)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The paths of one job."""
+
+    root: Path
+
+    @property
+    def settings(self) -> Path:
+        """What the job was asked; its presence makes the folder a job's."""
+        return self.root / "settings.json"
+
+    @property
+    def work(self) -> Path:
+        """What only an unfinished job needs."""
+        return self.root / "work"
+
+    @property
+    def home(self) -> Path:
+        """In which folder the job's files were named; a finished job tells nobody."""
+        return self.work / "home.json"
+
+    @property
+    def answers(self) -> Path:
+        """The base model's answers."""
+        return self.work / "before.json"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The last state of the training, one file: a file is replaced in one move, a folder is not."""
+        return self.work / "checkpoint.pt"
+
+    @property
+    def bank(self) -> Path:
+        """The sealed probes."""
+        return self.root / "bank"
+
+    @property
+    def anchors(self) -> Path:
+        """The rows kept, for later jobs that keep them too."""
+        return self.root / "anchors.jsonl"
+
+    @property
+    def model(self) -> Path:
+        """The adapted model, for plain transformers."""
+        return self.root / "model"
+
+    @property
+    def record(self) -> Path:
+        """The figures, written last: its presence makes the job finished."""
+        return self.root / "record.json"
+
+    @property
+    def card(self) -> Path:
+        """The model card."""
+        return self.root / "README.md"
+
+    def clear_work(self) -> None:
+        """Remove what only an unfinished job needs."""
+        shutil.rmtree(self.work, ignore_errors=True)
+
+
+@contextmanager
+def claimed(folder: Folder) -> Iterator[None]:
+    """Hold the folder for this process alone; what a killed process left half-written is removed."""
+    with locks.holding(folder.root / ".lock", otherwise="wait for it or choose another out"):
+        for parent in (folder.root, folder.work):
+            files.tidy(parent)
+        yield
+
+
+def check_free(folder: Folder, *, force: bool) -> None:
+    """Refuse a folder that holds something, unless it is a job's and may be replaced."""
+    if not folder.root.exists():
+        return
+    if not folder.root.is_dir():
+        raise ValueError(f"{folder.root}: expected a folder to write into, but it is a file; choose another out")
+    if all(files.is_left(entry.name) for entry in folder.root.iterdir()):
+        return
+    if not folder.settings.is_file():
+        raise ValueError(
+            f"{folder.root}: exists and is no job's folder, so nothing in it is replaced; choose another out"
+        )
+    if not force:
+        state = (
+            "holds a finished job" if folder.record.is_file() else f"holds an unfinished job: --resume {folder.root}"
+        )
+        raise ValueError(f"{folder.root}: {state}; choose another out, or --force to replace it")
+
+
+def begin(folder: Folder, config: AdaptConfig, home: Path) -> None:
+    """Remove what an earlier job wrote, nothing else, and say what this one is."""
+    # The mark goes last: a kill in between leaves a folder that --force still may replace.
+    for name in reversed(_OURS):
+        path = folder.root / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    files.write_json(folder.settings, {"format": FORMAT, "settings": config.model_dump(mode="json")})
+    files.write_json(folder.home, str(home.absolute()))
+
+
+def asked(folder: Folder) -> tuple[AdaptConfig, Path]:
+    """The settings of a begun job, and the folder in which its files were named."""
+    if not folder.settings.is_file():
+        raise ValueError(f"{folder.root}: there is no job to resume; expected the {folder.settings.name} of one")
+    raw = files.read_json(folder.settings)
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT or not isinstance(raw.get("settings"), dict):
+        raise ValueError(f"{folder.settings}: expected the format {FORMAT}; it was written by another version")
+    # The folder may have been moved since: it is where it is.
+    config = settings({**raw["settings"], "out": folder.root}, where=str(folder.settings))
+    return config, Path(files.read_json(folder.home)) if folder.home.is_file() else Path.cwd()

@@ -1,0 +1,201 @@
+"""What a job will need, known before anything large is loaded: parameters, memory, disk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from gguf import GGUFReader
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cplus import models
+from cplus.attach import Guard
+from cplus.data.batching import MAX_TOKENS
+from cplus.evidence import Evidence, Reference, Remembered
+from cplus.experiment.driver import TrainingSettings, build_optimizer
+from cplus.experiment.settings import AdaptConfig
+from cplus.job.lora import with_adapters
+from cplus.job.rows import Tasks, located
+from cplus.methods import Method
+from cplus.optim import AdamW
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model's size, from its configuration alone."""
+
+    parameters: int
+    trainable: int
+    stored_dtype: str
+    activation_bytes: int
+    """Of one pass of the largest size, roughly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes a job holds and writes; `held` is certain, `peak` adds an estimate of the activations."""
+
+    held: int
+    peak: int
+    available: int
+    kept_bytes_a_parameter: float
+    step_bytes_a_parameter: float
+    disk: int
+    free: int
+
+
+def needs(config: AdaptConfig, method: Method, tasks: Tasks, home: Path) -> tuple[Shape, Footprint]:
+    """The model's size and what the job will take, from names and files alone."""
+    name = located(config.model, home)
+    if name.endswith(".gguf") and Path(name).is_file():
+        _check_packed(Path(name), available(models.choose_device(config.device)))
+    size = shape(config, models.resolve(name))
+    anchors = config.num_anchors if tasks.anchors is None else len(tasks.anchors.examples)
+    earlier = sum(len(task.examples) for task in tasks.kept)
+    return size, footprint(config, method, size, anchors + earlier)
+
+
+def shape(config: AdaptConfig, where: Path | str) -> Shape:
+    """Count the parameters on the meta device: no weight is read."""
+    options = {"trust_remote_code": config.trust_remote_code, "local_files_only": isinstance(where, Path)}
+    try:
+        found = AutoConfig.from_pretrained(where, revision=config.revision, **options)
+    except OSError as error:
+        raise ValueError(f"could not read the configuration of {config.model!r}: {error}") from error
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(found, trust_remote_code=config.trust_remote_code)
+        if config.lora is not None:
+            model = with_adapters(model, config.lora, seed=config.seed)
+    text = found.get_text_config()
+    # A dense layer keeps about 16 vectors of the width for the backward pass, and three of the inner width.
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    token = 4 * text.num_hidden_layers * (16 * text.hidden_size + 3 * inner)
+    logits = 3 * 4 * text.vocab_size  # logits, their softmax and their gradient, at the target's positions
+    return Shape(
+        parameters=sum(p.numel() for p in model.parameters()),
+        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        stored_dtype=str(getattr(found, "dtype", None) or "float32").removeprefix("torch."),
+        activation_bytes=MAX_TOKENS * token + MAX_TOKENS // 4 * logits,
+    )
+
+
+def footprint(config: AdaptConfig, method: Method, size: Shape, num_anchors: int) -> Footprint:
+    """What the job holds in memory and puts on the disk."""
+    kept, step = guard_bytes(config, method, num_anchors, size.trainable)
+    states = 8 if config.optimizer == "adamw" else 0
+    gradient = 4
+    objective = method.objective.bytes_a_parameter
+    held = 4 * size.parameters + round(size.trainable * (gradient + states + kept + step + objective))
+    checkpoint = round(size.trainable * (4 + states + kept))
+    # A checkpoint is written beside the one it replaces.
+    disk = 2 * checkpoint + 4 * size.parameters + (64 << 20)
+    return Footprint(
+        held=held,
+        peak=held + size.activation_bytes,
+        available=available(models.choose_device(config.device)),
+        kept_bytes_a_parameter=kept + objective,
+        step_bytes_a_parameter=step,
+        disk=disk,
+        free=shutil.disk_usage(_existing(config.out)).free,
+    )
+
+
+def check(found: Footprint, size: Shape, config: AdaptConfig) -> list[str]:
+    """Refuse what cannot work; say what may not, and what the stored precision would have lost."""
+    if found.held > found.available:
+        raise ValueError(
+            f"{config.model} needs {giga(found.held)} GB for weights, gradients, the optimizer and the gate, but "
+            f"{giga(found.available)} GB are free; train adapters (lora r=16), or take a smaller model or machine"
+        )
+    if found.disk > found.free:
+        raise ValueError(
+            f"{config.out}: checkpoints and model need {giga(found.disk)} GB, but {giga(found.free)} GB are free; make "
+            "room or choose another out"
+        )
+    said = []
+    if found.peak > found.available:
+        said.append(f"memory may not do: about {giga(found.peak)} GB at the peak, {giga(found.available)} GB are free")
+    if size.stored_dtype != "float32":
+        said.append(
+            f"the weights are stored in {size.stored_dtype}; they are trained and written in float32, because "
+            f"{size.stored_dtype} would round small updates away"
+        )
+    return said
+
+
+def _check_packed(path: Path, free: int) -> None:
+    """Refuse a GGUF file too big to unpack, before it is: its first use writes a float32 folder."""
+    need = 4 * sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
+    if need > free:
+        raise ValueError(
+            f"{path}: unpacked it needs {giga(need)} GB, but {giga(free)} GB are free; take a smaller model"
+        )
+
+
+def guard_bytes(config: AdaptConfig, method: Method, num_anchors: int, trainable: int) -> tuple[float, float]:
+    """Bytes per parameter held from step to step, and during a step on top.
+
+    Measured on a small layer; whether the optimizer's step and the gate will be one pass, which copies no parameters,
+    is decided by the size of the real model.
+    """
+    if not method.guarded:
+        return 0.0, 0.0
+    layer = nn.Linear(64, 64, bias=False, device=models.choose_device(config.device))
+    settings = TrainingSettings(seed=0, epochs=1, lr=config.lr, optimizer=config.optimizer)
+    optimizer = build_optimizer(settings, layer)
+    evidence: Evidence | None = None
+    if method.evidence:
+        evidence = _Ones(num_anchors if method.vectors == "one per anchor" else 1)
+        evidence = Remembered(evidence, method.memory) if method.memory else evidence
+    gate = method.build_gate(0)
+    with Guard(optimizer, layer, evidence=evidence, gate=gate, projection=method.projection) as guard:
+        if evidence is not None:
+            guard.refresh()
+        layer(torch.ones(1, 64, device=layer.weight.device)).sum().backward()
+        optimizer.step()
+        held = guard.nbytes, guard.step_nbytes
+        one_pass = isinstance(optimizer, AdamW) and guard.compiles(trainable)
+    return held[0] / layer.weight.numel(), 0.0 if one_pass else held[1] / layer.weight.numel()
+
+
+@dataclass(frozen=True)
+class _Ones:
+    count: int
+
+    def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
+        return Reference(vectors=[[torch.ones_like(p) for p in params] for _ in range(self.count)])
+
+
+def available(device: torch.device) -> int:
+    """Bytes that are free where the model will be; in a container no more than it may have."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return free if limit == "max" else min(free, int(limit) - used)
+
+
+def giga(count: int) -> str:
+    """Bytes in GB, to a useful digit.
+
+    >>> giga(2_690_000_000), giga(12_000_000)
+    ('2.7', '0.012')
+    """
+    value = count / 1e9
+    return f"{value:.1f}" if value >= 0.95 else f"{value:.2g}"
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    return path if path.exists() else _existing(path.parent)

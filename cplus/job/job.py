@@ -1,0 +1,147 @@
+"""From settings to a finished folder: load, ask, build the bank, train, ask again, write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cplus import files, models
+from cplus.data.examples import lines
+from cplus.diagnostics.gateshares import layer_shares
+from cplus.evaluation import Rate
+from cplus.experiment.driver import Training
+from cplus.experiment.settings import AdaptConfig
+from cplus.job import bank as banks
+from cplus.job.folder import Folder, asked, begin, check_free, claimed
+from cplus.job.interruption import Interrupted, Interruption
+from cplus.job.lora import merged
+from cplus.job.measure import Answers, ask, ask_once
+from cplus.job.outputs import Finished, write_model, write_outputs
+from cplus.job.prepare import Job, ready
+from cplus.job.progress import say
+from cplus.job.rows import Group, located
+from cplus.job.tracking import tracker
+from cplus.job.training import train
+from cplus.probes.bank import Bank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A finished job: where it lies and its record."""
+
+    folder: Path
+    record: Mapping[str, Any]
+
+    @property
+    def kept(self) -> bool:
+        """Whether every requirement is met."""
+        return all(requirement["met"] for requirement in self.record["figures"]["requirements"])
+
+
+def adapt(config: AdaptConfig, *, force: bool = False) -> Outcome:
+    """Fine-tune a model on new rows, keep what it could do, and write model, bank, record, card and receipt."""
+    folder, home = Folder(config.out), Path.cwd()
+    check_free(folder, force=force)
+    with Interruption().watching() as interruption:
+        job = ready(config, folder, home)
+        with claimed(folder):
+            check_free(folder, force=force)
+            begin(folder, config, home)
+            return _work(job, interruption)
+
+
+def resume(out: Path) -> Outcome:
+    """Go on with an interrupted job as if it had never stopped; a finished one is read."""
+    folder = Folder(out)
+    config, home = asked(folder)
+    if folder.record.is_file():
+        say(f"{out}: this job is finished")
+        if folder.work.exists():  # a kill came between the record and this
+            with claimed(folder):
+                folder.clear_work()
+        return Outcome(folder=out, record=files.read_sealed(folder.record))
+    with Interruption().watching() as interruption:
+        job = ready(config, folder, home)
+        with claimed(folder):
+            return _work(job, interruption)
+
+
+def _work(job: Job, interruption: Interruption) -> Outcome:
+    config, folder = job.config, job.folder
+    tracked = tracker(config.report_to, folder.root, config.model_dump(mode="json"))
+    try:
+        with models.computing(config.compute_dtype, job.base.device):
+            before = ask_once(folder.answers, job.base.model, job.groups, config, job.base.fingerprint)
+        check_requirements(config, job.groups, before)
+        if job.rows.anchors is not None:
+            files.write_text(folder.anchors, lines(job.rows.anchors.examples))
+        bank = _bank(job)
+        training = train(job, before, bank, interruption, tracked)
+        record = _finish(job, before, bank, training)
+    except Interrupted as stop:
+        raise Interrupted(stop.number, f"{stop}. Go on with: cplus adapt --resume {folder.root}") from stop
+    finally:
+        tracked.finish()
+    say(f"written to {folder.root}: model/, receipt.html, record.json, README.md")
+    return Outcome(folder=folder.root, record=record)
+
+
+def check_requirements(config: AdaptConfig, groups: tuple[Group, ...], before: Mapping[str, Answers]) -> None:
+    """Refuse a requirement that no result could meet, before the training and not after it."""
+    for required in config.requirements:
+        state = "right" if required.metric == "retention" else "wrong"
+        answers = [p for g in groups if g.part == required.metric for p in before[g.name].predictions]
+        count = sum(p.correct == (state == "right") for p in answers)
+        if not count:
+            raise ValueError(
+                f"{required.metric} is required, but none of {len(answers)} rows was answered {state}ly by the base "
+                f"model (judge: {config.judge}); give other rows or another judge, or leave it out"
+            )
+        best = Rate(count, count).interval()[0] / 100
+        if best < required.at_least:
+            raise ValueError(
+                f"{required.metric}>={required.at_least:g} cannot be met: it is held against the lower 95 % bound, and "
+                f"that is {best:.3f} when all {count} rows are right; give more rows or ask for less"
+            )
+
+
+def _bank(job: Job) -> Bank | None:
+    if not job.method.needs_bank or job.rows.anchors is None:
+        return None
+    given = None if job.config.bank is None else Path(located(str(job.config.bank), job.home))
+    new = len(job.rows.new.examples)
+    return banks.sealed(job.folder.bank, job.config, job.base, job.rows.anchors, new, given)
+
+
+def _finish(job: Job, before: Mapping[str, Answers], bank: Bank | None, training: Training) -> dict[str, Any]:
+    """Ask again, then write; the record comes last and the work folder goes after it."""
+    config, folder, guard = job.config, job.folder, training.prepared.guard
+    layers = layer_shares(guard)
+    if guard is not None:
+        guard.detach()
+    parameters = sum(p.numel() for p in training.model.parameters())
+    trainable = sum(p.numel() for p in training.model.parameters() if p.requires_grad)
+    model = merged(training.model, config.lora).eval()
+    with models.computing(config.compute_dtype, job.base.device):
+        after = {group.name: ask(model, group, config, "after") for group in job.groups}
+    write_model(folder, model, job.base.tokenizer)
+    done = Finished(
+        config=config,
+        base=job.base,
+        after_fingerprint=models.fingerprint(model),
+        rows=job.rows,
+        groups=job.groups,
+        before=before,
+        after=after,
+        ledger=training.ledger,
+        bank=bank,
+        layers=layers,
+        comparisons=job.comparisons,
+        parameters=parameters,
+        trainable=trainable,
+    )
+    record = write_outputs(folder, done)
+    folder.clear_work()
+    return record

@@ -1,0 +1,197 @@
+"""What a finished job leaves: the model, its card, the receipt and, last of all, the record."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cplus import files
+from cplus.cost import cost_row
+from cplus.diagnostics.gateshares import LayerShare
+from cplus.experiment.driver import Ledger
+from cplus.experiment.record import environment
+from cplus.experiment.settings import AdaptConfig
+from cplus.job.comparison import row_hashes
+from cplus.job.folder import Folder
+from cplus.job.measure import Answers, loss_of
+from cplus.job.rows import Group, Rows
+from cplus.models import Loaded
+from cplus.models.loading import without_bars
+from cplus.probes.audit import Source, audit
+from cplus.probes.bank import Bank
+from cplus.receipts.receipt import (
+    GateShare,
+    Losses,
+    ModelId,
+    Point,
+    Receipt,
+    Requirement,
+    RowSet,
+    bank_audit,
+    rows,
+    write_receipt,
+)
+
+SCHEMA = 1
+_POINT = tuple(f.name for f in dataclasses.fields(Point))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """Everything the outputs are made of."""
+
+    config: AdaptConfig
+    base: Loaded
+    after_fingerprint: str
+    rows: Rows
+    groups: Sequence[Group]
+    before: Mapping[str, Answers]
+    after: Mapping[str, Answers]
+    ledger: Ledger
+    bank: Bank | None
+    layers: Sequence[LayerShare]
+    comparisons: Mapping[str, tuple[Point, ...]]
+    parameters: int
+    trainable: int
+
+    @property
+    def cost(self) -> dict[str, int | float]:
+        """Rows, tokens and FLOPs of training and of the evidence, seconds and the gate's bytes."""
+        ledger = self.ledger
+        works = cost_row(self.parameters, training=ledger.training, preservation=ledger.preservation)
+        return {**works, "seconds": ledger.seconds, "extra_bytes": ledger.extra_bytes}
+
+
+def write_model(folder: Folder, model: Any, tokenizer: Any) -> None:
+    """Safetensors and tokenizer, for plain transformers."""
+    with files.replacing_folder(folder.model) as part, without_bars():
+        model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+
+
+def write_outputs(folder: Folder, done: Finished) -> dict[str, Any]:
+    """Write receipt, card and record, and return the record: only a finished job has one."""
+    shown = write_receipt(receipt(done), folder.root)
+    record = {
+        "schema": SCHEMA,
+        "kind": "adapt",
+        "settings": done.config.model_dump(mode="json"),
+        "model": {"name": done.config.model, "before": done.base.fingerprint, "after": done.after_fingerprint},
+        "figures": shown["figures"],
+        "rows": row_hashes(done.groups),
+        "counts": counts(done),
+        "cost": done.cost,
+        "steps": done.ledger.cursor.step,
+        "epochs": len(done.ledger.curve),
+        "curve": done.ledger.curve,
+        "bank": None if done.bank is None else dict(done.bank.manifest),
+        "notes": shown["notes"],
+        "receipt": shown["sha256"],
+        "environment": shown["environment"],
+        "created": shown["created"],
+    }
+    files.write_text(folder.card, card(record))
+    record = files.sealed(record)
+    files.write_json(folder.record, record)
+    return record
+
+
+def counts(done: Finished) -> dict[str, int]:
+    """How many of each."""
+    groups = {"new": done.rows.new, "anchors": done.rows.anchors, "past": done.rows.past}
+    sizes = {name: 0 if group is None else len(group.examples) for name, group in groups.items()}
+    probes = 0 if done.bank is None else len(done.bank.probes)
+    return {**sizes, "probes": probes, "parameters": done.parameters, "trainable": done.trainable}
+
+
+def receipt(done: Finished) -> Receipt:
+    """The job as a receipt."""
+    config = done.config
+    return Receipt(
+        title=f"{config.model} adapted by {config.method}",
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        before=ModelId(name=config.model, fingerprint=done.base.fingerprint),
+        after=ModelId(name=f"{config.out.name}/model", fingerprint=done.after_fingerprint),
+        method=config.method,
+        sets=tuple(_row_set(group, done.before[group.name], done.after[group.name]) for group in done.groups),
+        settings=config.model_dump(mode="json"),
+        environment=environment(threads=torch.get_num_threads(), device=str(done.base.device)),
+        curve=(_start(done), *(_point(point) for point in done.ledger.curve)),
+        comparisons=dict(done.comparisons),
+        gate=tuple(
+            GateShare(
+                name=layer.name,
+                coordinates=layer.coordinates,
+                admitted_share=layer.admitted,
+                energy_share=layer.energy,
+            )
+            for layer in done.layers
+        ),
+        audit=None if done.bank is None else bank_audit(audit(done.bank, _sources(done))),
+        cost=done.cost,
+        requirements=tuple(Requirement(metric=r.metric, at_least=r.at_least) for r in config.requirements),
+        notes=(*done.rows.notes, *_notes(done)),
+    )
+
+
+def _notes(done: Finished) -> list[str]:
+    said = list(done.ledger.watch.said)
+    if done.config.stop == "learned" and len(done.ledger.curve) < done.config.epochs:
+        said.append(f"Training ended after epoch {len(done.ledger.curve)}: every new row was learned.")
+    if done.config.lora is not None:
+        share = 100 * done.trainable / done.parameters
+        said.append(f"Only adapters were trained: {done.trainable:,} weights, {share:.2f} % of the model.")
+    return said
+
+
+def _sources(done: Finished) -> list[Source]:
+    groups = (done.rows.anchors, done.rows.new, done.rows.past)
+    return [Source(name=group.name, examples=group.examples) for group in groups if group is not None]
+
+
+def _row_set(group: Group, before: Answers, after: Answers) -> RowSet:
+    # A likelihood of 1 may round to a loss below 0.
+    losses = [
+        Losses(before=max(0.0, -was.mean), after=max(0.0, -now.mean), tokens=was.num_tokens)
+        for was, now in zip(before.scores, after.scores, strict=True)
+    ]
+    made = rows(group.examples, before.predictions, after.predictions, interface=group.interface.name, losses=losses)
+    return RowSet(name=group.name, kind=group.part, interface=group.interface.name, rows=made)
+
+
+def _start(done: Finished) -> Point:
+    """The model before, on the rows of the looks on the way: nothing lost, nothing learned."""
+    known: dict[str, float] = {}
+    for group in done.groups:
+        if group.part == "external":
+            continue
+        new = group.part == "acquisition"
+        if group.closed:
+            known |= {"acquisition": 0.0} if new else {"retention": 100.0}
+            continue
+        seen = {example.id for example in group.drawn(done.config.evaluate_rows, done.config.seed).examples}
+        scores = zip(group.examples, done.before[group.name].scores, strict=True)
+        loss = loss_of([score for example, score in scores if example.id in seen])
+        known["new_nll" if new else "past_nll"] = max(0.0, loss)
+    return _point({"epoch": 0.0, **known})
+
+
+def _point(point: Mapping[str, float]) -> Point:
+    known = {name: value for name, value in point.items() if name in _POINT}
+    return Point(**{"epoch": point["epoch"], **known})
+
+
+def card(record: Mapping[str, Any]) -> str:
+    """The model card, from the record alone."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("cplus.job"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True, autoescape=False,
+    )  # fmt: skip
+    return environment.get_template("card.md").render(record)

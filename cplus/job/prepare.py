@@ -1,0 +1,122 @@
+"""A job ready to work: settings checked, files read, memory and disk counted, the model loaded, its rows bound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cplus import models
+from cplus.experiment.driver import TrainingSettings
+from cplus.experiment.settings import AdaptConfig, paper
+from cplus.job import footprint
+from cplus.job.comparison import curves
+from cplus.job.folder import Folder
+from cplus.job.own import with_own_answers
+from cplus.job.progress import say
+from cplus.job.rows import Group, Rows, gather, located, read
+from cplus.methods import Method
+from cplus.models import Loaded
+from cplus.receipts.receipt import Point
+from cplus.selection import configured, method
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What every phase of a job knows; `groups` are the rows asked before and after."""
+
+    config: AdaptConfig
+    home: Path
+    folder: Folder
+    method: Method
+    base: Loaded
+    rows: Rows
+    groups: tuple[Group, ...]
+    comparisons: Mapping[str, tuple[Point, ...]]
+
+
+def training_settings(config: AdaptConfig) -> TrainingSettings:
+    """How the job trains."""
+    return TrainingSettings(
+        seed=config.seed,
+        epochs=config.epochs,
+        lr=config.lr,
+        batch_size=config.batch_size,
+        order=config.order,
+        optimizer=config.optimizer,
+        weight_decay=config.weight_decay,
+        clip_norm=config.clip_norm or None,
+        warmup=config.warmup_steps,
+        rate=config.lr_schedule,
+    )
+
+
+def row_of(config: AdaptConfig) -> Method:
+    """The method's row with the job's blend and smoothing."""
+    row = configured(method(config.method), anchor_weight=config.anchor_weight, beta=config.beta)
+    _check_bank_settings(config, row)
+    if row.adapter is not None:
+        raise ValueError(
+            f"method {row.name!r} trains adapters and is there for comparison, in 'cplus demo' and in studies; here "
+            "train adapters with --lora r=16 --method sft, or under the gate with --lora r=16 alone"
+        )
+    return row
+
+
+def _check_bank_settings(config: AdaptConfig, row: Method) -> None:
+    """Refuse settings of a bank for a method that uses none; what a preset brings along is not the user's word."""
+    brought = paper(config.model) if config.preset == "paper" else {}
+    for name in () if row.needs_bank else ("bank", "num_probes", "shots", "temperature", "topics"):
+        default = AdaptConfig.model_fields[name].default
+        if getattr(config, name) not in (default, brought.get(name, default)):
+            raise ValueError(f"method {row.name!r} has no use for {name}: it takes no self-probes; leave {name} out")
+
+
+def ready(config: AdaptConfig, folder: Folder, home: Path) -> Job:
+    """Everything that can be refused is refused here, before a byte is written."""
+    method = row_of(config)
+    tasks = read(config, method, home)
+    size, need = footprint.needs(config, method, tasks, home)
+    for warning in footprint.check(need, size, config):
+        say(f"warning: {warning}")
+    say(f"{config.model}: {size.parameters:,} parameters, {size.trainable:,} trained; {method.name}: {method.summary}")
+    base = load(config, home)
+    with models.computing(config.compute_dtype, base.device):
+        rows = gather(config, tasks, base)
+        if config.own_answers:
+            rows = answered(rows, base)
+    for note in rows.notes:
+        say(f"note: {note}")
+    groups = rows.asked(config)
+    return Job(
+        config=config,
+        home=home,
+        folder=folder,
+        method=method,
+        base=base,
+        rows=rows,
+        groups=groups,
+        comparisons=curves([Path(located(str(place), home)) for place in config.compare], groups, config.method),
+    )
+
+
+def answered(rows: Rows, base: Loaded) -> Rows:
+    """The rows to keep with the base model's own answers, where they are free text."""
+    anchors, past, said = rows.anchors, rows.past, list(rows.notes)
+    if anchors is not None and not anchors.closed:
+        anchors, sentence = with_own_answers(anchors, base)
+        said.append(sentence)
+    if past is not None and not past.closed:
+        past, sentence = with_own_answers(past, base)
+        said.append(sentence)
+    return replace(rows, anchors=anchors, past=past, notes=tuple(said))
+
+
+def load(config: AdaptConfig, home: Path) -> Loaded:
+    """The base model in float32."""
+    return models.load(
+        located(config.model, home),
+        device=config.device,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision,
+    )

@@ -1,0 +1,231 @@
+"""The rows of a job by the part they play: to learn, to keep, to ask."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from cplus import interfaces
+from cplus.data.encoded import Encoded
+from cplus.data.examples import Choice, Example
+from cplus.data.predictions import Prediction
+from cplus.data.split import cached_split, draw_anchors, stack
+from cplus.data.tasks import Task, load_task
+from cplus.experiment.settings import AdaptConfig
+from cplus.files import cache_folder
+from cplus.interfaces import Interface
+from cplus.job.folder import Folder
+from cplus.methods import Method
+from cplus.models import Loaded
+from cplus.probes.texts import input_key
+from cplus.scoring import fitting, predict
+
+Part: TypeAlias = Literal["acquisition", "retention", "external"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Rows asked in one way; `part` is what they count for when they are asked."""
+
+    name: str
+    part: Part
+    interface: Interface
+    examples: tuple[Example, ...]
+    known: tuple[Prediction, ...] = ()
+    """The base model's answers, where a split has asked already."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the answers are choices; else they are free text."""
+        return isinstance(self.examples[0], Choice)
+
+    def encoded(self) -> list[Encoded]:
+        """The rows as tokens."""
+        return [self.interface.encode(example) for example in self.examples]
+
+    def drawn(self, count: int, seed: int) -> Group:
+        """At most `count` rows, drawn by the seed, in their own order."""
+        if len(self.examples) <= count:
+            return self
+        chosen = set(random.Random(f"{seed}/{self.name}").sample(range(len(self.examples)), count))
+        examples = tuple(example for i, example in enumerate(self.examples) if i in chosen)
+        ids = {example.id for example in examples}
+        return replace(self, examples=examples, known=tuple(p for p in self.known if p.id in ids))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Everything that is read before the first step."""
+
+    new: Group
+    anchors: Group | None
+    past: Group | None
+    external: tuple[Group, ...] = ()
+    kept: tuple[Group, ...] = ()
+    """The anchors of earlier jobs, each a past task of its own."""
+    notes: tuple[str, ...] = ()
+
+    def asked(self, config: AdaptConfig) -> tuple[Group, ...]:
+        """The groups asked before and after: new rows, past rows or else the anchors, and the external tasks."""
+        kept = self.past or self.anchors
+        groups = [self.new, *([kept] if kept else []), *self.external]
+        return tuple(group if group.closed else group.drawn(config.max_asked, config.seed) for group in groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tasks:
+    """What is read from files, before any model is loaded."""
+
+    new: Task | None
+    anchors: Task | None
+    past: Task | None
+    split: Task | None
+    external: tuple[Task, ...]
+    kept: tuple[Task, ...] = ()
+
+
+def read(config: AdaptConfig, method: Method, home: Path) -> Tasks:
+    """Read every file and task; what the method cannot do without is asked for now, not after an hour."""
+    if config.split is None and config.anchors is None and not config.kept and set(method.needs) != {"new"}:
+        raise ValueError(f"method {method.name!r} needs anchors: rows the model should keep; give some as anchors")
+    new, anchors, past, split = (
+        None if name is None else load_task(located(name, home), config.data_dir)
+        for name in (config.new, config.anchors, config.past, config.split)
+    )
+    external = tuple(load_task(located(name, home), config.data_dir) for name in config.external)
+    names = [task.name for task in external]
+    if len({*names, "new", "past", "anchors"}) != len(names) + 3:
+        raise ValueError(f"expected external tasks of different names, none called new, past or anchors, got {names}")
+    kept = tuple(_anchors_of(Folder(Path(located(str(place), home)))) for place in config.kept)
+    return Tasks(new=new, anchors=anchors, past=past, split=split, external=external, kept=kept)
+
+
+def _anchors_of(folder: Folder) -> Task:
+    if not folder.anchors.is_file():
+        raise ValueError(f"{folder.root}: expected the folder of a job that kept rows; it holds no anchors.jsonl")
+    return load_task(str(folder.anchors))
+
+
+def located(name: str, home: Path) -> str:
+    """A file's name as it reads from here, where it was given in the folder `home`; other names are left alone."""
+    path = home / Path(name).expanduser()
+    return str(path) if home != Path.cwd() and path.exists() else name
+
+
+def gather(config: AdaptConfig, tasks: Tasks, base: Loaded) -> Rows:
+    """Bind the rows to the model: how each is asked, what fits its window, what it knew of a split task."""
+    if tasks.split is not None:
+        rows = _parted(config, tasks.split, base)
+    else:
+        assert tasks.new is not None
+        known = {
+            name: None if task is None else group_of(config, task, base, name=name, part="retention")
+            for name, task in (("anchors", tasks.anchors), ("past", tasks.past))
+        }
+        new = group_of(config, tasks.new, base, name="new", part="acquisition")
+        rows = Rows(new=new, anchors=known["anchors"], past=known["past"])
+    external = tuple(_external(config, task, base) for task in tasks.external)
+    kept = tuple(
+        group_of(config, task, base, name=f"kept {number}", part="retention")
+        for number, task in enumerate(tasks.kept, start=1)
+    )
+    rows = replace(rows, external=external, kept=kept)
+    return replace(rows, notes=notes(config, rows))
+
+
+def notes(config: AdaptConfig, rows: Rows) -> tuple[str, ...]:
+    """What a reader of the figures must know about the rows."""
+    said = []
+    if rows.anchors is not None and (both := overlap(rows.anchors, rows.new)):
+        count = len(rows.anchors.examples)
+        said.append(f"{both} of {count} anchors also stand in the new data: what is to be kept is trained on.")
+    if rows.past is None and rows.anchors is not None:
+        count = len(rows.anchors.examples)
+        said.append(f"Retention is measured on the {count} anchors alone, which the method has seen; give past rows.")
+    if rows.past is not None and rows.anchors is not None and (both := overlap(rows.past, rows.anchors)):
+        said.append(f"{both} of {len(rows.past.examples)} past rows are anchors, which the method has seen.")
+    if rows.past is not None and config.split is None and (both := overlap(rows.past, rows.new)):
+        said.append(f"{both} of {len(rows.past.examples)} past rows also stand in the new data.")
+    if rows.kept:
+        count = sum(len(group.examples) for group in rows.kept)
+        said.append(f"Earlier past tasks are kept as well: {len(rows.kept)}, with {count} anchors in all.")
+    for group in (rows.new, rows.past):
+        if group is not None and not group.closed and len(group.examples) > config.max_asked:
+            said.append(f"{config.max_asked} of {len(group.examples)} {group.name} rows were asked before and after.")
+    return tuple(said)
+
+
+def overlap(some: Group, others: Group) -> int:
+    """How many inputs of one group stand in the other."""
+    known = {input_key(example, options=False) for example in others.examples}
+    return sum(input_key(example, options=False) in known for example in some.examples)
+
+
+def bind(config: AdaptConfig, task: Task, base: Loaded) -> Interface:
+    """How a task's rows are asked: free text as free text, multiple choice by the setting or the task's own way."""
+    own = task.interface
+    if isinstance(task.examples[0], Choice):
+        if config.interface == "freeform":
+            raise ValueError(f"{task.name} has multiple-choice rows; expected the interface letter or cloze for them")
+        own = config.interface or own
+    return interfaces.build(own, base.tokenizer, wording=task.wording, chat=not config.plain)
+
+
+def group_of(config: AdaptConfig, task: Task, base: Loaded, *, name: str, part: Part) -> Group:
+    bound = bind(config, task, base)
+    examples = fitting(bound, task.examples, base.window, config.too_long)
+    if not examples:
+        raise ValueError(f"{task.name}: none of {len(task.examples)} rows fits the model's window of {base.window}")
+    return Group(name=name, part=part, interface=bound, examples=tuple(examples))
+
+
+def _external(config: AdaptConfig, task: Task, base: Loaded) -> Group:
+    group = group_of(config, task, base, name=task.name, part="external")
+    return group if config.external_limit is None else group.drawn(config.external_limit, config.seed)
+
+
+def _parted(config: AdaptConfig, task: Task, base: Loaded) -> Rows:
+    """The base model's right and wrong rows, asked once a model, task and machine."""
+    from cplus.evaluation.judges import judge
+
+    whole = group_of(config, task, base, name=task.name, part="external")
+    if not whole.closed:
+        raise ValueError(f"{task.name} is free text; a split needs multiple choice: give new and anchors as files")
+    found = cached_split(
+        cache_folder() / "splits",
+        whole.examples,
+        lambda: predict(
+            base.model, whole.interface, whole.examples, judge=judge(config.judge), what="what the model knows"
+        ),
+        model_fingerprint=base.fingerprint,
+        interface=whole.interface.name,
+        stack=stack(device=base.device.type, compute_dtype=config.compute_dtype),
+    )
+    wrong = list(found.new)
+    if config.num_new is not None:
+        if config.num_new > len(wrong):
+            raise ValueError(f"asked for {config.num_new} new rows, but the model answers only {len(wrong)} wrongly")
+        wrong = random.Random(f"{config.seed}/new").sample(wrong, config.num_new)
+    if not wrong or not found.past:
+        raise ValueError(
+            f"{task.name}: the model answers {len(found.past)} of {len(found.predictions)} rows rightly; a split needs "
+            "both right and wrong ones"
+        )
+    return Rows(
+        new=_known(whole, "new", "acquisition", wrong, found.predictions),
+        anchors=_known(
+            whole, "anchors", "retention", draw_anchors(found, config.num_anchors, config.seed), found.predictions
+        ),
+        past=_known(whole, "past", "retention", found.past, found.predictions),
+    )
+
+
+def _known(
+    whole: Group, name: str, part: Part, examples: Sequence[Example], predictions: Sequence[Prediction]
+) -> Group:
+    by_id = {prediction.id: prediction for prediction in predictions}
+    known = tuple(by_id[example.id] for example in examples)
+    return Group(name=name, part=part, interface=whole.interface, examples=tuple(examples), known=known)

@@ -1,0 +1,167 @@
+"""The training phase of a job: built anew or taken up from a checkpoint, watched, saved and stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cplus import files, models
+from cplus.data.examples import fingerprint
+from cplus.experiment.driver import Training, begin, updates_an_epoch
+from cplus.experiment.material import Kept, material
+from cplus.experiment.precision import in_precision
+from cplus.health import Exploded
+from cplus.job import bank as banks
+from cplus.job.checkpoint import Checkpoints
+from cplus.job.interruption import Interrupted, Interruption
+from cplus.job.lora import with_adapters
+from cplus.job.measure import Answers, look, says_every_token
+from cplus.job.prepare import Job, training_settings
+from cplus.job.progress import say, training_view
+from cplus.job.rows import located
+from cplus.job.tracking import Tracker
+from cplus.loop import EpochEnded, Event, Refreshed, Stepped
+from cplus.probes.bank import Bank
+
+
+def begun(job: Job, past: Sequence[Kept]) -> Training:
+    """The base model, its optimizer and the guard, before the first update or a checkpoint."""
+    config = job.config
+    rows = material(job.method, job.rows.new.encoded(), past, job.base)
+    model = job.base.model
+    if config.lora is not None:
+        model = with_adapters(model, config.lora, seed=config.seed)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    method = in_precision(job.method, config.compute_dtype, job.base.device)
+    return begin(training_settings(config), method, model, rows)
+
+
+def past_tasks(job: Job, bank: Bank | None) -> list[Kept]:
+    """The job's own anchors and bank, and those of the earlier jobs it keeps."""
+    places = [Path(located(str(place), job.home)) for place in job.config.kept]
+    wanted = job.method.needs_bank
+    found = [(job.rows.anchors, bank)] if job.rows.anchors is not None else []
+    found += [
+        (group, banks.earlier(place, group) if wanted else None)
+        for place, group in zip(places, job.rows.kept, strict=True)
+    ]
+    return [
+        Kept(
+            name=anchors.name,
+            interface=anchors.interface,
+            anchors=anchors.examples,
+            probes=() if own is None else own.examples,
+            written_by="" if own is None else str(own.manifest["model"]["fingerprint"]),
+        )
+        for anchors, own in found
+    ]
+
+
+def train(
+    job: Job, before: Mapping[str, Answers], bank: Bank | None, interruption: Interruption, tracked: Tracker
+) -> Training:
+    """Train from the last checkpoint, or the beginning, to the end; every stop on the way is one to go on from."""
+    config = job.config
+    past = past_tasks(job, bank)
+    training = begun(job, past)
+    rows = [job.rows.new.examples, *(part for task in past for part in (task.anchors, task.probes))]
+    identity = files.fingerprint([job.base.fingerprint, *map(fingerprint, rows)])
+    kept = Checkpoints(
+        job.folder.checkpoint, identity, minutes=config.checkpoint_minutes, steps=config.checkpoint_steps
+    )
+    if kept.load(training):
+        say(f"resumed after update {kept.step}")
+    updates = updates_an_epoch(len(job.rows.new.examples), config.batch_size)
+    begins = "training" if training.prepared.guard is None else "taking evidence"
+    view = training_view(epochs=config.epochs, updates=updates, done=training.ledger.cursor.step, begins=begins)
+    with interruption.patient(), view as shown:
+        watch, told = _Watch(job, before, training), len(training.ledger.watch.said)
+        try:
+            for event in training.run(watch.look, watch.done):
+                _notice(training, event)
+                ended = isinstance(event, EpochEnded)
+                point = training.ledger.curve[-1] if ended else None
+                if isinstance(event, Stepped) and event.step % 10 == 0:
+                    training.tally()
+                shown.show(event, training.admitted, point)
+                told = _tell(training.ledger.watch.said, told)
+                _log(tracked, training, event, point)
+                if isinstance(event, Refreshed):
+                    continue  # a state in which the evidence is newer than the cursor is not one to go on from
+                if interruption.received is not None:
+                    kept.save(training)
+                    step, total = training.ledger.cursor.step, config.epochs * updates
+                    raise Interrupted(interruption.received, f"stopped after update {step} of {total}, and saved")
+                if training.ledger.done or kept.due(training.ledger.cursor.step):
+                    kept.save(training)
+        except FloatingPointError as error:
+            if training.finite():  # the step that failed changed nothing
+                kept.save(training)
+            raise FloatingPointError(f"{error}; {_last(kept, job)}") from error
+        except Exploded as error:  # the weights are numbers, but none to go on from
+            raise Exploded(f"{error}; {_last(kept, job)}") from error
+        if kept.step != training.ledger.cursor.step or not training.ledger.done:
+            kept.save(training)
+    return training
+
+
+def _notice(training: Training, event: Event) -> None:
+    """Watch the numbers: a loss that explodes ends the job, the rest becomes a warning."""
+    seen = training.ledger.watch
+    if isinstance(event, Stepped):
+        seen.stepped(event.step, event.loss)
+    elif isinstance(event, EpochEnded):
+        seen.looked(training.ledger.curve[-1])
+    elif event.norm is not None:
+        seen.refreshed(event.norm)
+
+
+def _tell(said: Sequence[str], told: int) -> int:
+    """Say what was noticed since the last time."""
+    for sentence in said[told:]:
+        say(f"warning: {sentence}")
+    return len(said)
+
+
+def _last(kept: Checkpoints, job: Job) -> str:
+    return f"update {kept.step} is kept in {job.folder.checkpoint}" if kept.step else "no update was kept"
+
+
+class _Watch:
+    """Looks on the way, and whether everything is learned."""
+
+    def __init__(self, job: Job, before: Mapping[str, Answers], training: Training) -> None:
+        self._config, self._training, self._before = job.config, training, dict(before)
+        self._device = job.base.device
+        self._new, *kept = [group for group in job.groups if group.part != "external"]
+        self._kept = [group.drawn(job.config.evaluate_rows, job.config.seed) for group in kept]
+        self._encoded = training.prepared.material.new
+
+    def look(self, epoch: int) -> dict[str, float]:
+        """What is learned (of all new rows, where that decides the end) and lost."""
+        every, decides = self._config.evaluate_every, self._config.stop == "learned" and self._new.closed
+        due = every > 0 and epoch % every == 0
+        new = self._new if decides else self._new.drawn(self._config.evaluate_rows, self._config.seed)
+        groups = [*([new] if due or decides else []), *(self._kept if due else [])]
+        with models.computing(self._config.compute_dtype, self._device):
+            return look(self._training.model, groups, self._before)
+
+    def done(self, point: Mapping[str, float]) -> bool:
+        """Whether the training may end: every new row is answered rightly, or every response would be repeated."""
+        if self._config.stop == "never":
+            return False
+        if self._new.closed:
+            return point.get("acquisition", 100.0) == 100.0
+        with models.computing(self._config.compute_dtype, self._device):
+            return says_every_token(self._training.model, self._encoded)
+
+
+def _log(tracked: Tracker, training: Training, event: object, point: Mapping[str, float] | None) -> None:
+    if isinstance(event, Stepped):
+        rate = float(training.optimizer.param_groups[0]["lr"])
+        tracked.log({"train/loss": event.loss, "train/learning_rate": rate}, event.step)
+    elif isinstance(event, Refreshed):
+        tracked.log({f"evidence/{name}": loss for name, loss in event.losses.items()}, event.step)
+    elif isinstance(event, EpochEnded) and point is not None:
+        tracked.log({f"epoch/{name}": value for name, value in point.items()}, event.step)

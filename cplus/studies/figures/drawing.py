@@ -1,0 +1,210 @@
+"""What the studies' figures share: panels, lines with standard errors, one legend, words where nothing was run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from cplus.evaluation.statistics import Estimate
+from cplus.plotting import COLOURS, OTHER, label
+from cplus.studies.durations import PARAMETERS
+
+INK, SOFT, LINE, CARD = "#1d2430", "#586372", "#e0e4ea", "#ffffff"
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Colour is never the only sign: each method has its own marker.
+MARKERS = {"sft": "s", "replay": "^", "probe-replay": "v", "anchor-probe-replay": "D", "cpl": "P", "cplus": "o"}
+ALSO = {"distillation": ("#56B4E9", "<"), "ssr": ("#D55E00", ">"), "agem": ("#8A6D00", "X"), "ogd": ("#5B3A8E", "h")}
+NAMES = {
+    "probe-replay": "Self-Probe Replay",
+    "anchor-probe-replay": "Anchor + Probe Replay",
+    "distillation": "Distillation",
+    "ssr": "SSR",
+    "agem": "A-GEM",
+    "ogd": "OGD",
+}
+_STYLE = {
+    "svg.hashsalt": "cplus",
+    "svg.fonttype": "path",
+    "font.family": "DejaVu Sans",
+    "font.size": 8.5,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.edgecolor": SOFT,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "text.color": INK,
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+    "grid.color": LINE,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "figure.facecolor": CARD,
+    "axes.facecolor": CARD,
+}
+Points: TypeAlias = Sequence[tuple[float, Estimate]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A figure by its label in the paper, or a name of its own, with a caption that says what is seen and how often."""
+
+    label: str
+    paper: str
+    caption: str
+    figure: Any
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """The look of all figures; the ids in an SVG, and so its bytes, depend on the drawing alone."""
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE):
+        yield
+
+
+def method_name(method: str) -> str:
+    """How a method is written in figures and tables.
+
+    >>> method_name("ssr"), method_name("cplus"), method_name("cplus-cvar")
+    ('SSR', 'CPLUS', 'cplus-cvar')
+    """
+    return NAMES.get(method, label(method))
+
+
+def look(method: str) -> tuple[str, str]:
+    """A method's colour and marker."""
+    return ALSO.get(method, (COLOURS.get(method, OTHER), MARKERS.get(method, "o")))
+
+
+def sheet(columns: int, rows: int = 1, *, width: float = 3.2, height: float = 2.6, share: Any = False) -> Any:
+    """A figure and its axes row by row, without global state; every panel has a grid of its vertical axis."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(4.5, width * columns), height * rows + 0.35), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False, sharey=share).flat)
+    for axis in axes:
+        axis.grid(visible=True, axis="y")
+    return figure, axes
+
+
+def empty(axis: Any) -> None:
+    """Say in a panel that there is nothing to show."""
+    axis.text(0.5, 0.5, "not run", transform=axis.transAxes, ha="center", va="center", color=SOFT)
+
+
+def line(axis: Any, points: Points, name: str, colour: str, marker: str, **more: Any) -> None:
+    """One line with its standard errors; a single seed has none."""
+    if points:
+        axis.errorbar(
+            [x for x, _ in points],
+            [found.mean for _, found in points],
+            yerr=[found.error or 0.0 for _, found in points],
+            label=name,
+            color=colour,
+            marker=marker,
+            markersize=4.5,
+            linewidth=1.5,
+            capsize=2,
+            **more,
+        )
+
+
+def lines(axis: Any, series: Mapping[str, Points]) -> None:
+    """One line a method, CPLUS above the others; words where none has a point."""
+    for method, points in series.items():
+        colour, marker = look(method)
+        line(axis, points, method_name(method), colour, marker, zorder=3 if method == "cplus" else 2)
+    if not any(series.values()):
+        empty(axis)
+
+
+def across(axis: Any, found: Estimate | None, method: str) -> None:
+    """A method without a budget: a level line with its standard error as a band."""
+    if found is not None:
+        colour, _ = look(method)
+        axis.axhline(found.mean, color=colour, linestyle="--", linewidth=1.3, label=method_name(method))
+        if found.error:
+            axis.axhspan(found.mean - found.error, found.mean + found.error, color=colour, alpha=0.15, linewidth=0)
+
+
+def budgets(axis: Any, values: Iterable[int]) -> None:
+    """The horizontal axis of anchor budgets, each one a factor of two."""
+    found = sorted(set(values))
+    if found:
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(found, [str(value) for value in found])
+        axis.set_xticks([], minor=True)
+    axis.set_xlabel("anchors A (rows)")
+
+
+def legend(figure: Any) -> None:
+    """One legend above all panels, each name once."""
+    found: dict[str, Any] = {}
+    for axis in figure.axes:
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+            found.setdefault(name, handle)
+    if found:
+        figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=min(len(found), 5))
+
+
+def heat(figure: Any, axis: Any, values: Sequence[Sequence[float]], rows: Sequence[str], columns: Sequence[str]) -> Any:
+    """Shares from 0 to 1 as colours, with their numbers where there is room."""
+    axis.grid(visible=False)
+    image = axis.imshow(values, vmin=0.0, vmax=1.0, cmap="viridis", aspect="auto", interpolation="nearest")
+    axis.set_yticks(range(len(rows)), rows)
+    axis.set_xticks(range(len(columns)), columns)
+    if len(rows) * len(values[0]) <= 80:
+        for y, own in enumerate(values):
+            for x, value in enumerate(own):
+                axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color=_on(value))
+    return image
+
+
+def _on(value: float) -> str:
+    return "#000000" if value > 0.6 else "#fefefe"  # not the ground's white, which a page may turn dark
+
+
+def size(model: str) -> float:
+    """A model's parameters, to put models in order; one that is not known comes first.
+
+    >>> sorted(["qwen3-4b", "toy", "toy-s"], key=size)
+    ['toy-s', 'toy', 'qwen3-4b']
+    """
+    return PARAMETERS.get(model, 0.0)
+
+
+def counted(found: Iterable[Estimate | None]) -> str:
+    """Over how many seeds the figures are.
+
+    >>> counted([Estimate(1.0, 0.1, 5), Estimate(2.0, 0.1, 3), None]), counted([])
+    ('n = 3 to 5 seeds', 'not run')
+    """
+    counts = sorted({each.count for each in found if each is not None})
+    if not counts:
+        return "not run"
+    span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"n = {span} {'seed' if counts == [1] else 'seeds'}"
+
+
+def inline(svg: str, name: str) -> str:
+    """A drawing for a page: without prolog, its ids its own, its inks the page's, so that dark mode reaches it."""
+    body = svg[svg.index("<svg") :]
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.S)
+    body = re.sub(r'\bid="', f'id="{name}-', body)
+    body = re.sub(r'href="#', f'href="#{name}-', body)
+    body = body.replace("url(#", f"url(#{name}-")
+    opening, rest = body.split(">", 1)
+    width = re.search(r'viewBox="0 0 ([\d.]+)', opening)
+    size = f' style="--wide: {1.55 * float(width[1]):.0f}px"' if width else ""
+    body = re.sub(r'\s(width|height)="[^"]*"', "", opening) + size + ">" + rest
+    inks = {INK: "--ink", SOFT: "--soft", LINE: "--line", CARD: "--card"}
+    inks |= {colour.lower(): f"--{method}" for method, colour in COLOURS.items()} | {"#56b4e9": "--other"}
+    for colour, variable in inks.items():
+        body = body.replace(f": {colour}", f": var({variable})")
+    return body

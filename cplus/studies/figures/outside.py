@@ -1,0 +1,132 @@
+"""The figures of E2: what becomes of tasks that are neither trained on nor anchors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cplus.evaluation.statistics import Estimate
+from cplus.experiment.record import RunResult
+from cplus.studies.collected import Collected
+from cplus.studies.e02 import METHODS, change, change_on
+from cplus.studies.figures.drawing import INK, Picture, counted, empty, legend, look, method_name, sheet
+from cplus.studies.summaries import Figure, over_seeds, pick
+
+
+def profile(axis: Any, here: Sequence[RunResult]) -> list[Estimate]:
+    """The change on every outside task by method, and their average as diamonds."""
+    tasks = sorted({name for result in here for name in result.external})
+    places = [*(change_on(task) for task in tasks), change]
+    drawn = []
+    for number, method in enumerate(METHODS):
+        own = pick(here, method=method)
+        for x, figure in enumerate(places):
+            if (found := over_seeds(own, figure)) is not None:
+                _point(axis, x + 0.14 * (number - 1.5), found, method, average=x == len(tasks))
+                drawn.append(found)
+    axis.axhline(0.0, color=INK, linewidth=0.8)
+    axis.set_xticks(range(len(places)), [*tasks, "average"])
+    axis.set_ylabel("change of accuracy (points)")
+    if not drawn:
+        empty(axis)
+    return drawn
+
+
+def _point(axis: Any, x: float, found: Estimate, method: str, *, average: bool) -> None:
+    colour, marker = look(method)
+    axis.errorbar(
+        [x],
+        [found.mean],
+        yerr=[found.error or 0.0],
+        label=None if average else method_name(method),
+        color=colour,
+        marker="D" if average else marker,
+        markersize=6 if average else 4.5,
+        linestyle="none",
+        capsize=2,
+    )
+
+
+def fig_medqa_broader_capability(found: Collected) -> Picture:
+    """The change on outside tasks after adapting to each of the other tasks.
+
+    Paper: Fig. 4.
+    """
+    own = found.studies["e02"]
+    model = found.scale.places[0].model
+    tasks = [place.task for place in found.scale.places if place.model == model]
+    tasks = tasks[1:] or tasks
+    figure, axes = sheet(len(tasks), width=3.4, height=2.7)
+    drawn: list[Estimate] = []
+    for axis, task in zip(axes, tasks, strict=True):
+        drawn += profile(axis, pick(own.runs, task=task))
+        axis.set_title(f"after {task}")
+        axis.tick_params(axis="x", labelrotation=20)
+    for axis in axes[1:]:
+        axis.set_ylabel("")
+    legend(figure)
+    caption = (
+        "Change of accuracy from the base model on tasks used neither for training nor as anchors, by the task that "
+        f"was learned; diamonds are averages. Each panel has its own range. Means and standard errors, "
+        f"{counted(drawn)}."
+    )
+    return Picture(label="fig:medqa-broader-capability", paper="Fig. 4", caption=caption, figure=figure)
+
+
+def fig_broader_capability_appendix(found: Collected) -> Picture:
+    """Scores on outside tasks in percent of the base model's, one axis a task.
+
+    Paper: Fig. 16.
+    """
+    import math
+
+    from matplotlib.figure import Figure as Drawing
+
+    here = pick(found.studies["e02"].runs, task=found.scale.places[0].task)
+    tasks = sorted({name for result in here for name in result.external})
+    figure = Drawing(figsize=(5.2, 4.4), layout="constrained")
+    axis = figure.add_subplot(projection="polar")
+    angles = [2 * math.pi * i / max(1, len(tasks)) for i in range(len(tasks))]
+    drawn: list[Estimate] = []
+    for method in METHODS:
+        scores = [over_seeds(pick(here, method=method), relative(task)) for task in tasks]
+        known = [(angle, score) for angle, score in zip(angles, scores, strict=True) if score is not None]
+        if known:
+            colour, marker = look(method)
+            around, values = [a for a, _ in known], [s.mean for _, s in known]
+            axis.errorbar(around, values, [s.error or 0.0 for _, s in known], color=colour, linestyle="none", capsize=2)
+            axis.plot(
+                [*around, around[0]], [*values, values[0]], color=colour, marker=marker, label=method_name(method)
+            )
+            drawn += [score for _, score in known]
+    circle = [2 * math.pi * i / 120 for i in range(121)]
+    axis.plot(circle, [100.0] * 121, color=INK, linestyle="--", linewidth=1.0, label="base model")
+    axis.set_xticks(angles, tasks)
+    _range(axis, drawn)
+    if not drawn:
+        empty(axis)
+    legend(figure)
+    caption = (
+        f"Scores after adapting to {found.scale.places[0].task}, in percent of the base model's score on each task; "
+        f"the dashed line is 100 %. The radial axis does not begin at 0. Means and standard errors, {counted(drawn)}."
+    )
+    return Picture(label="fig:broader-capability-appendix", paper="Fig. 16", caption=caption, figure=figure)
+
+
+def _range(axis: Any, drawn: Sequence[Estimate]) -> None:
+    """A radial range in which the differences are seen."""
+    values = [found.mean for found in drawn] or [100.0]
+    low, high = min(*values, 100.0), max(*values, 100.0)
+    room = max(1.0, 0.15 * (high - low))
+    axis.set_ylim(low - 2 * room, high + room)
+    axis.grid(visible=True)
+
+
+def relative(task: str) -> Figure:
+    """The accuracy on an outside task after adaptation in percent of that before."""
+
+    def figure(result: RunResult) -> float | None:
+        found = result.external.get(task)
+        return 100.0 * found["after"] / found["before"] if found and found["before"] else None
+
+    return figure

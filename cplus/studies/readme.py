@@ -1,0 +1,40 @@
+"""The summary of all studies as a Markdown table, for the README."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cplus.studies.collected import Collected
+from cplus.studies.figures.beside import beside
+
+OPENS, CLOSES = "<!-- studies -->", "<!-- /studies -->"
+COLUMNS = ("study", "question", "verdict", "measured", "published", "command")
+
+
+def markdown(found: Collected) -> str:
+    """One line per study: its question, its verdicts, measured beside published, and the command; then all of them."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    for name, own in found.studies.items():
+        first = beside(name, found)[0]
+        cells = (
+            name,
+            own.study.question,
+            own.verdict,
+            f"{first.what}: {first.measured}",
+            first.published,
+            f"`{found.command(name)}`",
+        )
+        lines.append(_line(cells))
+    lines.append(_line(("all", "", found.verdict, "", "", f"`{found.command('all')}`")))
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def between(text: str) -> str:
+    """What stands between the markers in a README."""
+    if text.count(OPENS) != 1 or text.count(CLOSES) != 1:
+        raise ValueError(f"expected the markers {OPENS} and {CLOSES} once each")
+    return text.split(OPENS)[1].split(CLOSES)[0].strip() + "\n"
