@@ -24,7 +24,7 @@ if not app.registered_commands:
 def test_the_walk_through_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
-    section = PAGE.split("cplus/ Walk-through")[1].split("\n ")[0]
+    section = PAGE.split("## Walk-through")[1].split("\n## ")[0]
     blocks = re.findall(r"```(python|bash)\n(.*?)```", section, re.DOTALL)
     assert [kind for kind, _ in blocks] == ["python", "bash", "bash", "python", "python"]
     for kind, text in blocks:
@@ -48,7 +48,7 @@ def test_the_readmes_walk_through_runs(tmp_path: Path, monkeypatch: pytest.Monke
     shutil.copytree(root / "examples" / "rows", tmp_path / "examples" / "rows")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
-    section = (root / "README.md").read_text().split("cplus/ From your JSONL to a receipt")[1].split("\n ")[0]
+    section = (root / "README.md").read_text().split("## From your JSONL to a receipt")[1].split("\n## ")[0]
     (block,) = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
     for line in block.splitlines():
         run = CliRunner().invoke(app, shlex.split(line)[1:])

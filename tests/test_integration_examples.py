@@ -233,7 +233,7 @@ def test_the_llama_factory_recipe_hands_over_the_callback(
 
 def test_the_support_matrix_names_tests_that_exist() -> None:
     text = (EXAMPLES.parent / "docs" / "integrations.md").read_text()
-    short = (EXAMPLES.parent / "README.md").read_text().split("\ncplus/ Support\n")[1].split("\n ")[0]
+    short = (EXAMPLES.parent / "README.md").read_text().split("\n## Support\n")[1].split("\n## ")[0]
     others = [(EXAMPLES.parent / "docs" / name).read_text() for name in ("methods.md", "clusters.md")]
     named = set(re.findall(r"`(test_\w+)`", text))
     tests = "\n".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))

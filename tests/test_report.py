@@ -299,7 +299,7 @@ def test_the_readme_says_what_the_committed_results_give() -> None:
 
 
 def test_the_layer_above_the_studies_imports_no_torch() -> None:
-    for path in (ROOT / "cplus" / "report" / "studies").glob("*.py"):
+    for path in (ROOT / "cplus" / "studies" / "figures").glob("*.py"):
         names = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
         assert not any((name or "").split(".")[0] == "torch" for name in names), path
 

@@ -450,7 +450,7 @@ def test_the_walk_through_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
     page = (Path(__file__).parent.parent / "docs" / "sequences.md").read_text()
-    section = page.split("cplus/ Walk-through")[1].split("\n ")[0]
+    section = page.split("## Walk-through")[1].split("\n## ")[0]
     [(_, code), (_, commands)] = re.findall(r"```(python|bash)\n(.*?)```", section, re.DOTALL)
     exec(compile(code, "docs/sequences.md", "exec"), {})
     for line in commands.splitlines():
