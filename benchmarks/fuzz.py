@@ -13,7 +13,7 @@ from typing import Any
 from fuzzing import Target, fuzz, quiet, targets
 
 from cplus import files, models
-from cplus.experiment.record import environment
+from cplus.environment import environment
 
 
 def searched(target: Target, inputs: int, seed: int) -> dict[str, Any]:

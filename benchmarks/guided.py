@@ -84,7 +84,7 @@ def main() -> int:
     rows = [_apart(name, asked.inputs, asked.seed) for name in asked.only]
     if asked.out is not None:
         from cplus import files
-        from cplus.experiment.record import environment
+        from cplus.environment import environment
 
         files.write_json(
             asked.out, {"readers": rows, "seed": asked.seed, "environment": environment(threads=1, device="cpu")}

@@ -17,15 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cplus.job.own import with_own_answers
+
 from cplus import interfaces, models
 from cplus.data.examples import Choice, from_row, to_row
 from cplus.data.tasks import load_task
 from cplus.evaluation.matched import common_level, rise
-from cplus.experiment.settings import AdaptConfig
+from cplus.experiment.rows import Group
 from cplus.files import read_json, read_sealed, write_json, write_text
 from cplus.job import adapt, resume
-from cplus.job.own import with_own_answers
-from cplus.job.rows import Group
+from cplus.job.settings import AdaptConfig
 from cplus.methods import METHODS
 from cplus.plotting import COLOURS, label, new_figure, save
 from cplus.receipts.contents import Point

@@ -23,8 +23,9 @@ from cplus import models
 from cplus.data.examples import lines
 from cplus.evaluation import estimate
 from cplus.evaluation.sequences import average_accuracy, backward_transfer
-from cplus.experiment.record import SequenceResult, SequenceSpec, save_sequence
+from cplus.experiment.record import SequenceResult, save_sequence
 from cplus.experiment.sequence import first_stage, run_sequence
+from cplus.experiment.settings import SequenceSpec
 from cplus.files import write_text
 from cplus.toy import world
 

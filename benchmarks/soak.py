@@ -20,8 +20,9 @@ import psutil
 import torch
 
 from cplus import files, interfaces, models
-from cplus.experiment.driver import Training, TrainingSettings, begin
-from cplus.experiment.record import environment
+from cplus.environment import environment
+from cplus.experiment.driver import Training, start
+from cplus.experiment.settings import Settings
 from cplus.job.checkpoint import Checkpoints
 from cplus.loop import EpochEnded
 from cplus.methods import METHODS, Material, Past
@@ -53,9 +54,9 @@ def begun(lr: float, epochs: int) -> tuple[Training, Any, list[Any]]:
         anchors=[bound.encode(row) for row in known[:8]],
         probes=[bound.encode(row) for row in known[8:32]],
     )
-    settings = TrainingSettings(seed=0, epochs=epochs, lr=lr, batch_size=8, order="shuffled", clip_norm=1.0)
+    settings = Settings(method="cplus", seed=0, epochs=epochs, lr=lr, batch_size=8, order="shuffled", clip_norm=1.0)
     material = Material(new=[bound.encode(row) for row in new], past=(past,))
-    return begin(settings, METHODS["cplus"], base.model, material), bound, list(known[32:96])
+    return start(settings, METHODS["cplus"], base.model, material), bound, list(known[32:96])
 
 
 def soak(steps: int, every: int, folder: Path) -> list[Sample]:

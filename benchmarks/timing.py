@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cplus.experiment.record import environment
+from cplus.environment import environment
 from cplus.files import write_json
 from cplus.terminal import console, print_json
 

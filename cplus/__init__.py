@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from cplus.api import receipt as receipt
     from cplus.attach import Guard as Guard
     from cplus.attach import protect as protect
-    from cplus.experiment.settings import AdaptConfig as AdaptConfig
     from cplus.job import adapt as adapt
+    from cplus.job.settings import AdaptConfig as AdaptConfig
     from cplus.methods import METHODS as METHODS
     from cplus.methods import Method as Method
 
@@ -22,7 +22,7 @@ __version__ = "0.1.0"
 
 # Each public name is imported on first use, so that `cplus --help` and the JAX side never load torch.
 _HOMES = {
-    "AdaptConfig": "cplus.experiment.settings",
+    "AdaptConfig": "cplus.job.settings",
     "adapt": "cplus.job",
     "Guard": "cplus.attach",
     "protect": "cplus.attach",

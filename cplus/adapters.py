@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
 
 if TYPE_CHECKING:
     from torch import nn
@@ -12,20 +14,35 @@ Adapter: TypeAlias = "Callable[[nn.Module, int], nn.Module]"
 """A model and a seed in, the model with adapters out: they train, everything else is frozen."""
 
 
-def lora(model: nn.Module, seed: int, *, r: int = 16, alpha: float = 32.0, dropout: float = 0.0) -> nn.Module:
-    """Low-rank adapters on every linear layer, drawn by the seed.
+class Lora(BaseModel):
+    """The settings of low-rank adapters."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    r: Annotated[int, Field(ge=1, description="Rank.")] = 16
+    alpha: Annotated[float, Field(gt=0, description="Scale: the product is multiplied by alpha / r.")] = 32.0
+    dropout: Annotated[float, Field(ge=0, lt=1, description="Dropout on the adapters' input.")] = 0.0
+    merge: Annotated[bool, Field(description="Write one plain model; false writes the adapters alone.")] = True
+
+
+def lora(model: nn.Module, seed: int, settings: Lora | None = None) -> nn.Module:
+    """Low-rank adapters on every linear layer, drawn by the seed; everything else is frozen.
 
     Source: Hu et al. 2022.    W x + (alpha / r) B A x, with A drawn and B zero
     """
     import torch
 
-    peft = _peft()
-    asked = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear"
+    peft, chosen = _peft(), settings or Lora()
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=chosen.r,
+        lora_alpha=chosen.alpha,
+        lora_dropout=chosen.dropout,
+        target_modules="all-linear",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _adapted(peft.get_peft_model(model, asked))
+        return _adapted(peft.get_peft_model(model, config))
 
 
 def osf(model: nn.Module, seed: int) -> nn.Module:

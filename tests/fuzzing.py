@@ -24,12 +24,13 @@ from cplus.data.predictions import Prediction
 from cplus.data.readers import read_file
 from cplus.data.split import load_split, save_split, split
 from cplus.evaluation.judges import is_json
-from cplus.experiment.record import RunResult, RunSpec, load_result, save_result
-from cplus.experiment.settings import AdaptConfig, read_yaml, requirement
-from cplus.experiment.settings import settings as read_settings
+from cplus.experiment.record import RunResult, load_result, save_result
+from cplus.experiment.settings import RunSpec
 from cplus.interfaces import Rejected
 from cplus.job.checkpoint import Checkpoints
 from cplus.job.folder import Folder, asked
+from cplus.job.settings import AdaptConfig, read_yaml, requirement
+from cplus.job.settings import settings as read_settings
 from cplus.models.gguf import _pre_tokenizer
 from cplus.probes.bank import Bank, Probe, seal
 from cplus.probes.build import _block_from_entry

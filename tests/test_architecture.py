@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "cplus"
 
 LAYERS = {
-    "foundation": "algorithm cost files health imports locks terminal",
+    "foundation": "algorithm cost environment files health imports locks terminal",
     "rows": "data interfaces toy",
     "gate": "adapters attach evidence gates kernels losses native optim projections ranks support",
     "models": "evaluation models scoring toy.pretrain",

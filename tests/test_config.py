@@ -9,7 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from cplus.cli import app, register
-from cplus.experiment import settings as config
+from cplus.job import settings as config
 
 ROOT = Path(__file__).parent.parent
 LEAST = {"model": "toy", "new": "a.jsonl"}

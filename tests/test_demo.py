@@ -14,9 +14,10 @@ from cplus import models
 from cplus.commands import demo
 from cplus.data.examples import Choice
 from cplus.experiment import run
-from cplus.experiment.comparison import Setting, set_up
-from cplus.experiment.record import RunResult, RunSpec, load_result, save_result
-from cplus.experiment.task_split import part
+from cplus.experiment.comparison import Comparison, set_up
+from cplus.experiment.record import RunResult, load_result, save_result
+from cplus.experiment.settings import RunSpec
+from cplus.experiment.task_split import split_task
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +26,9 @@ def base() -> models.Loaded:
 
 
 @pytest.fixture(scope="module")
-def setting(base: models.Loaded, tmp_path_factory: pytest.TempPathFactory) -> Setting:
+def setting(base: models.Loaded, tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     spec = dataclasses.replace(demo.base_spec("sft", 0), num_probes=32, external_limit=50)
-    return set_up(spec, base, part(base, spec.task, spec.interface), tmp_path_factory.mktemp("banks"))
+    return set_up(spec, base, split_task(base, spec.task, spec.interface), tmp_path_factory.mktemp("banks"))
 
 
 def short(method: str) -> RunSpec:
@@ -35,18 +36,18 @@ def short(method: str) -> RunSpec:
 
 
 @pytest.fixture(scope="module")
-def result(setting: Setting) -> RunResult:
+def result(setting: Comparison) -> RunResult:
     return run.run(short("cplus"), setting)
 
 
-def test_a_run_is_bitwise_repeatable(setting: Setting, result: RunResult) -> None:
+def test_a_run_is_bitwise_repeatable(setting: Comparison, result: RunResult) -> None:
     again = run.run(short("cplus"), setting)
     same = dataclasses.replace(again, seconds=result.seconds, environment=result.environment)
     assert same == result
 
 
 @pytest.mark.parametrize("method", ["lora", "osf"])
-def test_a_run_of_adapters_is_measured_as_the_plain_model(method: str, setting: Setting) -> None:
+def test_a_run_of_adapters_is_measured_as_the_plain_model(method: str, setting: Comparison) -> None:
     found = run.run(dataclasses.replace(short(method), evaluate_every=2), setting)
     (look,) = found.curve
     assert (look["retention"], look["acquisition"]) == pytest.approx((found.retention, found.acquisition), abs=1.5)
@@ -70,7 +71,7 @@ def test_a_record_of_another_schema_is_refused(result: RunResult, tmp_path: Path
         load_result(path)
 
 
-def test_the_gate_costs_what_the_record_says(setting: Setting, result: RunResult) -> None:
+def test_the_gate_costs_what_the_record_says(setting: Comparison, result: RunResult) -> None:
     sft = run.run(short("sft"), setting)
     assert sft.extra_bytes == 0
     assert sft.cost["preservation_flops"] == 0
@@ -79,16 +80,16 @@ def test_the_gate_costs_what_the_record_says(setting: Setting, result: RunResult
     assert result.extra_bytes > 0
 
 
-def test_a_covered_row_is_one_whose_question_stands_in_the_bank(setting: Setting) -> None:
+def test_a_covered_row_is_one_whose_question_stands_in_the_bank(setting: Comparison) -> None:
     written = {probe.question for probe in setting.probes if isinstance(probe, Choice)}
-    asked = [example for example in setting.asked if isinstance(example, Choice)]
+    asked = [example for example in setting.past.examples if isinstance(example, Choice)]
     assert setting.covered == {example.id for example in asked if example.question in written}
     assert 0 < len(setting.covered) <= len(written) == 32  # measured: 30, of 1,983 rows that are asked
     assert len(asked) == len(setting.split.past)
 
 
-def test_more_rows_than_there_are_is_an_error(setting: Setting, base: models.Loaded, tmp_path: Path) -> None:
-    parted = (setting.interface, setting.split)
+def test_more_rows_than_there_are_is_an_error(setting: Comparison, base: models.Loaded, tmp_path: Path) -> None:
+    parted = (setting.past.interface, setting.split)
     with pytest.raises(ValueError, match="asked for 100000 initially correct examples as anchors"):
         set_up(dataclasses.replace(short("sft"), num_anchors=100_000), base, parted, tmp_path)
     with pytest.raises(ValueError, match="asked for 100000 new rows"):

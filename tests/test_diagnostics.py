@@ -39,8 +39,9 @@ from cplus.diagnostics.proposals import proposals, propose
 from cplus.diagnostics.taps import Admission, Coordinates, References
 from cplus.evidence import MeanGradient, Reference, Source, example_losses
 from cplus.experiment import run as runs
-from cplus.experiment.comparison import Setting, set_up
-from cplus.experiment.record import RunSpec, load_result, save_result
+from cplus.experiment.comparison import Comparison, set_up
+from cplus.experiment.record import load_result, save_result
+from cplus.experiment.settings import RunSpec
 from cplus.gates import Collaborative
 from cplus.interfaces import build
 from cplus.loop import Prepared, Schedule, adapt, epoch_batches, prepare
@@ -526,7 +527,7 @@ def test_the_preview_is_the_flat_calculation_and_predicts_the_loss() -> None:
 
 
 @pytest.fixture(scope="module")
-def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, Setting]:
+def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, Comparison]:
     """The toy model on a corner of one domain."""
     base = models.load("toy", device="cpu")
     bound = build("cloze", base.tokenizer)
@@ -546,7 +547,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, Setting]
 
 
 def test_a_run_is_the_same_with_all_diagnostics_and_its_record_stays_small(
-    setting: tuple[RunSpec, Setting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    setting: tuple[RunSpec, Comparison], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, given = setting
     weights, measure = [], runs.measure
@@ -567,7 +568,7 @@ def test_a_run_is_the_same_with_all_diagnostics_and_its_record_stays_small(
     assert all(0 <= row["agreement"] <= 1 for row in agreement)
 
 
-def test_what_cannot_be_observed_is_refused(setting: tuple[RunSpec, Setting]) -> None:
+def test_what_cannot_be_observed_is_refused(setting: tuple[RunSpec, Comparison]) -> None:
     spec, given = setting
     for changes, message in (
         ({"diagnose": ("admision",)}, "unknown diagnostic 'admision'; expected some of admission"),

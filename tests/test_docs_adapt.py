@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from cplus.cli import app, register
-from cplus.experiment.settings import AdaptConfig
+from cplus.job.settings import AdaptConfig
 
 PAGE = (Path(__file__).parent.parent / "docs" / "adapt.md").read_text()
 

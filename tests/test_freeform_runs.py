@@ -16,13 +16,13 @@ from cplus.api import encode
 from cplus.data.encoded import Encoded
 from cplus.data.examples import FreeForm, Message
 from cplus.evaluation.matched import crossing
-from cplus.experiment.comparison import Setting, ask_outside, material, new_rows, set_up
-from cplus.experiment.record import RunResult, RunSpec, SequenceSpec, load_result, save_result
-from cplus.experiment.run import configured, run
-from cplus.experiment.task_split import part, part_kept
+from cplus.experiment.comparison import Comparison, external_task, new_rows, set_up
+from cplus.experiment.record import RunResult, load_result, save_result
+from cplus.experiment.run import begun, run
+from cplus.experiment.settings import RunSpec, SequenceSpec
+from cplus.experiment.task_split import split_kept_task, split_task
 from cplus.interfaces import build
 from cplus.losses import answer_losses
-from cplus.methods import METHODS
 from cplus.scoring import greedy, log_likelihoods, read_targets, repeated
 from cplus.studies import SCALES, STUDIES, runs_of
 from cplus.studies import execute as work
@@ -72,10 +72,10 @@ def spec(world: Path) -> RunSpec:
 
 
 @pytest.fixture(scope="module")
-def given(spec: RunSpec, tmp_path_factory: pytest.TempPathFactory) -> Setting:
+def given(spec: RunSpec, tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     base = models.load(spec.model, device="cpu")
-    kept = part_kept(base, spec.anchor_task, "freeform")
-    return set_up(spec, base, part(base, spec.task, "freeform"), tmp_path_factory.mktemp("banks"), kept=kept)
+    kept = split_kept_task(base, spec.anchor_task, "freeform")
+    return set_up(spec, base, split_task(base, spec.task, "freeform"), tmp_path_factory.mktemp("banks"), kept=kept)
 
 
 def test_one_pass_says_what_greedy_decoding_says(tiny: Any) -> None:
@@ -96,16 +96,24 @@ def test_one_pass_says_what_greedy_decoding_says(tiny: Any) -> None:
     assert [reading.score for reading in readings] == log_likelihoods(tiny.model, rows)
 
 
-def test_what_is_kept_are_the_models_own_answers_and_what_is_learned_is_terse(given: Setting, spec: RunSpec) -> None:
+def test_what_is_kept_are_the_models_own_answers_and_what_is_learned_is_terse(given: Comparison, spec: RunSpec) -> None:
     assert [example.response for example in given.split.past if isinstance(example, FreeForm)] == [
         f"{word} {word}" for word in WORDS
     ]
-    assert given.split.new == given.wrong == ()
-    assert len(new_rows(given.learned, replace(spec, num_new=None))) == 6
-    assert material(METHODS["sft"], given).new == encode(given.new, given.base.tokenizer)
-    assert {example.response for example in given.new if isinstance(example, FreeForm)} <= {"a", "b1", "b3", "b5"}
+    assert given.split.new == ()
+    assert given.wrong is None
+    assert len(new_rows(split_task(given.base, spec.task, "freeform")[1], replace(spec, num_new=None))) == 6
+    assert list(begun(replace(spec, method="sft"), given).prepared.material.new) == encode(
+        given.new.examples, given.base.tokenizer
+    )
+    assert {example.response for example in given.new.examples if isinstance(example, FreeForm)} <= {
+        "a",
+        "b1",
+        "b3",
+        "b5",
+    }
     assert all(answer.right and answer.answer for answer in given.split.predictions)
-    assert not any(answer.right or answer.answer for answer in given.learned.predictions)
+    assert not any(answer.right or answer.answer for answer in given.new.known)
 
 
 def test_a_request_without_an_end_is_left_out(
@@ -116,16 +124,16 @@ def test_a_request_without_an_end_is_left_out(
     monkeypatch.setitem(label.MAX_ANSWER_TOKENS, "freeform", 2)  # every taught answer is longer
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match=r"answers none of the 8 .*keep\.jsonl rows to an end"):
-        part_kept(models.load(spec.model, device="cpu"), spec.anchor_task, "freeform")
+        split_kept_task(models.load(spec.model, device="cpu"), spec.anchor_task, "freeform")
 
 
-def test_a_run_knows_both_losses_from_the_base_model_on(given: Setting, spec: RunSpec, tmp_path: Path) -> None:
+def test_a_run_knows_both_losses_from_the_base_model_on(given: Comparison, spec: RunSpec, tmp_path: Path) -> None:
     result = run(spec, given)
     assert [point["epoch"] for point in result.curve] == [0.0, 1.0, 2.0, 3.0]
     start, end = result.curve[0], result.curve[-1]
     assert (start["retention"], start["acquisition"]) == (100.0, 0.0)
     anchors = {example.id for example in given.anchors}
-    asked = [given.interface.encode(example) for example in given.asked if example.id not in anchors]
+    asked = [given.past.interface.encode(example) for example in given.past.examples if example.id not in anchors]
     scores = log_likelihoods(given.base.model, asked)
     expected = -sum(score.total for score in scores) / sum(score.num_tokens for score in scores)
     assert start["past_nll"] == pytest.approx(expected, rel=1e-5)
@@ -137,7 +145,7 @@ def test_a_run_knows_both_losses_from_the_base_model_on(given: Setting, spec: Ru
     assert load_result(save_result(result, tmp_path)) == result
 
 
-def test_the_gate_works_in_free_text(given: Setting, spec: RunSpec) -> None:
+def test_the_gate_works_in_free_text(given: Comparison, spec: RunSpec) -> None:
     plain, gated = (run(replace(spec, method=method, evaluate_every=0), given) for method in ("sft", "cpl"))
     assert plain.curve == gated.curve == []
     assert plain.past_nll is not None
@@ -155,7 +163,7 @@ def test_the_runner_does_a_free_form_run(spec: RunSpec, tmp_path: Path) -> None:
         work.execute(other, tmp_path)
 
 
-def test_what_makes_no_sense_is_refused(spec: RunSpec, given: Setting, tmp_path: Path) -> None:
+def test_what_makes_no_sense_is_refused(spec: RunSpec, given: Comparison, tmp_path: Path) -> None:
     for changes, message in (
         ({"anchor_task": ""}, "expected an anchor_task besides .* got none"),
         ({"anchor_task": spec.task}, "expected an anchor_task besides"),
@@ -167,21 +175,21 @@ def test_what_makes_no_sense_is_refused(spec: RunSpec, given: Setting, tmp_path:
     with pytest.raises(ValueError, match="the tasks of a sequence are multiple choice"):
         SequenceSpec(model="m", tasks=("a",), interface="freeform", method="sft", seed=0, num_anchors=0, num_probes=0)
     with pytest.raises(ValueError, match=r"keep\.jsonl is free text; expected the interface freeform"):
-        part(given.base, spec.anchor_task, "cloze")
-    with pytest.raises(ValueError, match="outside tasks are multiple choice"):
-        ask_outside(given.base, spec.anchor_task, spec)
+        split_task(given.base, spec.anchor_task, "cloze")
+    with pytest.raises(ValueError, match="external tasks are multiple choice"):
+        external_task(given.base, spec.anchor_task, spec)
     with pytest.raises(ValueError, match=r"expected the split of anchor_task .*keep\.jsonl"):
-        set_up(spec, given.base, (given.learned_by, given.learned), tmp_path)
+        set_up(spec, given.base, split_task(given.base, spec.task, "freeform"), tmp_path)
     closed = replace(spec, interface="cloze", diagnose=("permuted",), epochs=1)
-    with pytest.raises(ValueError, match="options stand in an order only for the letter interface"):
+    with pytest.raises(ValueError, match="permuting options requires the letter interface"):
         run(closed, given)
     with pytest.raises(TypeError, match="multiple choice"):
-        repeated(given.base.model, given.interface, ask_outside(given.base, spec.task, spec).examples)
+        repeated(given.base.model, given.past.interface, external_task(given.base, spec.task, spec).examples)
 
 
 def test_a_row_of_the_table_keeps_its_own_parts(spec: RunSpec) -> None:
-    assert configured(replace(spec, method="cplus-rotating", refresh=2)).parts == 4
-    assert configured(replace(spec, method="cplus-rotating", parts=2)).parts == 2
+    assert replace(spec, method="cplus-rotating", refresh=2).settings.row.parts == 4
+    assert replace(spec, method="cplus-rotating", parts=2).settings.row.parts == 2
 
 
 def test_records_without_losses_still_read_and_keep_their_names(tmp_path: Path) -> None:

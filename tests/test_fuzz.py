@@ -10,8 +10,8 @@ from fuzzing import CHOICES, FREE, Target, fuzz, quiet, targets
 from cplus import models, terminal
 from cplus.data.examples import fingerprint
 from cplus.evaluation.judges import is_json
-from cplus.experiment.settings import read_yaml
 from cplus.files import read_json
+from cplus.job.settings import read_yaml
 
 INPUTS = 120
 

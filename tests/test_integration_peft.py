@@ -16,10 +16,10 @@ from trained import ANCHORS, PROBES, Stop, same, trainer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from cplus.attach import Guard, protect
-from cplus.experiment.settings import AdaptConfig
 from cplus.integrations.peft import scope
 from cplus.integrations.transformers import preserve
 from cplus.job.prepare import row_of
+from cplus.job.settings import AdaptConfig
 from cplus.losses import answer_losses
 
 NEW = tiny.rows(8, seed=4)

@@ -26,11 +26,11 @@ from cplus import kernels
 from cplus.cli import app, register
 from cplus.data.examples import Choice, FreeForm, Message
 from cplus.experiment.driver import Training
+from cplus.experiment.measure import says_every_token
 from cplus.interfaces import Rejected
 from cplus.job import footprint
 from cplus.job.checkpoint import Checkpoints
 from cplus.job.folder import Folder, claimed
-from cplus.job.measure import says_every_token
 from cplus.loop import EpochEnded, Stepped, rate_factor
 from cplus.methods import METHODS
 from cplus.models import fingerprint, load

@@ -18,7 +18,7 @@ from toyjob import asked, write_files
 import cplus
 from cplus import files, models, terminal
 from cplus import job as jobs
-from cplus.experiment.settings import AdaptConfig, read_yaml
+from cplus.job.settings import AdaptConfig, read_yaml
 from cplus.models import smollm
 from cplus.receipts.html import environment
 from cplus.receipts.page import render

@@ -26,8 +26,9 @@ from cplus.evaluation import percent
 from cplus.evaluation.sequences import average_accuracy, backward_transfer, survival
 from cplus.experiment import driver, sequence
 from cplus.experiment.material import Kept, material, refined
-from cplus.experiment.record import SequenceSpec, load_sequence, save_sequence
+from cplus.experiment.record import load_sequence, save_sequence
 from cplus.experiment.sequence import Stage, asked, first_stage, run_sequence
+from cplus.experiment.settings import SequenceSpec
 from cplus.files import sha256_file
 from cplus.gates import Proposal
 from cplus.ledger.chain import problems, read

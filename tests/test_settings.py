@@ -12,10 +12,10 @@ import toyjob
 from test_adapt import same, train
 from torch import nn
 
-from cplus.experiment.record import RunSpec
 from cplus.experiment.run import configured as of_spec
-from cplus.experiment.settings import AdaptConfig
+from cplus.experiment.settings import RunSpec
 from cplus.job.prepare import row_of
+from cplus.job.settings import AdaptConfig
 from cplus.methods import METHODS
 from cplus.selection import configured
 

@@ -26,10 +26,10 @@ from cplus import algorithm, attach, cli, evidence, files, models
 from cplus.data.examples import Choice
 from cplus.data.predictions import Prediction
 from cplus.evaluation.prior import answer_prior
-from cplus.experiment import run as run_module
 from cplus.experiment.driver import build_scheduler
-from cplus.experiment.record import RunResult, RunSpec
-from cplus.experiment.task_split import part
+from cplus.experiment.record import RunResult
+from cplus.experiment.settings import RunSpec
+from cplus.experiment.task_split import split_task
 from cplus.methods import METHODS
 from cplus.studies import (
     SCALES,
@@ -438,15 +438,14 @@ def test_a_gentle_start_is_measured_where_the_rows_are_first_known() -> None:
 def test_the_rate_rises_over_the_share_of_updates_that_the_spec_says() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     spec = SMOKE.at(method="sft", warmup=0.5, epochs=2, batch_size=2)
-    settings = run_module.training_settings(spec, 3)
-    schedule = build_scheduler(settings, optimizer, 3)  # two updates an epoch, two of four rise
+    schedule = build_scheduler(spec.settings, optimizer, 3)  # two updates an epoch, two of four rise
     rates = []
     for _ in range(4):
         rates.append(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
     assert rates == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0])
-    assert run_module.training_settings(SMOKE.at(method="sft"), 3).warmup == 0
+    assert SMOKE.at(method="sft").settings.warmup_share == 0
 
 
 def test_the_prior_is_told_from_knowledge() -> None:
@@ -517,7 +516,7 @@ def corner(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     """A corner of a domain whose known rows are all anchors: then the evidence is the full-data reference."""
     path = tmp_path_factory.mktemp("corner") / "corner.jsonl"
     write_rows(path, [*world.taught("harbours")[:24], *world.untaught("harbours")[:16]])
-    _, parted = part(models.load("toy-s", device="cpu"), str(path), "cloze")
+    _, parted = split_task(models.load("toy-s", device="cpu"), str(path), "cloze")
     return {
         "task": str(path), "num_anchors": len(parted.past), "num_new": 8, "batch_size": 8, "num_past": None,
         "external": (), "diagnose": ("admission", "reference"),

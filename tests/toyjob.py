@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cplus.data.examples import Example, to_row
-from cplus.experiment.settings import AdaptConfig, settings
+from cplus.job.settings import AdaptConfig, settings
 from cplus.selection import method
 from cplus.toy import world
 

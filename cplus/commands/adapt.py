@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from cplus.experiment.settings import GROUPS, AdaptConfig
+from cplus.job.settings import GROUPS, AdaptConfig
 
 if TYPE_CHECKING:
     from cplus.job import Outcome
@@ -33,7 +33,7 @@ def adapt(
     Exit code 0: done, every requirement kept. 2: done, a requirement not kept. 1: an error. 130, 143: stopped, saved.
     """
     from cplus import job as jobs
-    from cplus.experiment.settings import read_yaml, settings
+    from cplus.job.settings import read_yaml, settings
     from cplus.terminal import console, output, print_json
 
     chosen = {name: value for name, value in given.items() if value is not None and value != []}

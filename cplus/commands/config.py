@@ -12,7 +12,7 @@ def config(
     example: Annotated[bool, typer.Option("--example", help="Print a YAML file with every setting.")] = False,
 ) -> None:
     """Print the settings of 'cplus adapt': --schema as JSON Schema, --example as a YAML file to start from."""
-    from cplus.experiment import settings
+    from cplus.job import settings
     from cplus.terminal import print_json
 
     if schema == example:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from cplus.experiment.record import RunResult, RunSpec
+    from cplus.experiment.record import RunResult
+    from cplus.experiment.settings import RunSpec
 
 
 def demo(
@@ -39,7 +40,7 @@ def demo(
 
 def base_spec(method: str, seed: int) -> RunSpec:
     """The demo's setting: the first domain's unknown facts are taught, its known facts are the past."""
-    from cplus.experiment.record import RunSpec
+    from cplus.experiment.settings import RunSpec
     from cplus.toy.world import DOMAINS
 
     domain, *others = DOMAINS
@@ -78,10 +79,10 @@ def compare(methods: Sequence[str], seeds: int, out: Path) -> list[RunResult]:
     import torch
 
     from cplus import models
-    from cplus.experiment import comparison as setting
     from cplus.experiment import run
-    from cplus.experiment import task_split as parting
+    from cplus.experiment.comparison import set_up
     from cplus.experiment.record import save_result
+    from cplus.experiment.task_split import split_task
     from cplus.loop import EpochEnded, Event
     from cplus.terminal import console, progress
 
@@ -89,14 +90,14 @@ def compare(methods: Sequence[str], seeds: int, out: Path) -> list[RunResult]:
     base = models.load("toy")
     first = base_spec("sft", 0)
     console.print(f"base model: toy; new facts and past facts: {first.task}; outside: {', '.join(first.external)}")
-    parted = parting.part(base, first.task, first.interface)
-    console.print(f"it answers {len(parted[1].past)} of {len(parted[1].predictions)} questions rightly")
+    found = split_task(base, first.task, first.interface)
+    console.print(f"it answers {len(found[1].past)} of {len(found[1].predictions)} questions correctly")
     results = []
     with progress() as bars:
         bar = bars.add_task("adapting", total=seeds * len(methods) * first.epochs)
         for seed in range(seeds):
             bars.update(bar, description=f"seed {seed}: the frozen model writes {first.num_probes} probes")
-            given = setting.set_up(base_spec("sft", seed), base, parted, out / "banks")
+            given = set_up(base_spec("sft", seed), base, found, out / "banks")
             for method in methods:
                 bars.update(bar, description=f"seed {seed}: {method}")
 

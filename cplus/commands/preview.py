@@ -44,10 +44,10 @@ def preview(
     from cplus import models
     from cplus.diagnostics.preview import preview as look
     from cplus.experiment.driver import build_optimizer
-    from cplus.experiment.settings import settings
     from cplus.job.bank import checked
-    from cplus.job.prepare import load, row_of, training_settings
+    from cplus.job.prepare import load, row_of
     from cplus.job.rows import gather, read
+    from cplus.job.settings import settings
     from cplus.terminal import print_json
 
     asked = {
@@ -69,7 +69,7 @@ def preview(
             probes = [rows.anchors.interface.encode(example) for example in sealed.examples]
         found = look(
             base.model,
-            build_optimizer(training_settings(config), base.model),
+            build_optimizer(config.settings(), base.model),
             new=rows.new.encoded(),
             anchors=rows.anchors.encoded(),
             probes=probes,

@@ -56,7 +56,7 @@ def receipt(
 
     from cplus.data.tasks import load_task
     from cplus.evaluation.judges import judge as judge_of
-    from cplus.experiment.settings import requirement
+    from cplus.job.settings import requirement
 
     asking = Asking(
         tasks=_named([load_task(name, data_dir) for name in data]),
@@ -124,7 +124,7 @@ def _compare(
 
     import torch
 
-    from cplus.experiment.record import environment
+    from cplus.environment import environment
     from cplus.models import choose_device
     from cplus.receipts.receipt import Receipt
 

@@ -99,7 +99,7 @@ def _executor(name: str, *, workers: int, threads: int, logs: Path, slurm: Seque
 
 def _parameters(texts: Sequence[str]) -> dict[str, Any]:
     """Read NAME=VALUE and YAML files; what comes later stands above what came before."""
-    from cplus.experiment.settings import read_yaml
+    from cplus.job.settings import read_yaml
 
     found: dict[str, Any] = {}
     for text in texts:
@@ -129,7 +129,7 @@ def _perform(specs: Sequence[Spec], folder: Path, executor: Executor) -> tuple[i
 
 
 def _title(spec: Spec) -> str:
-    from cplus.experiment.record import RunSpec
+    from cplus.experiment.settings import RunSpec
 
     where = spec.task if isinstance(spec, RunSpec) else " > ".join(spec.tasks)
     return f"{spec.method} {spec.model} {where} A={spec.num_anchors} N={spec.num_probes} seed {spec.seed}"

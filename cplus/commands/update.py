@@ -34,7 +34,7 @@ def update(
     Exit code 0: done. 2: done, a requirement not kept. 1: an error. 130, 143: stopped, saved.
     """
     from cplus import job as jobs
-    from cplus.experiment.settings import read_yaml
+    from cplus.job.settings import read_yaml
     from cplus.ledger.history import report
     from cplus.ledger.update import update as append_stage
     from cplus.terminal import console, print_json

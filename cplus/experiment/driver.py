@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,14 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_map_only
 
+from cplus import adapters
 from cplus.attach import Guard
 from cplus.cost import Work
+from cplus.data.encoded import Encoded
 from cplus.diagnostics.gateshares import layer_shares
+from cplus.experiment.material import Kept, material
+from cplus.experiment.precision import in_precision
+from cplus.experiment.settings import Settings
 from cplus.health import UNIFORM, Watch
 from cplus.loop import (
     Cursor,
@@ -35,6 +40,7 @@ from cplus.loop import (
     rate_factor,
 )
 from cplus.methods import Material, Method
+from cplus.models import Loaded
 from cplus.optim import AdamW
 
 Look: TypeAlias = Callable[[int], dict[str, float]]
@@ -43,53 +49,57 @@ Done: TypeAlias = Callable[[dict[str, float]], bool]
 """Whether a look says that everything is learned."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingSettings:
-    """All that decides the updates besides the model, the method and the material; `warmup` counts updates."""
-
-    seed: int
-    epochs: int
-    lr: float
-    batch_size: int = 1
-    order: Literal["file", "shuffled"] = "file"
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    weight_decay: float = 0.0
-    clip_norm: float | None = None
-    warmup: int = 0
-    rate: Literal["constant", "linear", "cosine"] = "constant"
-
-    @property
-    def schedule(self) -> Schedule:
-        """How the rows are batched."""
-        return Schedule(
-            epochs=self.epochs, batch_size=self.batch_size, order=self.order, clip_norm=self.clip_norm or None
-        )
-
-
-def build_optimizer(settings: TrainingSettings, model: nn.Module) -> Optimizer:
-    """What proposes the updates."""
+def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
+    """The optimizer that proposes the updates."""
     if settings.optimizer == "sgd":
         return SGD(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     return AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
 
 
-def build_scheduler(settings: TrainingSettings, optimizer: Optimizer, num_new: int) -> LambdaLR:
-    """The learning rate over all epochs, whether or not an early end cuts it."""
-    total = settings.epochs * updates_an_epoch(num_new, settings.batch_size)
-    return LambdaLR(
-        optimizer, lambda step: rate_factor(step, total=total, warmup=settings.warmup, course=settings.rate)
+def build_scheduler(settings: Settings, optimizer: Optimizer, num_new: int) -> LambdaLR:
+    """The learning-rate schedule over all epochs, whether or not training stops early."""
+    total = settings.epochs * updates_per_epoch(num_new, settings.batch_size)
+    warmup = settings.warmup_steps or round(settings.warmup_share * total)
+    return LambdaLR(optimizer, lambda step: rate_factor(step, total=total, warmup=warmup, course=settings.lr_schedule))
+
+
+def build_schedule(settings: Settings) -> Schedule:
+    """How the rows are batched."""
+    return Schedule(
+        epochs=settings.epochs,
+        batch_size=settings.batch_size,
+        order=settings.order,
+        clip_norm=settings.clip_norm or None,
     )
 
 
-def begin(settings: TrainingSettings, method: Method, model: nn.Module, material: Material) -> Training:
-    """Optimizer, guard and schedule around a model that still is the base model."""
+def begin(settings: Settings, base: Loaded, new: Sequence[Encoded], past: Sequence[Kept]) -> Training:
+    """The base model ready for its first update: adapters, material, optimizer and guard; its weights will change."""
+    row = in_precision(settings.row, settings.compute_dtype, base.device)
+    rows = material(row, new, past, base)
+    return start(settings, row, adapted(settings, row, base.model), rows)
+
+
+def adapted(settings: Settings, row: Method, model: nn.Module) -> Any:
+    """The model as it trains: itself, or with the adapters of the settings or of the method's row."""
+    if settings.lora is not None:
+        model = adapters.lora(model, settings.seed, settings.lora)
+    model = row.trained(model, settings.seed)
+    if settings.gradient_checkpointing:
+        enable: Any = model.gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def start(settings: Settings, row: Method, model: nn.Module, material: Material) -> Training:
+    """Optimizer, guard and learning-rate schedule around a model that is still the base model."""
     torch.manual_seed(settings.seed)  # dropout, where a model has it
     optimizer = build_optimizer(settings, model)
     return Training(
         settings=settings,
         model=model,
         optimizer=optimizer,
-        prepared=prepare(method, optimizer, model, material, seed=settings.seed),
+        prepared=prepare(row, optimizer, model, material, seed=settings.seed),
         scheduler=build_scheduler(settings, optimizer, len(material.new)),
     )
 
@@ -127,7 +137,7 @@ class Ledger:
 class Training:
     """A model on its way: everything that a checkpoint must hold."""
 
-    settings: TrainingSettings
+    settings: Settings
     model: nn.Module
     optimizer: Optimizer
     scheduler: LambdaLR
@@ -172,6 +182,13 @@ class Training:
         frozen = {name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         return {name: value for name, value in self.model.state_dict().items() if name not in frozen}
 
+    def finish(self) -> nn.Module:
+        """Remove the guard and return the model to evaluate and write, adapters merged unless they stay separate."""
+        if self.prepared.guard is not None:
+            self.prepared.guard.detach()
+        separate = self.settings.lora is not None and not self.settings.lora.merge
+        return (self.model if separate else adapters.merged(self.model)).eval()
+
     def finite(self) -> bool:
         """Whether every trained weight is a number."""
         norms = torch._foreach_norm([p.detach() for p in self.model.parameters() if p.requires_grad])
@@ -187,7 +204,7 @@ class Training:
             self.model,
             self.optimizer,
             self.prepared,
-            schedule=self.settings.schedule,
+            schedule=build_schedule(self.settings),
             seed=self.settings.seed,
             scheduler=self.scheduler,
             start=ledger.cursor,
@@ -257,10 +274,10 @@ class Training:
         ledger.losses, ledger.counted = [], (0, 0)
 
 
-def updates_an_epoch(num_new: int, batch_size: int) -> int:
+def updates_per_epoch(num_new: int, batch_size: int) -> int:
     """How often the parameters move in an epoch.
 
-    >>> updates_an_epoch(10, 4)
+    >>> updates_per_epoch(10, 4)
     3
     """
     return math.ceil(num_new / batch_size)

@@ -13,23 +13,22 @@ from typing import Any
 import torch
 
 from cplus import interfaces, models
-from cplus.adapters import merged
 from cplus.cost import Work, cost_row
 from cplus.data.examples import Example
 from cplus.data.predictions import Prediction
 from cplus.data.split import Split, draw_anchors, split, stack
 from cplus.data.tasks import load_task
+from cplus.environment import environment
 from cplus.evaluation import acquisition, flips, percent, retention
 from cplus.evaluation.outcomes import Flip
 from cplus.evaluation.sequences import average_accuracy, backward_transfer, survival
 from cplus.experiment.comparison import bank, new_rows
 from cplus.experiment.driver import begin
-from cplus.experiment.material import Kept, material
-from cplus.experiment.record import RunSpec, SequenceResult, SequenceSpec, environment
-from cplus.experiment.run import configured, training_settings
+from cplus.experiment.material import Kept
+from cplus.experiment.record import SequenceResult
+from cplus.experiment.settings import RunSpec, SequenceSpec
 from cplus.interfaces import Interface
 from cplus.loop import Event
-from cplus.methods import Method
 from cplus.scoring import predict
 
 __all__ = ["average_accuracy", "backward_transfer", "first_stage", "run_sequence", "survival"]
@@ -80,19 +79,17 @@ def run_sequence(
     before = ask_all(base, tasks)
     stages = [first or first_stage(spec, base, watch=watch)]
     kept: list[Kept] = []
-    method = configured(spec.stage(2)) if len(tasks) > 1 else None
     for number in range(2, len(tasks) + 1):
-        assert method is not None
         last = stages[-1]
-        kept.append(leave(spec.stage(number), method, last, tasks[number - 2], number - 2, banks))
-        stages.append(learn(spec, number, method, last.current, last.answers, tasks, kept, watch))
+        kept.append(leave(spec.stage(number), last, tasks[number - 2], number - 2, banks))
+        stages.append(learn(spec, number, last.current, last.answers, tasks, kept, watch))
     return summed(spec, base, tasks, before, stages)
 
 
 def first_stage(spec: SequenceSpec, base: models.Loaded, *, watch: StageWatch = lambda stage, event: None) -> Stage:
     """The checkpoint that all methods share: the first task, before which there is nothing to keep."""
     tasks = asked(spec, base)
-    return learn(spec, 1, configured(spec.stage(1)), base, ask_all(base, tasks), tasks, [], watch)
+    return learn(spec, 1, base, ask_all(base, tasks), tasks, [], watch)
 
 
 def asked(spec: SequenceSpec, base: models.Loaded) -> tuple[Asked, ...]:
@@ -117,7 +114,6 @@ def ask_all(current: models.Loaded, tasks: Sequence[Asked]) -> Answers:
 def learn(
     spec: SequenceSpec,
     number: int,
-    method: Method,
     last: models.Loaded,
     before: Answers,
     tasks: Sequence[Asked],
@@ -126,15 +122,12 @@ def learn(
 ) -> Stage:
     """One stage: the rows of its task that the last model answers wrongly are learned by a copy of that model."""
     run, task = spec.stage(number), tasks[number - 1]
-    model = method.trained(copy.deepcopy(last.model), run.seed)
     new = new_rows(parted(task, before[number - 1], last), run)
-    given = material(method, [task.interface.encode(example) for example in new], kept, last)
-    training = begin(training_settings(run, len(new)), method, model, given)
+    copied = dataclasses.replace(last, model=copy.deepcopy(last.model))
+    training = begin(run.settings, copied, [task.interface.encode(example) for example in new], kept)
     for event in training.run():
         watch(number, event)
-    if training.prepared.guard is not None:
-        training.prepared.guard.detach()
-    model = merged(model).eval()
+    model = training.finish()
     current = dataclasses.replace(
         last, name=f"{spec.model} after {task.name}", model=model, fingerprint=models.fingerprint(model)
     )
@@ -160,13 +153,13 @@ def parted(task: Asked, answers: Sequence[Prediction], current: models.Loaded) -
     )
 
 
-def leave(run: RunSpec, method: Method, last: Stage, task: Asked, index: int, banks: Path) -> Kept:
+def leave(run: RunSpec, last: Stage, task: Asked, index: int, banks: Path) -> Kept:
     """What remains of a task just learned: anchors among the rows now right, and probes by the model as it is now.
 
     Paper: App. E.9: a separate past-example set and self-probe bank for each preceding task.
     """
     anchors = draw_anchors(parted(task, last.answers[index], last.current), run.num_anchors, run.seed)
-    wanted = anchors and run.num_probes and method.needs_bank
+    wanted = anchors and run.num_probes and run.settings.row.needs_bank
     written = bank(run, last.current, task.interface, anchors, banks).examples if wanted else ()
     return Kept(
         name=task.name,

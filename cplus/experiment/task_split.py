@@ -1,47 +1,45 @@
-"""What the base model knows of a task: its rows as an interface asks them, parted into past and new."""
+"""What the base model knows of a task: its rows split into past (answered correctly) and new (answered incorrectly)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from torch import nn
-
 from cplus import interfaces, models
 from cplus.data.examples import Choice, Example, FreeForm, Message
-from cplus.data.predictions import Prediction
 from cplus.data.split import Split, cached_split, split, stack
 from cplus.data.tasks import load_task
+from cplus.experiment.measure import answered
+from cplus.experiment.rows import Group
 from cplus.interfaces import Interface
 from cplus.probes.own_answers import own_answers
-from cplus.scoring import predict, repeated
 
-Parted = tuple[Interface, Split]
-Part = Callable[[models.Loaded, str, str, Path | None], Parted]
-
-
-def part(base: models.Loaded, task: str, interface: str, splits: Path | None = None) -> Parted:
-    """Run the base model once over a task and part it into past and new; `splits` is a folder that remembers it."""
-    bound, examples = _asked(base, task, interface)
-    return bound, _split(base, bound, examples, splits)
+TaskSplit = tuple[Interface, Split]
+SplitTask = Callable[[models.Loaded, str, str, Path | None], TaskSplit]
 
 
-def part_kept(base: models.Loaded, task: str, interface: str, splits: Path | None = None) -> Parted:
-    """Part a task that is kept and not learned: of free text the past are the base model's own answers.
+def split_task(base: models.Loaded, task: str, interface: str, cache: Path | None = None) -> TaskSplit:
+    """Run the base model once over a task and split it into past and new rows; `cache` is a folder of splits."""
+    bound, examples = _rows(base, task, interface)
+    return bound, _split(base, bound, examples, cache)
+
+
+def split_kept_task(base: models.Loaded, task: str, interface: str, cache: Path | None = None) -> TaskSplit:
+    """Split a task that is kept and not learned: for free text the past rows hold the base model's own answers.
 
     Where a text's tokens are not those that the model wrote, one pass may not repeat it; such rows are left out.
     """
     if interface != "freeform":
-        return part(base, task, interface, splits)
-    bound, examples = _asked(base, task, interface)
-    found = _split(base, bound, own_answers(base, bound, examples, name=task), splits)
+        return split_task(base, task, interface, cache)
+    bound, examples = _rows(base, task, interface)
+    found = _split(base, bound, own_answers(base, bound, examples, name=task), cache)
     repeats = tuple(prediction for prediction in found.predictions if prediction.right)
     return bound, replace(found, new=(), predictions=repeats)
 
 
-def _asked(base: models.Loaded, task: str, interface: str) -> tuple[Interface, tuple[Example, ...]]:
-    """How a task is asked, and its rows: in free text a multiple-choice row is a question with a terse answer."""
+def _rows(base: models.Loaded, task: str, interface: str) -> tuple[Interface, tuple[Example, ...]]:
+    """A task's interface and rows: in free text a multiple-choice row is a question with a terse answer."""
     found = load_task(task)
     bound = interfaces.build(interface, base.tokenizer, wording=found.wording)
     if interface == "freeform":
@@ -63,18 +61,10 @@ def terse(example: Example) -> FreeForm:
     return FreeForm(id=example.id, messages=asked, response=example.right)
 
 
-def _split(base: models.Loaded, bound: Interface, examples: tuple[Example, ...], splits: Path | None) -> Split:
+def _split(base: models.Loaded, bound: Interface, examples: tuple[Example, ...], cache: Path | None) -> Split:
     where = stack(device=str(base.device))
-
-    def answered() -> list[Prediction]:
-        return answers(base.model, bound, examples)
-
+    whole = Group(name="task", part="external", interface=bound, examples=examples)
     known = {"model_fingerprint": base.fingerprint, "interface": bound.name}
-    if splits is not None:
-        return cached_split(splits, examples, answered, stack=where, **known)
-    return split(examples, answered(), stack=where, **known)
-
-
-def answers(model: nn.Module, interface: Interface, examples: Sequence[Example]) -> list[Prediction]:
-    """What a run counts as the model's answers: its choices, or in free text whether it repeats the responses."""
-    return (repeated if interface.name == "freeform" else predict)(model, interface, examples)
+    if cache is not None:
+        return cached_split(cache, examples, lambda: answered(base.model, whole), stack=where, **known)
+    return split(examples, answered(base.model, whole), stack=where, **known)

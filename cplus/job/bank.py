@@ -7,30 +7,18 @@ from pathlib import Path
 
 from cplus import files
 from cplus.experiment.bank import bank_folder, cached_bank
-from cplus.experiment.settings import AdaptConfig
+from cplus.experiment.rows import Group
 from cplus.job.folder import Folder
 from cplus.job.progress import bank_view, say
-from cplus.job.rows import Group
 from cplus.models import Loaded
 from cplus.probes.bank import Bank
-from cplus.probes.settings import TOPICS, Settings
+from cplus.probes.settings import Settings
 
 
-def settings(config: AdaptConfig, num_new: int) -> Settings:
-    """What is asked of the frozen model; by default as many probes as new rows, so that a refresh costs an epoch."""
-    return Settings(
-        num_probes=config.num_probes or min(512, max(32, num_new)),
-        shots=config.shots,
-        temperature=config.temperature,
-        topics=TOPICS if config.topics else (),
-        seed=config.seed,
-    )
-
-
-def sealed(folder: Path, config: AdaptConfig, base: Loaded, anchors: Group, num_new: int, given: Path | None) -> Bank:
+def sealed(folder: Path, settings: Settings, base: Loaded, anchors: Group, given: Path | None) -> Bank:
     """The job's bank, once: whatever it came from, `folder` holds it from then on."""
     if not folder.exists():
-        source = given or _built(config, base, anchors, settings(config, num_new))
+        source = given or _built(base, anchors, settings)
         checked(source, base, anchors)
         with files.replacing_folder(folder) as part:
             shutil.copytree(source, part, dirs_exist_ok=True)
@@ -60,7 +48,7 @@ def _same_interface(bank: Bank, folder: Path, anchors: Group) -> Bank:
     return bank
 
 
-def _built(config: AdaptConfig, base: Loaded, anchors: Group, asked: Settings) -> Path:
+def _built(base: Loaded, anchors: Group, asked: Settings) -> Path:
     place = bank_folder(base, anchors.interface, anchors.examples, asked)
     if place.exists():
         say(f"bank: reused from {place}")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from cplus import files
 from cplus.data.examples import fingerprint
+from cplus.experiment.rows import Group
 from cplus.job.folder import Folder
-from cplus.job.rows import Group
 from cplus.receipts.receipt import Point, read_receipt
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cplus import files, locks
-from cplus.experiment.settings import AdaptConfig, settings
+from cplus.job.settings import AdaptConfig, settings
 
 FORMAT = "cplus-job/1"
 _OURS = (

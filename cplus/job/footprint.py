@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -17,10 +17,9 @@ from cplus import models
 from cplus.attach import Guard
 from cplus.data.batching import MAX_TOKENS
 from cplus.evidence import Evidence, Reference, Remembered
-from cplus.experiment.driver import TrainingSettings, build_optimizer
-from cplus.experiment.settings import AdaptConfig
-from cplus.job.lora import with_adapters
+from cplus.experiment.driver import adapted, build_optimizer
 from cplus.job.rows import Tasks, located
+from cplus.job.settings import AdaptConfig
 from cplus.methods import Method
 from cplus.optim import AdamW
 
@@ -56,13 +55,13 @@ def needs(config: AdaptConfig, method: Method, tasks: Tasks, home: Path) -> tupl
     name = located(config.model, home)
     if name.endswith(".gguf") and Path(name).is_file():
         _check_packed(Path(name), available(models.choose_device(config.device)))
-    size = shape(config, models.resolve(name))
+    size = shape(config, method, models.resolve(name))
     anchors = config.num_anchors if tasks.anchors is None else len(tasks.anchors.examples)
     earlier = sum(len(task.examples) for task in tasks.kept)
     return size, footprint(config, method, size, anchors + earlier)
 
 
-def shape(config: AdaptConfig, where: Path | str) -> Shape:
+def shape(config: AdaptConfig, method: Method, where: Path | str) -> Shape:
     """Count the parameters on the meta device: no weight is read."""
     options = {"trust_remote_code": config.trust_remote_code, "local_files_only": isinstance(where, Path)}
     try:
@@ -71,8 +70,7 @@ def shape(config: AdaptConfig, where: Path | str) -> Shape:
         raise ValueError(f"could not read the configuration of {config.model!r}: {error}") from error
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(found, trust_remote_code=config.trust_remote_code)
-        if config.lora is not None:
-            model = with_adapters(model, config.lora, seed=config.seed)
+        model = _adapted(config, method, model)
     text = found.get_text_config()
     # A dense layer keeps about 16 vectors of the width for the backward pass, and three of the inner width.
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
@@ -84,6 +82,15 @@ def shape(config: AdaptConfig, where: Path | str) -> Shape:
         stored_dtype=str(getattr(found, "dtype", None) or "float32").removeprefix("torch."),
         activation_bytes=MAX_TOKENS * token + MAX_TOKENS // 4 * logits,
     )
+
+
+def _adapted(config: AdaptConfig, method: Method, model: nn.Module) -> nn.Module:
+    """The model as it trains; one whose adapters are computed from the weights counts as training all of them."""
+    try:
+        found: nn.Module = adapted(replace(config.settings(), gradient_checkpointing=False), method, model)
+        return found
+    except NotImplementedError:  # no weight is read here
+        return model
 
 
 def footprint(config: AdaptConfig, method: Method, size: Shape, num_anchors: int) -> Footprint:
@@ -148,8 +155,7 @@ def guard_bytes(config: AdaptConfig, method: Method, num_anchors: int, trainable
     if not method.guarded:
         return 0.0, 0.0
     layer = nn.Linear(64, 64, bias=False, device=models.choose_device(config.device))
-    settings = TrainingSettings(seed=0, epochs=1, lr=config.lr, optimizer=config.optimizer)
-    optimizer = build_optimizer(settings, layer)
+    optimizer = build_optimizer(config.settings(), layer)
     evidence: Evidence | None = None
     if method.evidence:
         evidence = _Ones(num_anchors if method.vectors == "one per anchor" else 1)

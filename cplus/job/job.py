@@ -12,16 +12,17 @@ from cplus.data.examples import lines
 from cplus.diagnostics.gateshares import layer_shares
 from cplus.evaluation import Rate
 from cplus.experiment.driver import Training
-from cplus.experiment.settings import AdaptConfig
+from cplus.experiment.measure import Answers
+from cplus.experiment.rows import Group
 from cplus.job import bank as banks
+from cplus.job.answers import ask, ask_once
 from cplus.job.folder import Folder, asked, begin, check_free, claimed
 from cplus.job.interruption import Interrupted, Interruption
-from cplus.job.lora import merged
-from cplus.job.measure import Answers, ask, ask_once
 from cplus.job.outputs import Finished, write_model, write_outputs
 from cplus.job.prepare import Job, ready
 from cplus.job.progress import say
-from cplus.job.rows import Group, located
+from cplus.job.rows import located
+from cplus.job.settings import AdaptConfig
 from cplus.job.tracking import tracker
 from cplus.job.training import train
 from cplus.probes.bank import Bank
@@ -111,19 +112,16 @@ def _bank(job: Job) -> Bank | None:
     if not job.method.needs_bank or job.rows.anchors is None:
         return None
     given = None if job.config.bank is None else Path(located(str(job.config.bank), job.home))
-    new = len(job.rows.new.examples)
-    return banks.sealed(job.folder.bank, job.config, job.base, job.rows.anchors, new, given)
+    return banks.sealed(job.folder.bank, job.settings.probes, job.base, job.rows.anchors, given)
 
 
 def _finish(job: Job, before: Mapping[str, Answers], bank: Bank | None, training: Training) -> dict[str, Any]:
     """Ask again, then write; the record comes last and the work folder goes after it."""
     config, folder, guard = job.config, job.folder, training.prepared.guard
     layers = layer_shares(guard)
-    if guard is not None:
-        guard.detach()
     parameters = sum(p.numel() for p in training.model.parameters())
     trainable = sum(p.numel() for p in training.model.parameters() if p.requires_grad)
-    model = merged(training.model, config.lora).eval()
+    model = training.finish()
     with models.computing(config.compute_dtype, job.base.device):
         after = {group.name: ask(model, group, config, "after") for group in job.groups}
     write_model(folder, model, job.base.tokenizer)

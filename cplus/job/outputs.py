@@ -13,13 +13,13 @@ import torch
 from cplus import files
 from cplus.cost import cost_row
 from cplus.diagnostics.gateshares import LayerShare
+from cplus.environment import environment
 from cplus.experiment.driver import Ledger
-from cplus.experiment.record import environment
-from cplus.experiment.settings import AdaptConfig
+from cplus.experiment.measure import Answers, loss_of
+from cplus.experiment.rows import Group, Rows
 from cplus.job.comparison import row_hashes
 from cplus.job.folder import Folder
-from cplus.job.measure import Answers, loss_of
-from cplus.job.rows import Group, Rows
+from cplus.job.settings import AdaptConfig
 from cplus.models import Loaded
 from cplus.models.loading import without_bars
 from cplus.probes.audit import Source, audit
@@ -143,7 +143,7 @@ def _notes(done: Finished) -> list[str]:
     said = list(done.ledger.watch.said)
     if done.config.stop == "learned" and len(done.ledger.curve) < done.config.epochs:
         said.append(f"Training ended after epoch {len(done.ledger.curve)}: every new row was learned.")
-    if done.config.lora is not None:
+    if done.trainable < done.parameters:
         share = 100 * done.trainable / done.parameters
         said.append(f"Only adapters were trained: {done.trainable:,} weights, {share:.2f} % of the model.")
     return said

@@ -10,16 +10,16 @@ from typing import Any
 
 from cplus.data.batching import batched, measured
 from cplus.data.encoded import Encoded
-from cplus.experiment.driver import updates_an_epoch
+from cplus.experiment.driver import adapted, updates_per_epoch
 from cplus.experiment.material import past_rows
-from cplus.experiment.settings import AdaptConfig
+from cplus.experiment.rows import Rows
 from cplus.job import bank as banks
 from cplus.job import footprint, timing
 from cplus.job.footprint import Footprint, Shape, giga
-from cplus.job.lora import with_adapters
 from cplus.job.prepare import load, row_of
 from cplus.job.progress import duration
-from cplus.job.rows import Rows, Tasks, gather, group_of, located, read
+from cplus.job.rows import Tasks, gather, group_of, located, read
+from cplus.job.settings import AdaptConfig
 from cplus.loop import Schedule, epoch_batches
 from cplus.methods import METHODS, Material, Method
 from cplus.models import Loaded
@@ -118,12 +118,14 @@ def plan(config: AdaptConfig) -> Plan:
     base = load(config, home)
     rows, assumed = _rows(config, tasks, base)
     material, probes = _material(config, method, rows, home)
-    tokens, updates = tokens_an_epoch(config, method, material), updates_an_epoch(len(material.new), config.batch_size)
-    seconds = {"asking before and after": 2 * sum(timing.asking(config, base, group) for group in rows.asked(config))}
+    tokens, updates = tokens_an_epoch(config, method, material), updates_per_epoch(len(material.new), config.batch_size)
+    seconds = {
+        "asking before and after": 2
+        * sum(timing.asking(config, base, group) for group in rows.evaluated(config.max_asked, config.seed))
+    }
     if probes and config.bank is None and rows.anchors is not None:
-        seconds["writing probes"] = timing.writing(base, rows.anchors, banks.settings(config, len(material.new)))
-    if config.lora is not None:
-        base = replace(base, model=with_adapters(base.model, config.lora, seed=config.seed))
+        seconds["writing probes"] = timing.writing(base, rows.anchors, config.settings(len(material.new)).probes)
+    base = replace(base, model=adapted(config.settings(), method, base.model))
     pace = timing.pace(config, method, base, material)
     seconds["training"] = config.epochs * (tokens.training * pace.training + tokens.evidence * pace.evidence)
     if method.refresh == "once":
@@ -149,7 +151,7 @@ def tokens_an_epoch(config: AdaptConfig, method: Method, material: Material) -> 
     def trained(row: Method) -> int:
         return sum(padded(batch) for batch in epoch_batches(row, material, schedule, seed=config.seed, epoch=1))
 
-    updates = updates_an_epoch(len(material.new), config.batch_size)
+    updates = updates_per_epoch(len(material.new), config.batch_size)
     training = trained(method)
     training += round(updates * padded(material.rows("anchors")) * method.objective.anchor_passes)
     # What is taken once is preparation, which the paper leaves out of the cost of training.
@@ -192,7 +194,7 @@ def _material(config: AdaptConfig, method: Method, rows: Rows, home: Path) -> tu
             bank = Bank.load(Path(located(str(config.bank), home)))
             probes = [rows.anchors.interface.encode(example) for example in bank.examples]
         else:
-            count = banks.settings(config, len(rows.new.examples)).num_probes
+            count = config.settings(len(rows.new.examples)).num_probes
             probes = list(islice(cycle(anchors), count))
     count = len(rows.new.examples)
     past = [past_rows("past", anchors=anchors, probes=probes, synthetic=probes[:count])]

@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cplus import models
-from cplus.experiment.driver import TrainingSettings
-from cplus.experiment.settings import AdaptConfig, paper
+from cplus.experiment.rows import Group, Rows
+from cplus.experiment.settings import Settings
 from cplus.job import footprint
 from cplus.job.comparison import curves
 from cplus.job.folder import Folder
-from cplus.job.own import with_own_answers
 from cplus.job.progress import say
-from cplus.job.rows import Group, Rows, gather, located, read
+from cplus.job.rows import gather, located, read
+from cplus.job.settings import AdaptConfig, paper
 from cplus.methods import Method
 from cplus.models import Loaded
+from cplus.probes.own_answers import own_answers
 from cplus.receipts.receipt import Point
-from cplus.selection import configured, method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,32 +34,18 @@ class Job:
     groups: tuple[Group, ...]
     comparisons: Mapping[str, tuple[Point, ...]]
 
-
-def training_settings(config: AdaptConfig) -> TrainingSettings:
-    """How the job trains."""
-    return TrainingSettings(
-        seed=config.seed,
-        epochs=config.epochs,
-        lr=config.lr,
-        batch_size=config.batch_size,
-        order=config.order,
-        optimizer=config.optimizer,
-        weight_decay=config.weight_decay,
-        clip_norm=config.clip_norm or None,
-        warmup=config.warmup_steps,
-        rate=config.lr_schedule,
-    )
+    @property
+    def settings(self) -> Settings:
+        """What the engine needs to know."""
+        return self.config.settings(len(self.rows.new.examples))
 
 
 def row_of(config: AdaptConfig) -> Method:
     """The method's row with the job's blend and smoothing."""
-    row = configured(method(config.method), anchor_weight=config.anchor_weight, beta=config.beta)
+    row = config.settings().row
     _check_bank_settings(config, row)
-    if row.adapter is not None:
-        raise ValueError(
-            f"method {row.name!r} trains adapters and is there for comparison, in 'cplus demo' and in studies; here "
-            "train adapters with --lora r=16 --method sft, or under the gate with --lora r=16 alone"
-        )
+    if row.adapter is not None and config.lora is not None:
+        raise ValueError(f"method {row.name!r} brings adapters of its own; leave out lora, or choose another method")
     return row
 
 
@@ -87,7 +73,7 @@ def ready(config: AdaptConfig, folder: Folder, home: Path) -> Job:
             rows = answered(rows, base)
     for note in rows.notes:
         say(f"note: {note}")
-    groups = rows.asked(config)
+    groups = rows.evaluated(config.max_asked, config.seed)
     return Job(
         config=config,
         home=home,
@@ -120,3 +106,13 @@ def load(config: AdaptConfig, home: Path) -> Loaded:
         trust_remote_code=config.trust_remote_code,
         revision=config.revision,
     )
+
+
+def with_own_answers(group: Group, base: Loaded) -> tuple[Group, str]:
+    """The group with the base model's greedy answers, kept in the cache, and a sentence that says so."""
+    examples = own_answers(base, group.interface, group.examples, name=group.name)
+    lost = len(group.examples) - len(examples)
+    said = f"The {group.name} rows hold the base model's own answers" + (
+        f"; {lost} without an end are left out" * bool(lost)
+    )
+    return replace(group, examples=examples), f"{said}."

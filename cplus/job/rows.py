@@ -6,73 +6,20 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 from cplus import interfaces
-from cplus.data.encoded import Encoded
 from cplus.data.examples import Choice, Example
 from cplus.data.predictions import Prediction
 from cplus.data.split import cached_split, draw_anchors, stack
 from cplus.data.tasks import Task, load_task
-from cplus.experiment.settings import AdaptConfig
+from cplus.experiment.rows import Group, Part, Rows, overlap
 from cplus.files import cache_folder
 from cplus.interfaces import Interface
 from cplus.job.folder import Folder
+from cplus.job.settings import AdaptConfig
 from cplus.methods import Method
 from cplus.models import Loaded
-from cplus.probes.texts import input_key
 from cplus.scoring import fitting, predict
-
-Part: TypeAlias = Literal["acquisition", "retention", "external"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """Rows asked in one way; `part` is what they count for when they are asked."""
-
-    name: str
-    part: Part
-    interface: Interface
-    examples: tuple[Example, ...]
-    known: tuple[Prediction, ...] = ()
-    """The base model's answers, where a split has asked already."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether the answers are choices; else they are free text."""
-        return isinstance(self.examples[0], Choice)
-
-    def encoded(self) -> list[Encoded]:
-        """The rows as tokens."""
-        return [self.interface.encode(example) for example in self.examples]
-
-    def drawn(self, count: int, seed: int) -> Group:
-        """At most `count` rows, drawn by the seed, in their own order."""
-        if len(self.examples) <= count:
-            return self
-        chosen = set(random.Random(f"{seed}/{self.name}").sample(range(len(self.examples)), count))
-        examples = tuple(example for i, example in enumerate(self.examples) if i in chosen)
-        ids = {example.id for example in examples}
-        return replace(self, examples=examples, known=tuple(p for p in self.known if p.id in ids))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """Everything that is read before the first step."""
-
-    new: Group
-    anchors: Group | None
-    past: Group | None
-    external: tuple[Group, ...] = ()
-    kept: tuple[Group, ...] = ()
-    """The anchors of earlier jobs, each a past task of its own."""
-    notes: tuple[str, ...] = ()
-
-    def asked(self, config: AdaptConfig) -> tuple[Group, ...]:
-        """The groups asked before and after: new rows, past rows or else the anchors, and the external tasks."""
-        kept = self.past or self.anchors
-        groups = [self.new, *([kept] if kept else []), *self.external]
-        return tuple(group if group.closed else group.drawn(config.max_asked, config.seed) for group in groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,12 +103,6 @@ def notes(config: AdaptConfig, rows: Rows) -> tuple[str, ...]:
         if group is not None and not group.closed and len(group.examples) > config.max_asked:
             said.append(f"{config.max_asked} of {len(group.examples)} {group.name} rows were asked before and after.")
     return tuple(said)
-
-
-def overlap(some: Group, others: Group) -> int:
-    """How many inputs of one group stand in the other."""
-    known = {input_key(example, options=False) for example in others.examples}
-    return sum(input_key(example, options=False) in known for example in some.examples)
 
 
 def bind(config: AdaptConfig, task: Task, base: Loaded) -> Interface:

@@ -8,13 +8,12 @@ from itertools import pairwise
 from statistics import median
 
 from cplus import models
-from cplus.experiment.driver import begin
+from cplus.experiment.driver import start
 from cplus.experiment.material import past_rows
 from cplus.experiment.precision import in_precision
-from cplus.experiment.settings import AdaptConfig
-from cplus.job.measure import ask
-from cplus.job.prepare import training_settings
-from cplus.job.rows import Group
+from cplus.experiment.rows import Group
+from cplus.job.answers import ask
+from cplus.job.settings import AdaptConfig
 from cplus.loop import Stepped
 from cplus.methods import Material, Method, Past
 from cplus.models import Loaded
@@ -45,8 +44,8 @@ def pace(config: AdaptConfig, method: Method, base: Loaded, material: Material) 
         past=(_few(past),),
     )
     method = replace(in_precision(method, config.compute_dtype, base.device), parts=1)
-    settings = replace(training_settings(config), epochs=1, order="file")
-    training = begin(settings, method, base.model, short)
+    settings = replace(config.settings(), epochs=1, order="file")
+    training = start(settings, method, base.model, short)
     prepared, marks, padded = training.prepared, [], []
     for event in training.run():
         if isinstance(event, Stepped):

@@ -7,34 +7,19 @@ from pathlib import Path
 
 from cplus import files, models
 from cplus.data.examples import fingerprint
-from cplus.experiment.driver import Training, begin, updates_an_epoch
-from cplus.experiment.material import Kept, material
-from cplus.experiment.precision import in_precision
+from cplus.experiment.driver import Training, begin, updates_per_epoch
+from cplus.experiment.material import Kept
+from cplus.experiment.measure import Answers, look, says_every_token
 from cplus.health import Exploded
 from cplus.job import bank as banks
 from cplus.job.checkpoint import Checkpoints
 from cplus.job.interruption import Interrupted, Interruption
-from cplus.job.lora import with_adapters
-from cplus.job.measure import Answers, look, says_every_token
-from cplus.job.prepare import Job, training_settings
+from cplus.job.prepare import Job
 from cplus.job.progress import say, training_view
 from cplus.job.rows import located
 from cplus.job.tracking import Tracker
 from cplus.loop import EpochEnded, Event, Refreshed, Stepped
 from cplus.probes.bank import Bank
-
-
-def begun(job: Job, past: Sequence[Kept]) -> Training:
-    """The base model, its optimizer and the guard, before the first update or a checkpoint."""
-    config = job.config
-    rows = material(job.method, job.rows.new.encoded(), past, job.base)
-    model = job.base.model
-    if config.lora is not None:
-        model = with_adapters(model, config.lora, seed=config.seed)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    method = in_precision(job.method, config.compute_dtype, job.base.device)
-    return begin(training_settings(config), method, model, rows)
 
 
 def past_tasks(job: Job, bank: Bank | None) -> list[Kept]:
@@ -64,7 +49,7 @@ def train(
     """Train from the last checkpoint, or the beginning, to the end; every stop on the way is one to go on from."""
     config = job.config
     past = past_tasks(job, bank)
-    training = begun(job, past)
+    training = begin(job.settings, job.base, job.rows.new.encoded(), past)
     rows = [job.rows.new.examples, *(part for task in past for part in (task.anchors, task.probes))]
     identity = files.fingerprint([job.base.fingerprint, *map(fingerprint, rows)])
     kept = Checkpoints(
@@ -72,7 +57,7 @@ def train(
     )
     if kept.load(training):
         say(f"resumed after update {kept.step}")
-    updates = updates_an_epoch(len(job.rows.new.examples), config.batch_size)
+    updates = updates_per_epoch(len(job.rows.new.examples), config.batch_size)
     begins = "training" if training.prepared.guard is None else "taking evidence"
     view = training_view(epochs=config.epochs, updates=updates, done=training.ledger.cursor.step, begins=begins)
     with interruption.patient(), view as shown:

@@ -16,9 +16,9 @@ from cplus import job as jobs
 from cplus.data.examples import Choice, Example, lines
 from cplus.data.readers import read_file
 from cplus.data.tasks import Task, load_task
-from cplus.experiment.settings import AdaptConfig, settings
 from cplus.job.folder import Folder, claimed
 from cplus.job.progress import say
+from cplus.job.settings import AdaptConfig, settings
 from cplus.ledger import DECIDED
 from cplus.ledger.chain import NAME, Ledger, Stage, append, exists, problems, read
 from cplus.ledger.history import BASE, answered, flips, is_right, set_name, tables

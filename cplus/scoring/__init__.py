@@ -2,10 +2,11 @@
 
 from cplus.scoring.decoding import Generation, greedy
 from cplus.scoring.likelihoods import Reading, Score, log_likelihoods, read_targets, score_candidates
-from cplus.scoring.predict import fitting, predict, repeated
+from cplus.scoring.predict import Judge, fitting, predict, repeated
 
 __all__ = [
     "Generation",
+    "Judge",
     "Reading",
     "Score",
     "fitting",

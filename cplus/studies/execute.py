@@ -15,8 +15,9 @@ from cplus.studies.study import Result, Spec
 
 if TYPE_CHECKING:
     from cplus.experiment import sequence
-    from cplus.experiment.comparison import Outside, Setting
-    from cplus.experiment.task_split import Part, Parted
+    from cplus.experiment.comparison import Comparison
+    from cplus.experiment.rows import Group
+    from cplus.experiment.task_split import SplitTask, TaskSplit
     from cplus.models import Loaded
 
 Outcome: TypeAlias = Literal["done", "there", "elsewhere"]
@@ -60,9 +61,9 @@ class Shared:
 
     def __init__(self) -> None:
         self._base: Loaded | None = None
-        self._parted: dict[tuple[Part, str, str], Parted] = {}
-        self._outside: dict[tuple[str, int, int | None, str], Outside] = {}
-        self._setting: tuple[Spec, Setting] | None = None
+        self._parted: dict[tuple[SplitTask, str, str], TaskSplit] = {}
+        self._outside: dict[tuple[str, int, int | None, str], Group] = {}
+        self._setting: tuple[Spec, Comparison] | None = None
         self._first: tuple[SequenceSpec, sequence.Stage] | None = None
 
     @property
@@ -81,37 +82,37 @@ class Shared:
             self._setting = self._first = None
         return self._base
 
-    def parted(self, part: Part, model: str, task: str, interface: str) -> Parted:
+    def parted(self, splits: SplitTask, model: str, task: str, interface: str) -> TaskSplit:
         """What the base model knows of a task, parted in this way."""
         from cplus.files import cache_folder
 
-        base, key = self.base(model), (part, task, interface)
+        base, key = self.base(model), (splits, task, interface)
         if key not in self._parted:
-            self._parted[key] = part(base, task, interface, cache_folder() / "splits")
+            self._parted[key] = splits(base, task, interface, cache_folder() / "splits")
         return self._parted[key]
 
-    def setting(self, spec: RunSpec) -> Setting:
+    def setting(self, spec: RunSpec) -> Comparison:
         """The setting of a run; the last one where nothing differs that decides it."""
         from cplus.experiment.comparison import set_up
-        from cplus.experiment.task_split import part, part_kept
+        from cplus.experiment.task_split import split_kept_task, split_task
 
         base, shape = self.base(spec.model), setting_of(spec)
         if self._setting is None or self._setting[0] != shape:
-            parted = self.parted(part, spec.model, spec.task, spec.interface)
+            parted = self.parted(split_task, spec.model, spec.task, spec.interface)
             other = spec.anchor_task
-            kept = self.parted(part_kept, spec.model, other, spec.interface) if other else None
+            kept = self.parted(split_kept_task, spec.model, other, spec.interface) if other else None
             place = f"{spec.model}-{spec.task}-{spec.seed}".replace("/", "-")
             with holding(self.banks / f".{place}.lock", wait=3600.0):
-                self._setting = shape, set_up(spec, base, parted, self.banks, kept=kept, ask=self.outside)
+                self._setting = shape, set_up(spec, base, parted, self.banks, kept=kept, external=self.external)
         return self._setting[1]
 
-    def outside(self, base: Loaded, name: str, spec: RunSpec) -> Outside:
+    def external(self, base: Loaded, name: str, spec: RunSpec) -> Group:
         """An outside task with the base model's answers, asked once a seed."""
-        from cplus.experiment.comparison import ask_outside
+        from cplus.experiment.comparison import external_task
 
         key = name, spec.seed, spec.external_limit, spec.interface
         if key not in self._outside:
-            self._outside[key] = ask_outside(base, name, spec)
+            self._outside[key] = external_task(base, name, spec)
         return self._outside[key]
 
     def first(self, spec: SequenceSpec) -> sequence.Stage:

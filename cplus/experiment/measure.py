@@ -1,29 +1,22 @@
-"""What the model answers before, on the way and after."""
+"""Measurement: what a model answers to groups of rows, and what that says of learning and forgetting."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from cplus import files
-from cplus.data import predictions
 from cplus.data.batching import batched
 from cplus.data.encoded import Encoded
-from cplus.data.examples import fingerprint
 from cplus.data.predictions import Prediction
 from cplus.evaluation import acquisition, flips, retention
-from cplus.evaluation.judges import judge
 from cplus.evaluation.outcomes import Flip
 from cplus.evaluation.statistics import token_loss
-from cplus.experiment.settings import AdaptConfig
-from cplus.job.rows import Group
+from cplus.experiment.rows import Group
 from cplus.losses import target_logits
-from cplus.scoring import Score, log_likelihoods, predict
+from cplus.scoring import Judge, Score, log_likelihoods, predict, repeated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,53 +27,24 @@ class Answers:
     scores: tuple[Score, ...] = ()
 
 
-def ask(model: nn.Module, group: Group, config: AdaptConfig, when: str) -> Answers:
-    """Put every row of a group to the model."""
-    what = f"{when}: {group.name}"
-    given = group.known if when == "before" else ()
-    answered = given or tuple(
-        predict(
-            model,
-            group.interface,
-            group.examples,
-            judge=judge(config.judge),
-            max_new_tokens=config.max_new_tokens,
-            what=what,
-        )
-    )
+def evaluate(
+    model: nn.Module, group: Group, *, judge: Judge | None = None, max_new_tokens: int = 256, what: str = "evaluating"
+) -> Answers:
+    """The model's answers to every row of a group; for free text also the likelihood of the given responses."""
+    answers = predict(model, group.interface, group.examples, judge=judge, max_new_tokens=max_new_tokens, what=what)
     scores = () if group.closed else tuple(log_likelihoods(model, group.encoded(), what=f"{what}: likelihood"))
-    return Answers(predictions=answered, scores=scores)
+    return Answers(predictions=tuple(answers), scores=scores)
 
 
-def ask_once(
-    path: Path, model: nn.Module, groups: Sequence[Group], config: AdaptConfig, model_fingerprint: str
-) -> dict[str, Answers]:
-    """The base model's answers to every group, kept in a file so that a resumed job need not ask again."""
-    identity = {group.name: fingerprint(group.examples) for group in groups} | {"model": model_fingerprint}
-    if path.is_file():
-        stored = files.read_json(path)
-        if stored["identity"] != identity:
-            changed = [name for name in identity if stored["identity"].get(name) != identity[name]]
-            raise ValueError(f"the {' and '.join(changed)} changed since the job began; begin a new one")
-        return {name: _from_row(row) for name, row in stored["answers"].items()}
-    answers = {group.name: ask(model, group, config, "before") for group in groups}
-    rows = {name: _to_row(own) for name, own in answers.items()}
-    files.write_json(path, {"identity": identity, "answers": rows})
-    return answers
+def answered(model: nn.Module, group: Group) -> list[Prediction]:
+    """A study's answers: the model's choices, or for free text whether it repeats the responses token by token."""
+    return (predict if group.closed else repeated)(model, group.interface, group.examples)
 
 
-def _to_row(answers: Answers) -> dict[str, Any]:
-    return {
-        "predictions": [predictions.to_row(prediction) for prediction in answers.predictions],
-        "scores": [[score.total, score.num_tokens] for score in answers.scores],
-    }
-
-
-def _from_row(row: dict[str, Any]) -> Answers:
-    return Answers(
-        predictions=tuple(predictions.from_row(own) for own in row["predictions"]),
-        scores=tuple(Score(total, count) for total, count in row["scores"]),
-    )
+def changes(before: Sequence[Prediction], after: Sequence[Prediction]) -> list[Flip]:
+    """The flips of the rows answered after, whatever else was answered before."""
+    ids = {prediction.id for prediction in after}
+    return flips([prediction for prediction in before if prediction.id in ids], after)
 
 
 def loss_of(scores: Sequence[Score]) -> float:
@@ -109,10 +73,8 @@ def look(model: nn.Module, groups: Sequence[Group], before: dict[str, Answers]) 
         if not group.closed:
             found[loss] = loss_of(log_likelihoods(model, group.encoded(), what=f"so far: {group.name}"))
             continue
-        ids = {example.id for example in group.examples}
-        was = [prediction for prediction in before[group.name].predictions if prediction.id in ids]
         now = predict(model, group.interface, group.examples, what=f"so far: {group.name}")
-        value = rate(flips(was, now))
+        value = rate(changes(before[group.name].predictions, now))
         if value is not None:
             found[share] = value
     return found

@@ -1,0 +1,304 @@
+"""One schema for `cplus adapt`: the command line, a YAML file and Python say the same things by the same names."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from cplus.adapters import Lora
+from cplus.experiment.settings import Settings
+
+Metric: TypeAlias = Literal["retention", "acquisition"]
+Positive: TypeAlias = Annotated[int, Field(ge=1)]
+Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+
+_REQUIREMENT = re.compile(r"(retention|acquisition)\s*>=\s*(\d*\.?\d+)")
+
+
+class Requirement(NamedTuple):
+    """A figure and the least share of it that is accepted."""
+
+    metric: Metric
+    at_least: float
+
+
+def requirement(text: str) -> Requirement:
+    """Read `retention>=0.9`.
+
+    >>> requirement("retention >= 0.9")
+    Requirement(metric='retention', at_least=0.9)
+    """
+    match = _REQUIREMENT.fullmatch(text.strip())
+    if match is None or not 0 <= float(match[2]) <= 1:
+        raise ValueError(f"expected retention>=SHARE or acquisition>=SHARE with a share from 0 to 1, got {text!r}")
+    return Requirement("retention" if match[1] == "retention" else "acquisition", float(match[2]))
+
+
+def _checked(text: object) -> object:
+    if isinstance(text, str):
+        requirement(text)
+    return text
+
+
+def _lora(value: object) -> object:
+    """`r=16,merge=false` as a mapping; what is no text is left to the schema."""
+    if not isinstance(value, str):
+        return value
+    pairs = [part.partition("=") for part in value.split(",")]
+    if not all(mark for _, mark, _ in pairs):
+        raise ValueError(f"expected r=16 or r=16,alpha=32,dropout=0.05,merge=false, got {value!r}")
+    return {key.strip(): text.strip() for key, _, text in pairs}
+
+
+class AdaptConfig(BaseModel):
+    """Everything that decides a job. Unknown names are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    model: str = Field(description="Alias, hub id, folder or GGUF file.")
+    out: Path = Field(Path("out"), description="Folder of everything the job writes.")
+
+    new: str | None = Field(None, description="Rows to learn: a file, a named task or owner/name on the hub.")
+    anchors: str | None = Field(None, description="Rows to keep, seen as evidence: a file or a named task.")
+    past: str | None = Field(None, description="Held-out rows that Retention is measured on; else the anchors alone.")
+    kept: tuple[Path, ...] = Field(
+        (), description="Finished jobs whose anchors and bank are kept too, each as one past task; may be repeated."
+    )
+    split: str | None = Field(
+        None, description="A task the base model parts into past (right) and new (wrong); anchors are drawn from it."
+    )
+    num_anchors: Positive = Field(8, description="With split: how many anchors to draw (A).")
+    num_new: Positive | None = Field(None, description="With split: how many wrong rows to learn; all if not given.")
+    external: tuple[str, ...] = Field((), description="Tasks outside the job, asked before and after; may be repeated.")
+    external_limit: Positive | None = Field(200, description="How many rows of each external task.")
+    interface: Literal["letter", "cloze", "freeform"] | None = Field(
+        None, description="How multiple choice is asked: letter or cloze; else the task's own. Other rows are freeform."
+    )
+    plain: bool = Field(False, description="Ask in plain text, without a chat template.")
+    own_answers: bool = Field(
+        False, description="Free text: anchors and past rows get the base model's own answers instead of the file's."
+    )
+    judge: str = Field(
+        "exact", description="Free text is right by: exact, json, regex:PATTERN, schema:FILE, python:module:function."
+    )
+    max_new_tokens: Positive = Field(256, description="Free text: where an answer is cut off.")
+    too_long: Literal["refuse", "exclude"] = Field("refuse", description="Rows longer than the model's window.")
+    data_dir: Path | None = Field(None, description="Folder of the named tasks; else CPLUS_DATA, else the hub.")
+
+    preset: Literal["user", "paper"] = Field(
+        "user", description="paper: batch 1, file order, constant rate 1e-6, 25 epochs, decay 0.1, 512 probes."
+    )
+    method: str = Field("cplus", description="A row of 'cplus methods', or one of your own: python:module:ROW.")
+    anchor_weight: Share | None = Field(
+        None, description="Weight of the anchors in the blend, the probes have the rest; else the method's own, 0.5."
+    )
+    beta: float | None = Field(
+        None, ge=0, lt=1, description="Smoothing of the mask over steps; else the method's own, 0.9."
+    )
+    bank: Path | None = Field(None, description="A sealed bank to use; else one is built, or reused from the cache.")
+    num_probes: Positive | None = Field(
+        None, description="Probes in the bank (N); else as many as new rows, from 32 to 512."
+    )
+    shots: Positive = Field(2, description="Anchors that each request for a probe shows (K).")
+    temperature: float = Field(0.8, gt=0, description="Sampling temperature of the probes (T).")
+    topics: bool = Field(False, description="Name one of 24 topic areas in each request for a probe.")
+
+    epochs: Positive = Field(25, description="Times the new rows are gone through, at most.")
+    stop: Literal["learned", "never"] = Field(
+        "learned", description="learned: end after the epoch in which every new row is right. never: all epochs."
+    )
+    batch_size: Positive = Field(8, description="New rows an update; gone through in passes of bounded memory.")
+    order: Literal["shuffled", "file"] = Field("shuffled", description="Order of the new rows in an epoch.")
+    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="What proposes the update.")
+    lr: float = Field(3e-5, gt=0, description="Learning rate.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Course of the rate to 0.")
+    warmup_steps: int = Field(0, ge=0, description="Updates in which the rate rises from 0.")
+    weight_decay: float = Field(0.0, ge=0, description="Part of the proposed update, so it is gated with it.")
+    clip_norm: float = Field(1.0, ge=0, description="Largest norm of the gradient; 0 for no clipping.")
+    lora: Annotated[Lora | None, BeforeValidator(_lora)] = Field(
+        None, description="Train adapters: r=16, or r=16,alpha=32,dropout=0.05,merge=false."
+    )
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Precision of the passes; weights and the optimizer's state stay float32."
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Compute activations again in the backward pass: less memory, about a third more time."
+    )
+    seed: int = Field(0, ge=0, description="Of the draw of anchors, the bank and the order.")
+
+    max_asked: Positive = Field(
+        500, description="Free text: rows of each set asked before and after, at most; it is slow to write."
+    )
+    evaluate_every: int = Field(1, ge=0, description="Epochs between looks at what is learned and lost; 0 for none.")
+    evaluate_rows: Positive = Field(64, description="Rows of each kind in such a look; the end asks all of them.")
+    require: tuple[Annotated[str, BeforeValidator(_checked)], ...] = Field(
+        (), description="retention>=0.9 or acquisition>=0.9, held against the lower 95 % bound: else exit code 2."
+    )
+    compare: tuple[Path, ...] = Field(
+        (),
+        description="Folders of finished jobs on the same rows, shown beside this one in the receipt; may be repeated.",
+    )
+    report_to: Literal["tensorboard", "wandb", "trackio"] | None = Field(None, description="Also log the curves there.")
+    checkpoint_minutes: float = Field(10.0, gt=0, description="Minutes between checkpoints.")
+    checkpoint_steps: Positive | None = Field(None, description="Updates between checkpoints, besides the minutes.")
+
+    device: str = Field("auto", description="auto, cuda, mps or cpu.")
+    revision: str | None = Field(None, description="Of a model on the hub.")
+    trust_remote_code: bool = Field(False, description="Run code that comes with a model on the hub.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _presets(cls, values: Any) -> Any:
+        """What a preset sets stands unless it is given."""
+        if isinstance(values, dict) and values.get("preset") == "paper":
+            return {**paper(values.get("model")), **values}
+        return values
+
+    @model_validator(mode="after")
+    def _whole(self) -> AdaptConfig:
+        if (self.new is None) == (self.split is None):
+            raise ValueError("expected either new (rows to learn) or split (a task to part), and not both")
+        if self.split is not None and (self.anchors is not None or self.past is not None):
+            raise ValueError("split draws anchors and past rows itself; leave out anchors and past, or give new")
+        return self
+
+    def settings(self, num_new: int = 0) -> Settings:
+        """What the engine needs to know; by default as many probes as new rows, so that a refresh costs an epoch."""
+        return Settings(
+            method=self.method,
+            seed=self.seed,
+            epochs=self.epochs,
+            lr=self.lr,
+            batch_size=self.batch_size,
+            order=self.order,
+            optimizer=self.optimizer,
+            weight_decay=self.weight_decay,
+            clip_norm=self.clip_norm or None,
+            warmup_steps=self.warmup_steps,
+            lr_schedule=self.lr_schedule,
+            anchor_weight=self.anchor_weight,
+            beta=self.beta,
+            num_probes=self.num_probes or min(512, max(32, num_new)),
+            shots=self.shots,
+            temperature=self.temperature,
+            topics=self.topics,
+            lora=self.lora,
+            compute_dtype=self.compute_dtype,
+            gradient_checkpointing=self.gradient_checkpointing,
+        )
+
+    @property
+    def requirements(self) -> tuple[Requirement, ...]:
+        """What is required, read."""
+        return tuple(requirement(text) for text in self.require)
+
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "What is learned and kept": (
+        "new", "anchors", "past", "kept", "split", "num_anchors", "num_new", "external", "external_limit", "interface",
+        "plain", "own_answers", "judge", "max_new_tokens", "too_long", "data_dir",
+    ),
+    "How it is kept": (
+        "preset", "method", "anchor_weight", "beta", "bank", "num_probes", "shots", "temperature", "topics",
+    ),
+    "How it is learned": (
+        "epochs", "stop", "batch_size", "order", "optimizer", "lr", "lr_schedule", "warmup_steps", "weight_decay",
+        "clip_norm", "lora", "compute_dtype", "gradient_checkpointing", "seed",
+    ),
+    "What is watched and written": (
+        "out", "max_asked", "evaluate_every", "evaluate_rows", "require", "compare", "report_to", "checkpoint_minutes",
+        "checkpoint_steps",
+    ),
+    "Machine": ("device", "revision", "trust_remote_code"),
+}  # fmt: skip
+"""The settings besides the model, in the order they are shown."""
+
+
+def paper(model: object) -> dict[str, Any]:
+    """The paper's protocol for a model; Phi-3.5 has its own learning rate there."""
+    from cplus.models.presets import Preset
+    from cplus.models.presets import preset as preset_of
+
+    preset = preset_of(str(model)) or Preset(model=str(model))
+    return {
+        "batch_size": preset.batch_size,
+        "order": "file",
+        "lr": preset.learning_rate,
+        "lr_schedule": "constant",
+        "warmup_steps": 0,
+        "epochs": preset.epochs,
+        "stop": "never",
+        "weight_decay": preset.weight_decay,
+        "clip_norm": 0.0,
+        "num_probes": preset.num_probes,
+        "shots": preset.shots,
+        "temperature": preset.temperature,
+    }
+
+
+def settings(values: Mapping[str, Any], *, where: str = "settings") -> AdaptConfig:
+    """Check values against the schema; every fault is named in one line of its own."""
+    try:
+        return AdaptConfig.model_validate(dict(values))
+    except ValidationError as error:
+        faults = [_fault(fault) for fault in error.errors()]
+        raise ValueError(f"{where}: " + "; ".join(faults)) from error
+
+
+def _fault(fault: Mapping[str, Any]) -> str:
+    name = ".".join(map(str, fault["loc"]))
+    if fault["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(name, AdaptConfig.model_fields, n=1)
+        hint = f"did you mean {near[0]}?" if near else "'cplus config --schema' lists what there is"
+        return f"{name!r} is not a setting; {hint}"
+    if fault["type"] == "missing":
+        return f"{name} is missing"
+    if fault["type"] == "value_error":  # our own sentences
+        message = str(fault["msg"]).removeprefix("Value error, ")
+        return f"{name}: {message}" if name else message
+    return f"{name}: {fault['msg']}, got {fault['input']!r:.60}"
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The settings of a YAML file, unchecked."""
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file of settings")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected YAML, but it does not parse: {error}") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ValueError(f"{path}: expected names and values, one setting a line, got {type(values).__name__}")
+    return values
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of the settings."""
+    return AdaptConfig.model_json_schema()
+
+
+def example() -> str:
+    """A YAML file with every setting, its default and what it is for; what is optional and empty is a comment."""
+    lines = ["# cplus adapt --config adapt.yaml", "", *_example_lines("model", "smollm2-135m")]
+    given = {"new": "new.jsonl", "anchors": "keep.jsonl", "past": "held-out.jsonl"}
+    for group, names in GROUPS.items():
+        lines += ["", f"# --- {group} ---"]
+        for name in names:
+            lines += _example_lines(name, given.get(name))
+    return "\n".join(lines) + "\n"
+
+
+def _example_lines(name: str, given: str | None) -> list[str]:
+    field: FieldInfo = AdaptConfig.model_fields[name]
+    value = field.default if given is None else given
+    value = str(value) if isinstance(value, Path) else value
+    empty = value is None or value == ()
+    shown = "" if empty else " " + yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+    return [f"# {field.description}", f"{'# ' if empty else ''}{name}:{shown}"]
