@@ -62,96 +62,111 @@ class AdaptConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
-    model: str = Field(description="Alias, hub id, folder or GGUF file.")
-    out: Path = Field(Path("out"), description="Folder of everything the job writes.")
+    model: str = Field(description="Model to adapt: alias, hub id, folder or GGUF file.")
+    out: Path = Field(Path("out"), description="Output folder.")
 
-    new: str | None = Field(None, description="Rows to learn: a file, a named task or owner/name on the hub.")
-    anchors: str | None = Field(None, description="Rows to keep, seen as evidence: a file or a named task.")
-    past: str | None = Field(None, description="Held-out rows that Retention is measured on; else the anchors alone.")
+    new: str | None = Field(None, description="New rows to learn: a file, a named task or owner/name on the hub.")
+    anchors: str | None = Field(None, description="Rows the model must keep, used as evidence: a file or a named task.")
+    past: str | None = Field(None, description="Held-out past rows to measure Retention on; default: the anchors.")
     kept: tuple[Path, ...] = Field(
-        (), description="Finished jobs whose anchors and bank are kept too, each as one past task; may be repeated."
+        (), description="Finished job whose anchors and bank are protected as one more past task; repeatable."
     )
     split: str | None = Field(
-        None, description="A task the base model parts into past (right) and new (wrong); anchors are drawn from it."
+        None, description="Task to split by the base model's answers: correct rows are past, incorrect rows are new."
     )
-    num_anchors: Positive = Field(8, description="With split: how many anchors to draw (A).")
-    num_new: Positive | None = Field(None, description="With split: how many wrong rows to learn; all if not given.")
-    external: tuple[str, ...] = Field((), description="Tasks outside the job, asked before and after; may be repeated.")
-    external_limit: Positive | None = Field(200, description="How many rows of each external task.")
+    num_anchors: Positive = Field(8, description="With split: number of anchors to draw from the past rows (A).")
+    num_new: Positive | None = Field(None, description="With split: number of new rows to learn; default: all.")
+    external: tuple[str, ...] = Field((), description="Other task to evaluate before and after; repeatable.")
+    external_limit: Positive | None = Field(200, description="Maximum number of rows per external task.")
     interface: Literal["letter", "cloze", "freeform"] | None = Field(
-        None, description="How multiple choice is asked: letter or cloze; else the task's own. Other rows are freeform."
+        None, description="Multiple choice by letter or cloze; default: the task's own. Other rows are freeform."
     )
-    plain: bool = Field(False, description="Ask in plain text, without a chat template.")
+    plain: bool = Field(False, description="Use plain prompts, without the chat template.")
     own_answers: bool = Field(
-        False, description="Free text: anchors and past rows get the base model's own answers instead of the file's."
+        False, description="Free text: replace the answers of anchors and past rows by the base model's own."
     )
     judge: str = Field(
-        "exact", description="Free text is right by: exact, json, regex:PATTERN, schema:FILE, python:module:function."
+        "exact",
+        description="How free text is judged: exact, json, regex:PATTERN, schema:FILE or python:module:function.",
     )
-    max_new_tokens: Positive = Field(256, description="Free text: where an answer is cut off.")
-    too_long: Literal["refuse", "exclude"] = Field("refuse", description="Rows longer than the model's window.")
-    data_dir: Path | None = Field(None, description="Folder of the named tasks; else CPLUS_DATA, else the hub.")
+    max_new_tokens: Positive = Field(256, description="Free text: maximum number of tokens per answer.")
+    too_long: Literal["refuse", "exclude"] = Field(
+        "refuse", description="What to do with rows longer than the model's context window."
+    )
+    data_dir: Path | None = Field(None, description="Folder of the named tasks; default: CPLUS_DATA, then the hub.")
 
     preset: Literal["user", "paper"] = Field(
-        "user", description="paper: batch 1, file order, constant rate 1e-6, 25 epochs, decay 0.1, 512 probes."
+        "user",
+        description="paper: batch size 1, file order, constant rate 1e-6, 25 epochs, weight decay 0.1, 512 probes.",
     )
-    method: str = Field("cplus", description="A row of 'cplus methods', or one of your own: python:module:ROW.")
+    method: str = Field("cplus", description="Name from 'cplus methods', or python:module:ROW for your own.")
     anchor_weight: Share | None = Field(
-        None, description="Weight of the anchors in the blend, the probes have the rest; else the method's own, 0.5."
+        None, description="Weight of the anchors against the probes in the evidence; default: the method's own, 0.5."
     )
     beta: float | None = Field(
-        None, ge=0, lt=1, description="Smoothing of the mask over steps; else the method's own, 0.9."
+        None, ge=0, lt=1, description="Smoothing of the mask over steps; default: the method's own, 0.9."
     )
-    bank: Path | None = Field(None, description="A sealed bank to use; else one is built, or reused from the cache.")
+    bank: Path | None = Field(
+        None, description="Sealed probe bank to use; default: build one, or reuse it from the cache."
+    )
     num_probes: Positive | None = Field(
-        None, description="Probes in the bank (N); else as many as new rows, from 32 to 512."
+        None, description="Number of probes in the bank (N); default: the number of new rows, at least 32, at most 512."
     )
-    shots: Positive = Field(2, description="Anchors that each request for a probe shows (K).")
+    shots: Positive = Field(2, description="Anchors shown in each request for a probe (K).")
     temperature: float = Field(0.8, gt=0, description="Sampling temperature of the probes (T).")
-    topics: bool = Field(False, description="Name one of 24 topic areas in each request for a probe.")
+    topics: bool = Field(False, description="Name one of 24 topics in each request for a probe.")
 
-    epochs: Positive = Field(25, description="Times the new rows are gone through, at most.")
+    epochs: Positive = Field(25, description="Maximum number of epochs.")
     stop: Literal["learned", "never"] = Field(
-        "learned", description="learned: end after the epoch in which every new row is right. never: all epochs."
+        "learned",
+        description="learned: stop after the first epoch in which every new row is correct. never: run all epochs.",
     )
-    batch_size: Positive = Field(8, description="New rows an update; gone through in passes of bounded memory.")
-    order: Literal["shuffled", "file"] = Field("shuffled", description="Order of the new rows in an epoch.")
-    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="What proposes the update.")
+    batch_size: Positive = Field(
+        8, description="New rows per update, split into smaller passes where memory requires it."
+    )
+    order: Literal["shuffled", "file"] = Field("shuffled", description="Order of the new rows within an epoch.")
+    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="Optimizer that proposes the update.")
     lr: float = Field(3e-5, gt=0, description="Learning rate.")
-    lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Course of the rate to 0.")
-    warmup_steps: int = Field(0, ge=0, description="Updates in which the rate rises from 0.")
-    weight_decay: float = Field(0.0, ge=0, description="Part of the proposed update, so it is gated with it.")
-    clip_norm: float = Field(1.0, ge=0, description="Largest norm of the gradient; 0 for no clipping.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate schedule; linear and cosine decay to 0."
+    )
+    warmup_steps: int = Field(0, ge=0, description="Number of updates over which the learning rate rises from 0.")
+    weight_decay: float = Field(0.0, ge=0, description="Weight decay; part of the proposed update, so it is gated too.")
+    clip_norm: float = Field(1.0, ge=0, description="Maximum norm of the gradient; 0 disables clipping.")
     lora: Annotated[Lora | None, BeforeValidator(_lora)] = Field(
-        None, description="Train adapters: r=16, or r=16,alpha=32,dropout=0.05,merge=false."
+        None, description="Train LoRA adapters: r=16, or r=16,alpha=32,dropout=0.05,merge=false."
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Precision of the passes; weights and the optimizer's state stay float32."
+        "float32", description="Precision of forward and backward passes; weights and optimizer state stay float32."
     )
     gradient_checkpointing: bool = Field(
-        False, description="Compute activations again in the backward pass: less memory, about a third more time."
+        False, description="Recompute activations in the backward pass: less memory, about a third more time."
     )
-    seed: int = Field(0, ge=0, description="Of the draw of anchors, the bank and the order.")
+    seed: int = Field(0, ge=0, description="Random seed for drawing anchors, sampling probes and ordering rows.")
 
     max_asked: Positive = Field(
-        500, description="Free text: rows of each set asked before and after, at most; it is slow to write."
+        500, description="Free text: maximum number of rows per set to evaluate, because generation is slow."
     )
-    evaluate_every: int = Field(1, ge=0, description="Epochs between looks at what is learned and lost; 0 for none.")
-    evaluate_rows: Positive = Field(64, description="Rows of each kind in such a look; the end asks all of them.")
+    evaluate_every: int = Field(1, ge=0, description="Epochs between evaluations during training; 0 for none.")
+    evaluate_rows: Positive = Field(64, description="Rows per evaluation during training; the final one uses all.")
     require: tuple[Annotated[str, BeforeValidator(_checked)], ...] = Field(
-        (), description="retention>=0.9 or acquisition>=0.9, held against the lower 95 % bound: else exit code 2."
+        (),
+        description="retention>=0.9 or acquisition>=0.9; exit code 2 if the lower 95 % bound is below it. Repeatable.",
     )
     compare: tuple[Path, ...] = Field(
-        (),
-        description="Folders of finished jobs on the same rows, shown beside this one in the receipt; may be repeated.",
+        (), description="Finished job on the same rows to show in the receipt beside this one; repeatable."
     )
-    report_to: Literal["tensorboard", "wandb", "trackio"] | None = Field(None, description="Also log the curves there.")
+    report_to: Literal["tensorboard", "wandb", "trackio"] | None = Field(
+        None, description="Tracker that the training curves are also logged to."
+    )
     checkpoint_minutes: float = Field(10.0, gt=0, description="Minutes between checkpoints.")
-    checkpoint_steps: Positive | None = Field(None, description="Updates between checkpoints, besides the minutes.")
+    checkpoint_steps: Positive | None = Field(
+        None, description="Updates between checkpoints, in addition to the minutes."
+    )
 
-    device: str = Field("auto", description="auto, cuda, mps or cpu.")
-    revision: str | None = Field(None, description="Of a model on the hub.")
-    trust_remote_code: bool = Field(False, description="Run code that comes with a model on the hub.")
+    device: str = Field("auto", description="Device: auto, cuda, mps or cpu.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a model on the hub.")
+    trust_remote_code: bool = Field(False, description="Allow code from the model's hub repository to run.")
 
     @model_validator(mode="before")
     @classmethod
