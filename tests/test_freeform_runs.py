@@ -115,7 +115,7 @@ def test_a_request_without_an_end_is_left_out(
 
     monkeypatch.setitem(label.MAX_ANSWER_TOKENS, "freeform", 2)  # every taught answer is longer
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match=r"answers none of the 8 .*keep\.jsonl rows to an end"):
+    with pytest.raises(ValueError, match=r"none of the 8 .*keep\.jsonl rows was answered before the token limit"):
         part_kept(models.load(spec.model, device="cpu"), spec.anchor_task, "freeform")
 
 

@@ -137,7 +137,7 @@ def test_orthogonal_subspace_fine_tuning_takes_the_gate_too() -> None:
 
 def test_learned_prompts_are_refused() -> None:
     model = get_peft_model(tiny.lm(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
-    with pytest.raises(TypeError, match="learns a prompt, which the evidence does not see; use LoRA"):
+    with pytest.raises(TypeError, match="learns a prompt, which the evidence does not cover; use LoRA"):
         guarded(model)
 
 

@@ -98,7 +98,7 @@ def inside_a_step(method: Method, base: nn.Module, rows: Sequence[Encoded]) -> t
         guard.detach()
     said += training_bytes(model) - training_bytes(base)  # adapters in place of the model's own weights
     parameters = sum(p.numel() for p in base.parameters())
-    return found[-1], said + int(method.objective.bytes_a_parameter * parameters)
+    return found[-1], said + int(method.objective.bytes_per_parameter * parameters)
 
 
 def costs(base: nn.Module, rows: Sequence[Encoded]) -> list[Cost]:

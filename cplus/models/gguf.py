@@ -23,7 +23,7 @@ def converted(sha256: str, source: Callable[[], Path]) -> Path:
     folder = cache_folder() / "models" / f"gguf{_FORMAT}-{sha256[:32]}"
     if folder.exists():
         return folder
-    with locks.holding(locks.beside(folder), wait=math.inf, told=_say):
+    with locks.holding(locks.beside(folder), wait=math.inf, notify=_say):
         if not folder.exists():  # another process may have been first
             files.tidy(folder.parent, folder.name)
             path = source()
