@@ -102,7 +102,7 @@ def evaluate(
 ) -> Evaluation:
     """Ask a model every row; free text is right by the judge, and also scored by its responses' loss."""
     from cplus.evaluation.judges import judge as judge_named
-    from cplus.evaluation.task import BoundTask
+    from cplus.evaluation.task import BoundTask, evaluate_task
     from cplus.interfaces import build
 
     bound = build(interface, tokenizer, chat=chat)
