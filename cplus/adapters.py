@@ -1,4 +1,4 @@
-"""Adapters by PEFT: the few weights that train in place of a model's own. PEFT is imported when one is asked for."""
+"""PEFT adapters: a small set of weights trained instead of the model's own. PEFT is imported only when needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 Adapter: TypeAlias = "Callable[[nn.Module, int], nn.Module]"
-"""A model and a seed in, the model with adapters out: they train, everything else is frozen."""
+"""From a model and a seed to the model with adapters; only the adapters train, everything else is frozen."""
 
 
 class Lora(BaseModel):
@@ -26,9 +26,9 @@ class Lora(BaseModel):
 
 
 def lora(model: nn.Module, seed: int, settings: Lora | None = None) -> nn.Module:
-    """Low-rank adapters on every linear layer, drawn by the seed; everything else is frozen.
+    """Low-rank adapters on every linear layer, initialised from the seed; everything else is frozen.
 
-    Source: Hu et al. 2022.    W x + (alpha / r) B A x, with A drawn and B zero
+    Source: Hu et al. 2022.    W x + (alpha / r) B A x, with A random and B zero
     """
     import torch
 
@@ -46,16 +46,16 @@ def lora(model: nn.Module, seed: int, settings: Lora | None = None) -> nn.Module
 
 
 def osf(model: nn.Module, seed: int) -> nn.Module:
-    """The smaller half of every linear layer's singular directions trains, its gradient kept orthogonal to the rest.
+    """Train the smaller half of every linear layer's singular directions, with gradients orthogonal to the others.
 
-    Source: Nayak et al. 2025, OSF. Nothing is drawn, so the seed changes nothing.
+    Source: Nayak et al. 2025, OSF. Nothing is random, so the seed has no effect.
     """
     peft = _peft()
     return _adapted(peft.get_peft_model(model, peft.OSFConfig(task_type="CAUSAL_LM", target_modules="all-linear")))
 
 
 def merged(model: nn.Module) -> nn.Module:
-    """The plain model, adapters folded into its weights; one without adapters as it is."""
+    """The plain model with its adapters merged into the weights; a model without adapters is returned unchanged."""
     unload = getattr(model, "merge_and_unload", None)
     return model if unload is None else _adapted(unload())
 

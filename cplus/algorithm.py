@@ -17,7 +17,7 @@ Gradient = Callable[[list[Tensor]], list[Tensor]]
 
 
 def blend(g_anchor: Tensor, g_probe: Tensor, anchor_weight: float) -> Tensor:
-    """The preservation gradient: a raw blend, neither source rescaled.
+    """The preservation gradient: a raw blend, without rescaling either source.
 
     Paper: Eq. 2; Algorithm 1, line 7.    g_hat = w * g_anchor + (1 - w) * g_probe
 
@@ -34,8 +34,8 @@ def collaborates(g_hat: Tensor, delta: Tensor) -> Tensor:
 
     Paper: Eq. 3; Algorithm 1, line 10.    mask = [g_hat * delta <= 0]
 
-    Signs are compared, not multiplied out: a product of two small numbers underflows to 0 and would
-    read as collaborative.
+    The signs are multiplied, not the values: a product of two small numbers underflows to 0 and would
+    count as collaborative.
 
     >>> collaborates(torch.tensor([1.0, 1.0, 0.0, 1e-30]), torch.tensor([-2.0, 2.0, 5.0, 1e-30]))
     tensor([1., 0., 1., 0.])
@@ -44,7 +44,7 @@ def collaborates(g_hat: Tensor, delta: Tensor) -> Tensor:
 
 
 def zeros(theta: Tensor) -> Tensor:
-    """The moving average before the first step, e_0 = 0, in float32 or the parameter's finer precision."""
+    """The moving average before the first step, e_0 = 0, in float32 or in the parameter's precision if finer."""
     return torch.zeros_like(theta, dtype=torch.promote_types(theta.dtype, torch.float32))
 
 
@@ -59,7 +59,7 @@ def smooth(ema: Tensor, mask: Tensor, beta: float) -> Tensor:
 
 
 def coefficient(ema: Tensor, beta: float, t: int) -> Tensor:
-    """The bias-corrected average: how much of each coordinate of the proposal is applied.
+    """The bias-corrected average: the share of each coordinate of the proposal that is applied.
 
     Paper: Eq. 7; Algorithm 1, line 12.    coefficient = clip(ema / (1 - beta**t), 0, 1)
 
@@ -87,7 +87,7 @@ def run(
     anchor_weight: float = 0.5,
     beta: float = 0.9,
 ) -> list[Tensor]:
-    """The plain loop: `propose` is OPT with its own state and returns theta + delta for one minibatch.
+    """The plain loop; `propose` is OPT with its own state and returns theta + delta for one minibatch.
 
     Paper: Algorithm 1, lines 2-4, 8, 14-17.
     """

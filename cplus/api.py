@@ -102,13 +102,13 @@ def evaluate(
 ) -> Evaluation:
     """Ask a model every row; free text is right by the judge, and also scored by its responses' loss."""
     from cplus.evaluation.judges import judge as judge_named
-    from cplus.evaluation.task import Asked, ask
+    from cplus.evaluation.task import BoundTask, evaluate_task
     from cplus.interfaces import build
 
     bound = build(interface, tokenizer, chat=chat)
-    asked = Asked(name="rows", interface=bound, examples=tuple(read(rows)), judge=judge_named(judge))
+    asked = BoundTask(name="rows", interface=bound, examples=tuple(read(rows)), judge=judge_named(judge))
     with evaluating(model):
-        predictions, summary = ask(model, asked, max_new_tokens=max_new_tokens)
+        predictions, summary = evaluate_task(model, asked, max_new_tokens=max_new_tokens)
     return Evaluation(summary=summary, predictions=predictions)
 
 

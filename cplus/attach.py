@@ -1,4 +1,4 @@
-"""`protect`: the gate on any torch optimizer, by step hooks. The optimizer stays what it is."""
+"""`protect`: the gate on any torch optimizer, through step hooks; the optimizer object itself is unchanged."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from cplus.support import bare, check_engine, check_supported, trainable, unwrap
 Projection: TypeAlias = Callable[[Sequence[Tensor], Sequence[Sequence[Tensor]]], None]
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 Observer: TypeAlias = Callable[[int, Proposal, Tensor], None]
-"""Is shown each tensor's place among the parameters, its proposal and its coefficient: to read, not to keep."""
+"""Called with each tensor's index among the parameters, its proposal and its coefficients, to read but not to keep."""
 THOROUGH = False
-"""Whether parameters outside the optimizer are compared by value after each step, not by torch's write counter alone.
+"""Whether parameters outside the optimizer are compared by value after each step, not only by torch's version counter.
 
-The counter costs nothing and misses writes through `.data`; the tests compare values.
+The counter costs nothing but misses writes through `.data`; the tests compare values.
 """
 
 
@@ -46,10 +46,10 @@ def protect(
     refresh_every: int | None = None,
     allow_16bit: bool = False,
 ) -> Guard:
-    """CPLUS on this optimizer: call `guard.refresh()` at each epoch's start, then train as before.
+    """CPLUS on this optimizer: call `guard.refresh()` at the start of each epoch, then train as before.
 
-    Only one of anchors and probes may be empty; the other then has all the weight. `refresh_every=n` refreshes
-    by itself before the first and every n-th step.
+    Either anchors or probes may be empty; the other then has all the weight. `refresh_every=n` refreshes
+    automatically before the first and every n-th step.
     """
     if not 0.0 <= anchor_weight <= 1.0:
         raise ValueError(f"anchor_weight must lie in [0, 1], got {anchor_weight}")
@@ -72,7 +72,7 @@ def protect(
 class Guard:
     """Evidence, projection and gate around one optimizer's step; owns all of its state.
 
-    A gate that reads no evidence needs none; every other gate, and a projection, does.
+    Evidence is required by a projection and by every gate that reads it.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Guard:
 
     @property
     def vectors(self) -> list[list[Tensor]]:
-        """The evidence in use: gradients, or their signs where the gate looks at nothing else."""
+        """The evidence in use: gradients, or their signs if the gate reads nothing else."""
         return [[g.unpacked() if isinstance(g, Signs) else g for g in vector] for vector in self._kept]
 
     @vectors.setter
@@ -133,7 +133,7 @@ class Guard:
         self._kept = [[Signs.of(g) if packs else g for g in vector] for vector in vectors]
 
     def evidence_at(self, position: int) -> Tensor:
-        """The evidence about one parameter, or its signs where no more is kept."""
+        """The evidence for one parameter, or its signs if only those are stored."""
         if not self._kept:
             raise RuntimeError("no evidence yet: call guard.refresh() first")
         g = self._kept[0][position]
@@ -141,18 +141,18 @@ class Guard:
 
     @property
     def nbytes(self) -> int:
-        """The memory held from step to step: evidence and gate."""
+        """The memory held between steps: evidence and gate."""
         memory = memory_of(self.evidence)
         evidence = sum(g.nbytes for vector in self._kept for g in vector) + (memory.nbytes if memory else 0)
         return evidence + (0 if self.gate is None else self.gate.nbytes)
 
     @property
     def step_nbytes(self) -> int:
-        """The memory held during a step on top: an opaque optimizer needs a copy of the parameters."""
+        """The additional memory during a step: any optimizer but our AdamW needs a copy of the parameters."""
         return 0 if self.gate is None or self.one_pass else sum(local(p).nbytes for p in self.params)
 
     def detach(self) -> None:
-        """Take the hooks off: the optimizer is plain again."""
+        """Remove the hooks: the optimizer is plain again."""
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
@@ -165,7 +165,7 @@ class Guard:
         self.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a continued run needs besides the model's and the optimizer's own state."""
+        """Everything a resumed run needs besides the state of the model and of the optimizer."""
         return {
             "ranks": self.where.world if self.where.sharded else 1,
             "gate": None if self.gate is None else self.gate.state_dict(),
@@ -179,18 +179,18 @@ class Guard:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a kept state; it must belong to parameters of the same shapes, spread over as many processes."""
+        """Restore a saved state; its parameters must have the same shapes and the same number of shards."""
         self._bind()
         ranks = self.where.world if self.where.sharded else 1
         if state["ranks"] != ranks:
             raise ValueError(
-                f"the kept guard state is one of {state['ranks']} shards and this run has {ranks}; keep and take up "
-                "states across world sizes with cplus.integrations.distributed.save and load"
+                f"the saved guard state is one of {state['ranks']} shards and this run has {ranks}; to change the "
+                "number of processes, save and load it with cplus.integrations.distributed.save and load"
             )
         shapes = [local(p).shape for p in self.params]
         for vector in state["vectors"]:
             if [g.shape for g in vector] != shapes:
-                raise ValueError("the kept guard state belongs to other parameters: their shapes differ")
+                raise ValueError("the saved guard state belongs to other parameters: their shapes differ")
         if self.gate is not None:
             self.gate.load_state_dict(state["gate"])
         self.vectors = [[g.clone() for g in vector] for vector in state["vectors"]]
@@ -199,12 +199,12 @@ class Guard:
         self.refreshes, self.steps = int(state["refreshes"]), int(state["steps"])
 
     def _bind(self) -> None:
-        """Take the optimizer's parameters; sharding may exchange them until the first refresh, nothing after it."""
+        """Bind the optimizer's parameters; they may be replaced, as sharding does, only before the first refresh."""
         params = trainable(self.optimizer)
         if len(params) == len(self.params) and all(p is q for p, q in zip(params, self.params, strict=True)):
             return
         if self._kept:
-            raise ValueError("the optimizer's parameters changed after protect(); detach and protect it again")
+            raise ValueError("the optimizer's parameters changed after protect(); detach the guard and protect again")
         self.names, self.params = named(self.model), params
         for p in params:
             check_supported(p, self.names.get(id(p), "a parameter outside the model"), allow_16bit=self.allow_16bit)
@@ -218,7 +218,7 @@ class Guard:
 
     @torch.no_grad()
     def _before(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """Copy the parameters and check the gradients; those a closure will compute are checked when it has."""
+        """Copy the parameters and check the gradients; with a closure, they are checked after it has run."""
         if nested(self.optimizer):
             return None
         self._bind()
@@ -239,11 +239,11 @@ class Guard:
         if closure is None:
             self._ready()
             return None
-        watched = self._watched(closure)
-        return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
+        wrapped = self._wrapped(closure)
+        return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
 
-    def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, after each evaluation of which the gradients are ready; if it raises, the step is undone."""
+    def _wrapped(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, with the gradients checked and projected after each call; if it raises, the step is undone."""
 
         def evaluate() -> Any:
             try:
@@ -253,19 +253,19 @@ class Guard:
                     self._ready()
             except BaseException as error:
                 self._undo()
-                error.add_note(f"raised by the closure of step {self.steps + 1}; the parameters are as before the step")
+                error.add_note(f"raised by the closure of step {self.steps + 1}; the parameters are unchanged")
                 raise
             return loss
 
         return evaluate
 
     def _ready(self) -> None:
-        """The new data's gradients are there: project them, arm the one-pass optimizer, mark what must not move."""
+        """With the new data's gradients computed: project them, arm our AdamW, record what must not change."""
         for p in self._unseen:
             if p.grad is not None and any(p is q for group in self.optimizer.param_groups for q in group["params"]):
                 raise RuntimeError(
-                    f"{self._name(p)} does not require a gradient but has one, which the optimizer would apply past "
-                    "the gate; set its .grad to None, or let it require gradients before protect()"
+                    f"{self._name(p)} does not require a gradient but has one, which the optimizer would apply "
+                    "without the gate; set its .grad to None, or make it require gradients before protect()"
                 )
         self._proposing = any(p.grad is not None for p in self.params)
         if self.projection is not None and self._kept:
@@ -277,7 +277,7 @@ class Guard:
 
     @torch.no_grad()
     def _undo(self) -> None:
-        """Put the parameters back to where they were before a step that did not end."""
+        """Restore the parameters to their values before a step that failed."""
         for p, theta in zip(self.params, self.theta, strict=False):
             local(p).copy_(theta)
         self.theta = []
@@ -286,7 +286,7 @@ class Guard:
 
     @torch.no_grad()
     def _after(self, *_: object) -> None:
-        """Line 9 of the algorithm has happened inside the optimizer; apply lines 10-13 to what it proposed.
+        """The optimizer has done line 9 of the algorithm; apply lines 10-13 to its proposal.
 
         Paper: Algorithm 1, line 9.    delta = proposed - theta, momentum and weight decay included
         """
@@ -306,7 +306,9 @@ class Guard:
             return
         if self.evidence is not None and not self._kept:
             torch._foreach_copy_(proposed, theta)
-            raise RuntimeError("the optimizer moved parameters at learning rate 0; call guard.refresh() before it")
+            raise RuntimeError(
+                "the optimizer moved parameters at learning rate 0; call guard.refresh() before the first step"
+            )
         proposals = self._proposals(theta, proposed)
         if self.compiled:
             self._apply_compiled(proposals)
@@ -334,7 +336,7 @@ class Guard:
 
     @property
     def _idle(self) -> bool:
-        """Whether the rate is 0: a warm-up's first step, or one that only makes the optimizer create its state."""
+        """Whether the learning rate is 0: the first warm-up step, or a step that only creates optimizer state."""
         return all(group.get("lr") == 0 for group in self.optimizer.param_groups)
 
     @cached_property
@@ -343,7 +345,7 @@ class Guard:
         return self.compiles(sum(p.numel() for p in self.params))
 
     def compiles(self, parameters: int) -> bool:
-        """Whether it would with so many parameters; small models take the plain way, where compiling costs more."""
+        """Whether the gate would be compiled with this many parameters; for small models compiling costs too much."""
         gate = self.gate
         if gate is None or gate.average is None or self.projection is not None or self.where.sharded:
             return False
@@ -353,11 +355,11 @@ class Guard:
 
     @property
     def one_pass(self) -> bool:
-        """Whether the optimizer itself gates what it proposes, with no copy of the parameters."""
+        """Whether the optimizer gates its own proposal, without a copy of the parameters."""
         return isinstance(self.optimizer, AdamW) and self.compiled
 
     def _arm(self) -> None:
-        """Give the step's evidence and average to the one-pass optimizer; `_after` counts the step."""
+        """Pass the step's evidence and average to our AdamW; `_after` counts the step."""
         average, optimizer = self._average(), self.optimizer
         assert isinstance(optimizer, AdamW)
         average.allocate([p.detach() for p in self.params])
@@ -393,7 +395,7 @@ class Guard:
             observer(position, proposal, c)
 
     def _show_applied(self, position: int, proposal: Proposal, step: int) -> None:
-        """Show what a compiled pass has applied: its coefficient is read back from the average it left behind."""
+        """Show what a compiled pass applied: its coefficients are computed from the average it stored."""
         average = self._average()
         if self.observers and average.tensors:
             ema = kernels.read(average.tensors[position])
@@ -407,9 +409,9 @@ class Guard:
         self._show_applied(position, proposal, self._average().step + 1)
 
     def _stepped(self, theta: Sequence[Tensor], proposed: Sequence[Tensor]) -> bool:
-        """Whether this was a step: gradients were there at a rate above 0, or parameters moved all the same.
+        """Whether this was a step: there were gradients at a learning rate above 0, or parameters moved anyway.
 
-        A fused optimizer that a gradient scaler told to skip fires its hooks; that is no step.
+        A fused optimizer fires its hooks even if the gradient scaler makes it skip; that is not a step.
         """
         found_inf = getattr(self.optimizer, "found_inf", None)
         skipped = found_inf is not None and bool(found_inf)
@@ -419,18 +421,18 @@ class Guard:
         )
         if not self.where.sharded:
             return stepped
-        return any(self.where.sums([stepped], proposed[0].device))  # all processes count steps alike
+        return any(self.where.sums([stepped], proposed[0].device))  # all processes count the same steps
 
     def _check_unseen(self) -> None:
-        """Refuse a step that moved a parameter past the gate: one of the model's that the optimizer does not list."""
+        """Refuse a step that changed a parameter without the gate: one that the optimizer does not list."""
         marks, self._marks = self._marks, []
         for p, (version, copy) in zip(self._unseen, marks, strict=False):
             if p._version != version or (copy is not None and not torch.equal(p.detach(), copy)):
                 self._undo()
                 raise RuntimeError(
                     f"the optimizer's step moved {self._name(p)}, which is not among the parameters it was protected "
-                    "with, so it passed the gate by; protect the optimizer that lists it. The listed parameters are as "
-                    "before the step"
+                    "with and so bypassed the gate; protect the optimizer that lists it. The listed parameters are "
+                    "restored to their values before the step"
                 )
 
     def _name(self, p: nn.Parameter) -> str:
@@ -441,11 +443,11 @@ class Guard:
         gradients = [g for i in used if (g := self.params[i].grad) is not None]
         projection(gradients, [[vector[i] for i in used] for vector in self.vectors])
 
-    def _glance(self, gradients: list[tuple[nn.Parameter, Tensor]]) -> list[tuple[nn.Parameter, Tensor]]:
-        """All small tensors and one large one, in turn.
+    def _sampled(self, gradients: list[tuple[nn.Parameter, Tensor]]) -> list[tuple[nn.Parameter, Tensor]]:
+        """All small tensors and one large one, a different one at each step.
 
-        The one-pass kernel leaves a coordinate without a finite gradient alone, so looking can be cheap: a NaN in the
-        forward pass reaches the small tensors, norms and biases, at once; one that does not is found in its turn.
+        The one-pass kernel skips coordinates without a finite gradient, so a cheap check is enough: a NaN in the
+        forward pass reaches the small tensors (norms and biases) at once; any other is found when its tensor is next.
         """
         small = [each for each in gradients if each[1].numel() < kernels.SHARED]
         large = [each for each in gradients if each[1].numel() >= kernels.SHARED]
@@ -453,24 +455,24 @@ class Guard:
 
     def _check_gradients(self) -> None:
         if getattr(self.optimizer, "found_inf", None) is not None:
-            return  # a gradient scaler watches over these and skips the step itself
+            return  # a gradient scaler checks these and skips the step itself
         gradients = [(p, local(p.grad)) for p in self.params if p.grad is not None]
         if self.one_pass:
-            gradients = self._glance(gradients)
+            gradients = self._sampled(gradients)
         if not gradients:
             return
-        # A sum reads memory once at full speed; one that overflows is looked into below and found harmless.
+        # A sum reads memory once at full speed; if only the sum overflows, the exact check below finds no error.
         total = torch.stack([g.sum().float() for _, g in gradients]).sum()
         if self.where.sharded:
-            self.where.sum(total)  # one process's NaN stops them all, instead of leaving the others waiting
+            self.where.sum(total)  # a NaN in one process stops all of them, so that none waits forever
         if bool(torch.isfinite(total)):
             return
         bad = [p for p, g in gradients if not bool(torch.isfinite(g).all())]
         if self.where.sums([len(bad)], total.device)[0] if self.where.sharded else bad:
             name = self.names.get(id(bad[0]), "a parameter") if bad else "a parameter held by another process"
             raise FloatingPointError(
-                f"the gradient of {name} is not finite at step {self.steps + 1}; this step changed nothing. Lower the "
-                "learning rate, clip the gradient or check the batch"
+                f"the gradient of {name} is not finite at step {self.steps + 1}; the parameters are unchanged. Lower "
+                "the learning rate, clip the gradient or check the batch"
             )
 
 
@@ -478,9 +480,9 @@ _HOOKED = Optimizer.profile_hook_step(lambda _: None).__code__
 
 
 def nested(optimizer: Optimizer) -> bool:
-    """Whether a hook was called by a step inside a step: torch hooks both of a subclass that calls `super().step()`.
+    """Whether a hook was called by a step inside a step: torch hooks both if a subclass calls `super().step()`.
 
-    The outer step's hooks see the whole update. The call stack is read, not a counter, which a failed step would upset.
+    The outer step's hooks see the whole update. A failed step would upset a counter, so the call stack is read.
     """
     steps, frame = 0, sys._getframe(1).f_back
     while frame is not None and steps < 2:
@@ -490,9 +492,9 @@ def nested(optimizer: Optimizer) -> bool:
 
 
 def first_moments(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """The optimizer's running mean of each parameter's gradient, the gradient itself if it keeps no such mean.
+    """The optimizer's running mean of each parameter's gradient, or the gradient itself if it keeps no such mean.
 
-    None where there is no gradient, or where the mean is kept in a form that cannot be read.
+    None if there is no gradient or if the mean is stored in a form that cannot be read.
     """
     averages = {
         id(p): bool(group.get("betas") or group.get("momentum"))

@@ -1,4 +1,4 @@
-"""The ledger: rows, tokens and FLOPs by the paper's leading dense-transformer approximation."""
+"""Cost accounting: rows, tokens, and FLOPs by the paper's leading-order dense-transformer approximation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What passed through the model: `padded` with forward and backward, `forward` (padded) without."""
+    """What passed through the model: `padded` tokens forward and backward, `forward` padded tokens forward only."""
 
     rows: int = 0
     tokens: int = 0
@@ -23,9 +23,9 @@ class Work:
         )
 
     def flops(self, parameters: int) -> int:
-        """Training FLOPs; elapsed time is another matter.
+        """Training FLOPs, which do not determine the elapsed time.
 
-        Paper: App. E.12.    6 P L forward and backward, 2 P L forward alone, L padded tokens
+        Paper: App. E.12.    6 P L forward and backward, 2 P L forward only, L padded tokens
 
         >>> Work(rows=1, tokens=9, padded=10).flops(100)
         6000
@@ -34,7 +34,7 @@ class Work:
 
 
 def cost_row(parameters: int, *, training: Work, preservation: Work) -> dict[str, int]:
-    """FLOPs of both kinds of work, then their rows and tokens, as records hold them."""
+    """FLOPs of both kinds of work, then their rows and tokens, with the field names used in records."""
     works = {"training": training, "preservation": preservation}
     return {
         **{f"{name}_flops": work.flops(parameters) for name, work in works.items()},

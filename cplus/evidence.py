@@ -1,4 +1,4 @@
-"""Evidence: gradients of past behaviour, taken at the current parameters, never used as a training target."""
+"""Evidence: gradients of past behaviour at the current parameters, never used as a training target."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Losses = Callable[[nn.Module, Sequence[Encoded]], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Rows of past behaviour and their weight in the blend; `parts` > 1 shows one part a refresh, in turn."""
+    """Rows of past behaviour and their weight in the blend; with `parts` > 1 each refresh uses the next part."""
 
     name: str
     weight: float
@@ -34,20 +34,20 @@ class Source:
         if not 0.0 <= self.weight <= 1.0:
             raise ValueError(f"the weight of source {self.name!r} must lie in [0, 1], got {self.weight}")
         if not self.rows:
-            raise ValueError(f"source {self.name!r} is empty; give at least one example or leave the source out")
+            raise ValueError(f"source {self.name!r} is empty; give at least one example or omit the source")
         if not 1 <= self.parts <= len(self.rows):
             raise ValueError(f"source {self.name!r} has {len(self.rows)} rows, too few for {self.parts} parts")
 
     def at(self, refresh: int) -> Sequence[Encoded]:
-        """The rows seen at the given refresh."""
+        """The rows used at the given refresh."""
         return self.rows[refresh % self.parts :: self.parts]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What a refresh found: one or more vectors in the order of the parameters, and what it cost.
+    """The result of a refresh: one or more vectors in the order of the parameters, and their cost.
 
-    `norm` is the gradient's length, None where it was not taken.
+    `norm` is the norm of the gradient, None if it was not computed.
     """
 
     vectors: list[list[Tensor]]
@@ -66,7 +66,7 @@ class Evidence(Protocol):
 
 @contextmanager
 def borrowed_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Run in evaluation mode on empty `.grad` fields, then give back the user's gradients and mode."""
+    """Run in evaluation mode with empty `.grad` fields, then restore the user's gradients and mode."""
     kept, training = [p.grad for p in params], model.training
     for p in params:
         p.grad = None
@@ -80,15 +80,15 @@ def borrowed_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> Iter
 
 
 def take_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Move this process's part of the `.grad` fields out; a parameter the evidence does not reach is named."""
+    """Take this process's part of the gradients out of `.grad`; a parameter without evidence is an error."""
     missing = [p for p in params if p.grad is None]
     if missing:
         names = named(model)
         shown = ", ".join(names.get(id(p), "a parameter outside the model") for p in missing[:3])
         raise ValueError(
-            f"{len(missing)} of {len(params)} protected parameters get no evidence (first: {shown}): they take no "
-            "part in the anchors' and probes' loss; freeze them with requires_grad_(False) or leave them out of the "
-            "optimizer"
+            f"{len(missing)} of {len(params)} protected parameters get no evidence (first: {shown}): the loss of the "
+            "anchors and probes does not depend on them; freeze them with requires_grad_(False) or remove them from "
+            "the optimizer"
         )
     gradients: list[Tensor] = []
     for p in params:
@@ -104,9 +104,9 @@ class MeanGradient:
 
     Paper: Eq. 1; Algorithm 1, lines 5-6.    g_hat = sum_s w_s * grad( mean_{i in s} loss_i )
 
-    By linearity one backward pass over the weighted loss gives the blend; no source's own gradient is held.
-    The mean is over examples, each the mean over its target tokens, whatever the batching and however many
-    processes share the rows.
+    By linearity, one backward pass over the weighted loss gives the blend without holding any source's own gradient.
+    The mean is over examples, each of them the mean over its target tokens; it depends neither on the batching nor on
+    the number of processes that share the rows.
     """
 
     model: nn.Module
@@ -126,13 +126,13 @@ class MeanGradient:
         weights = [source.weight / len(source.at(refresh)) * processes for source in self.sources]
         with borrowed_gradients(self.model, params):
             for batch, counts in dealt(seen, where, self.max_tokens):
-                asked = [row for _, row in batch]
-                losses = self.losses(self.model, asked)
+                batch_rows = [row for _, row in batch]
+                losses = self.losses(self.model, batch_rows)
                 factors = losses.new_tensor([weights[i] * counts for i, _ in batch])
                 (losses * factors).sum().backward()  # type: ignore[no-untyped-call]
                 for (i, _), loss in zip(batch, losses.tolist(), strict=True):
                     totals[i] += loss * counts
-                work += measured(asked)
+                work += measured(batch_rows)
             vector = take_gradients(self.model, params)
         if not where.sharded:
             vector = [where.sum(g) for g in vector]
@@ -144,9 +144,9 @@ class MeanGradient:
 
 
 class Remembered:
-    """Variant: the evidence before a refresh keeps a weight in the evidence after it, bias-corrected as an average.
+    """Variant: a bias-corrected moving average of the evidence over refreshes.
 
-    A part of the bank a refresh then still leaves a trace of the other parts in the mask.
+    With one part of the bank per refresh, earlier parts still influence the mask.
     """
 
     def __init__(self, inner: Evidence, memory: float) -> None:
@@ -157,7 +157,7 @@ class Remembered:
         self.weight = 0.0
 
     def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
-        """The inner evidence now, averaged with what came before."""
+        """The current inner evidence, averaged with the earlier evidence."""
         found = self.inner(params, refresh)
         self.weight = self.memory * self.weight + (1.0 - self.memory)
         share = (1.0 - self.memory) / self.weight  # 1 at the first refresh
@@ -170,7 +170,7 @@ class Remembered:
 
     @property
     def nbytes(self) -> int:
-        """The average, kept whole between refreshes: its signs alone could not be averaged on."""
+        """The average, held in full between refreshes: signs alone could not be averaged further."""
         return sum(g.nbytes for vector in self.vectors for g in vector)
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,13 +178,13 @@ class Remembered:
         return {"weight": self.weight, "vectors": [[g.clone() for g in vector] for vector in self.vectors]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a kept average."""
+        """Restore a saved average."""
         self.weight = float(state["weight"])
         self.vectors = [[g.clone() for g in vector] for vector in state["vectors"]]
 
 
 def memory_of(evidence: Evidence | None) -> Remembered | None:
-    """The part of an evidence that remembers, under whatever is wrapped around it; None where nothing does."""
+    """The `Remembered` inside any wrappers of the evidence; None if there is none."""
     found: object = evidence
     while found is not None and not isinstance(found, Remembered):
         found = getattr(found, "inner", None)
@@ -202,7 +202,7 @@ class NormAligned:
     sources: tuple[Source, ...]
 
     def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
-        """One pass a source, then the scaled sum."""
+        """One pass per source, then the scaled sum."""
         parts = [
             MeanGradient(model=self.model, sources=(Source(name=s.name, weight=1.0, rows=s.rows, parts=s.parts),))
             for s in self.sources
@@ -220,7 +220,7 @@ class NormAligned:
 
 @dataclass(frozen=True, kw_only=True)
 class Tail:
-    """Ablation: each source's mean is taken over its worst share of examples only.
+    """Ablation: each source's mean covers only its worst share of examples.
 
     Paper: App. E.2, CVaR reduction.    g_s = grad( mean of the `share` largest losses of s )
     """
@@ -230,11 +230,11 @@ class Tail:
     share: float = 0.25
 
     def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
-        """A forward pass ranks the examples; a second pass over the worst takes the gradient."""
+        """A forward pass ranks the examples; a second pass computes the gradient of the worst ones."""
         worst, work, where = [], Work(), layout(params, named(self.model))
         for source in self.sources:
             seen = source.at(refresh)
-            # Summed over processes that computed the same losses up to rounding, so that all rank alike.
+            # All processes compute the same losses up to rounding; the sum makes every process rank them identically.
             losses = where.sums(example_losses(self.model, seen), params[0].device)
             order = sorted(range(len(seen)), key=losses.__getitem__, reverse=True)
             keep = order[: max(1, round(self.share * len(seen)))]
@@ -256,11 +256,11 @@ class LogitBasis:
     max_bytes: int = 8 << 30
 
     def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
-        """One backward pass an anchor."""
+        """One backward pass per anchor."""
         need = len(self.rows) * sum(p.numel() * p.element_size() for p in params)
         if need > self.max_bytes:
             raise ValueError(
-                f"OGD keeps one gradient an anchor: {len(self.rows)} anchors need {need / 2**30:.1f} GiB, more than "
+                f"OGD keeps one gradient per anchor: {len(self.rows)} anchors need {need / 2**30:.1f} GiB, more than "
                 f"the {self.max_bytes / 2**30:.1f} GiB allowed; use fewer anchors"
             )
         where = layout(params, named(self.model))
@@ -273,14 +273,14 @@ class LogitBasis:
                 inside = labels[0] != -100
                 logit = logits[0][inside].gather(1, labels[0][inside].unsqueeze(1)).mean()
                 (logit / where.world).backward()  # type: ignore[no-untyped-call]
-                # Every process has the same vector up to rounding; after the sum it is the same to the bit.
+                # Every process has the same vector up to rounding; after the sum it is the same bit for bit.
                 vectors.append([where.sum(g) for g in take_gradients(self.model, params)])
         return Reference(vectors=orthonormal(vectors), work=sum((measured([row]) for row in self.rows), Work()))
 
 
 @torch.no_grad()
 def example_losses(model: nn.Module, rows: Sequence[Encoded]) -> list[float]:
-    """Every row's own loss, in the order of the rows, in evaluation mode."""
+    """The loss of each row, in the order of the rows, in evaluation mode."""
     losses, training = [0.0] * len(rows), model.training
     model.eval()
     for batch in like_length(rows, MAX_TOKENS):
@@ -293,10 +293,10 @@ def example_losses(model: nn.Module, rows: Sequence[Encoded]) -> list[float]:
 def dealt(
     seen: Sequence[tuple[int, Encoded]], where: Layout, max_tokens: int
 ) -> Iterator[tuple[list[tuple[int, Encoded]], float]]:
-    """This process's batches with weight 1, then batches of weight 0 until every process has run as many passes.
+    """This process's batches with weight 1, then batches of weight 0 until all processes have run as many passes.
 
-    Rows come with their source's number; sources share batches. Under FSDP2 each pass is an exchange all processes take
-    part in, so one that has fewer rows must join in.
+    Each row comes with the index of its source; sources share batches. Under FSDP2 every pass is a collective
+    operation, so a process with fewer rows must take part in it too.
     """
     shares = [seen[rank :: where.world] for rank in range(where.world)]
     passes = max(sum(1 for _ in like_length([row for _, row in share], max_tokens)) for share in shares)
@@ -309,13 +309,13 @@ def dealt(
 
 
 def norm(vector: Sequence[Tensor], where: Layout) -> float:
-    """The length of a gradient whose parts the processes may hold."""
+    """The norm of a gradient, which may be sharded over processes."""
     squared = dot(vector, vector)
     return math.sqrt(where.sums([squared], vector[0].device)[0] if where.sharded else squared)
 
 
 def length(vector: Sequence[Tensor], where: Layout) -> float:
-    """The same in the gradient's own precision, with no copy of it: enough to see that there is one at all."""
+    """The norm in the gradient's own precision and without a copy: accurate enough to tell it from zero."""
     squared = float(torch.stack([n.double() for n in torch._foreach_norm(list(vector))]).square().sum())
     return math.sqrt(where.sums([squared], vector[0].device)[0] if where.sharded else squared)
 
@@ -328,7 +328,7 @@ def named(model: nn.Module) -> dict[int, str]:
 def check_finite(
     model: nn.Module, params: Sequence[nn.Parameter], vector: Sequence[Tensor], losses: dict[str, float], where: Layout
 ) -> None:
-    """Refuse evidence that is not a number, in every process alike: it would gate every coordinate at random."""
+    """Refuse non-finite evidence, in all processes at once: it would gate every coordinate at random."""
     bad = [name for name, loss in losses.items() if not torch.isfinite(torch.tensor(loss))]
     if bad:
         raise FloatingPointError(f"the loss of the {bad[0]} is {losses[bad[0]]}: evidence must be finite")

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent, and the hashes that identify their content."""
+"""Atomic writes of files and folders, and the hashes that identify their content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def canonical_json(value: Any) -> str:
-    """One text for one value: sorted keys, no blanks, no NaN.
+    """The same text for the same value: sorted keys, no blanks, no NaN.
 
     >>> canonical_json({"b": 1, "a": [True, None]})
     '{"a":[true,null],"b":1}'
@@ -37,20 +37,20 @@ def sha256_file(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """Where converted models, banks and compiled kernels are kept: CPLUS_CACHE, else ~/.cache/cplus."""
+    """The folder of converted models, banks and compiled kernels: CPLUS_CACHE, or else ~/.cache/cplus."""
     return Path(os.environ.get("CPLUS_CACHE") or Path.home() / ".cache" / "cplus").expanduser()
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its place, synced, when the block ends without error."""
+    """A temporary path next to `path` that is synced and replaces it if the block ends without error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     os.close(descriptor)
     part = Path(name)
     try:
         yield part
-        part.chmod(0o644)  # mkstemp makes files only their owner can read
+        part.chmod(0o644)  # mkstemp creates files that only their owner can read
         sync(part)
         os.replace(part, path)
         sync(path.parent)
@@ -60,29 +60,29 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path` that takes its place, synced, when the block ends without error."""
+    """A temporary folder next to `path` that is synced and replaces it if the block ends without error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part"))
     try:
         yield part
-        part.chmod(0o755)  # mkdtemp makes folders only their owner can read
+        part.chmod(0o755)  # mkdtemp creates folders that only their owner can read
         for file in part.rglob("*"):
             if file.is_file():
-                file.chmod(0o644)  # safetensors writes files only their owner can read
+                file.chmod(0o644)  # safetensors writes files that only their owner can read
             sync(file)
         sync(part)
-        _take_place(part, path)
+        _replace_folder(part, path)
         sync(path.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _take_place(part: Path, path: Path) -> None:
-    """Put `part` where `path` is; what was there is then at `part`, or gone."""
+def _replace_folder(part: Path, path: Path) -> None:
+    """Move `part` to `path`; the old folder is then at `part`, or deleted."""
     if not path.exists():
         os.rename(part, path)
     elif not exchange(part, path):
-        # Two moves, and a moment without `path` between them: `tidy` undoes the first if the second never came.
+        # Two moves with a moment without `path` between them; `tidy` undoes the first if the second never happened.
         old = part.with_suffix(".old")
         os.rename(path, old)
         try:
@@ -94,7 +94,7 @@ def _take_place(part: Path, path: Path) -> None:
 
 
 def exchange(left: Path, right: Path) -> bool:
-    """Let two paths change places in one move; False where the system or the file system cannot."""
+    """Swap two paths atomically; False if the operating or file system does not support it."""
     here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
@@ -109,7 +109,7 @@ def exchange(left: Path, right: Path) -> bool:
 
 
 def tidy(folder: Path, name: str | None = None) -> None:
-    """Clear up what killed processes left half-written, of this name or of all; nobody else may be writing there."""
+    """Clean up what killed processes left half-written, for this name or all; no other process may be writing there."""
     which = "*" if name is None else f"{glob.escape(name)}.*"
     for old in folder.glob(f".{which}.old"):
         path = folder / old.name[1:].rpartition(".")[0].rpartition(".")[0]  # .NAME.RANDOM.old
@@ -120,21 +120,21 @@ def tidy(folder: Path, name: str | None = None) -> None:
 
 
 def write_state(path: Path, state: object) -> None:
-    """Tensors and plain values, to be read by torch's `weights_only` loading; a full disk is said in its own words."""
+    """Write tensors and plain values for torch's `weights_only` loading; a full disk raises its own OSError."""
     import torch
 
     with replacing(path) as part, part.open("wb") as file:
         try:
             torch.save(state, file)
         except RuntimeError as error:
-            # torch's writer checks its position while the disk's error passes through it, and hides that error.
+            # torch's writer checks its position while handling the disk's error and so hides that error.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
 
 
 def is_left(name: str) -> bool:
-    """Whether a name is one that only a killed process leaves: a lock, or something half-written.
+    """Whether only a killed process leaves a file of this name: a lock, or something half-written.
 
     >>> is_left(".record.json.k3_x.part"), is_left(".lock"), is_left("record.json")
     (True, True, False)
@@ -143,7 +143,7 @@ def is_left(name: str) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    """Wait until a file's content, or a folder's list of entries, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -152,39 +152,39 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
+    """Write a text file atomically."""
     with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as readable JSON, whole or not at all."""
+    """Write a value as indented JSON, atomically."""
     write_text(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def sealed(body: dict[str, Any]) -> dict[str, Any]:
-    """The values as they will be read, with the hash of them all under `sha256`."""
+    """The values as they will be read back, plus their hash under `sha256`."""
     plain: dict[str, Any] = json.loads(canonical_json(body))
     return {**plain, "sha256": fingerprint(plain)}
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """Read what `sealed` gave; values that were altered since are refused."""
+    """Read a record made by `sealed`; one that was altered since is refused."""
     raw = read_json(path)
     check_seal(path, raw)
     return dict(raw)
 
 
 def check_seal(path: Path, raw: Any) -> None:
-    """Refuse a record whose values do not have the hash they were written with."""
+    """Refuse a record whose content does not match its hash."""
     if not isinstance(raw, dict) or "sha256" not in raw:
-        raise ValueError(f"{path}: expected a record with its hash; it was written by another version")
+        raise ValueError(f"{path}: expected a record with its hash, got none; it was written by another version")
     if raw["sha256"] != fingerprint({key: value for key, value in raw.items() if key != "sha256"}):
-        raise ValueError(f"{path}: the record was altered after it was written: its content has another hash")
+        raise ValueError(f"{path}: the record was altered after it was written: its content does not match its hash")
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; a damaged one is named in the error."""
+    """Read a JSON file; the error for a damaged file names it."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, a number of too many digits

@@ -1,7 +1,7 @@
 // The gate on the CPU in one pass over memory, formulas as in kernels.py; built and loaded by native.py.
 //
-// Plain loops over blocks that stay in the fastest cache, which a compiler turns into vectors of any width. Products
-// and sums are not contracted (-ffp-contract=off), so that a result depends on neither the width nor the threads.
+// Plain loops over blocks that stay in the L1 cache; the compiler vectorises them for any width. Products and sums are
+// not contracted (-ffp-contract=off), so a result depends neither on the vector width nor on the number of threads.
 
 #include <atomic>
 #include <cmath>
@@ -10,8 +10,8 @@
 #include <limits>
 #include <type_traits>
 
-// The threads are those of the OpenMP runtime that torch has loaded: a second one would have threads of its own, and
-// the waiting ones of the first would keep them from the processors.
+// Use the threads of the OpenMP runtime that torch has loaded: a second runtime would start its own threads, and they
+// would compete with the first runtime's waiting threads for the processors.
 extern "C" __attribute__((weak)) void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned);
 
 namespace {
@@ -26,8 +26,8 @@ template <class To, class From> inline To as(From from) {
     return to;
 }
 
-// a / b by the reciprocal of b, where the processor has fused products: three operations instead of the slowest one.
-// Source: Markstein 1990; correctly rounded, as a division is, because the reciprocal is.
+// a / b by the reciprocal of b where the processor has fused multiply-add: three operations instead of a slow division.
+// Source: Markstein 1990; the result is correctly rounded, as in a division, because the reciprocal is.
 struct Divisor {
     float b, inverse = 1.0f / b;
 };
@@ -40,7 +40,8 @@ inline float operator/(float a, const Divisor& by) {
 #endif
 }
 
-// How an average is kept: `widen` and `narrow` between memory and float, `read` to a number in [0, 1], `round` back.
+// How an average is stored: `widen` and `narrow` convert between memory and float, `read` gives a number in [0, 1],
+// `round` converts it back.
 struct Nothing {  // beta = 0 needs no average
     using Kept = char;
 };
@@ -66,10 +67,11 @@ struct Uint8 {
     static Kept narrow(float kept) { return Kept(int32_t(kept)); }
     static float read(float kept) { return kept / LEVELS; }
     static float round(float average) { return (average * LEVELS.b + BARE) - BARE; }
-    static constexpr float BARE = 1 << 23;  // from here on floats are integers: adding it rounds, halves to even
+    static constexpr float BARE = 1 << 23;  // floats from here on are integers: adding it rounds, halves to even
 };
 
-// from + weight * (to - from) with the weight cut to [0, 1], exact at both ends: from the nearer one, as torch.lerp.
+// from + weight * (to - from) with the weight clipped to [0, 1]; computed from the nearer end, as torch.lerp does, so
+// that both ends are exact.
 inline float lerp(float from, float to, float weight) {
     const bool near = weight < 0.5f;
     const float ahead = weight > 0.0f ? weight : 0.0f, back = weight < 1.0f ? weight - 1.0f : 0.0f;
@@ -95,7 +97,7 @@ inline void apply(int64_t here, const float* theta, const float* proposed, float
     }
 }
 
-// The same with the average as it is kept in memory.
+// The same with the average as it is stored in memory.
 template <class Average>
 inline void gated(int64_t here, const float* theta, const float* proposed, float* applied, const float* sign,
                   typename Average::Kept* ema, const Gate& k) {
@@ -111,7 +113,7 @@ inline void gated(int64_t here, const float* theta, const float* proposed, float
 }
 
 // What AdamW proposes for a block, in the order of torch's fused kernel. Source: Loshchilov and Hutter 2019. Where the
-// gradient is not finite nothing is proposed, and the moments are multiplied by 1: a condition on storing costs more.
+// gradient is not finite, nothing is proposed and the moments are multiplied by 1: a conditional store would cost more.
 inline void propose(int64_t here, const float* p, const float* g, float* m, float* v, float* proposed, const Adam k) {
 #pragma omp simd
     for (int64_t i = 0; i < here; ++i) {
@@ -137,7 +139,7 @@ struct Signs {
 };
 constexpr Signs SIGNS;
 
-// Calls work(first, count, signs) for every block, on several threads at once.
+// Calls work(first, count, signs) for every block, on several threads in parallel.
 template <class Work> struct Blocks {
     const int64_t count;
     const uint8_t* const packed;
@@ -149,7 +151,7 @@ template <class Work> struct Blocks {
         else share(this);
     }
 
-    // What each thread does: take the next share until none is left, so that none waits for a slow one.
+    // Each thread takes the next share until none is left, so that no thread waits for a slow one.
     static void share(void* blocks) {
         auto& own = *static_cast<Blocks*>(blocks);
         for (int64_t begin; (begin = own.next.fetch_add(SHARE)) < own.count;)

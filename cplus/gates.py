@@ -1,7 +1,7 @@
-"""Gates: from an optimizer's proposal to coefficients in [0, 1], and nothing else.
+"""Gates: they map an optimizer's proposal to coefficients in [0, 1] and do nothing else.
 
-A gate never writes a parameter. The guard applies its coefficients (`algorithm.apply`), or a kernel that is tested
-against it does, so a probe can attenuate an update and can never introduce, amplify or reverse one.
+A gate never writes a parameter. The guard (`algorithm.apply`) or a kernel tested against it applies the coefficients,
+so a probe can attenuate an update but never introduce, amplify or reverse one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Uses: TypeAlias = Literal["nothing", "signs", "values"]
 class Proposal:
     """One tensor's step: its value, the value the optimizer proposes, and what is known about the change.
 
-    `g_hat` is the evidence, None for a gate that reads none. `gradient` is the new data's, after clipping and
-    projection, and `momentum` the optimizer's first moment (the gradient if it keeps none; None if it cannot be read);
-    both are None where the parameter had no gradient in this step.
+    `g_hat` is the evidence, None for a gate that reads none. `gradient` is the gradient of the new data after clipping
+    and projection, `momentum` the optimizer's first moment (the gradient if the optimizer keeps none, None if it cannot
+    be read); both are None for a parameter without a gradient in this step.
     """
 
     theta: Tensor
@@ -38,22 +38,22 @@ class Proposal:
 
     @property
     def sign(self) -> Tensor:
-        """The evidence, or its signs where only these are kept; unpacked at each call, so nothing is held."""
-        assert self.g_hat is not None, "a gate that reads evidence states so in `uses`"
+        """The evidence, or its signs if only those are stored; unpacked at each call to save memory."""
+        assert self.g_hat is not None, "a gate that reads evidence must declare it in `uses`"
         return self.g_hat.unpacked() if isinstance(self.g_hat, Signs) else self.g_hat
 
     @property
     def delta(self) -> Tensor:
-        """What the optimizer wants to add; computed at each call, so nothing is held."""
+        """What the optimizer wants to add; computed at each call to save memory."""
         return self.proposed - self.theta
 
 
 class Gate(Protocol):
-    """Owned state and one coefficient tensor per proposal, yielded in order.
+    """Yields one coefficient tensor per proposal, in order, and owns the state needed for it.
 
-    `uses` states how much of the evidence the gate reads, `whole` that it compares coordinates of a tensor or of all
-    tensors with one another and so cannot be sharded. `average` is the moving average of a gate that has a compiled
-    form, None for the others.
+    `uses` is how much of the evidence the gate reads. `whole` is True for a gate that compares coordinates with one
+    another and therefore cannot be sharded. `average` is the moving average of a gate that has a compiled form, None
+    for other gates.
     """
 
     @property
@@ -68,24 +68,24 @@ class Gate(Protocol):
 
     @property
     def average(self) -> Average | None:
-        """The moving average that a compiled pass can advance."""
+        """The moving average, if a compiled pass can advance it."""
         ...
 
     def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
-        """One step's coefficients; all proposals of the step are given, so a gate may read them twice."""
+        """One step's coefficients; the gate gets all proposals of the step and may read them twice."""
         ...
 
     def tally(self) -> tuple[int, int]:
-        """Coordinates with mask 1 and coordinates in all, since the last call; (0, 0) where nothing was counted."""
+        """The number of coordinates with mask 1 and of all coordinates since the last call; (0, 0) if not counted."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """The memory held from step to step."""
+        """The memory held between steps."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved for a run to continue bitwise."""
+        """The state that a resumed run needs to continue bit for bit."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -94,13 +94,13 @@ class Gate(Protocol):
 
 
 class Average:
-    """The mask's moving average over steps. With beta = 0 it is the mask itself, and nothing is held."""
+    """The mask's moving average over steps. With beta = 0 it is the mask itself and needs no memory."""
 
     def __init__(self, beta: float, kind: kernels.EmaType) -> None:
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"beta must lie in [0, 1), got {beta}")
         if kind not in ("float32", "bfloat16", "uint8"):
-            raise ValueError(f"the moving average is kept in float32, bfloat16 or uint8, got {kind!r}")
+            raise ValueError(f"the moving average must be float32, bfloat16 or uint8, got {kind!r}")
         self.beta, self.kind = beta, kind
         self.step = 0
         self.tensors: list[Tensor] = []
@@ -111,7 +111,7 @@ class Average:
             self.tensors = [kernels.zeros(p, self.kind) for p in params]
 
     def advance(self, position: int, mask: Tensor) -> Tensor:
-        """Lines 11-12 of Algorithm 1 for one tensor, at a step that is already counted."""
+        """Lines 11-12 of Algorithm 1 for one tensor; `step` must already count this step."""
         if not self.beta:  # the average is the mask and its correction is 1
             return mask
         average = algorithm.smooth(kernels.read(self.tensors[position]), mask, self.beta)
@@ -119,7 +119,7 @@ class Average:
         return self.coefficient(position)
 
     def coefficient(self, position: int) -> Tensor:
-        """What the last step applied to one tensor."""
+        """The coefficients that the last step applied to one tensor."""
         return algorithm.coefficient(kernels.read(self.tensors[position]), self.beta, self.step)
 
 
@@ -145,7 +145,7 @@ class Collaborative:
             yield average.advance(i, mask)
 
     def tally(self) -> tuple[int, int]:
-        """Coordinates with mask 1 and coordinates in all, over the steps since the last call."""
+        """The number of coordinates with mask 1 and of all coordinates, over the steps since the last call."""
         counted = (0 if self._admitted is None else int(self._admitted), self._offered)
         self._admitted, self._offered = None, 0
         return counted
@@ -169,16 +169,16 @@ class Collaborative:
         """Restore a saved step count and moving average."""
         held = self.average.tensors
         if held and [e.shape for e in held] != [e.shape for e in state["ema"]]:
-            raise ValueError("the kept gate state belongs to parameters of other shapes")
+            raise ValueError("the saved gate state belongs to parameters of other shapes; load the one of this model")
         self.average.step = int(state["step"])
         self.average.tensors = [e.clone() for e in state["ema"]]
 
 
 class Elementwise:
-    """A gate without memory, by a pure function from a proposal to its coefficients.
+    """A stateless gate: a pure function from a proposal to its coefficients.
 
-    `uses` states how much of the evidence the function reads; `whole=False` that each coordinate's coefficient depends
-    on that coordinate alone, so that a shard of a tensor can be gated by itself.
+    `uses` is how much of the evidence the function reads. `whole=False` means that each coefficient depends on its own
+    coordinate alone, so that a shard of a tensor can be gated by itself.
     """
 
     average: Average | None = None
@@ -187,7 +187,7 @@ class Elementwise:
         self.function, self.uses, self.whole = function, uses, whole
 
     def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
-        """The function's values; one outside [0, 1] would no longer attenuate, and is refused."""
+        """The function's values; a value outside [0, 1] would not attenuate and is refused."""
         for proposal in proposals:
             c = self.function(proposal)
             if c.shape != proposal.theta.shape or not bool(((c >= 0) & (c <= 1)).all()):
@@ -203,7 +203,7 @@ class Elementwise:
 
     @property
     def nbytes(self) -> int:
-        """Nothing is kept from step to step."""
+        """Nothing is held between steps."""
         return 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def cautious(proposal: Proposal) -> Tensor:
 
 
 def largest_momenta(proposal: Proposal, share: float) -> Tensor:
-    """1 for the `share` of the tensor's coordinates with the largest first moment, else 0; equals are all kept.
+    """1 for the `share` of the tensor's coordinates with the largest first moment, else 0; ties are all kept.
 
     Source: Chen et al. 2024, MoFO, Algorithm 1.    c = [|m| >= the k-th largest |m|],  k = ceil(share * size)
     """
@@ -239,7 +239,7 @@ def largest_momenta(proposal: Proposal, share: float) -> Tensor:
 
 
 class NormMatched:
-    """Control: the whole proposal's direction at the norm the inner gate would have applied.
+    """Control: the proposal's direction, scaled to the norm that the inner gate would have applied.
 
     Paper: App. E.6, norm-matched SFT.    c = ||c_inner * delta|| / ||delta||, one number for all tensors
     """
@@ -281,10 +281,10 @@ class NormMatched:
 
 
 class Shuffled:
-    """Control: the inner gate's coefficients, permuted inside each tensor at every step.
+    """Control: the inner gate's coefficients, permuted within each tensor at every step.
 
-    Paper: App. E.6, randomized mask. The multiset of each tensor is kept; its placement is broken. The permutation is
-    drawn on the device that holds the tensor: on the host it would take seconds for a large model.
+    Paper: App. E.6, randomized mask. Each tensor keeps its multiset of coefficients; only their placement changes. The
+    permutation is drawn on the tensor's device: on the host it would take seconds for a large model.
     """
 
     whole = True
@@ -319,11 +319,11 @@ class Shuffled:
         return self.inner.nbytes
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner gate's and the generator's."""
+        """The states of the inner gate and of the generators."""
         states = {str(device): random.get_state() for device, random in self.random.items()}
         return {"inner": self.inner.state_dict(), "random": {**self._saved, **states}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inner gate's and the generator's."""
+        """Restore the inner gate and the generators."""
         self.inner.load_state_dict(state["inner"])
         self.random, self._saved = {}, dict(state["random"])

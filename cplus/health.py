@@ -1,4 +1,4 @@
-"""Numbers watched while a model trains: what is wrong is said in one sentence, at the update or epoch it shows."""
+"""Checks of the numbers during training: each problem is reported in one sentence when it first shows."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from dataclasses import dataclass, field
 from statistics import median
 
 WINDOW = 8
-"""Updates whose mean loss is looked at."""
+"""Number of updates whose mean loss is checked."""
 WORST = 15.0
-"""Nats a token: worse than guessing among three million words."""
+"""Nats per token: worse than guessing among three million words."""
 UNIFORM = 50
-"""Updates after which a mask that is the same everywhere is no accident."""
+"""Number of updates after which a mask that is the same everywhere is no coincidence."""
 PATIENCE = 3
-"""Looks without any progress after which learning has stalled."""
+"""Number of evaluations without progress after which learning has stalled."""
 
 
 _LEARNED = {"acquisition": 100.0, "new_nll": -0.05, "loss": -0.05}
-"""What progress is measured by, the first that is known, and what counts as learned; larger is better."""
+"""The measures of progress, in order of preference, and the value that counts as learned; larger is better."""
 _ORDER = tuple(_LEARNED)
 
 ZERO_EVIDENCE = (
-    "The evidence is zero everywhere, so the gate holds nothing back: the anchors and probes are fitted to the last "
-    "bit, or none of them reaches the trained weights. Check them."
+    "The evidence is zero everywhere, so the gate has no effect: the anchors and probes are already fitted exactly, or "
+    "their loss does not depend on the trained weights. Check the anchors and probes."
 )
 
 
 class Exploded(ArithmeticError):
-    """The loss grew beyond anything that learning explains."""
+    """The loss grew beyond what training can explain."""
 
 
 @dataclass(kw_only=True)
-class Watch:
-    """What was seen so far, in plain values that a checkpoint can hold; `said` keeps each sentence once.
+class Health:
+    """What was observed so far, in plain values that a checkpoint can store; `said` holds each warning once.
 
-    A loss that is not a number or explodes raises; everything else returns a sentence or None, and training goes on.
+    A non-finite or exploding loss raises an error; any other check returns a warning or None, and training continues.
     """
 
     first: list[float] = field(default_factory=list)
@@ -49,9 +49,9 @@ class Watch:
     def stepped(self, step: int, loss: float) -> None:
         """One update's loss.
 
-        >>> watch = Watch()
-        >>> for step in range(1, 9): watch.stepped(step, 1.0)
-        >>> watch.stepped(9, 40.0)
+        >>> health = Health()
+        >>> for step in range(1, 9): health.stepped(step, 1.0)
+        >>> health.stepped(9, 40.0)
         Traceback (most recent call last):
         ...
         cplus.health.Exploded: the loss exploded: a mean of 5.875 over the last 8 updates at step 9, after 1.000 at \
@@ -72,44 +72,45 @@ the first. Lower the learning rate, clip the gradient or check the rows
             )
 
     def refreshed(self, norm: float) -> str | None:
-        """The evidence's norm: none at all protects nothing."""
+        """Check the norm of the evidence: zero evidence protects nothing."""
         if norm > 0.0:
             return None
-        return self._say(ZERO_EVIDENCE)
+        return self._once(ZERO_EVIDENCE)
 
     def gated(self, admitted: float, steps: int) -> str | None:
-        """The share of coordinates that the masks of so many updates admitted."""
+        """Check the share of coordinates that the masks of the last `steps` updates admitted."""
         self.uniform = steps + (self.uniform if admitted == self.share else 0)
         self.share = admitted
         if admitted not in (0.0, 1.0) or self.uniform < UNIFORM:
             return None
         if admitted == 0.0:
-            return self._say(
-                f"The gate held every coordinate back for {UNIFORM} updates: nothing is learned. Check that new rows "
-                "and anchors are not the same questions with other answers."
+            return self._once(
+                f"The gate blocked every coordinate for {UNIFORM} updates: nothing is learned. Check that new rows "
+                "and anchors are not the same questions with different answers."
             )
-        return self._say(
-            f"The gate admitted every coordinate for {UNIFORM} updates: this is plain fine-tuning. Check that the "
-            "anchors and probes reach the trained weights."
+        return self._once(
+            f"The gate admitted every coordinate for {UNIFORM} updates: this is plain fine-tuning. Check that the loss "
+            "of the anchors and probes depends on the trained weights."
         )
 
-    def looked(self, point: Mapping[str, float]) -> str | None:
-        """What is known after an epoch: whether the new rows are still being learned."""
+    def evaluated(self, point: Mapping[str, float]) -> str | None:
+        """Check the results of an epoch: whether the new rows are still being learned."""
         name = next((name for name in _LEARNED if name in point), None)
         if name is None or (self.measure and _ORDER.index(name) > _ORDER.index(self.measure)):
-            return None  # an epoch without the look that the others had
+            return None  # this epoch was not evaluated as the others were
         if name != self.measure:
             self.measure, self.seen = name, []
         self.seen = [*self.seen[-PATIENCE:], point[name] if name == "acquisition" else -point[name]]
         if len(self.seen) <= PATIENCE or max(self.seen[1:]) > self.seen[0] or self.seen[-1] >= _LEARNED[name]:
             return None
         shown = f"Acquisition is {point[name]:.1f} %" if name == "acquisition" else f"the loss is {point[name]:.3f}"
-        return self._say(
-            f"Learning stalled: {shown} and was no better in the last {PATIENCE} looks. Raise the learning rate, or "
-            "check that the new rows do not contradict the anchors or each other."
+        return self._once(
+            f"Learning stalled: {shown} and has not improved in the last {PATIENCE} evaluations. Raise the learning "
+            "rate, or check that the new rows do not contradict the anchors or each other."
         )
 
-    def _say(self, sentence: str) -> str | None:
+    def _once(self, sentence: str) -> str | None:
+        """The sentence, or None if one with the same beginning was returned before."""
         if any(earlier.split(":")[0] == sentence.split(":")[0] for earlier in self.said):
             return None
         self.said.append(sentence)
@@ -117,7 +118,7 @@ the first. Lower the learning rate, clip the gradient or check the rows
 
 
 def explosion(first: Sequence[float]) -> float:
-    """The mean loss above which a training that began with these losses has exploded, in nats a token.
+    """The mean loss, in nats per token, above which a run that began with these losses has exploded.
 
     >>> explosion([1.0] * WINDOW), explosion([1.0, 700.0]), explosion([9.0])
     (5.0, 15.0, 27.0)

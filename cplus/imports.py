@@ -1,4 +1,4 @@
-"""Modules of the user's own, named on the command line or in settings."""
+"""User modules named on the command line or in settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def user_module(name: str) -> ModuleType:
-    """Import a module by its name; the current folder is searched too, as `python -m` does.
+    """Import a module by its name; the current folder is searched too, as with `python -m`.
 
     >>> user_module("json").__name__
     'json'

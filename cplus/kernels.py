@@ -1,8 +1,8 @@
-"""The gate in one pass over memory: packed signs, a small moving average, and compiled kernels that work in place.
+"""The gate in one pass over memory: packed signs, a compact moving average, and compiled kernels that work in place.
 
-Exact against `cplus.algorithm`: packing keeps the sign, which is all the mask uses. A moving average in 16 or 8 bits
-is an option with a bound: rounding by at most h a step moves it by at most h / (1 - beta) in all. The kernels are C++
-on the CPU (`cplus.native`); on other devices Inductor compiles the functions below.
+The results equal `cplus.algorithm` exactly: packing keeps the sign, which is all that the mask uses. Optionally, the
+moving average has 16 or 8 bits; a rounding error of at most h per step changes it by at most h / (1 - beta) in total.
+The kernels are C++ on the CPU (`cplus.native`); on other devices Inductor compiles the functions below.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 from cplus import algorithm, native
 
 EmaType: TypeAlias = Literal["float32", "bfloat16", "uint8"]
-WORTH_COMPILING = 1_000_000  # parameters; smaller models keep the plain loop's own arithmetic
+WORTH_COMPILING = 1_000_000  # parameters; smaller models use the plain gate
 CHUNK = 1 << 20  # bytes of signs packed at a time
-SHARED = native.SHARED  # coordinates from which on a tensor counts as large
-FIRST = 1 << 10  # coordinates of the tensors that Inductor compiles a kernel for
-LEVELS = 255.0  # a uint8 average counts in steps of 1/255
+SHARED = native.SHARED  # tensors with at least this many coordinates count as large
+FIRST = 1 << 10  # coordinates of the example tensors that Inductor compiles a kernel with
+LEVELS = 255.0  # a uint8 average is stored in steps of 1/255
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Signs:
 
     @classmethod
     def of(cls, gradient: Tensor) -> Signs:
-        """Pack the signs of a gradient, a chunk at a time so that little memory is taken on top.
+        """Pack the signs of a gradient, in chunks to use little extra memory.
 
         >>> Signs.of(torch.tensor([3.0, -2.0, 0.0, 1e-30, -1.0])).unpacked()
         tensor([ 1, -1,  0,  1, -1], dtype=torch.int8)
@@ -62,18 +62,18 @@ class Signs:
 
 
 def sign_of(packed: Tensor, count: int) -> Tensor:
-    """The first signs of packed bytes as -1, 0 and 1 in int8."""
+    """The first `count` signs of packed bytes as -1, 0 and 1 in int8."""
     codes = packed[:, None] >> torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device)
     return ((codes & 1).to(torch.int8) - (codes >> 1 & 1).to(torch.int8)).view(-1)[:count]
 
 
 def stored(ema: Tensor, like: Tensor) -> Tensor:
-    """A moving average as it is kept: unchanged, rounded to bfloat16, or to the nearest of 256 levels."""
+    """A moving average as it is stored: unchanged, or rounded to bfloat16 or to the nearest of 256 levels."""
     return (ema * LEVELS).round().to(torch.uint8) if like.dtype == torch.uint8 else ema.to(like.dtype)
 
 
 def read(ema: Tensor) -> Tensor:
-    """A kept moving average as numbers in [0, 1]."""
+    """A stored moving average as numbers in [0, 1]."""
     return ema.float() / LEVELS if ema.dtype == torch.uint8 else ema.to(torch.promote_types(ema.dtype, torch.float32))
 
 
@@ -85,21 +85,21 @@ def zeros(theta: Tensor, kind: EmaType) -> Tensor:
 
 
 def gate_numbers(beta: float, t: int) -> tuple[float, ...]:
-    """The gate's scalars at step t; differences are taken in double precision, where 1 - 0.999 is exact enough."""
+    """The gate's scalars at step t; differences are computed in double precision, where 1 - 0.999 is exact enough."""
     return beta, 1.0 - beta, 1.0 - beta**t
 
 
 def advance(ema: Tensor, numbers: Sequence[float]) -> None:
-    """In place: the average of a tensor whose proposal is to stay, so that its mask is 1 everywhere."""
+    """In place: advance the average of a tensor without an update, whose mask is therefore 1 everywhere."""
     beta, rest, _ = numbers
     ema.copy_(stored(beta * read(ema) + rest, ema))
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of tensors; on the CPU in one buffer of huge pages, as ordinary page faults cost more than copying."""
+    """Copies of tensors; on the CPU in one buffer of huge pages, since ordinary page faults cost more than the copy."""
     if not all(fits(tensor) and tensor.is_cpu for tensor in tensors):
         return [tensor.clone() for tensor in tensors]
-    sizes = [-(-tensor.numel() // 16) * 16 for tensor in tensors]  # each begins where a cache line does
+    sizes = [-(-tensor.numel() // 16) * 16 for tensor in tensors]  # each starts on a cache line
     buffer = native.huge(torch.empty(sum(sizes)))
     parts = [part[: t.numel()].view(t.shape) for part, t in zip(torch.split(buffer, sizes), tensors, strict=True)]
     for part, tensor in zip(parts, tensors, strict=True):
@@ -108,14 +108,14 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def gate(theta: Tensor, param: Tensor, signs: Signs, ema: Tensor | None, numbers: tuple[float, ...]) -> None:
-    """In place: `param` holds the proposal and receives the gated step; without an average the mask alone decides."""
+    """In place: `param` holds the proposal and receives the gated step; without an average the mask is applied."""
     _pass(gate_block, (theta, param), signs, ema, numbers)
 
 
 def adamw(
     param: Tensor, gradient: Tensor, m: Tensor, v: Tensor, signs: Signs, ema: Tensor | None, numbers: tuple[float, ...]
 ) -> None:
-    """In place: AdamW's proposal and the gate on it in one pass, with no copy of the parameters."""
+    """In place: AdamW's proposal and its gate in one pass, without a copy of the parameters."""
     _pass(adamw_block, (param, gradient.contiguous(), m, v), signs, ema, numbers)
 
 
@@ -126,19 +126,19 @@ def _pass(
     if device.type == "cpu":
         native.run(block.__name__.removesuffix("_block"), tensors, signs.packed, ema, numbers)
         return
-    # Without detach the compiler guards on what the view was cut from, and builds a second kernel for vectors.
+    # Without detach the compiler guards on the base of the view and builds a second kernel for vectors.
     flat = [tensor.view(-1).detach() for tensor in tensors]
     kernel = compiled(block, None if ema is None else ema.dtype, device)
     kernel(*flat, signs.packed, None if ema is None else ema.view(-1).detach(), scalars(numbers, device))
 
 
 def scalars(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """A step's numbers as a tensor on the device, so that nothing recompiles."""
+    """A step's numbers as a tensor on the device, so that new values cause no recompilation."""
     return torch.tensor(values, dtype=torch.float32).to(device)
 
 
 def _gated(theta: Tensor, proposed: Tensor, packed: Tensor, ema: Tensor | None, numbers: Sequence[Tensor]) -> Tensor:
-    """Lines 10-13 of Algorithm 1 on flat tensors: the new parameters; the average is updated in place."""
+    """Lines 10-13 of Algorithm 1 on flat tensors: return the new parameters, update the average in place."""
     beta, rest, correction = numbers
     conflict = sign_of(packed, theta.numel()) * (proposed - theta) > 0
     if ema is None:
@@ -158,8 +158,8 @@ def adamw_block(
 ) -> None:
     """`adamw` as Inductor compiles it.
 
-    Source: Loshchilov and Hutter 2019, in the order of torch's fused kernel, but for one division by a scalar that is a
-    product here. A coordinate whose gradient is not finite proposes nothing and keeps its moments.
+    Source: Loshchilov and Hutter 2019, in the order of torch's fused kernel, except that one division by a scalar is a
+    product here. A coordinate whose gradient is not finite proposes no change and keeps its moments.
     """
     fine = gradient.abs() <= torch.finfo(gradient.dtype).max
     rest1, beta2, rest2, decay, step, root, eps, *gate = numbers.unbind()
@@ -175,8 +175,8 @@ def adamw_block(
 @cache
 def compiled(block: Callable[..., None], ema: torch.dtype | None, device: torch.device) -> Callable[..., None]:
     """The block as one in-place kernel for every size; compiled once and kept in Inductor's cache."""
-    # A copy of the code has a cache of its own, in which the one kernel there is needs no test whether it fits: what
-    # could differ is in this function's arguments, and `fits` has refused the rest.
+    # A copy of the code object has its own compilation cache. It holds one kernel, so guards can be skipped: everything
+    # that could differ is an argument of this function, and `fits` excludes the rest.
     own = FunctionType(block.__code__.replace(co_name=f"{block.__name__}_{ema}"), block.__globals__)
     options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     kernel = torch.compile(own, dynamic=True, fullgraph=True, options=options)
@@ -189,13 +189,13 @@ def compiled(block: Callable[..., None], ema: torch.dtype | None, device: torch.
 
 @cache
 def can_compile(device_type: str) -> bool:
-    """Whether kernels are built for this device here; said once where they are not."""
+    """Whether kernels can be built for this device; a warning is issued once if not."""
     try:
         native.library() if device_type == "cpu" else compiled(gate_block, None, torch.device(device_type))
     except (RuntimeError, OSError) as error:
         warnings.warn(
-            f"no compiled gate on {device_type} ({str(error).splitlines()[0][:100]}); the plain gate is used: the same "
-            "numbers, more time and memory. Install a C++ compiler to have it",
+            f"no compiled gate on {device_type} ({str(error).splitlines()[0][:100]}); using the plain gate: the same "
+            "numbers, but slower and with more memory. Install a C++ compiler to get the compiled one",
             stacklevel=2,
         )
         return False
@@ -203,6 +203,6 @@ def can_compile(device_type: str) -> bool:
 
 
 def fits(param: Tensor) -> bool:
-    """Whether the compiled kernels take this parameter; others go the plain way."""
+    """Whether the compiled kernels accept this parameter; the plain gate handles the others."""
     plain = type(param) in (Tensor, torch.nn.Parameter)
     return plain and param.dtype == torch.float32 and param.is_contiguous() and param.numel() >= 4

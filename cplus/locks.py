@@ -1,4 +1,4 @@
-"""One process at a time: a lock that names its holder and dies with it."""
+"""A lock for one process at a time: it names its holder and is released when the holder ends."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _descriptors: set[int] = set()
 
 
 class Held(ValueError):
-    """Another process works there."""
+    """Another process holds the lock."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """Who wrote itself into a lock; `started` tells a process from a later one of the same number."""
+    """The process named in a lock file; `started` distinguishes it from a later process with the same pid."""
 
     pid: int
     host: str
@@ -40,37 +40,37 @@ def holding(
     path: Path,
     *,
     wait: float = 0.0,
-    told: Callable[[str], None] = lambda sentence: None,
+    notify: Callable[[str], None] = lambda sentence: None,
     otherwise: str = "wait for it or choose another place",
 ) -> Iterator[None]:
-    """Hold the lock file `path` for this process alone, or say who holds it after `wait` seconds.
+    """Hold the lock file `path`; if another process still holds it after `wait` seconds, raise an error naming it.
 
-    The kernel keeps the lock, so that it ends with the process, however that ends; the file only tells others who it
-    is. `told` hears once that another is waited for.
+    The lock belongs to the kernel and is released when the process ends, even by a crash; the file only tells others
+    who holds it. `notify` is called once if the lock has to be waited for.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _close_in_children()
     owner, begun, waiting = os.getpid(), time.monotonic(), False
-    while (descriptor := _taken(path)) is None:
-        sentence = f"{path.parent if path.name == '.lock' else path}: another process works there, {_name(path)}"
+    while (descriptor := _acquired(path)) is None:
+        sentence = f"{path.parent if path.name == '.lock' else path} is in use by {_name(path)}"
         if time.monotonic() - begun >= wait:
             raise Held(f"{sentence}; {otherwise}")
         if not waiting:
-            told(f"{sentence}; waiting for it")
+            notify(f"{sentence}; waiting for it")
             waiting = True
         time.sleep(_PAUSE)
     try:
         yield
     finally:
         if os.getpid() == owner:
-            with suppress(OSError):  # in a folder that became read-only it stays, and holds nobody up
-                path.unlink(missing_ok=True)  # still held: whoever opened it meanwhile sees that it is gone
+            with suppress(OSError):  # in a folder that became read-only the file remains, which blocks nobody
+                path.unlink(missing_ok=True)  # while still held: a process that just opened it sees that it is gone
             _descriptors.discard(descriptor)
             os.close(descriptor)
 
 
 def beside(path: Path) -> Path:
-    """The lock file of something that is not there yet, or that a rename will replace.
+    """The lock file for a path that does not exist yet or that a rename will replace.
 
     >>> beside(Path("banks/csqa")).as_posix()
     'banks/.csqa.lock'
@@ -79,7 +79,7 @@ def beside(path: Path) -> Path:
 
 
 def holder(path: Path) -> Holder | None:
-    """Who wrote itself into a lock file; None where that cannot be read."""
+    """The process named in a lock file; None if it cannot be read."""
     try:
         return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -87,11 +87,11 @@ def holder(path: Path) -> Holder | None:
 
 
 def _name(path: Path) -> str:
-    return str(holder(path) or "which has not said its name yet")
+    return str(holder(path) or "another process")
 
 
-def _taken(path: Path) -> int | None:
-    """The locked file's descriptor, this process written into it; None where another has it."""
+def _acquired(path: Path) -> int | None:
+    """The descriptor of the lock file, now locked and naming this process; None if another process holds it."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         kept = False
@@ -99,7 +99,7 @@ def _taken(path: Path) -> int | None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _is_still(path, descriptor):
                 continue  # its holder removed it between the two lines above
-            os.ftruncate(descriptor, 0)  # what a dead process left in it
+            os.ftruncate(descriptor, 0)  # remove what a dead process left in it
             os.write(descriptor, json.dumps(asdict(_self())).encode())
             kept = True
         except BlockingIOError:
@@ -130,7 +130,7 @@ def _self() -> Holder:
 
 @cache
 def _close_in_children() -> None:
-    """A forked child shares its parent's locks until it closes them, and could outlive it."""
+    """Close the locks in forked children, which share them with the parent and could outlive it."""
 
     def close() -> None:
         for descriptor in _descriptors:

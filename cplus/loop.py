@@ -1,4 +1,4 @@
-"""The adaptation loop: a generator of events. Whoever reads them cannot change the training."""
+"""The training loop: a generator of events, which observers can read but which cannot change the training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cplus.objectives import Backward, check_finite
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How the new data is gone through."""
+    """The number of epochs, the batch size and the order of the new data."""
 
     epochs: int
     batch_size: int = 1
@@ -32,12 +32,12 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch_size < 1:
-            raise ValueError(f"expected at least one epoch and one row a batch, got {self.epochs}, {self.batch_size}")
+            raise ValueError(f"expected at least 1 epoch and 1 row per batch, got {self.epochs} and {self.batch_size}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refreshed:
-    """The evidence was computed anew; `work` counts recurring passes, so evidence taken only once counts nothing.
+    """The evidence was refreshed; `work` counts recurring passes only, so evidence computed once counts as 0.
 
     Paper: App. E.12, one-time preparation is excluded.
     """
@@ -51,7 +51,7 @@ class Refreshed:
 
 @dataclass(frozen=True, kw_only=True)
 class Stepped:
-    """One update was applied; `batch` counts inside the epoch, `step` over all epochs, both from 1."""
+    """One update was applied; `batch` counts within the epoch, `step` over all epochs, both from 1."""
 
     epoch: int
     batch: int
@@ -73,7 +73,7 @@ Event: TypeAlias = Refreshed | Stepped | EpochEnded
 
 @dataclass(frozen=True, kw_only=True)
 class Cursor:
-    """Where a run stands: the epoch, the batches of it already used, and the steps taken in all."""
+    """The position of a run: the epoch, the number of its batches already used, and the total number of steps."""
 
     epoch: int = 1
     batch: int = 0
@@ -82,7 +82,7 @@ class Cursor:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A method bound to a model, an optimizer and its material, before the first step or a resumed one."""
+    """A method bound to a model, an optimizer and its material, before the first or the first resumed step."""
 
     method: Method
     material: Material
@@ -91,9 +91,9 @@ class Prepared:
 
 
 def prepare(method: Method, optimizer: Optimizer, model: nn.Module, material: Material, *, seed: int) -> Prepared:
-    """Check the material, take what the objective needs of the base model, put the guard on the optimizer.
+    """Check the material, copy what the objective needs from the base model, attach the guard to the optimizer.
 
-    Call it while the model still is the base model: a checkpoint is loaded after it.
+    Call it while the model is still the base model, before a checkpoint is loaded.
     """
     method.check(material)
     backward = method.objective(model, material.rows("anchors"))
@@ -119,7 +119,7 @@ def adapt(
     scheduler: LRScheduler | None = None,
     start: Cursor | None = None,
 ) -> Iterator[Event]:
-    """Train, yielding what happened after it happened; closing the generator stops between two steps."""
+    """Train and yield each event after it happened; closing the generator stops between two steps."""
     cursor = start or Cursor()
     params = [p for group in optimizer.param_groups for p in group["params"]]
     method, guard = prepared.method, prepared.guard
@@ -148,19 +148,19 @@ def adapt(
 
 
 def rate_factor(step: int, *, total: int, warmup: int, course: str) -> float:
-    """The share of the learning rate for the update after `step` others; the first has already some of it.
+    """The factor on the learning rate for the update after `step` others; it is above 0 from the first update on.
 
     >>> [rate_factor(s, total=4, warmup=2, course="linear") for s in range(4)]
     [0.3333333333333333, 0.6666666666666666, 1.0, 0.5]
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
-    gone = (step - warmup) / max(1, total - warmup)
-    return {"constant": 1.0, "linear": 1.0 - gone, "cosine": (1.0 + math.cos(math.pi * gone)) / 2}[course]
+    done = (step - warmup) / max(1, total - warmup)
+    return {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}[course]
 
 
 def due(method: Method, *, step: int, batch: int) -> bool:
-    """Whether the evidence is refreshed before this batch; a method without evidence refreshes nothing."""
+    """Whether the evidence is refreshed before this batch; never for a method without evidence."""
     if not method.evidence:
         return False
     if method.refresh == "once":
@@ -175,8 +175,8 @@ def epoch_batches(
 ) -> list[list[Encoded]]:
     """One epoch's batches, a pure function of the seed and the epoch.
 
-    Every method makes as many updates as SFT: the union of new and replayed rows, shuffled once per epoch, is cut
-    into that many batches. Anchors are repeated to the number of probes, without probes to the number of new rows.
+    Every method makes as many updates as SFT: the union of new and replayed rows, shuffled once per epoch, is split
+    into that many batches. Anchors are repeated to the number of probes or, without probes, of new rows.
 
     Paper: App. C.3, anchors are repeated to balance their sampling weight against the probes.
     """
@@ -198,7 +198,7 @@ def epoch_batches(
 
 
 def repeated(rows: Sequence[Encoded], count: int, *, seed: int, epoch: int) -> list[Encoded]:
-    """Exactly `count` rows, each used as often as any other up to one; which have one more turns with the epoch."""
+    """Exactly `count` rows, each used equally often up to one; the epoch decides which rows are used once more."""
     order = list(rows)
     random.Random(f"{seed}/{epoch}/repeat").shuffle(order)
     return [order[i % len(order)] for i in range(count)]

@@ -1,4 +1,4 @@
-"""The answer's cross-entropy, at the answer's positions only, and the divergence from the frozen model."""
+"""The cross-entropy at answer positions, and the divergence from the frozen model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cplus.data.encoded import Encoded, shared_prefix
 
 
 def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
-    """Rows of tokens as one batch that ends together: ids, attention mask and position ids.
+    """Rows of tokens as one left-padded batch: ids, attention mask and position ids.
 
     >>> left_padded([(5, 6), (7,)], torch.device("cpu"))["position_ids"].tolist()
     [[0, 1], [0, 0]]
@@ -39,8 +39,8 @@ def _accepts_logits_to_keep(forward: Callable[..., object]) -> bool:
 
 
 def last_logits(model: nn.Module, batch: dict[str, Tensor], keep: int) -> Tensor:
-    """The logits at the last `keep` positions, never the whole `T x V` where the model can help it."""
-    # PEFT's wrapper hides the keyword behind **kwargs and hands it on.
+    """The logits at the last `keep` positions, without computing all `T x V` if the model supports that."""
+    # PEFT's wrapper hides the keyword behind **kwargs and forwards it.
     base = getattr(model, "get_base_model", lambda: model)()
     if _accepts_logits_to_keep(type(base).forward):
         return model(**batch, use_cache=False, logits_to_keep=keep).logits.float()  # type: ignore[no-any-return]
@@ -48,15 +48,15 @@ def last_logits(model: nn.Module, batch: dict[str, Tensor], keep: int) -> Tensor
 
 
 def target_logits(model: nn.Module, rows: Sequence[Encoded]) -> tuple[Tensor, Tensor]:
-    """Logits that predict each row's target, and the target ids, both aligned at the end; -100 is no target."""
+    """The logits that predict each row's target, and the target ids, both aligned at the end; -100 marks no target."""
     batch, labels = _targets(model, rows)
     return last_logits(model, batch, labels.shape[1]), labels
 
 
 def _targets(model: nn.Module, rows: Sequence[Encoded]) -> tuple[dict[str, Tensor], Tensor]:
-    """What the model reads, and the targets it is to predict at the last positions."""
+    """The model's inputs, and the targets it must predict at the last positions."""
     device = next(model.parameters()).device
-    # The last target token is predicted, never read, so it is not an input.
+    # The last target token is only predicted, so it is not an input.
     batch = left_padded([(*row.prompt, *row.target[:-1]) for row in rows], device)
     keep = max(len(row.target) for row in rows)
     labels = torch.full((len(rows), keep), -100, dtype=torch.long)
@@ -79,9 +79,9 @@ def _mean_over_targets(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def shared_losses(model: nn.Module, rows: Sequence[Encoded]) -> Tensor:
-    """`answer_losses` with what all prompts begin with, such as a chat's system text, put through the model once.
+    """`answer_losses` with the prompts' common prefix, such as a system text, processed once.
 
-    For passes without dropout only: the rows share the prefix's activations, and its gradient is their sum.
+    Only for passes without dropout: the rows share the activations of the prefix, and its gradient is their sum.
     """
     prefix = shared_prefix([row.prompt for row in rows])
     if not prefix or not _shares_prefix(model, max(map(len, rows))):
@@ -98,7 +98,7 @@ def shared_losses(model: nn.Module, rows: Sequence[Encoded]) -> Tensor:
 
 
 def _shares_prefix(model: nn.Module, longest: int) -> bool:
-    """Whether the model continues from keys and values, with gradients, as it would from the whole text."""
+    """Whether continuing from cached keys and values, with gradients, equals processing the whole text."""
     config = getattr(model, "config", None)
     arguments = inspect.signature(type(model).forward).parameters
     sliding = getattr(config, "sliding_window", None)
@@ -110,14 +110,14 @@ def _shares_prefix(model: nn.Module, longest: int) -> bool:
         and not getattr(model, "_is_stateful", False)
         and not getattr(config, "alibi", False)
         and (sliding is None or longest <= sliding)
-        # A second pass through sharded layers would gather them once more.
+        # A second pass through sharded layers would gather them a second time.
         and type(next(model.parameters())) is nn.Parameter
         and not torch.distributed.is_initialized()
     )
 
 
 def divergences(model: nn.Module, frozen: nn.Module, rows: Sequence[Encoded]) -> Tensor:
-    """Each example's mean KL(frozen || model) over the target positions: frozen distillation."""
+    """Each example's mean KL(frozen || model) over the target positions, for distillation from the frozen model."""
     with torch.no_grad():
         teacher = target_logits(frozen, rows)[0].log_softmax(-1)
     logits, labels = target_logits(model, rows)

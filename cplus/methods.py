@@ -1,8 +1,8 @@
-"""THE TABLE: a method is what it trains on, its objective, its evidence, its projection and its gate.
+"""The table of methods: a method is its training rows, its objective, its evidence, its projection and its gate.
 
-A row states what differs from SFT, what can be set about it, what it holds and what it needs: nothing else in this
-package knows a method by its name. A user's own method is one more row, `python:module:ROW` wherever a name is asked
-for; an ablation is `dataclasses.replace`. A row may also train adapters in place of the model's own weights.
+A row states what differs from SFT, which settings the method has, and the rows and memory it needs; no other code in
+this package tests for a method by name. A user's own method is one more row, given as `python:module:ROW` in place of
+a name; an ablation is `dataclasses.replace`. A row may also train adapters instead of the model's own weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from cplus import adapters, objectives
 from cplus.data.encoded import Encoded
 
-if TYPE_CHECKING:  # names, needs and settings are read without torch; builders import it when they build
+if TYPE_CHECKING:  # names, needs and settings are available without torch; builders import it when called
     from torch import Tensor, nn
 
     from cplus.attach import Projection
@@ -24,15 +24,15 @@ if TYPE_CHECKING:  # names, needs and settings are read without torch; builders 
 Rows: TypeAlias = objectives.Kind
 Refresh: TypeAlias = Literal["once", "epoch"] | int
 BANK: frozenset[Rows] = frozenset({"probes", "synthetic", "constant", "balanced"})
-"""The kinds of rows that are made from the bank."""
+"""The kinds of rows that come from the bank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """What is at hand of one past task.
+    """The rows of one past task.
 
-    `synthetic` are probes answered anew by the latest model; `constant` are probes that all have one answer, and
-    `balanced` those left when no answer may have more than its share: both are controls.
+    `synthetic` are probes answered again by the latest model. `constant` and `balanced` are controls: probes that all
+    have the same answer, and probes in which no answer has more than its even share.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Material:
 
     def __post_init__(self) -> None:
         if not self.new:
-            raise ValueError("there is no new data to learn: expected at least one row, got none")
+            raise ValueError("there is no new data to learn: expected at least one new row, got none")
 
     def rows(self, kind: Rows) -> list[Encoded]:
         """The rows of one kind over all past tasks."""
@@ -79,9 +79,9 @@ def mean_gradient(model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
 class Method:
     """One row of the table.
 
-    `beta` is the smoothing of a gate that has one to set, `memory` the weight of earlier evidence at a refresh, and
-    `parts` how many parts the bank is shown in, one per refresh. `vectors` states whether the evidence is one vector
-    or one for each anchor. `gate` builds the gate from the row itself and a seed.
+    `beta` is the smoothing of a gate that has this setting, `memory` the weight of earlier evidence at a refresh, and
+    `parts` the number of parts the bank is split into, one per refresh. `vectors` states whether the evidence is one
+    vector or one per anchor. `gate` builds the gate from the row itself and a seed.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Method:
 
     def __post_init__(self) -> None:
         if self.gate is None and self.projection is None and self.evidence:
-            raise ValueError(f"method {self.name!r} takes evidence but has no gate or projection to use it")
+            raise ValueError(f"method {self.name!r} has evidence but no gate or projection that uses it; add one")
 
     @property
     def guarded(self) -> bool:
@@ -111,25 +111,25 @@ class Method:
 
     @property
     def needs_bank(self) -> bool:
-        """Whether the method uses self-probes, in whatever form."""
+        """Whether the method uses self-probes in any form."""
         return any(kind in BANK for kind in self.needs)
 
     @property
     def needs_anchors(self) -> bool:
-        """Whether the method uses anchors; a bank is written from anchors too."""
+        """Whether the method uses anchors, directly or to generate a bank."""
         return self.needs_bank or "anchors" in self.needs
 
     @property
     def draws(self) -> bool:
-        """Whether the seed decides anything in the row: which anchors, a shuffle of replayed rows, adapters' start."""
+        """Whether the seed has an effect: on the choice of anchors, the order of replayed rows or the adapters."""
         return self.needs_anchors or self.adapter is not None
 
     def build_gate(self, seed: int) -> Gate | None:
-        """The row's gate, new."""
+        """A new instance of the row's gate."""
         return None if self.gate is None else self.gate(self, seed)
 
     def build_evidence(self, model: nn.Module, material: Material) -> Evidence | None:
-        """What the row's gate or projection reads; None where it reads nothing."""
+        """The evidence that the row's gate or projection reads; None if it reads none."""
         if not self.evidence:
             return None
         from cplus.evidence import Remembered
@@ -139,12 +139,12 @@ class Method:
 
     @property
     def needs(self) -> tuple[Rows, ...]:
-        """The kinds of rows the method cannot do without, in the order of first use."""
+        """The kinds of rows that the method requires, in the order of first use."""
         kinds = (*self.train_on, *self.objective.needs, *(kind for _, kind in self.evidence))
         return tuple(dict.fromkeys(kinds))
 
     def trained(self, model: nn.Module, seed: int) -> nn.Module:
-        """What the optimizer is made for: the model itself, or the model with the row's adapters."""
+        """The module that the optimizer trains: the model itself, or the model with the row's adapters."""
         return model if self.adapter is None else self.adapter(model, seed)
 
     def check(self, material: Material) -> None:
@@ -155,7 +155,7 @@ class Method:
                 raise ValueError(f"method {self.name!r} needs {kind} and got none; {advice}")
 
     def sources(self, material: Material) -> tuple[Source, ...]:
-        """The evidence's sources: task-level gradients are averaged over the past tasks.
+        """The sources of the evidence: task-level gradients are averaged over the past tasks.
 
         Paper: App. E.9.    g_hat = mean over past tasks of (w * g_anchor + (1 - w) * g_probe)
         """
@@ -213,7 +213,7 @@ def smoothed(row: Method, seed: int) -> Gate:
     """The paper's gate with the row's smoothing."""
     from cplus.gates import Collaborative
 
-    assert row.beta is not None, f"{row.name} states no beta"
+    assert row.beta is not None, f"method {row.name} has no beta"
     return Collaborative(beta=row.beta)
 
 

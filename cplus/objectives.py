@@ -20,21 +20,21 @@ Backward: TypeAlias = Callable[[Sequence[Encoded]], tuple[float, Work]]
 
 
 class Build(Protocol):
-    """Binds an objective to a model and the rows of past behaviour it uses."""
+    """Binds an objective to a model and to the past rows that it uses."""
 
     @property
     def needs(self) -> tuple[Kind, ...]:
-        """The kinds of past rows it cannot do without."""
+        """The kinds of past rows it requires."""
         ...
 
     @property
-    def bytes_a_parameter(self) -> float:
-        """What it holds beside the model while it trains in float32."""
+    def bytes_per_parameter(self) -> float:
+        """The memory it holds besides the model when training in float32."""
         ...
 
     @property
     def anchor_passes(self) -> float:
-        """Forward and backward passes over the anchors at every update; a forward pass alone is a third of one."""
+        """Forward-and-backward passes over the anchors per update; a forward pass alone counts one third."""
         ...
 
     def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
@@ -63,11 +63,11 @@ class Answers:
     """The answers' cross-entropy: SFT's objective, the mean over rows of each row's mean token loss."""
 
     needs: tuple[Kind, ...] = ()
-    bytes_a_parameter: float = 0.0
+    bytes_per_parameter: float = 0.0
     anchor_passes: float = 0.0
 
     def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
-        """Nothing of the past is used."""
+        """Past rows are not used."""
         from cplus.losses import answer_losses
 
         return lambda rows: mean_backward(model, rows, answer_losses)
@@ -85,11 +85,11 @@ class Distillation:
 
     weight: float
     needs: tuple[Kind, ...] = ("anchors",)
-    bytes_a_parameter: float = 4.0
+    bytes_per_parameter: float = 4.0
     anchor_passes: float = 4 / 3  # the teacher's forward pass too
 
     def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
-        """The frozen model is a copy taken now."""
+        """The frozen model is a copy of the current one."""
         from cplus.losses import answer_losses, divergences
 
         frozen = copy.deepcopy(model).eval().requires_grad_(False)
@@ -118,11 +118,11 @@ class ElasticWeights:
 
     weight: float
     needs: tuple[Kind, ...] = ("anchors",)
-    bytes_a_parameter: float = 8.0
+    bytes_per_parameter: float = 8.0
     anchor_passes: float = 0.0
 
     def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
-        """Fisher and base parameters are taken now."""
+        """The Fisher information and the base parameters are those of the current model."""
         import torch
 
         from cplus.evidence import borrowed_gradients, take_gradients
@@ -149,9 +149,9 @@ class ElasticWeights:
 
 
 def check_finite(loss: float, step: int) -> None:
-    """Stop before a loss that is not a number reaches the parameters."""
+    """Stop before a non-finite loss reaches the parameters."""
     if not math.isfinite(loss):
         raise FloatingPointError(
-            f"the loss is {loss} at step {step}; nothing was changed by this step. Lower the learning rate, clip the "
+            f"the loss is {loss} at step {step}; the parameters are unchanged. Lower the learning rate, clip the "
             "gradient or check the batch"
         )

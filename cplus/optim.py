@@ -1,4 +1,4 @@
-"""AdamW whose proposal and gate are one pass over memory: no copy of the parameters is ever made."""
+"""AdamW that proposes and gates in one pass over memory, without a copy of the parameters."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from cplus import kernels
 class Armed:
     """What one gated step needs besides the optimizer's own state, by parameter identity.
 
-    `ema` is empty for a gate that keeps no average. `watch` is shown each parameter, its old value and what was
-    proposed, after its step.
+    `ema` is empty for a gate that keeps no average. `watch` is called after each parameter's step with the parameter,
+    its old value and the proposed value.
     """
 
     signs: dict[int, kernels.Signs]
@@ -27,9 +27,9 @@ class Armed:
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW: same arguments, same state, same numbers; ungated it is torch's fused step.
+    """torch's AdamW: same arguments, same state, same numbers; without a gate it runs torch's fused step.
 
-    `cplus.protect` arms it before a step, and the step then proposes and gates each coordinate in one kernel.
+    `cplus.protect` arms it before a step; the step then proposes and gates each coordinate in one kernel.
     """
 
     armed: Armed | None = None
@@ -43,12 +43,12 @@ class AdamW(torch.optim.AdamW):
         weight_decay: float = 1e-2,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
-        # torch's fused kernel divides by a gradient scaler's scale itself; the gated one leaves that to the scaler.
+        # torch's fused kernel divides by the gradient scale itself; the gated kernel leaves that to the scaler.
         self._step_supports_amp_scaling = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """One step; gated if armed, and disarmed by it. A closure is evaluated first, and may be what arms it."""
+        """One step, gated if armed; it disarms the optimizer. A closure is evaluated first and may arm it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -61,19 +61,19 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def _gated(self, armed: Armed) -> None:
-        """Propose and gate every parameter that has a gradient; of the others only the average advances."""
-        still = dict(armed.ema)
+        """Propose and gate every parameter that has a gradient; for the others only the average advances."""
+        pending = dict(armed.ema)
         for p, gradient, state, numbers in self._work(armed):
             theta = None if armed.watch is None else p.detach().clone()
             moments = (state["exp_avg"], state["exp_avg_sq"])
-            kernels.adamw(p, gradient, *moments, armed.signs[id(p)], still.pop(id(p), None), numbers)
+            kernels.adamw(p, gradient, *moments, armed.signs[id(p)], pending.pop(id(p), None), numbers)
             if armed.watch is not None and theta is not None:
                 armed.watch(p, theta, proposed(theta, state, numbers))
-        for ema in still.values():
+        for ema in pending.values():
             kernels.advance(ema, armed.numbers)
 
     def _work(self, armed: Armed) -> Iterator[tuple[nn.Parameter, Tensor, dict[str, Tensor], tuple[float, ...]]]:
-        """Every parameter that has a gradient, with its state created and its step counted as torch does."""
+        """Every parameter that has a gradient, with its state created and its step counted as in torch."""
         for group in self.param_groups:
             known: dict[float, tuple[float, ...]] = {}
             moving = [p for p in group["params"] if p.grad is not None and id(p) in armed.signs]
@@ -93,9 +93,9 @@ class AdamW(torch.optim.AdamW):
 
 
 def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's own step without the hook calls torch puts around it once an optimizer of its own class exists.
+    """torch's own step without the hook calls that torch wraps around it once an optimizer of its own class exists.
 
-    The hooks run around this class's step already; a second round inside it would count every step twice.
+    The hooks already run around this class's step; running them again inside it would count every step twice.
     """
     while getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
@@ -103,7 +103,7 @@ def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def proposed(theta: Tensor, state: dict[str, Tensor], numbers: tuple[float, ...]) -> Tensor:
-    """What the one-pass kernel proposed, from the moments it left behind."""
+    """The value that the one-pass kernel proposed, computed from the moments it stored."""
     decay, step, root, eps = numbers[3:7]
     direction = state["exp_avg_sq"].sqrt().mul_(root).add_(eps)
     torch.div(state["exp_avg"], direction, out=direction)

@@ -15,7 +15,7 @@ def dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 
 
 def agem(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> None:
-    """A-GEM, in place: where the gradient conflicts with the memory's, remove that component.
+    """A-GEM, in place: if the gradient conflicts with the reference, remove the conflicting component.
 
     Source: Chaudhry et al. 2019, Eq. 11.    g <- g - (g.r / r.r) r    if g.r < 0
     """
@@ -34,7 +34,7 @@ def ogd(gradient: Sequence[Tensor], basis: Sequence[Sequence[Tensor]]) -> None:
 
 
 def collaborative_gradient(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> None:
-    """In place: CPL's mask on the raw gradient, as if the update were -gradient; shown to be worse under AdamW.
+    """In place: CPL's mask on the raw gradient, as if the update were -gradient; the paper shows it worse under AdamW.
 
     g_i <- 0    where reference_i * (-g_i) > 0
     """
@@ -48,7 +48,7 @@ def orthonormal(vectors: Sequence[Sequence[Tensor]], *, tolerance: float = 1e-6)
     for vector in vectors:
         rest = [v.clone() for v in vector]
         norm = dot(rest, rest) ** 0.5
-        for _ in range(2):  # twice is enough: the second pass removes what rounding left of the first
+        for _ in range(2):  # the second pass removes what rounding left behind in the first
             ogd(rest, basis)
         length = dot(rest, rest) ** 0.5
         if length > tolerance * norm:

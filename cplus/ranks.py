@@ -16,7 +16,7 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """This process among those that train one model together; a process alone is rank 0 of 1."""
+    """This process's place among those that train one model; a single process is rank 0 of 1."""
 
     rank: int = 0
     world: int = 1
@@ -31,36 +31,38 @@ class Layout:
         return rows[self.rank :: self.world]
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the processes, in place; every process must ask for it."""
+        """The sum over the processes, in place; every process must call it."""
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def sums(self, values: Sequence[float], device: torch.device) -> list[float]:
-        """Each number's sum over the processes; a NaN in one is a NaN in all."""
+        """Each number's sum over the processes; a NaN in one process gives NaN in all."""
         if self.world == 1:
             return list(values)
         return self.sum(torch.tensor(values, dtype=torch.float64, device=device)).tolist()
 
     def check_alike(self, value: object, what: str, device: torch.device) -> None:
-        """Refuse, in every process, a value that is not the same in all of them."""
+        """Refuse, in every process, a value that differs between processes."""
         if self.world == 1:
             return
         mark = float(zlib.crc32(repr(value).encode()) & 0xFFFFF)  # small enough for exact squares in float64
         total, squares = self.sums([mark, mark * mark], device)
         if squares * self.world != total * total:
-            raise ValueError(f"the {self.world} processes hold different {what}; make them in one and hand them out")
+            raise ValueError(
+                f"the {self.world} processes hold different {what}; create them in one process and distribute them"
+            )
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part this process holds, detached and sharing memory; of a plain tensor, all of it."""
+    """The part of a tensor that this process holds, detached and sharing memory; all of a plain tensor."""
     detached = tensor.detach()
-    # DTensor by its method: importing the class costs every plain run a second.
+    # DTensor is detected by its method: importing the class would cost every run a second.
     return detached.to_local() if hasattr(detached, "to_local") else detached
 
 
 def layout(params: Sequence[nn.Parameter], names: dict[int, str]) -> Layout:
-    """How these parameters are spread; anything but replicas and FSDP2 shards is refused."""
+    """How these parameters are distributed; anything but replicas and FSDP2 shards is refused."""
     running = dist.is_available() and dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if running else (0, 1)
     spread = [p for p in params if hasattr(p, "device_mesh")]
@@ -87,5 +89,5 @@ def _check_placement(p: nn.Parameter, name: str, world: int) -> None:
         )
     if mesh.size() != world:
         raise TypeError(
-            f"{name!r} is spread over {mesh.size()} of {world} processes; the gate needs one mesh over all of them"
+            f"{name!r} is sharded over {mesh.size()} of {world} processes; the gate needs one mesh over all of them"
         )

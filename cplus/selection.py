@@ -1,4 +1,4 @@
-"""A row of the table by its name, with its settings; a setting the row has no use for is refused."""
+"""A method by its name, with its settings; a setting that the method does not have is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cplus.methods import BANK, METHODS, Method
 
 
 def method(name: str) -> Method:
-    """The row of that name, or a user's own by `python:module:ROW`; a wrong name is answered with the nearest ones."""
+    """The method of that name, or a user's own as `python:module:ROW`; an unknown name raises with suggestions."""
     if name.startswith("python:"):
         return replace(_imported(name.removeprefix("python:")), name=name)
     if name not in METHODS:
@@ -22,14 +22,14 @@ def method(name: str) -> Method:
 
 
 def _imported(name: str) -> Method:
-    """A row that stands in a module of the user's, found from the current folder too."""
+    """A method from a user's module, which is also searched for in the current folder."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ValueError(f"expected python:module:ROW, got 'python:{name}'")
     try:
         found = getattr(user_module(module), attribute, None)
     except (ImportError, SyntaxError) as error:
-        raise ValueError(f"method 'python:{name}': the module {module!r} does not import: {error}") from error
+        raise ValueError(f"method 'python:{name}': the module {module!r} cannot be imported: {error}") from error
     if not isinstance(found, Method):
         kind = "nothing" if found is None else f"a {type(found).__name__}"
         raise ValueError(
@@ -47,7 +47,7 @@ def configured(
     refresh: int | None = None,
     memory: float | None = None,
 ) -> Method:
-    """The row with these settings; None leaves the row's own value, and one it has no use for is refused by name."""
+    """The method with these settings; None keeps its own value, and a setting it does not have is refused by name."""
     changes: dict[str, Any] = {}
     if anchor_weight is not None:
         _check_use(row, "anchor_weight", blends(row), "it does not blend anchors with probes", blends)
@@ -58,30 +58,30 @@ def configured(
         _check_use(row, "beta", row.beta is not None, "it smooths no mask", lambda other: other.beta is not None)
         changes["beta"] = beta
     if parts is not None:
-        _check_use(row, "parts", shows_bank(row), "its evidence has no bank to show in parts", shows_bank)
+        _check_use(row, "parts", shows_bank(row), "its evidence has no bank to split into parts", shows_bank)
         changes["parts"] = parts
     if refresh is not None:
-        _check_use(row, "refresh", bool(row.evidence), "it takes no evidence", lambda other: bool(other.evidence))
+        _check_use(row, "refresh", bool(row.evidence), "it uses no evidence", lambda other: bool(other.evidence))
         changes["refresh"] = refresh
     if memory is not None:
-        _check_use(row, "memory", remembers(row), "it takes no evidence more than once", remembers)
+        _check_use(row, "memory", remembers(row), "it never refreshes its evidence", remembers)
         changes["memory"] = memory
     return replace(row, **changes)
 
 
 def blends(row: Method) -> bool:
-    """Whether the evidence weighs anchors against rows of the bank."""
+    """Whether the evidence blends anchors with rows of the bank."""
     kinds = [kind for _, kind in row.evidence]
     return len(kinds) == 2 and "anchors" in kinds
 
 
 def shows_bank(row: Method) -> bool:
-    """Whether rows of the bank are part of the evidence."""
+    """Whether the evidence includes rows of the bank."""
     return any(kind in BANK for _, kind in row.evidence)
 
 
 def remembers(row: Method) -> bool:
-    """Whether the evidence can be averaged over refreshes: one vector, taken more than once."""
+    """Whether the evidence can be averaged over refreshes: one vector, computed more than once."""
     return bool(row.evidence) and row.vectors == "one" and row.refresh != "once"
 
 

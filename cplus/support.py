@@ -1,4 +1,4 @@
-"""What the gate can serve, and a sentence for everything it cannot."""
+"""What the gate supports, and the reason for everything it does not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REFUSED = {
 
 
 def unwrapped(optimizer: object) -> Optimizer:
-    """The torch optimizer inside Accelerate's wrapper, or the object itself; others are refused by name."""
+    """The torch optimizer inside Accelerate's wrapper, or the object itself; unsupported ones are refused by name."""
     inner = getattr(optimizer, "optimizer", optimizer)
     kinds = [f"{kind.__module__}.{kind.__qualname__}" for o in (optimizer, inner) for kind in type(o).__mro__]
     for name, reason in REFUSED.items():
@@ -30,18 +30,18 @@ def unwrapped(optimizer: object) -> Optimizer:
 
 
 def trainable(optimizer: Optimizer) -> list[nn.Parameter]:
-    """The optimizer's parameters that can move, each once, in its own order."""
+    """The optimizer's trainable parameters, each once, in the optimizer's order."""
     params = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     return list({id(p): p for p in params}.values())
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel, whose own reduction the evidence does not need."""
+    """The module inside DistributedDataParallel: the evidence does its own reduction."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def check_engine(model: nn.Module, where: Layout, *, whole: bool) -> None:
-    """Refuse engines whose steps or shards the guard would misread."""
+    """Refuse engines whose steps or shards the guard would misinterpret."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     if "FullyShardedDataParallel" in kinds:
         raise TypeError("the model is wrapped by FSDP1; use FSDP2 (torch.distributed.fsdp.fully_shard) instead")
@@ -55,7 +55,7 @@ def check_engine(model: nn.Module, where: Layout, *, whole: bool) -> None:
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Refuse adapters that take no part in the forward pass, or that shift positions."""
+    """Refuse adapters that the forward pass does not use, or that shift positions."""
     if any(getattr(module, "merged", False) is True for module in model.modules()):
         raise ValueError(
             "the adapters are merged into the base weights and would not be trained; call model.unmerge_adapter() "
@@ -63,15 +63,15 @@ def check_adapters(model: nn.Module) -> None:
         )
     config = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False):
-        raise TypeError(f"{config.peft_type} learns a prompt, which the evidence does not see; use LoRA")  # type: ignore[union-attr]
+        raise TypeError(f"{config.peft_type} learns a prompt, which the evidence does not cover; use LoRA")  # type: ignore[union-attr]
 
 
 def check_supported(p: nn.Parameter, name: str, *, allow_16bit: bool) -> None:
-    """Refuse what would give wrong numbers, with the way out."""
+    """Refuse parameters that would give wrong numbers, and say what to use instead."""
     if type(p).__name__ == "FlatParameter":
         raise TypeError(f"{name!r} is a flat FSDP1 parameter; use FSDP2 (torch.distributed.fsdp.fully_shard)")
     if hasattr(p, "_in_backward_optimizers"):
-        raise TypeError(f"{name!r} has an optimizer of its own that cannot be protected: {IN_BACKWARD}")
+        raise TypeError(f"{name!r} has its own optimizer, which cannot be protected: {IN_BACKWARD}")
     if p.is_sparse or p.is_complex():
         raise TypeError(f"{name!r} is {'sparse' if p.is_sparse else 'complex'}; the gate needs dense real parameters")
     if p.element_size() < 4 and not allow_16bit:

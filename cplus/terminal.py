@@ -1,4 +1,4 @@
-"""What a person sees: logs and progress on standard error, figures on standard output."""
+"""Terminal output: logs and progress on standard error, results on standard output."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b-\x1f\x7
 
 
 def clean(text: str) -> str:
-    """Text of a model or a user, safe for a terminal: control sequences removed.
+    """Text from a model or a user with control sequences removed, safe for a terminal.
 
     >>> clean("a\\x1b[31mred\\x07")
     'ared'
@@ -38,7 +38,7 @@ def clean(text: str) -> str:
 
 
 def print_json(value: Any) -> None:
-    """The one JSON object of a `--json` command, on standard output."""
+    """Print the one JSON object of a `--json` command to standard output."""
     print(json.dumps(value, ensure_ascii=False, allow_nan=False), flush=True)
 
 
@@ -50,10 +50,10 @@ class _Rate(ProgressColumn):
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """Progress bars on standard error with rate and time left; nothing where it is not a terminal."""
+    """Progress bars on standard error with rate and time left; none if it is not a terminal."""
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),  # names of files are no markup
+        TextColumn("{task.description}", markup=False),  # file names are not markup
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         _Rate(),

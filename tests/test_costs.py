@@ -18,7 +18,7 @@ def test_reported_memory_is_what_is_measured() -> None:
 
 
 def test_every_row_has_a_formula() -> None:
-    assert rows_formula(METHODS["agem"]) == "n an epoch, A every step"
-    assert rows_formula(METHODS["cplus-rotating"]) == "n + A + N/4 an epoch"
-    assert rows_formula(METHODS["anchor-probe-replay"]) == "n + 2N an epoch"
+    assert rows_formula(METHODS["agem"]) == "n per epoch, A every step"
+    assert rows_formula(METHODS["cplus-rotating"]) == "n + A + N/4 per epoch"
+    assert rows_formula(METHODS["anchor-probe-replay"]) == "n + 2N per epoch"
     assert all(rows_formula(row).startswith(("n", "2n")) for row in METHODS.values())

@@ -19,7 +19,7 @@ from cplus.data.readers import read_file
 from cplus.data.split import save_split, split, stack
 from cplus.evaluation import judges, letters, summaries
 from cplus.evaluation.statistics import Rate
-from cplus.evaluation.task import Asked, ask, ask_permuted
+from cplus.evaluation.task import BoundTask, evaluate_permuted, evaluate_task
 from cplus.files import read_json
 from cplus.interfaces import build
 from cplus.models import load, save
@@ -202,18 +202,18 @@ def test_unknown_judges_are_refused(name: str) -> None:
 
 def test_a_task_is_summed_up_per_label(tiny_llama: Any) -> None:
     interface = build("letter", tiny_llama.tokenizer)
-    asked = Asked(name="t", interface=interface, examples=tuple(QUESTIONS), judge=judges.exact_match)
-    predictions, summary = ask(tiny_llama.model, asked)
+    asked = BoundTask(name="t", interface=interface, examples=tuple(QUESTIONS), judge=judges.exact_match)
+    predictions, summary = evaluate_task(tiny_llama.model, asked)
     assert summary["gold"] == {"A": 4, "B": 4, "C": 4}
     assert sum(summary["answers"].values()) == summary["rows"] == 12
     assert summary["accuracy"]["right"] == sum(p.right for p in predictions)
     assert summary["macro"] == pytest.approx(sum(r["percent"] for r in summary["labels"].values()) / 3)
-    permuted = ask_permuted(tiny_llama.model, asked)
+    permuted = evaluate_permuted(tiny_llama.model, asked)
     assert sum(permuted["answers"].values()) == 42
-    with pytest.raises(ValueError, match="letter interface, not for cloze"):
-        ask_permuted(
+    with pytest.raises(ValueError, match="letter interface, got cloze"):
+        evaluate_permuted(
             tiny_llama.model,
-            Asked(name="t", interface=build("cloze", tiny_llama.tokenizer), examples=(), judge=judges.exact_match),
+            BoundTask(name="t", interface=build("cloze", tiny_llama.tokenizer), examples=(), judge=judges.exact_match),
         )
 
 
@@ -295,16 +295,16 @@ def test_the_command_counts_rows_that_are_too_long(saved: Path, tmp_path: Path) 
 
 def test_the_harness_agrees_with_our_scores(tiny_llama: Any) -> None:
     pytest.importorskip("lm_eval", reason="the extra 'lm-eval' is not installed")
-    from cplus.integrations.lm_eval import ask_harness
+    from cplus.integrations.lm_eval import evaluate_with_harness
 
     interface = build("cloze", tiny_llama.tokenizer)
     examples = tuple(
         Choice(id=str(i), question=f"What is {i}?", choices=("a cat", "red", f"the {i} moon"), answer=i % 3)
         for i in range(8)
     )
-    asked = Asked(name="mine", interface=interface, examples=examples, judge=judges.exact_match)
-    theirs = ask_harness(tiny_llama.model, asked)
-    _, ours = ask(tiny_llama.model, asked)
+    asked = BoundTask(name="mine", interface=interface, examples=examples, judge=judges.exact_match)
+    theirs = evaluate_with_harness(tiny_llama.model, asked)
+    _, ours = evaluate_task(tiny_llama.model, asked)
     assert theirs["accuracy"] == ours["accuracy"]
     assert theirs["answers"] == ours["answers"]
     assert theirs["harness"] == pytest.approx(

@@ -165,7 +165,7 @@ def test_the_logit_basis_is_orthonormal_and_bounded_in_memory() -> None:
     for i, a in enumerate(basis):
         for j, b in enumerate(basis):
             assert dot(a, b) == pytest.approx(float(i == j), abs=1e-5)
-    with pytest.raises(ValueError, match="OGD keeps one gradient an anchor: 5 anchors need"):
+    with pytest.raises(ValueError, match="OGD keeps one gradient per anchor: 5 anchors need"):
         LogitBasis(model=model, rows=rows, max_bytes=1000)(params, 0)
 
 

@@ -123,7 +123,7 @@ def test_a_request_without_an_end_is_left_out(
 
     monkeypatch.setitem(label.MAX_ANSWER_TOKENS, "freeform", 2)  # every taught answer is longer
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match=r"answers none of the 8 .*keep\.jsonl rows to an end"):
+    with pytest.raises(ValueError, match=r"none of the 8 .*keep\.jsonl rows was answered before the token limit"):
         split_kept_task(models.load(spec.model, device="cpu"), spec.anchor_task, "freeform")
 
 
@@ -241,7 +241,7 @@ def test_methods_are_compared_where_all_have_learned_equally_well() -> None:
     assert alone(sft) == pytest.approx(80.0)
     assert lost(replace(sft, curve=[])) is None
     assert crossing([(1.0, 0.5), (0.5, 0.7)], 1.5) == 0.5  # it began below the level
-    with pytest.raises(ValueError, match=r"a curve that comes down to 0\.1, got one from 1\.0 to 0\.5"):
+    with pytest.raises(ValueError, match=r"a curve that falls to 0\.1, got one from 1\.0 to 0\.5"):
         crossing([(1.0, 0.5), (0.5, 0.7)], 0.1)
     kept = keeping(MADE)
     assert margin(pick(MADE, method="cplus"), pick(MADE, method="sft"), kept.figure).mean > 45  # type: ignore[union-attr]

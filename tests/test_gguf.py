@@ -103,7 +103,7 @@ def test_conversion_happens_once_among_many(tiny_llama, tmp_path, cache, monkeyp
 def test_truncated_file_is_refused_without_a_trace(tiny_llama, tmp_path, cache, share):
     whole = write_gguf(tiny_llama, tmp_path / "m.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(ValueError, match=r"cut\.gguf: expected a whole GGUF file.*fetch it again"):
+    with pytest.raises(ValueError, match=r"cut\.gguf: expected a complete GGUF file.*download it again"):
         models.load(tmp_path / "cut.gguf")
     assert [p.name for p in (cache / "models").iterdir()] == []
 

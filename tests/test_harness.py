@@ -113,7 +113,7 @@ def test_without_the_harness_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_real_harness_reads_and_asks_a_task_of_its_own(tmp_path: Path, tiny_llama: Any) -> None:
     pytest.importorskip("lm_eval", reason="the extra 'lm-eval' is not installed")
-    from cplus.integrations.lm_eval import ask_own_task
+    from cplus.integrations.lm_eval import evaluate_harness_task
 
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(doc) + "\n" for doc in DOCS))
@@ -126,7 +126,7 @@ def test_the_real_harness_reads_and_asks_a_task_of_its_own(tmp_path: Path, tiny_
     task = load_task(f"lm-eval:{place}")
     assert [row.question for row in task.examples if isinstance(row, Choice)] == ["Is ice cold?", "Is fire cold?"]
     assert [row.answer for row in task.examples if isinstance(row, Choice)] == [0, 1]
-    found = ask_own_task(tiny_llama.model, tiny_llama.tokenizer, str(place))
+    found = evaluate_harness_task(tiny_llama.model, tiny_llama.tokenizer, str(place))
     assert found["rows"] == 2
     assert found["harness"]["acc"] == found["accuracy"]["percent"]
     with pytest.raises(ValueError, match="knows no task 'hellaswagg'; did you mean hellaswag"):

@@ -99,7 +99,7 @@ def test_a_4_bit_base_stays_and_the_gate_says_what_it_acts_on(tmp_path: Path) ->
     assert len(packed) == 14
     optimizer, guard = guarded(model)
     assert scope(model, guard) == (
-        "the gate acts on 12 tensors of 832 coordinates; 24 tensors, 14 of them quantised, are frozen and do not move"
+        "the gate acts on 12 tensors of 832 coordinates; 24 tensors, 14 of them quantised, are frozen and do not change"
     )
     losses = train(model, optimizer, guard)
     assert losses[-1] < losses[0]
@@ -137,7 +137,7 @@ def test_orthogonal_subspace_fine_tuning_takes_the_gate_too() -> None:
 
 def test_learned_prompts_are_refused() -> None:
     model = get_peft_model(tiny.lm(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
-    with pytest.raises(TypeError, match="learns a prompt, which the evidence does not see; use LoRA"):
+    with pytest.raises(TypeError, match="learns a prompt, which the evidence does not cover; use LoRA"):
         guarded(model)
 
 

@@ -317,6 +317,6 @@ def test_two_ranks_refuse_alike(two: list[dict[str, Any]]) -> None:
         assert "'extra.weight' is a plain tensor beside" in said["mixed"]
         assert "tensor parallelism is not supported; train with FSDP2" in said["tensor"]
         assert "sharded, but not by FSDP2" in said["alone"]
-        assert "the 2 processes hold different anchors; make them in one and hand them out" in said["rows"]
-        assert "is not finite at step 1; this step changed nothing" in said["nan"]
+        assert "the 2 processes hold different anchors; create them in one process and distribute them" in said["rows"]
+        assert "is not finite at step 1; the parameters are unchanged" in said["nan"]
     assert "held by another process" in two[0]["said"]["nan"]

@@ -22,7 +22,7 @@ from trl import SFTConfig, SFTTrainer
 from cplus.attach import Guard, protect
 from cplus.data.encoded import Encoded
 from cplus.gates import Collaborative
-from cplus.integrations.guard_state import ABOUT, keep, take_up
+from cplus.integrations.guard_state import ABOUT, load_guard, save_guard
 from cplus.integrations.rows import bank_rows, encoded
 from cplus.integrations.transformers import PreservationCallback, admitted_share, preserve, protected
 from cplus.losses import answer_losses
@@ -180,7 +180,7 @@ def test_the_factory_gives_the_callbacks_weights_and_resumes(tmp_path: Path) -> 
     assert same(resumed.model, whole.model)
     bare = trainer(tmp_path / "bare", save_strategy="steps", save_steps=4)
     bare.train()
-    with pytest.raises(ValueError, match="kept without a guard's"):
+    with pytest.raises(ValueError, match="saved without a guard state"):
         start(tmp_path / "bare").train(resume_from_checkpoint=True)
 
 
@@ -298,7 +298,7 @@ def test_collated_labels_are_checked() -> None:
         encoded([{}], collate([-100] * 4))
     with pytest.raises(ValueError, match="labels that repeat some of the row's tokens"):
         encoded([{}], collate([5, 6, 9, 8]))
-    with pytest.raises(ValueError, match="it gave input_ids"):
+    with pytest.raises(ValueError, match="got input_ids"):
         encoded([{}], lambda rows: {"input_ids": torch.ones(1, 2)})
     padded = {"input_ids": torch.tensor([[0, 0, 5, 6]]), "labels": torch.tensor([[-100, -100, -100, 6]])}
     assert encoded([{}], lambda rows: padded | {"attention_mask": torch.tensor([[0, 0, 1, 1]])}) == [
@@ -317,7 +317,7 @@ def test_resuming_without_the_guards_state_is_refused(tmp_path: Path) -> None:
     trainer(tmp_path / "bare", save_strategy="steps", save_steps=4).train()
     run = trainer(tmp_path / "bare")
     preserve(run, anchors=ANCHORS)
-    with pytest.raises(ValueError, match=r"resumed at step 9, but .* keeps no guard state"):
+    with pytest.raises(ValueError, match=r"resumed at step 9, but .* has no guard state"):
         run.train(resume_from_checkpoint=True)
 
 
@@ -329,7 +329,7 @@ def test_the_guard_of_other_weights_is_refused_and_the_right_one_taken(tmp_path:
     checkpoint = str(tmp_path / "a" / "checkpoint-4")
     run = trainer(tmp_path / "b")
     callback = preserve(run, anchors=ANCHORS)
-    with pytest.raises(ValueError, match="keeps the guard of other weights than the model holds"):
+    with pytest.raises(ValueError, match="has the guard state of other weights than the model's"):
         run.train(resume_from_checkpoint=checkpoint)
     callback.resume_from = Path(checkpoint)
     run.train(resume_from_checkpoint=checkpoint)
@@ -340,14 +340,14 @@ def test_a_state_kept_whole_is_refused_by_a_sharded_run(tmp_path: Path) -> None:
     model = tiny.lm()
     guard = protect(AdamW(model.parameters()), model, anchors=ANCHORS)
     guard.refresh()
-    keep(guard, tmp_path, first=True)
-    take_up(guard, tmp_path)
+    save_guard(guard, tmp_path, first=True)
+    load_guard(guard, tmp_path)
     guard.where = Layout(rank=0, world=2, sharded=True)
-    with pytest.raises(ValueError, match=r"kept whole by one process and this run shards over 2; .*distributed.save"):
-        take_up(guard, tmp_path)
+    with pytest.raises(ValueError, match=r"saved by one process and this run shards over 2; .*distributed.save"):
+        load_guard(guard, tmp_path)
     (tmp_path / ABOUT).write_text("{}")
     with pytest.raises(ValueError, match="expected the format cplus-guard/1"):
-        take_up(guard, tmp_path)
+        load_guard(guard, tmp_path)
 
 
 def engine(name: str, module: str) -> type[Any]:

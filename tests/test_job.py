@@ -341,7 +341,7 @@ def test_force_replaces_a_job_and_nothing_else(here: Path) -> None:
 
 
 def test_a_folder_in_use_is_refused(here: Path) -> None:
-    with claimed(Folder(here / "out")), pytest.raises(ValueError, match="another process works there"):
+    with claimed(Folder(here / "out")), pytest.raises(ValueError, match="is in use by process"):
         cplus.adapt(asked(here, method="sft"))
 
 

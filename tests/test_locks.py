@@ -36,7 +36,7 @@ def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_the_second_process_hears_who_the_first_is(tmp_path: Path, other: subprocess.Popen[str]) -> None:
     lock = tmp_path / "out" / ".lock"
-    with pytest.raises(Held, match=f"out: another process works there, process {other.pid} on .*since 20"):
+    with pytest.raises(Held, match=f"out is in use by process {other.pid} on .*since 20"):
         holding(lock).__enter__()
     found = holder(lock)
     assert found is not None
@@ -58,7 +58,7 @@ def test_a_killed_holder_is_in_nobodys_way(tmp_path: Path, other: subprocess.Pop
 def test_a_short_wait_outlasts_a_short_holder(tmp_path: Path) -> None:
     lock, heard = tmp_path / ".lock", []
     process = start(lock, 0.3)
-    with holding(lock, wait=30, told=heard.append):
+    with holding(lock, wait=30, notify=heard.append):
         pass
     process.wait()
     assert len(heard) == 1

@@ -116,7 +116,7 @@ def test_computing_in_bfloat16_leaves_the_weights_alone(tiny_llama):
 def test_device_by_name():
     assert models.choose_device("cpu") == torch.device("cpu")
     assert models.choose_device("auto").type in ("cuda", "mps", "cpu")
-    with pytest.raises(ValueError, match=r"device must be auto or one that is here \(.*cpu\), got 'tpu'"):
+    with pytest.raises(ValueError, match=r"device must be auto or an available one \(.*cpu\), got 'tpu'"):
         models.choose_device("tpu")
 
 

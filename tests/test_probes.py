@@ -373,7 +373,7 @@ def test_a_bank_says_whose_it_is_and_comes_back(tmp_path: Path, base: Loaded, mo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bank"]
     again = scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=20)
     assert again == bank
-    with pytest.raises(ValueError, match="is already there and is not this bank"):
+    with pytest.raises(ValueError, match="already exists and is not this bank"):
         scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=21)
 
 
@@ -404,7 +404,7 @@ def test_one_changed_byte_is_refused(tmp_path: Path, base: Loaded, monkeypatch: 
 
 def test_a_bank_is_never_sealed_over_another(tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     bank = scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=4)
-    with pytest.raises(ValueError, match=r"bank is already there; remove it or choose another folder"):
+    with pytest.raises(ValueError, match=r"bank already exists; remove it or choose another folder"):
         seal(tmp_path / "bank", bank.probes[:2], bank.manifest)
     assert Bank.load(tmp_path / "bank") == bank
 
@@ -457,8 +457,8 @@ def opened(path: Path, identity: dict[str, Any], refused: str) -> None:
 def test_a_journal_of_other_settings_or_another_process_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "j.jsonl"
     with open_journal(path, {"settings": {"temperature": 0.8}}):
-        opened(path, {}, "another process works there, process")
-    opened(path, {"settings": {"temperature": 0.7}}, r"begun with settings.temperature 0.8 and not 0.7")
+        opened(path, {}, "is in use by process")
+    opened(path, {"settings": {"temperature": 0.7}}, r"started with settings.temperature 0.8 and not 0.7")
     lines = path.read_bytes()
     path.write_bytes(lines + b"not json\n")
     opened(path, {"settings": {"temperature": 0.8}}, "line 2 is damaged")

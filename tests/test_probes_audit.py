@@ -63,7 +63,7 @@ PLANTED = bank(
     choice("p4", "is water  wet", 3),  # a duplicate
     choice("p5", HOSTILE),
 )
-AGAINST = [audit.Source(name="evaluation.jsonl", examples=EVALUATION)]
+AGAINST = [audit.ComparedRows(name="evaluation.jsonl", examples=EVALUATION)]
 
 
 def test_planted_copies_are_all_found_and_nothing_else() -> None:
@@ -102,7 +102,7 @@ def test_open_questions_are_compared_without_options() -> None:
 
 def test_anchors_that_are_not_those_sealed_are_not_used() -> None:
     other = [choice("a1", "Another question?"), ANCHORS[1]]
-    assert audit.audit(PLANTED, [audit.Source(name="x", examples=other)])["labels"]["divergence"] is None
+    assert audit.audit(PLANTED, [audit.ComparedRows(name="x", examples=other)])["labels"]["divergence"] is None
 
 
 def test_topics_are_counted_over_all_areas() -> None:
@@ -133,7 +133,7 @@ class Tags(HTMLParser):
 
 
 def test_generated_text_is_escaped_and_the_page_needs_nothing_else() -> None:
-    sources = [audit.Source(name="<img src=x>.jsonl", examples=EVALUATION)]
+    sources = [audit.ComparedRows(name="<img src=x>.jsonl", examples=EVALUATION)]
     page = render(audit.audit(PLANTED, sources), name="<b>bank</b>")
     parser = Tags()
     parser.feed(page)

@@ -63,7 +63,7 @@ def test_the_figures_are_those_of_a_hand_calculation() -> None:
     assert backward_transfer(matrix[:2]) is None
     with pytest.raises(ValueError, match="from 1 to 3, got 4"):
         average_accuracy(matrix, 4)
-    with pytest.raises(ValueError, match="task 1 was not asked after stage 2"):
+    with pytest.raises(ValueError, match="task 1 was not evaluated after stage 2"):
         average_accuracy([[1.0], [1.0], [None, 1.0]], 2)
 
 
@@ -312,9 +312,9 @@ def test_a_stage_is_a_job_that_keeps_every_task_before_it(made: Path) -> None:
         ("bank", "stage 2: job/bank/probes.jsonl was changed"),
         ("missing", "stage 1: flips.json is missing"),
         ("added", "stage 3: note.txt was added"),
-        ("entry", "stage 3 was sealed after another entry"),
+        ("entry", "stage 3 does not follow the entry"),
         ("last", "the last entry is not the one that was sealed"),
-        ("removed", "entry 2 calls itself stage 3"),
+        ("removed", "entry 2 is marked as stage 3"),
     ],
 )
 def test_a_tampered_stage_is_detected(made: Path, tmp_path: Path, damage: str, sentence: str) -> None:
@@ -340,7 +340,7 @@ def test_a_tampered_stage_is_detected(made: Path, tmp_path: Path, damage: str, s
     if damage != "weights":
         failed = CliRunner().invoke(app, ["update", str(root), "--new", str(made / "plants.jsonl")])
         assert isinstance(failed.exception, ValueError)
-        assert "nothing is built on a ledger that was changed" in str(failed.exception)
+        assert "a ledger that was changed cannot be updated" in str(failed.exception)
 
 
 def test_any_stage_can_be_restored(made: Path, tmp_path: Path) -> None:
@@ -442,7 +442,7 @@ def test_a_first_update_that_cannot_work_says_so(
 def test_a_folder_that_is_no_ledger_is_left_alone(tmp_path: Path, made: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
     failed = CliRunner().invoke(app, ["update", str(tmp_path), "--model", "toy", "--new", str(made / "plants.jsonl")])
-    assert "it is no ledger" in str(failed.exception)
+    assert "it is not a ledger" in str(failed.exception)
     again = CliRunner().invoke(app, ["update", str(made / "led"), "--model", "toy", "--new", "x.jsonl"])
     assert "leave the model out" in str(again.exception)
 

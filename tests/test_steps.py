@@ -175,7 +175,7 @@ def test_a_closure_that_fails_leaves_everything_as_it_was(way: str, kind: str, m
     wrong, error = {"raises": (raises, KeyError), "not finite": (not_finite, FloatingPointError)}[kind]
     with pytest.raises(error) as found:
         optimizer.step(wrong)  # type: ignore[arg-type]
-    assert "the closure of step 4; the parameters are as before the step" in found.value.__notes__[0]
+    assert "the closure of step 4; the parameters are unchanged" in found.value.__notes__[0]
     assert all(torch.equal(p, s) for p, s in zip(bag.weights, start, strict=True))
     assert guard.state_dict()["gate"]["step"] == kept["gate"]["step"] == guard.steps == 3
     pairs = zip(guard.state_dict()["gate"]["ema"], kept["gate"]["ema"], strict=True)

@@ -14,7 +14,7 @@ from cplus.attach import Guard
 from cplus.data.encoded import Encoded
 from cplus.evidence import MeanGradient, Source
 from cplus.gates import Collaborative
-from cplus.health import PATIENCE, UNIFORM, Exploded, Watch
+from cplus.health import PATIENCE, UNIFORM, Exploded, Health
 from cplus.job.folder import Folder
 from cplus.losses import answer_losses
 
@@ -30,44 +30,44 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_explosion_is_noticed_at_its_update_and_noise_is_not() -> None:
-    watch = Watch()
+    health = Health()
     for step, loss in enumerate([2.0, 0.1, 3.0, 0.5, 6.0, 0.2, 1.0, 2.5, 7.0, 0.1, 0.1, 4.0], start=1):
-        watch.stepped(step, loss)
+        health.stepped(step, loss)
     with pytest.raises(Exploded, match=r"at step 13, after 2\.000 at the first"):
-        watch.stepped(13, 80.0)
+        health.stepped(13, 80.0)
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf")])
 def test_a_loss_that_is_no_number_stops(loss: float) -> None:
     with pytest.raises(FloatingPointError, match=r"the loss is .* at step 1"):
-        Watch().stepped(1, loss)
+        Health().stepped(1, loss)
 
 
-@pytest.mark.parametrize(("share", "words"), [(0.0, "held every coordinate back"), (1.0, "admitted every coordinate")])
+@pytest.mark.parametrize(("share", "words"), [(0.0, "blocked every coordinate"), (1.0, "admitted every coordinate")])
 def test_a_mask_that_is_the_same_everywhere_is_said_once(share: float, words: str) -> None:
-    watch = Watch()
-    assert watch.gated(share, UNIFORM - 1) is None
-    assert words in (watch.gated(share, 1) or "")
-    assert watch.gated(share, UNIFORM) is None
-    assert len(watch.said) == 1
+    health = Health()
+    assert health.gated(share, UNIFORM - 1) is None
+    assert words in (health.gated(share, 1) or "")
+    assert health.gated(share, UNIFORM) is None
+    assert len(health.said) == 1
 
 
 def test_a_mask_that_differs_anywhere_is_never_said() -> None:
-    watch = Watch()
+    health = Health()
     for _ in range(10):
-        assert watch.gated(1.0, UNIFORM - 1) is None
-        assert watch.gated(0.999999, 10 * UNIFORM) is None
+        assert health.gated(1.0, UNIFORM - 1) is None
+        assert health.gated(0.999999, 10 * UNIFORM) is None
 
 
 def test_stalling_needs_looks_without_progress() -> None:
-    watch = Watch()
+    health = Health()
     for value in (10.0, 20.0, 20.0, 20.0):
-        assert watch.looked({"loss": 1.0, "acquisition": value}) is None
-        assert watch.looked({"loss": 9.0}) is None  # an epoch without a look is none
-    assert "Acquisition is 15.0 %" in (watch.looked({"acquisition": 15.0}) or "")
-    learned = Watch()
+        assert health.evaluated({"loss": 1.0, "acquisition": value}) is None
+        assert health.evaluated({"loss": 9.0}) is None  # an epoch without an evaluation does not count
+    assert "Acquisition is 15.0 %" in (health.evaluated({"acquisition": 15.0}) or "")
+    learned = Health()
     for _ in range(3 * PATIENCE):
-        assert learned.looked({"acquisition": 100.0, "loss": 0.5}) is None
+        assert learned.evaluated({"acquisition": 100.0, "loss": 0.5}) is None
 
 
 # In a job
@@ -122,7 +122,7 @@ def test_evidence_of_no_length_warns_whoever_protects(make_tiny: Any) -> None:
     model = make_tiny("qwen3").model
     with pytest.warns(UserWarning, match="The evidence is zero everywhere"):
         assert guarded(model, lambda m, rows: 0.0 * answer_losses(m, rows)).refresh().norm == 0.0
-    assert Watch().refreshed(0.0) is not None
+    assert Health().refreshed(0.0) is not None
 
 
 def test_the_norm_of_evidence_is_its_length(make_tiny: Any, recwarn: pytest.WarningsRecorder) -> None:

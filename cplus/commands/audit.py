@@ -30,7 +30,7 @@ def audit(
     from cplus.terminal import console, output, print_json
 
     sealed = Bank.load(bank)
-    sources = [figures.Source(name=name, examples=load_task(name, data_dir).examples) for name in against or ()]
+    sources = [figures.ComparedRows(name=name, examples=load_task(name, data_dir).examples) for name in against or ()]
     found = figures.audit(sealed, sources)
     if html is not None:
         write_text(html, render(found, name=bank.name))

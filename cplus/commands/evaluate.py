@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
-    from cplus.evaluation.task import Asked
+    from cplus.evaluation.task import BoundTask
     from cplus.models import Loaded
 
 
@@ -52,7 +52,7 @@ def evaluate(
     from cplus.data.tasks import load_task
     from cplus.evaluation import judges
     from cplus.evaluation.outcomes import average_task_accuracy
-    from cplus.evaluation.task import Asked
+    from cplus.evaluation.task import BoundTask
     from cplus.scoring import fitting
     from cplus.terminal import print_json
 
@@ -76,7 +76,7 @@ def evaluate(
                 raise ValueError(
                     f"{each.name}: none of {len(rows)} rows fits the model's window of {loaded.window} tokens"
                 )
-            asked = Asked(name=each.name, interface=bound, examples=kept, judge=judged)
+            asked = BoundTask(name=each.name, interface=bound, examples=kept, judge=judged)
             summary = _summary(loaded, asked, through, permute_options, against, max_new_tokens)
             summaries.append({**summary, "excluded": len(rows) - len(kept)})
         for name in own:
@@ -95,23 +95,23 @@ def evaluate(
 
 def _asked_by_harness(loaded: Loaded, name: str, limit: int | None) -> dict[str, Any]:
     from cplus.data.harness import PREFIX
-    from cplus.integrations.lm_eval import ask_own_task
+    from cplus.integrations.lm_eval import evaluate_harness_task
 
-    return ask_own_task(loaded.model, loaded.tokenizer, name.removeprefix(PREFIX), limit=limit)
+    return evaluate_harness_task(loaded.model, loaded.tokenizer, name.removeprefix(PREFIX), limit=limit)
 
 
 def _summary(
-    loaded: Loaded, asked: Asked, through: str, permute: bool, before: Path | None, max_new_tokens: int
+    loaded: Loaded, asked: BoundTask, through: str, permute: bool, before: Path | None, max_new_tokens: int
 ) -> dict[str, Any]:
-    from cplus.evaluation.task import against, ask, ask_permuted
+    from cplus.evaluation.task import against, evaluate_permuted, evaluate_task
 
     if through == "lm-eval":
-        from cplus.integrations.lm_eval import ask_harness
+        from cplus.integrations.lm_eval import evaluate_with_harness
 
-        return ask_harness(loaded.model, asked)
-    predictions, summary = ask(loaded.model, asked, max_new_tokens=max_new_tokens)
+        return evaluate_with_harness(loaded.model, asked)
+    predictions, summary = evaluate_task(loaded.model, asked, max_new_tokens=max_new_tokens)
     if permute:
-        summary["permuted"] = ask_permuted(loaded.model, asked)
+        summary["permuted"] = evaluate_permuted(loaded.model, asked)
     if before is not None:
         summary["against"] = against(before, asked, predictions)
     return summary

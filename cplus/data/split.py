@@ -119,7 +119,7 @@ def cached_split(
     path = folder / f"split-{key[:24]}.json"
     if path.exists():
         return load_split(path, examples, model_fingerprint=model_fingerprint)
-    with locks.holding(locks.beside(path), wait=math.inf, told=lambda sentence: console.print(clean(sentence))):
+    with locks.holding(locks.beside(path), wait=math.inf, notify=lambda sentence: console.print(clean(sentence))):
         if path.exists():  # the one who was waited for has made it
             return load_split(path, examples, model_fingerprint=model_fingerprint)
         files.tidy(folder, path.name)

@@ -11,15 +11,15 @@ from cplus import algorithm
 from cplus.attach import Guard
 from cplus.diagnostics.layers import layer_of
 from cplus.diagnostics.measures import share
-from cplus.diagnostics.sums import Ledger
+from cplus.diagnostics.sums import LayerSums
 from cplus.ranks import local
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShare:
-    """One layer's coordinates, the mean of their coefficients, and the share of the last update's energy admitted.
+    """One layer's number of coordinates, their mean coefficient, and the admitted share of the last update's energy.
 
-    Only of an optimizer that keeps Adam's moments is the last update known afterwards.
+    The last update can be recomputed only for an optimizer that keeps Adam's moments.
     """
 
     name: str
@@ -29,14 +29,14 @@ class LayerShare:
 
 
 def layer_shares(guard: Guard | None) -> list[LayerShare]:
-    """What the gate admits by layer, from its moving average, or without one from the last update's mask.
+    """The admitted share per layer, from the gate's moving average or, without one, from the last update's mask.
 
-    Of a gate without either there is nothing to show.
+    Empty for a gate with neither.
     """
     average = None if guard is None or guard.gate is None else guard.gate.average
     if guard is None or average is None or not average.step:
         return []
-    ledger = Ledger([layer_of(guard.names.get(id(p), "others")) for p in guard.params])
+    layer_sums = LayerSums([layer_of(guard.names.get(id(p), "others")) for p in guard.params])
     for i, p in enumerate(guard.params):
         delta = last_update(guard.optimizer, p)
         if average.tensors:
@@ -49,7 +49,7 @@ def layer_shares(guard: Guard | None) -> list[LayerShare]:
         if delta is not None:
             sums["whole"] = float(delta.double().square().sum())
             sums["energy"] = float((c * delta).double().square().sum())
-        ledger.add(i, sums)
+        layer_sums.add(i, sums)
     return [
         LayerShare(
             name=name,
@@ -57,12 +57,12 @@ def layer_shares(guard: Guard | None) -> list[LayerShare]:
             admitted=min(1.0, sums["admitted"] / sums["coordinates"]),
             energy=share(sums.get("energy", 0.0), sums.get("whole", 0.0)),
         )
-        for name, sums in ledger.by_layer().items()
+        for name, sums in layer_sums.by_layer().items()
     ]
 
 
 def last_update(optimizer: Optimizer, p: nn.Parameter) -> Tensor | None:
-    """What AdamW proposed to add at its last step, up to the learning rate, from the moments it left behind."""
+    """What AdamW proposed to add at its last step, up to the learning rate, computed from its moments."""
     state = optimizer.state.get(p, {})
     [group] = [group for group in optimizer.param_groups if any(q is p for q in group["params"])]
     if not {"step", "exp_avg", "exp_avg_sq"} <= state.keys() or "betas" not in group:

@@ -10,7 +10,7 @@ _DOWN = re.compile(r"\b(down_proj|c_proj|fc2|dense_4h_to_h)\b")
 
 
 def layer_of(parameter: str) -> str:
-    """The layer a parameter belongs to, in words.
+    """The name of the layer that a parameter belongs to.
 
     >>> layer_of("model.layers.3.mlp.up_proj.weight"), layer_of("model.embed_tokens.weight")
     ('layer 3', 'embed_tokens')
@@ -21,7 +21,7 @@ def layer_of(parameter: str) -> str:
 
 
 def middle_down_projection(names: Sequence[str]) -> int:
-    """The position of the middle layer's MLP down-projection, or of the middle parameter where there is none.
+    """The index of the middle layer's MLP down-projection, or of the middle parameter if there is none.
 
     >>> middle_down_projection([f"layers.{i}.mlp.down_proj.weight" for i in range(5)])
     2

@@ -1,4 +1,4 @@
-"""The mask audit: how the masks of few anchors, probes, their blend and all past rows agree on the same proposals."""
+"""The mask audit: the agreement between the masks of few anchors, probes, their blend and all past rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cplus.data.encoded import Encoded
 from cplus.diagnostics.layers import layer_of, middle_down_projection
 from cplus.diagnostics.measures import BLOCK, Sums
 from cplus.diagnostics.scratch import Shelf
-from cplus.diagnostics.sums import Ledger, agrees
+from cplus.diagnostics.sums import LayerSums, agrees
 from cplus.diagnostics.taps import NUM_COORDINATES
 from cplus.diagnostics.trajectories import KEPT, distance, mean_coefficients, replay, tables
 from cplus.evidence import MeanGradient, Source, named
@@ -28,7 +28,7 @@ BUDGETS = (4, 8, 16, 32, 64, 128)
 
 @dataclass(frozen=True, kw_only=True)
 class Evidences:
-    """The rows whose masks are compared; `anchors` by their number, `num_anchors` the run's own among them."""
+    """The rows whose masks are compared: `anchors` by their number; `num_anchors` is the number that the run uses."""
 
     anchors: Mapping[int, Sequence[Encoded]]
     num_anchors: int
@@ -38,7 +38,7 @@ class Evidences:
 
     def __post_init__(self) -> None:
         if not self.probes:
-            raise ValueError("the mask audit compares anchors, probes and past rows, and there are no probes")
+            raise ValueError("the mask audit compares anchors, probes and past rows, but there are no probes")
         if self.num_anchors not in self.anchors:
             raise ValueError(f"expected {self.num_anchors} among the numbers of anchors, got {sorted(self.anchors)}")
 
@@ -51,9 +51,9 @@ def audit(
     *,
     beta: float = 0.9,
 ) -> dict[str, Any]:
-    """Replay the batches' proposals at the model's weights, which stay, and compare the references' masks.
+    """Replay the batches' proposals at the model's weights, which do not change, and compare the references' masks.
 
-    Paper: App. E.8; App. E.11. The optimizer's moments advance, so it should be a fresh one.
+    Paper: App. E.8; App. E.11. The optimizer's moments advance, so use a new optimizer.
     """
     params, names = trainable(optimizer), named(model)
     labels = [names.get(id(p), "others") for p in params]
@@ -61,19 +61,19 @@ def audit(
     try:
         updates = replay(shelf, model, optimizer, batches, beta=beta)
         keep_signs(shelf, model, params, given)
-        ledger = Ledger([layer_of(label) for label in labels])
+        layer_sums = LayerSums([layer_of(label) for label in labels])
         for i, p in enumerate(params):
             for sums in compared(shelf, i, p.numel(), given):
-                ledger.add(i, sums)
+                layer_sums.add(i, sums)
         at = middle_down_projection(labels)
         return {
             "updates": updates,
             "past": len(given.past),
             "probes": len(given.probes),
             "budgets": sorted(given.anchors),
-            **agreements(ledger.epochs()[1], given),
-            "references": pairs(ledger.epochs()[1], given.num_anchors),
-            "layers": [{"layer": layer, **agreements(s, given)} for layer, s in ledger.by_layer().items()],
+            **agreements(layer_sums.epochs()[1], given),
+            "references": pairs(layer_sums.epochs()[1], given.num_anchors),
+            "layers": [{"layer": layer, **agreements(s, given)} for layer, s in layer_sums.by_layer().items()],
             "coordinates": {"tensor": labels[at], **coordinates(shelf, at, given)},
         }
     finally:
@@ -81,7 +81,7 @@ def audit(
 
 
 def keep_signs(shelf: Shelf, model: nn.Module, params: Sequence[nn.Parameter], given: Evidences) -> None:
-    """Take each source's mean gradient at these weights and put away its signs, and those of its blend with probes."""
+    """Store the signs of each source's mean gradient at these weights, and of its blend with the probes'."""
 
     def gradient(rows: Sequence[Encoded]) -> list[Tensor]:
         source = Source(name="evidence", weight=1.0, rows=rows)
@@ -98,12 +98,12 @@ def keep_signs(shelf: Shelf, model: nn.Module, params: Sequence[nn.Parameter], g
 
 
 def signs_of(g: Tensor) -> Tensor:
-    """The signs, flat, a byte each."""
+    """The signs as a flat tensor, one byte each."""
     return g.sign().to(torch.int8).reshape(-1)
 
 
 def compared(shelf: Shelf, position: int, size: int, given: Evidences) -> Iterator[Sums]:
-    """One tensor's energy and what each pair of references differs on, block by block."""
+    """One tensor's energy and the energy on which each pair of references differs, block by block."""
     for start in range(0, size, BLOCK):
         stop = start + BLOCK
         kept = {name: shelf.read(f"{name}-{position}", start, stop).double() for name in KEPT}
@@ -125,7 +125,7 @@ def compared(shelf: Shelf, position: int, size: int, given: Evidences) -> Iterat
 
 
 def compared_names(num_anchors: int) -> dict[str, str]:
-    """The references of the pairwise comparison, by the name they are put away under."""
+    """The references of the pairwise comparison, with the names they are stored under."""
     return {
         "anchors": f"anchors_{num_anchors}",
         "probes": "probes",
@@ -144,7 +144,7 @@ def agreements(sums: Sums, given: Evidences) -> dict[str, list[float | None]]:
 
 
 def pairs(sums: Sums, num_anchors: int) -> list[dict[str, Any]]:
-    """The agreement of each two references' binary masks."""
+    """The agreement between the binary masks of each pair of references."""
     return [
         {"first": a, "second": b, "agreement": agrees(sums[f"{a}/{b}"], sums["energy"])}
         for a, b in combinations(compared_names(num_anchors), 2)
@@ -152,7 +152,7 @@ def pairs(sums: Sums, num_anchors: int) -> list[dict[str, Any]]:
 
 
 def coordinates(shelf: Shelf, position: int, given: Evidences) -> dict[str, Any]:
-    """The coordinates of one tensor with the most update energy, and CPLUS's mean mask there by number of anchors."""
+    """The coordinates of one tensor with the most update energy, and CPLUS's mean mask there, by number of anchors."""
     cpu = torch.device("cpu")
     sums = {name: shelf.get(f"{name}-{position}", cpu).double() for name in ("up", "down", "plus", "minus")}
     energy = sums["up"] + sums["down"]

@@ -1,4 +1,4 @@
-"""The quantities, as sums over the coordinates of one tensor: they add up over tensors, layers, steps and epochs."""
+"""The measured quantities as sums over one tensor's coordinates, to be added over tensors, layers, steps and epochs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 from cplus.algorithm import collaborates
 
 Sums: TypeAlias = dict[str, float]
-BLOCK = 1 << 20  # coordinates worked on at a time, so that double precision costs a few megabytes and no more
+BLOCK = 1 << 20  # coordinates processed at a time, so that double precision needs only a few megabytes
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Corresponding parts of tensors of one shape, flat and in double precision."""
+    """Corresponding parts of tensors of equal shape, flat and in double precision."""
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     for start in range(0, flat[0].numel(), BLOCK):
         yield tuple(part[start : start + BLOCK].double() for part in flat)
 
 
 def masked(theta: Tensor, proposed: Tensor, g_hat: Tensor) -> Sums:
-    """How much of a proposal the binary mask admits, in coordinates and in squared size.
+    """How much of a proposal the binary mask admits, in coordinates and in energy (squared size).
 
     Paper: App. E.7.    sum m,    sum m delta^2
     """
@@ -35,7 +35,7 @@ def masked(theta: Tensor, proposed: Tensor, g_hat: Tensor) -> Sums:
 
 
 def applied(theta: Tensor, proposed: Tensor, c: Tensor) -> Sums:
-    """How much of a proposal the coefficient lets through: sum c, and the squared size of c * delta."""
+    """How much of a proposal the coefficient admits: sum c, and the energy of c * delta."""
     found = []
     for t, p, k in blocks(theta, proposed, c):
         found.append([k.sum(), (k * (p - t)).square().sum()])
@@ -43,7 +43,7 @@ def applied(theta: Tensor, proposed: Tensor, c: Tensor) -> Sums:
 
 
 def masses(theta: Tensor, proposed: Tensor, g_hat: Tensor, c: Tensor, g_past: Tensor) -> Sums:
-    """Harmful mass admitted and safe mass removed, judged by the full past data's gradient.
+    """Harmful mass admitted and safe mass removed, judged by the gradient of all past rows.
 
     Paper: App. B.    z = g_past * delta;    sum m [z]+,    sum (1 - m) [-z]+,    and the same with c for m
     """
@@ -59,7 +59,7 @@ def masses(theta: Tensor, proposed: Tensor, g_hat: Tensor, c: Tensor, g_past: Te
 
 
 def apart(theta: Tensor, proposed: Tensor, g_hat: Tensor, reference: Tensor) -> float:
-    """The update energy on which two binary masks differ; over the whole energy it is one minus the agreement.
+    """The update energy on which two binary masks differ; divided by the whole energy, it is 1 minus the agreement.
 
     Paper: App. E.11.    sum delta^2 |m - m_reference|
     """
@@ -71,7 +71,7 @@ def apart(theta: Tensor, proposed: Tensor, g_hat: Tensor, reference: Tensor) -> 
 
 
 def first_order(theta: Tensor, proposed: Tensor, g_hat: Tensor, gradient: Tensor) -> Sums:
-    """The change of a loss to first order, by the whole proposal and by what the binary mask leaves of it.
+    """The first-order change of a loss under the whole proposal and under the part that the binary mask admits.
 
     Paper: App. B.    g . delta,    g . (m delta)
     """
@@ -84,7 +84,7 @@ def first_order(theta: Tensor, proposed: Tensor, g_hat: Tensor, gradient: Tensor
 
 
 def share(part: float, whole: float) -> float | None:
-    """A share, or None of nothing.
+    """A share, or None if the whole is 0.
 
     >>> share(1.0, 4.0), share(0.0, 0.0)
     (0.25, None)

@@ -1,4 +1,4 @@
-"""What each method costs: rows through the model by formula, and extra memory by measurement."""
+"""What each method costs: rows through the model by formula, extra memory by measurement."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from cplus.methods import METHODS, Material, Method, Past
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Extra bytes a parameter: what the method says it holds, and what was found alive inside a step.
+    """Extra bytes per parameter: as the method reports them, and as measured inside a step.
 
-    Below 0 where a method holds less than plain fine-tuning.
+    Negative if a method holds less than plain fine-tuning.
     """
 
     method: str
@@ -29,10 +29,10 @@ class Cost:
 
 
 def rows_formula(method: Method) -> str:
-    """Rows an epoch of n new rows, A anchors and N probes, each at 6 P L FLOPs; what is computed once is left out.
+    """Rows per epoch with n new rows, A anchors and N probes, at 6 P L FLOPs each; one-time passes are not counted.
 
     >>> rows_formula(METHODS["cplus"]), rows_formula(METHODS["replay"])
-    ('n + A + N an epoch', '2n an epoch')
+    ('n + A + N per epoch', '2n per epoch')
     """
     sizes = {"probes": "N", "anchors": "A", "constant": "N", "balanced": "N", "synthetic": "n"}
     parts = ["n"]
@@ -45,7 +45,7 @@ def rows_formula(method: Method) -> str:
     if method.refresh == "epoch":
         parts += seen
     counts = ((parts.count(part), part) for part in dict.fromkeys(parts))
-    text = " + ".join(part if count == 1 else f"{count}{part}" for count, part in counts) + " an epoch"
+    text = " + ".join(part if count == 1 else f"{count}{part}" for count, part in counts) + " per epoch"
     if isinstance(method.refresh, int) and method.evidence:
         text += f", {' + '.join(seen)} every {'step' if method.refresh == 1 else f'{method.refresh} steps'}"
     passes = method.objective.anchor_passes
@@ -53,66 +53,68 @@ def rows_formula(method: Method) -> str:
 
 
 def live_bytes() -> int:
-    """The storage of every tensor alive, each counted once."""
+    """The storage of all live tensors, each counted once."""
     gc.collect()
     tensors = (thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter))
-    return stored_bytes(tensor for tensor in tensors if tensor.device.type != "meta")  # no tracing stand-ins
+    return stored_bytes(
+        tensor for tensor in tensors if tensor.device.type != "meta"
+    )  # meta tensors from tracing have no storage
 
 
 def stored_bytes(tensors: Iterable[Tensor]) -> int:
-    """The storage behind tensors, each counted once, whole even where a tensor is a part of it."""
+    """The storage behind tensors, each counted once and in full even if a tensor uses only part of it."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def training_bytes(model: nn.Module) -> int:
-    """Weights, and for what trains a gradient and Adam's two moments."""
+    """All weights, plus the gradient and Adam's two moments of the trainable ones."""
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return stored_bytes([*model.parameters(), *model.buffers()]) + 3 * trained
 
 
 def inside_a_step(method: Method, base: nn.Module, rows: Sequence[Encoded]) -> tuple[int, int]:
-    """Bytes alive when the optimizer steps for the second time, and what the method says it holds by then."""
+    """Bytes in use when the optimizer steps for the second time, and the bytes that the method reports by then."""
     past = Past(name="past", anchors=rows, probes=rows, synthetic=rows, constant=rows, balanced=rows)
     model = method.trained(copy.deepcopy(base), 0)
     optimizer = AdamW(model.parameters(), lr=1e-5)
     prepared = prepare(method, optimizer, model, Material(new=rows, past=(past,)), seed=0)
     found: list[int] = []
 
-    def look(*_: object) -> None:
-        held = [p.grad for p in model.parameters()]  # a gradient no one has asked for has no Python object to count
+    def measure(*_: object) -> None:
+        held = [p.grad for p in model.parameters()]  # a gradient has a Python object to count only after an access
         found.append(live_bytes())
         del held
 
     for step in range(2):
         if step == 1:  # the first step creates the optimizer's and the gate's state
-            optimizer.register_step_pre_hook(look)
+            optimizer.register_step_pre_hook(measure)
         if prepared.guard is not None and method.evidence:
             prepared.guard.refresh()
         optimizer.zero_grad(set_to_none=True)
         prepared.backward(rows)
         optimizer.step()
     guard = prepared.guard
-    said = 0 if guard is None else guard.nbytes + guard.step_nbytes
+    reported = 0 if guard is None else guard.nbytes + guard.step_nbytes
     if guard is not None:
         guard.detach()
-    said += training_bytes(model) - training_bytes(base)  # adapters in place of the model's own weights
+    reported += training_bytes(model) - training_bytes(base)  # adapters instead of the model's own weights
     parameters = sum(p.numel() for p in base.parameters())
-    return found[-1], said + int(method.objective.bytes_a_parameter * parameters)
+    return found[-1], reported + int(method.objective.bytes_per_parameter * parameters)
 
 
 def costs(base: nn.Module, rows: Sequence[Encoded]) -> list[Cost]:
-    """Every row of the table, measured against SFT on the same rows."""
+    """Every method of the table, measured against SFT on the same rows."""
     parameters = sum(p.numel() for p in base.parameters())
     plain, _ = inside_a_step(METHODS["sft"], base, rows)
     table = []
     for method in METHODS.values():
-        alive, said = inside_a_step(method, base, rows)
+        alive, reported = inside_a_step(method, base, rows)
         table.append(
             Cost(
                 method=method.name,
                 rows=rows_formula(method),
-                reported=said / parameters,
+                reported=reported / parameters,
                 measured=(alive - plain) / parameters,
             )
         )

@@ -1,4 +1,4 @@
-"""One run's observation: which taps are on, when references are taken, and what they found."""
+"""The observation of one run: which taps are active, when references are computed, and the results."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from cplus.loop import EpochEnded, Event, Prepared, Refreshed, Schedule
 from cplus.methods import METHODS, Material
 
 OBSERVED = ("admission", "reference", "geometry", "coordinates")
-"""What is observed while a run goes on; it needs a method with a gate."""
+"""What is observed during a run; this needs a method with a gate."""
 AUDITED = ("audit",)
-"""What is found before a run, whatever its method."""
+"""What is measured before a run, for any method."""
 NUM_SHOWN = 4
 
 
 class Observation:
-    """The taps of one run; `seconds` is the time they took inside the updates, which is not the training's."""
+    """The taps of one run; `seconds` is their own time inside the updates, to be subtracted from the training's."""
 
     def __init__(
         self, names: Sequence[str], prepared: Prepared, *, full: Material, schedule: Schedule, seed: int
@@ -57,14 +57,14 @@ class Observation:
         self._begin(1)
 
     def __call__(self, event: Event) -> None:
-        """Follow the run: take references between epochs, preview where the evidence is fresh."""
+        """Follow the run: compute references between epochs, preview after each refresh of the evidence."""
         if isinstance(event, Refreshed) and "geometry" in self.taps:
-            self.taps["geometry"].look(event.epoch - 1)
+            self.taps["geometry"].measure(event.epoch - 1)
         if isinstance(event, EpochEnded) and event.epoch < self._epochs:
             self._begin(event.epoch + 1)
 
     def report(self) -> dict[str, Any]:
-        """What every tap found, ready for JSON; scratch files are removed."""
+        """The results of every tap as plain JSON values; removes the scratch files."""
         found = {name: tap.report() for name, tap in self.taps.items()}
         if "reference" in self.taps:
             self.taps["reference"].shelf.close()
@@ -72,7 +72,7 @@ class Observation:
 
     def _begin(self, epoch: int) -> None:
         for name in self.taps.keys() & {"admission", "reference"}:
-            self.taps[name].ledger.epoch = epoch
+            self.taps[name].sums.epoch = epoch
         if "reference" in self.taps:
             self.taps["reference"].refresh()
 
@@ -86,10 +86,10 @@ class Observation:
 
 
 def observable(prepared: Prepared, names: Sequence[str]) -> Guard:
-    """The guard to observe; a method without a gate, unknown names and shards are refused."""
+    """The guard to observe; refuse methods without a gate, unknown names and sharded parameters."""
     unknown = [name for name in names if name not in OBSERVED]
     if unknown:
-        raise ValueError(f"unknown diagnostic {unknown[0]!r}; expected some of {', '.join(OBSERVED)}")
+        raise ValueError(f"unknown diagnostic {unknown[0]!r}; expected one of {', '.join(OBSERVED)}")
     guard = prepared.guard
     if guard is None or guard.gate is None:
         gated = [name for name, row in METHODS.items() if row.gate is not None]
@@ -98,19 +98,19 @@ def observable(prepared: Prepared, names: Sequence[str]) -> Guard:
             f"out, or choose one of {', '.join(gated)}"
         )
     if guard.where.sharded:
-        raise TypeError("the parameters are sharded and diagnostics need them whole; run in one process or with DDP")
+        raise TypeError("diagnostics need whole parameters, but these are sharded; run in one process or with DDP")
     return guard
 
 
 def references(guard: Guard, layers: Sequence[str], prepared: Prepared, full: Material) -> References:
-    """The tap with CPL's evidence and the method's own, both as if every past row were an anchor."""
+    """The tap with CPL's evidence and the method's own, both with every past row as an anchor."""
     method, cpl, model = prepared.method, METHODS["cpl"], guard.model
     if not full.rows("anchors"):
-        raise ValueError("the full-data reference needs past rows and got none")
+        raise ValueError("the full-data reference needs past rows, got none")
     own = method.build_evidence(model, full)
     weight = 0.0
     others: Evidence | None = own
-    if isinstance(own, MeanGradient):  # linear in its sources: the past rows' part is CPL's gradient, taken once
+    if isinstance(own, MeanGradient):  # linear in its sources: CPL's gradient is reused for the past rows
         weight = sum(weight for weight, kind in method.evidence if kind == "anchors")
         rest = replace(method, evidence=tuple(pair for pair in method.evidence if pair[1] != "anchors")).sources(full)
         others = MeanGradient(model=model, sources=rest) if rest else None

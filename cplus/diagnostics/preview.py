@@ -1,4 +1,4 @@
-"""Before any training: where the first update of plain fine-tuning would meet what the model should keep."""
+"""Before any training: where the first update of plain fine-tuning would conflict with what the model should keep."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cplus.diagnostics.layers import layer_of
 from cplus.diagnostics.measures import Sums, first_order, masked, share
 from cplus.diagnostics.proposals import proposals
 from cplus.diagnostics.scratch import Shelf
-from cplus.diagnostics.sums import Ledger
+from cplus.diagnostics.sums import LayerSums
 from cplus.evidence import MeanGradient, Source, named
 from cplus.support import trainable
 
@@ -23,9 +23,9 @@ from cplus.support import trainable
 class Forecast:
     """One layer, or the whole model, under the first update that plain fine-tuning would make.
 
-    `conflict` and `conflicting_energy` are shares of the layer's coordinates and update energy that meet evidence of
-    the same sign. `change` is the first-order change of the anchors' loss by the whole update, `gated_change` by what
-    the binary mask leaves of it.
+    `conflict` and `conflicting_energy` are the shares of the layer's coordinates and update energy where update and
+    evidence have the same sign. `change` is the first-order change of the anchors' loss under the whole update,
+    `gated_change` under the part that the binary mask admits.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Forecast:
 
     @classmethod
     def of(cls, name: str, sums: Sums) -> Forecast:
-        """Read the shares off the sums."""
+        """Compute the shares from the sums."""
         return cls(
             name=name,
             coordinates=int(sums["coordinates"]),
@@ -50,7 +50,7 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """The whole model and its layers, the most harmed first; `loss` is the anchors' mean loss before."""
+    """The whole model and its layers, most harmed first; `loss` is the anchors' mean loss before the update."""
 
     loss: float
     whole: Forecast
@@ -66,34 +66,34 @@ def preview(
     probes: Sequence[Encoded] = (),
     anchor_weight: float = 0.5,
 ) -> Preview:
-    """One pass over each source; nothing is changed. Without probes the anchors are all the evidence.
+    """One pass over each source, which changes nothing. Without probes the anchors are the only evidence.
 
     Paper: App. B.    conflict where g_hat * delta > 0;    change = g_anchor . delta
     """
     params, names = trainable(optimizer), named(model)
-    ledger = Ledger([layer_of(names.get(id(p), "others")) for p in params])
+    layer_sums = LayerSums([layer_of(names.get(id(p), "others")) for p in params])
     shelf = Shelf()
     try:
-        loss = kept(shelf, "anchors", model, params, anchors)
+        loss = stored(shelf, "anchors", model, params, anchors)
         if probes:
-            kept(shelf, "probes", model, params, probes)
+            stored(shelf, "probes", model, params, probes)
         for i, (theta, proposed) in enumerate(proposals(model, optimizer, new)):
             g_hat = g_anchor = shelf.get(f"anchors-{i}", theta.device)
             if probes:
                 g_hat = blend(g_anchor, shelf.get(f"probes-{i}", theta.device), anchor_weight)
-            ledger.add(i, masked(theta, proposed, g_hat) | first_order(theta, proposed, g_hat, g_anchor))
+            layer_sums.add(i, masked(theta, proposed, g_hat) | first_order(theta, proposed, g_hat, g_anchor))
     finally:
         shelf.close()
-    layers = [Forecast.of(name, sums) for name, sums in ledger.by_layer().items()]
+    layers = [Forecast.of(name, sums) for name, sums in layer_sums.by_layer().items()]
     return Preview(
         loss=loss,
-        whole=Forecast.of("whole model", ledger.epochs()[1]),
+        whole=Forecast.of("whole model", layer_sums.epochs()[1]),
         layers=tuple(sorted(layers, key=lambda layer: layer.change, reverse=True)),
     )
 
 
-def kept(shelf: Shelf, name: str, model: nn.Module, params: Sequence[nn.Parameter], rows: Sequence[Encoded]) -> float:
-    """Put away the mean gradient of these rows; returns their mean loss."""
+def stored(shelf: Shelf, name: str, model: nn.Module, params: Sequence[nn.Parameter], rows: Sequence[Encoded]) -> float:
+    """Store the mean gradient of these rows and return their mean loss."""
     found = MeanGradient(model=model, sources=(Source(name=name, weight=1.0, rows=rows),))(params, 0)
     for i, g in enumerate(found.vectors[0]):
         shelf.put(f"{name}-{i}", g)

@@ -1,4 +1,4 @@
-"""An optimizer's proposal without taking it, one tensor at a time."""
+"""An optimizer's proposals, computed one tensor at a time without taking the step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from cplus.support import trainable
 
 
 def propose(optimizer: Optimizer, p: nn.Parameter, *, advance: bool = False) -> Tensor:
-    """Where the optimizer would move one parameter, which stays; its state goes on only if it is to `advance`.
+    """The value the optimizer would give one parameter, which is not changed; `advance` updates its optimizer state.
 
-    A twin of the optimizer, without its hooks, steps a copy of this parameter alone.
+    A copy of the optimizer, without its hooks, steps a copy of this parameter alone.
     """
     if p.grad is None:
         return p.detach()
@@ -44,9 +44,9 @@ def propose(optimizer: Optimizer, p: nn.Parameter, *, advance: bool = False) -> 
 def proposals(
     model: nn.Module, optimizer: Optimizer, rows: Sequence[Encoded], *, advance: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Where each parameter stands and where one step on these rows would move it, in the optimizer's order.
+    """Each parameter's value and the value after one step on these rows, in the optimizer's order.
 
-    Gradients and mode of the model are given back when the last pair has been taken.
+    The model's gradients and mode are restored after the last pair.
     """
     params = trainable(optimizer)
     with borrowed_gradients(model, params):

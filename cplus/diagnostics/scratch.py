@@ -1,4 +1,4 @@
-"""Tensors put away on disk: an observer holds one of them in memory at a time, whatever the size of the model."""
+"""Tensors stored on disk, so that an observer holds one of them in memory at a time, however large the model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 class Shelf:
-    """Scratch files in the system's temporary folder (TMPDIR), removed with the shelf."""
+    """Scratch files in the system's temporary folder (TMPDIR), removed when the shelf is closed."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="cplus-shelf-")
         self._kinds: dict[str, tuple[np.dtype[np.generic], torch.Size]] = {}
 
     def put(self, key: str, tensor: Tensor) -> None:
-        """Write a tensor, in place of an older one of the same key."""
+        """Write a tensor, replacing any with the same key."""
         values = tensor.detach().cpu().contiguous().numpy()
         values.tofile(self._path(key))
         self._kinds[key] = (values.dtype, tensor.shape)

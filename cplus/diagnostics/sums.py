@@ -1,4 +1,4 @@
-"""Where sums are kept while a run goes on, and the shares that are read off them in the end."""
+"""Sums collected during a run, and the shares computed from them at the end."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from cplus.diagnostics.measures import Sums, share
 
 
-class Ledger:
-    """Sums by epoch and layer; `epoch` is the one that is being added to."""
+class LayerSums:
+    """Sums by epoch and layer; `epoch` is the current one."""
 
     def __init__(self, layers: Sequence[str]) -> None:
         self.layers = layers
@@ -51,7 +51,7 @@ def total(rows: Iterable[Sums]) -> Sums:
 
 
 def admitted(sums: Sums) -> dict[str, Any]:
-    """The shares of coordinates and of update energy that mask and, where it was applied, coefficient let through."""
+    """The shares of coordinates and of update energy that the mask and, if applied, the coefficient admitted."""
     return {
         kind: {
             "coordinates": share(sums[kind], sums["coordinates"]),
@@ -63,7 +63,7 @@ def admitted(sums: Sums) -> dict[str, Any]:
 
 
 def judged(sums: Sums) -> dict[str, Any]:
-    """Masses, their shares of all that was harmful or safe in the proposals, and the masks' agreements."""
+    """Harmful mass admitted and safe mass removed, their shares of the proposals' totals, and the masks' agreement."""
     kinds = {
         kind: {
             "harmful_admitted": sums[f"{kind}_harmful"],
@@ -78,7 +78,7 @@ def judged(sums: Sums) -> dict[str, Any]:
 
 
 def agrees(apart: float, energy: float) -> float | None:
-    """Agreement from the energy on which two masks differ; None where nothing was proposed.
+    """Agreement from the energy on which two masks differ; None if nothing was proposed.
 
     >>> agrees(1.0, 4.0)
     0.75

@@ -1,4 +1,4 @@
-"""Taps: observers of a guard. They read what it is about to apply, add to sums, and return nothing."""
+"""Taps: observers of a guard, which read what it is about to apply and add it to sums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cplus.data.encoded import Encoded
 from cplus.diagnostics.measures import apart, applied, masked, masses
 from cplus.diagnostics.proposals import proposals
 from cplus.diagnostics.scratch import Shelf
-from cplus.diagnostics.sums import Ledger, admitted, judged
+from cplus.diagnostics.sums import LayerSums, admitted, judged
 from cplus.evidence import Evidence
 from cplus.gates import Proposal
 
@@ -25,41 +25,41 @@ NUM_PREVIEWED = 32
 class Admission:
     """What the gate admits at every step.
 
-    Paper: App. E.7, over all steps instead of seven states, and after the smoothing too.
+    Paper: App. E.7, but over all steps instead of seven states, and also after the smoothing.
     """
 
     def __init__(self, layers: Sequence[str]) -> None:
-        self.ledger = Ledger(layers)
+        self.sums = LayerSums(layers)
 
     def __call__(self, position: int, proposal: Proposal, c: Tensor) -> None:
-        """Add one tensor's step."""
+        """Add one step of one tensor."""
         theta, proposed = proposal.theta, proposal.proposed
-        self.ledger.add(position, {**masked(theta, proposed, proposal.sign), **applied(theta, proposed, c)})
+        self.sums.add(position, {**masked(theta, proposed, proposal.sign), **applied(theta, proposed, c)})
 
     def report(self) -> dict[str, Any]:
         """Shares by epoch and by layer."""
         return {
-            "epochs": [{"epoch": epoch, **admitted(sums)} for epoch, sums in self.ledger.epochs().items()],
-            "layers": [{"layer": layer, **admitted(sums)} for layer, sums in self.ledger.by_layer().items()],
+            "epochs": [{"epoch": epoch, **admitted(sums)} for epoch, sums in self.sums.epochs().items()],
+            "layers": [{"layer": layer, **admitted(sums)} for layer, sums in self.sums.by_layer().items()],
         }
 
 
 class References:
-    """The gate against full-data references: CPL's, the gradient of all past rows, and the method's own.
+    """Compares the gate with full-data references: CPL's, which is the gradient of all past rows, and the method's own.
 
     Paper: App. B; App. E.8; App. E.11. The own reference is `weight` times CPL's plus the gradient of `others`.
-    CPL's gradient is put away on disk, of the own one only the signs.
+    CPL's gradient is stored on disk; of the own reference only the signs are.
     """
 
     def __init__(
         self, guard: Guard, layers: Sequence[str], *, cpl: Evidence, weight: float, others: Evidence | None
     ) -> None:
         self.guard, self.cpl, self.weight, self.others = guard, cpl, weight, others
-        self.ledger = Ledger(layers)
+        self.sums = LayerSums(layers)
         self.shelf = Shelf()
 
     def refresh(self) -> None:
-        """Take both references at the current parameters, as the guard's next refresh would."""
+        """Compute both references at the current parameters, as the guard's next refresh would."""
         for i, g in enumerate(self._gradient(self.cpl)):
             self.shelf.put(f"cpl-{i}", g)
             self.shelf.put(f"own-{i}", g.sign().to(torch.int8))
@@ -73,19 +73,19 @@ class References:
         return evidence(self.guard.params, self.guard.refreshes).vectors[0]
 
     def __call__(self, position: int, proposal: Proposal, c: Tensor) -> None:
-        """Add one tensor's step."""
+        """Add one step of one tensor."""
         theta, proposed, sign, device = proposal.theta, proposal.proposed, proposal.sign, proposal.theta.device
         past = self.shelf.get(f"cpl-{position}", device)
         sums = masses(theta, proposed, sign, c, past) | {"apart_cpl": apart(theta, proposed, sign, past)}
         del past  # one reference in memory at a time
         sums["apart_own"] = apart(theta, proposed, sign, self.shelf.get(f"own-{position}", device))
-        self.ledger.add(position, sums | {"energy": masked(theta, proposed, sign)["energy"]})
+        self.sums.add(position, sums | {"energy": masked(theta, proposed, sign)["energy"]})
 
     def report(self) -> dict[str, Any]:
         """Masses and agreements by epoch and by layer."""
         return {
-            "epochs": [{"epoch": epoch, **judged(sums)} for epoch, sums in self.ledger.epochs().items()],
-            "layers": [{"layer": layer, **judged(sums)} for layer, sums in self.ledger.by_layer().items()],
+            "epochs": [{"epoch": epoch, **judged(sums)} for epoch, sums in self.sums.epochs().items()],
+            "layers": [{"layer": layer, **judged(sums)} for layer, sums in self.sums.by_layer().items()],
         }
 
 
@@ -103,7 +103,7 @@ class Coordinates:
         self.rows: list[dict[str, Any]] = []
 
     def __call__(self, position: int, proposal: Proposal, c: Tensor) -> None:
-        """Note the sample where the step was chosen."""
+        """Record the sample if the step is one of the chosen ones."""
         if position != self.position:
             return
         self.seen += 1
@@ -122,12 +122,12 @@ class Coordinates:
         )
 
     def report(self) -> dict[str, Any]:
-        """The sample as texts of numbers with blanks between; of the evidence one character a coordinate."""
+        """The sample as space-separated numbers; the evidence has one character per coordinate."""
         return {"tensor": self.name, "indices": " ".join(map(str, self.indices.tolist())), "steps": self.rows}
 
 
 class Geometry:
-    """The binary mask on the update proposed for the same new rows, at states spread over the run.
+    """The binary mask on the update proposed for the same new rows, at points spread over the run.
 
     Paper: App. E.7, the read-only audit.
     """
@@ -137,22 +137,22 @@ class Geometry:
         self.states = spread(epochs, NUM_STATES)
         self.found: list[dict[str, Any]] = []
 
-    def look(self, completed: int) -> None:
-        """Preview at the current parameters and evidence, where this state was chosen."""
+    def measure(self, completed: int) -> None:
+        """Preview the update at the current parameters and evidence, if this point is one of the chosen ones."""
         if completed not in self.states or any(row["completed_epochs"] == completed for row in self.found):
             return
-        ledger = Ledger([""] * len(self.guard.params))
+        layer_sums = LayerSums([""] * len(self.guard.params))
         for i, (theta, proposed) in enumerate(proposals(self.guard.model, self.guard.optimizer, self.rows)):
-            ledger.add(i, masked(theta, proposed, self.guard.evidence_at(i)))
-        self.found.append({"completed_epochs": completed, **admitted(ledger.epochs()[1])})
+            layer_sums.add(i, masked(theta, proposed, self.guard.evidence_at(i)))
+        self.found.append({"completed_epochs": completed, **admitted(layer_sums.epochs()[1])})
 
     def report(self) -> list[dict[str, Any]]:
-        """One row a state."""
+        """One row per point."""
         return self.found
 
 
 def spread(count: int, most: int) -> tuple[int, ...]:
-    """At most `most` of the numbers from 0 to `count` - 1, the ends among them.
+    """At most `most` evenly spaced numbers from 0 to `count` - 1, including both ends.
 
     >>> spread(25, 7), spread(3, 7)
     ((0, 4, 8, 12, 16, 20, 24), (0, 1, 2))

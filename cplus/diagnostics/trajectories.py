@@ -1,8 +1,8 @@
-"""Every reference's mask over one replay of proposals, kept as a few sums a coordinate.
+"""The masks of all references over one replay of proposals, stored as a few sums per coordinate.
 
-While the weights are frozen a reference is one fixed sign a coordinate: plus, minus or zero. So all references share
-three mask trajectories, whatever their number: that of a plus (1 where delta <= 0), that of a minus (1 where
-delta >= 0) and that of a zero (always 1), each binary or smoothed. What is summed is how far these are apart.
+With the weights frozen, a reference is one fixed sign per coordinate: plus, minus or zero. All references therefore
+share three mask trajectories: that of plus (1 where delta <= 0), of minus (1 where delta >= 0) and of zero (always 1),
+each binary or smoothed. The sums measure the differences between these trajectories.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from cplus.diagnostics.scratch import Shelf
 
 Table: TypeAlias = dict[tuple[int, int], Tensor]
 KEPT = ("up", "down", "opposite", "plus", "minus", "plus_binary", "minus_binary", "ema_plus", "ema_minus")
-"""Sums over steps of delta^2 times: [delta > 0], [delta < 0], |c+ - c-|, 1 - c+, 1 - c-, |c+ - m+|, |c- - m-|; and the
-two moving averages, where c+ and m+ are a plus reference's coefficient and binary mask."""
+"""Sums over steps of delta^2 times [delta > 0], [delta < 0], |c+ - c-|, 1 - c+, 1 - c-, |c+ - m+| and |c- - m-|, and
+the two moving averages; c+ and m+ are the coefficient and the binary mask of a plus reference."""
 
 
 def replay(
     shelf: Shelf, model: nn.Module, optimizer: Optimizer, batches: Iterable[Sequence[Encoded]], *, beta: float
 ) -> int:
-    """Propose one update a batch with the weights frozen and the moments advancing; returns the number of updates.
+    """Propose one update per batch, with the weights frozen and the moments advancing; return the number of updates.
 
     Paper: App. E.8; App. E.11, a common sequence of proposed updates.
     """
@@ -71,9 +71,9 @@ def accumulate(shelf: Shelf, position: int, start: int, delta: Tensor, *, beta: 
 
 
 def tables(sums: dict[str, Tensor]) -> dict[str, Table]:
-    """How far two trajectories are apart at each coordinate, by the signs of their references.
+    """The difference between two trajectories at each coordinate, by the signs of their references.
 
-    `binary`: two binary masks. `smoothed`: two smoothed ones. `crossed`: a smoothed one and a binary one.
+    `binary`: two binary masks. `smoothed`: two smoothed masks. `crossed`: a smoothed and a binary mask.
     """
     up, down, plus, minus, opposite = (sums[name] for name in ("up", "down", "plus", "minus", "opposite"))
     energy, to_plus, to_minus = up + down, sums["plus_binary"], sums["minus_binary"]
@@ -82,7 +82,7 @@ def tables(sums: dict[str, Tensor]) -> dict[str, Table]:
         "smoothed": {(1, -1): opposite, (-1, 1): opposite, (1, 0): plus, (0, 1): plus, (-1, 0): minus, (0, -1): minus},
         "crossed": {
             (1, 1): to_plus,
-            (1, -1): energy - to_plus,  # the two binary masks are each other's complement wherever delta is not 0
+            (1, -1): energy - to_plus,  # the two binary masks are complements wherever delta is not 0
             (-1, -1): to_minus,
             (-1, 1): energy - to_minus,
             (1, 0): plus,
@@ -99,7 +99,7 @@ def distance(table: Table, first: Tensor, second: Tensor) -> float:
 
 
 def mean_coefficients(signs: Tensor, sums: dict[str, Tensor]) -> Tensor:
-    """Each coordinate's update-weighted mean of the smoothed mask; 1 where nothing was ever proposed.
+    """Each coordinate's update-weighted mean of the smoothed mask; 1 where nothing was proposed.
 
     Paper: App. E.11.    sum_t delta^2 c / sum_t delta^2
     """

@@ -1,6 +1,6 @@
-"""What hides in letters: figures per gold label, the answers' distribution, and evaluation with permuted options.
+"""Effects of answer letters: figures per gold label, the distribution of answers, evaluation with permuted options.
 
-A model that always says A keeps every row whose answer is A: a flipped letter prior reads as forgetting.
+A model that always answers A keeps every row whose answer is A, so a shifted letter prior looks like forgetting.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from cplus.evaluation.statistics import Rate, share
 
 
 def gold_labels(examples: Sequence[Example]) -> dict[str, str]:
-    """The letter of each multiple-choice row's right choice, by id."""
+    """The letter of the right choice of each multiple-choice row, by id."""
     return {example.id: ascii_uppercase[example.answer] for example in examples if isinstance(example, Choice)}
 
 
 def accuracy_by_label(predictions: Sequence[Prediction], labels: Mapping[str, str]) -> dict[str, Rate]:
-    """Accuracy among the rows of each gold label."""
+    """Accuracy on the rows of each gold label."""
     groups: dict[str, list[bool]] = defaultdict(list)
     for prediction in predictions:
         groups[labels[prediction.id]].append(prediction.right)
@@ -33,12 +33,12 @@ def accuracy_by_label(predictions: Sequence[Prediction], labels: Mapping[str, st
 
 
 def retention_by_label(table: Sequence[Flip], labels: Mapping[str, str]) -> dict[str, Rate]:
-    """Retention among the rows of each gold label that has past rows."""
+    """Retention on the rows of each gold label that has past rows."""
     return {label: retention(own) for label, own in _grouped(table, labels, ("kept", "lost")).items()}
 
 
 def acquisition_by_label(table: Sequence[Flip], labels: Mapping[str, str]) -> dict[str, Rate]:
-    """Acquisition among the rows of each gold label that has new rows."""
+    """Acquisition on the rows of each gold label that has new rows."""
     return {label: acquisition(own) for label, own in _grouped(table, labels, ("gained", "still_wrong")).items()}
 
 
@@ -60,13 +60,13 @@ def macro(rates: Mapping[str, Rate]) -> float:
 
 
 def answers(predictions: Sequence[Prediction]) -> dict[str, int]:
-    """How often each letter was answered."""
+    """The number of answers per letter."""
     counts = Counter(ascii_uppercase[p.answer] for p in predictions if isinstance(p.answer, int))
     return dict(sorted(counts.items()))
 
 
 def rotated(example: Choice, by: int) -> Choice:
-    """The same question with its options moved up by `by` places.
+    """The same question with its options moved up by `by` positions.
 
     >>> rotated(Choice(id="q", question="?", choices=("a", "b", "c"), answer=0), 1).choices
     ('b', 'c', 'a')
@@ -78,7 +78,7 @@ def rotated(example: Choice, by: int) -> Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Permuted:
-    """Accuracy when every option has stood at every letter once."""
+    """Accuracy when every option is shown at every letter once."""
 
     mean: float
     consistent: Rate
@@ -95,23 +95,23 @@ class Permuted:
         }
 
 
-def permuted(ask: Callable[[Sequence[Example]], Sequence[Prediction]], examples: Sequence[Example]) -> Permuted:
-    """Ask every question once for each cyclic permutation of its options.
+def permuted(predict: Callable[[Sequence[Example]], Sequence[Prediction]], examples: Sequence[Example]) -> Permuted:
+    """Evaluate every question once for each cyclic permutation of its options.
 
-    `mean` is the accuracy over all askings, `consistent` the share of questions answered by the same option each
-    time, `averaged` the accuracy of the option with the highest mean probability.
+    `mean` is the accuracy over all permutations, `consistent` the share of questions answered with the same option
+    each time, `averaged` the accuracy of the option with the highest mean probability.
     """
     questions = [example for example in examples if isinstance(example, Choice)]
-    asked = [(q, by) for q in questions for by in range(len(q.choices))]
-    predictions = list(ask([rotated(question, by) for question, by in asked]))
+    rotations = [(q, by) for q in questions for by in range(len(q.choices))]
+    predictions = list(predict([rotated(question, by) for question, by in rotations]))
     chosen: dict[str, set[int]] = defaultdict(set)
     weights: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for (question, by), prediction in zip(asked, predictions, strict=True):
+    for (question, by), prediction in zip(rotations, predictions, strict=True):
         count = len(question.choices)
         assert isinstance(prediction.answer, int)
         chosen[question.id].add((prediction.answer + by) % count)
-        for place, probability in enumerate(probabilities(prediction)):
-            weights[question.id][(place + by) % count] += probability
+        for position, probability in enumerate(probabilities(prediction)):
+            weights[question.id][(position + by) % count] += probability
     return Permuted(
         mean=100 * statistics.fmean(prediction.right for prediction in predictions),
         consistent=share(len(chosen[question.id]) == 1 for question in questions),

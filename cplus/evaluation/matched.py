@@ -1,4 +1,4 @@
-"""Matched learning: what methods have lost where all have learned the new rows equally well."""
+"""Matched learning: what methods have lost at the point where all have learned the new rows equally well."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
-Look: TypeAlias = tuple[float, float]
-"""The mean token losses of the new and of the past answers at one moment."""
+LossPoint: TypeAlias = tuple[float, float]
+"""The mean token losses of new and of past answers at one evaluation."""
 
 
-def common_level(curves: Iterable[Sequence[Look]]) -> float:
-    """The lowest loss of the new answers that every curve reaches.
+def common_level(curves: Iterable[Sequence[LossPoint]]) -> float:
+    """The lowest loss on new answers that every curve reaches.
 
     >>> common_level([[(3.0, 1.0), (0.5, 4.0)], [(3.0, 1.0), (1.0, 2.0)]])
     1.0
@@ -19,8 +19,8 @@ def common_level(curves: Iterable[Sequence[Look]]) -> float:
     return max(min(new for new, _ in curve) for curve in curves)
 
 
-def crossing(curve: Sequence[Look], level: float) -> float:
-    """The past answers' loss where the new answers' first comes down to the level, by straight lines between looks.
+def crossing(curve: Sequence[LossPoint], level: float) -> float:
+    """The loss on past answers when the loss on new answers first reaches the level, interpolated linearly.
 
     >>> crossing([(3.0, 1.0), (1.0, 2.0), (0.5, 4.0)], 2.0)
     1.5
@@ -31,11 +31,11 @@ def crossing(curve: Sequence[Look], level: float) -> float:
         if new_next <= level:
             return past + (past_next - past) * (new - level) / (new - new_next)
     lowest = min(new for new, _ in curve)
-    raise ValueError(f"expected a curve that comes down to {level}, got one from {curve[0][0]} to {lowest}")
+    raise ValueError(f"expected a curve that falls to {level}, got one from {curve[0][0]} to {lowest}")
 
 
-def rise(curve: Sequence[Look], level: float) -> float:
-    """How much higher the past answers' loss is at the level than at the first look.
+def rise(curve: Sequence[LossPoint], level: float) -> float:
+    """How much higher the loss on past answers is at the level than at the first evaluation.
 
     >>> rise([(3.0, 1.0), (1.0, 2.0)], 2.0)
     0.5

@@ -1,4 +1,4 @@
-"""How much of what was lost is a moved prior over answers, and how much the knowledge of single questions."""
+"""How much of a loss is a shifted prior over answers, and how much is lost knowledge of single questions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from cplus.evaluation.statistics import Rate
 def answer_prior(
     before: Sequence[Prediction], after: Sequence[Prediction], examples: Sequence[Example], *, by_letter: bool
 ) -> dict[str, Any]:
-    """Retention by gold answer, and once more with each answer's mean change of score taken off again.
+    """Retention by gold answer, and Retention after subtracting each answer's mean change of score.
 
-    An answer is its letter, or its text where the model never sees letters. Scores may move for one answer as a whole
-    (a prior) or for single questions (knowledge): `corrected` is the Retention if the first had not happened.
+    An answer is its letter, or its text if the model sees no letters. Scores may change for an answer as a whole (its
+    prior) or for single questions (knowledge); `corrected` is the Retention without the change of the prior.
     """
     then, rows = {p.id: p for p in after}, {example.id: example for example in examples}
     known = [(p, then[p.id], _answers(rows[p.id], by_letter)) for p in before if p.right]
@@ -40,7 +40,7 @@ def answer_prior(
 
 
 def was_gold(prediction: Prediction) -> int:
-    """The place of the right choice, which a right prediction names."""
+    """The position of the right choice, which is the answer of a right prediction."""
     assert isinstance(prediction.answer, int)
     return prediction.answer
 
@@ -49,7 +49,7 @@ Known = tuple[Prediction, Prediction, Sequence[str]]
 
 
 def mean_shifts(known: Sequence[Known]) -> Mapping[str, float]:
-    """How much each answer's score changed on average over the questions that offer it."""
+    """The mean change of each answer's score over the questions that offer it."""
     changes: dict[str, list[float]] = defaultdict(list)
     for was, now, answers in known:
         for answer, old, new in zip(answers, was.scores, now.scores, strict=True):
@@ -58,7 +58,7 @@ def mean_shifts(known: Sequence[Known]) -> Mapping[str, float]:
 
 
 def moved(known: Sequence[Known]) -> float:
-    """Half the summed absolute change of the answers' shares, in percent: 0 where none is given more or less often."""
+    """Half the summed absolute change of the answers' shares, in percent: 0 if none is given more or less often."""
     counts: dict[str, int] = defaultdict(int)
     for was, now, answers in known:
         assert isinstance(was.answer, int)
@@ -70,5 +70,5 @@ def moved(known: Sequence[Known]) -> float:
 
 def _answers(example: Example, by_letter: bool) -> Sequence[str]:
     if not isinstance(example, Choice):
-        raise ValueError(f"expected multiple-choice rows, got free text in {example.id!r}; a prior is over choices")
+        raise ValueError(f"the answer prior needs multiple-choice rows, got free text in {example.id!r}")
     return ascii_uppercase[: len(example.choices)] if by_letter else example.choices

@@ -1,4 +1,4 @@
-"""Figures of tasks learned one after another: pure functions of an accuracy matrix and of rows' histories."""
+"""Figures for tasks learned one after another: pure functions of an accuracy matrix and of the rows' histories."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 Matrix = Sequence[Sequence[float | None]]
-"""Accuracy by stage and task; line 0 is the base model, line k the model after task k (column k - 1)."""
+"""Accuracy by stage and task; row 0 is the base model, row k the model after task k (column k - 1)."""
 
 
 def average_accuracy(matrix: Matrix, stage: int) -> float:
@@ -23,7 +23,7 @@ def average_accuracy(matrix: Matrix, stage: int) -> float:
 
 
 def backward_transfer(matrix: Matrix) -> float | None:
-    """What learning later tasks did to earlier ones, in points; below 0 is forgetting. None before a second task.
+    """The effect of later tasks on earlier ones, in points; below 0 is forgetting. None before a second task.
 
     Source: Lopez-Paz and Ranzato 2017, Eq. 3.    BWT = 1/(T-1) * sum over i < T of a[T][i] - a[i][i]
 
@@ -37,13 +37,13 @@ def backward_transfer(matrix: Matrix) -> float | None:
 
 
 def survival(histories: Sequence[Sequence[bool]]) -> list[float]:
-    """The share of rows still right after 0, 1, ... further stages, once learned; 0-100.
+    """The share of learned rows still right after 0, 1, ... further stages, 0 to 100.
 
-    A history is whether a row was right after its own stage and after each later one; rows wrong after their own
-    stage were never learned and are left out, and a row once lost stays lost. Rows of later tasks have been watched
-    for fewer stages: they count as long as they were watched (Kaplan and Meier 1958).
+    A history is whether a row was right after its own stage and after each later one. Rows that were wrong after their
+    own stage were never learned and are omitted; a row once lost stays lost. Rows of later tasks were evaluated for
+    fewer stages and count for as long as they were (Kaplan and Meier 1958).
 
-        S(0) = 100,    S(d) = S(d-1) * (1 - lost at d / rows still right at d-1 and watched at d)
+        S(0) = 100,    S(d) = S(d-1) * (1 - lost at d / rows still right at d-1 and evaluated at d)
 
     >>> survival([[True, True, False], [True, False, True], [True, True], [True, False], [False, True]])
     [100.0, 50.0, 0.0]
@@ -53,14 +53,14 @@ def survival(histories: Sequence[Sequence[bool]]) -> list[float]:
         return []
     curve = [100.0]
     for age in range(1, max(map(len, learned))):
-        watched = [history for history in learned if len(history) > age and all(history[:age])]
-        lost = sum(not history[age] for history in watched)
-        curve.append(curve[-1] * (1 - lost / len(watched)) if watched else curve[-1])
+        at_risk = [history for history in learned if len(history) > age and all(history[:age])]
+        lost = sum(not history[age] for history in at_risk)
+        curve.append(curve[-1] * (1 - lost / len(at_risk)) if at_risk else curve[-1])
     return curve
 
 
 def lifetime(history: Sequence[bool]) -> int | None:
-    """After how many further stages a learned row was first wrong; None where it never was, or was never learned.
+    """The number of further stages after which a learned row was first wrong; None if it never was or never learned.
 
     >>> lifetime([True, True, False, True]), lifetime([True, True])
     (2, None)
@@ -73,5 +73,5 @@ def lifetime(history: Sequence[bool]) -> int | None:
 def _cell(matrix: Matrix, stage: int, task: int) -> float:
     value = matrix[stage][task]
     if value is None:
-        raise ValueError(f"task {task + 1} was not asked after stage {stage}")
+        raise ValueError(f"task {task + 1} was not evaluated after stage {stage}")
     return value

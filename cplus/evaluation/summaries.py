@@ -1,4 +1,4 @@
-"""An evaluation as plain values, ready for JSON: one task, and one task before and after."""
+"""An evaluation as plain JSON values: one task, and one task before and after."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cplus.evaluation.statistics import Rate, mcnemar, share
 
 
 def answered(predictions: Sequence[Prediction], examples: Sequence[Example]) -> dict[str, Any]:
-    """Accuracy with its interval; for multiple choice also per gold label, and which answers were given."""
+    """Accuracy with its interval; for multiple choice also per gold label, with the number of each answer."""
     summary: dict[str, Any] = {"rows": len(predictions)}
     if all(prediction.correct is not None for prediction in predictions):
         summary["accuracy"] = share(prediction.right for prediction in predictions).row()
@@ -49,7 +49,7 @@ def by_other_rules(predictions: Sequence[Prediction], examples: Sequence[Example
 
 
 def responses(totals: Sequence[float], counts: Sequence[int]) -> dict[str, Any]:
-    """How likely the model finds the given responses: log-likelihood a token over all of them, and a response."""
+    """The likelihood of the given responses under the model: log-likelihood per token and per response."""
     tokens = sum(counts)
     mean = sum(totals) / tokens
     return {
@@ -61,7 +61,7 @@ def responses(totals: Sequence[float], counts: Sequence[int]) -> dict[str, Any]:
 
 
 def compared(table: Sequence[Flip], examples: Sequence[Example]) -> dict[str, Any]:
-    """Retention and Acquisition, over all and per gold label, the exact test, and every flip."""
+    """Retention and Acquisition, overall and per gold label, the exact test, and every flip."""
     counts = Counter(flip.kind for flip in table)
     summary: dict[str, Any] = {
         "counts": {kind: counts[kind] for kind in ("kept", "lost", "gained", "still_wrong")},

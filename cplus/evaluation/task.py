@@ -1,4 +1,4 @@
-"""One task put to one model, and what came of it."""
+"""The evaluation of one model on one task."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from cplus.scoring import log_likelihoods, predict
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A task's rows, how they are asked, and how answers in words are judged."""
+class BoundTask:
+    """A task's rows with their interface, and the judge of free-text answers."""
 
     name: str
     interface: Interface
@@ -31,31 +31,33 @@ class Asked:
     judge: Judge
 
 
-def ask(model: nn.Module, asked: Asked, *, max_new_tokens: int = 256) -> tuple[list[Prediction], dict[str, Any]]:
-    """The model's answers, and their summary; free-form rows are also scored by their responses' likelihood."""
+def evaluate_task(
+    model: nn.Module, task: BoundTask, *, max_new_tokens: int = 256
+) -> tuple[list[Prediction], dict[str, Any]]:
+    """The model's answers and their summary; free-form rows are also scored by the likelihood of their responses."""
     predictions = predict(
-        model, asked.interface, asked.examples, judge=asked.judge, max_new_tokens=max_new_tokens, what=asked.name
+        model, task.interface, task.examples, judge=task.judge, max_new_tokens=max_new_tokens, what=task.name
     )
-    summary: dict[str, Any] = {"task": asked.name, "interface": asked.interface.name}
-    summary |= summaries.answered(predictions, asked.examples)
-    if not isinstance(asked.examples[0], Choice):
-        rows = [asked.interface.encode(example) for example in asked.examples]
-        scores = log_likelihoods(model, rows, what=f"{asked.name}: responses")
+    summary: dict[str, Any] = {"task": task.name, "interface": task.interface.name}
+    summary |= summaries.answered(predictions, task.examples)
+    if not isinstance(task.examples[0], Choice):
+        rows = [task.interface.encode(example) for example in task.examples]
+        scores = log_likelihoods(model, rows, what=f"{task.name}: responses")
         summary["responses"] = summaries.responses(
             [score.total for score in scores], [score.num_tokens for score in scores]
         )
     return predictions, summary
 
 
-def ask_permuted(model: nn.Module, asked: Asked) -> dict[str, Any]:
-    """The summary of asking with every cyclic permutation of the options."""
-    if asked.interface.name != "letter":
-        raise ValueError(f"options stand in an order only for the letter interface, not for {asked.interface.name}")
-    what = f"{asked.name}: permuted"
-    return letters.permuted(lambda rows: predict(model, asked.interface, rows, what=what), asked.examples).row()
+def evaluate_permuted(model: nn.Module, task: BoundTask) -> dict[str, Any]:
+    """The summary of an evaluation with every cyclic permutation of the options."""
+    if task.interface.name != "letter":
+        raise ValueError(f"permuting options requires the letter interface, got {task.interface.name}")
+    what = f"{task.name}: permuted"
+    return letters.permuted(lambda rows: predict(model, task.interface, rows, what=what), task.examples).row()
 
 
-def against(path: Path, asked: Asked, after: Sequence[Prediction]) -> dict[str, Any]:
+def against(path: Path, task: BoundTask, after: Sequence[Prediction]) -> dict[str, Any]:
     """The comparison with predictions stored by `cplus split` for the same rows and interface."""
     record = read_json(path)
     try:
@@ -63,10 +65,10 @@ def against(path: Path, asked: Asked, after: Sequence[Prediction]) -> dict[str, 
         known = {"interface": record["interface"], "data_fingerprint": record["data_fingerprint"]}
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: expected predictions as 'cplus split' writes them; {error} is missing") from error
-    expected = {"interface": asked.interface.name, "data_fingerprint": fingerprint(asked.examples)}
+    expected = {"interface": task.interface.name, "data_fingerprint": fingerprint(task.examples)}
     if known != expected:
         raise ValueError(
             f"{path}: expected predictions of the same rows and interface, {json.dumps(expected)}, "
             f"but they were stored for {json.dumps(known)}"
         )
-    return summaries.compared(flips(before, after), asked.examples)
+    return summaries.compared(flips(before, after), task.examples)

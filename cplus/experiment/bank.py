@@ -11,7 +11,7 @@ from cplus.data.examples import Example
 from cplus.interfaces import Interface
 from cplus.models import Loaded
 from cplus.probes.bank import Bank
-from cplus.probes.build import Watch, build, identify
+from cplus.probes.build import OnEvent, build, identify
 from cplus.probes.local import LocalEngine
 from cplus.probes.settings import Settings
 
@@ -31,9 +31,9 @@ def cached_bank(
     settings: Settings,
     *,
     banks: Path | None = None,
-    watch: Watch = lambda event: None,
-    told: Callable[[str], None] = lambda sentence: None,
+    watch: OnEvent = lambda event: None,
+    notify: Callable[[str], None] = lambda sentence: None,
 ) -> Bank:
     """The sealed bank, read from the cache or written into it now; another process that writes it is waited for."""
     place = bank_folder(base, interface, anchors, settings, banks)
-    return build(place, base, interface, anchors, settings, watch=watch, wait=math.inf, told=told)
+    return build(place, base, interface, anchors, settings, watch=watch, wait=math.inf, notify=notify)

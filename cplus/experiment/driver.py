@@ -26,7 +26,7 @@ from cplus.diagnostics.gateshares import layer_shares
 from cplus.experiment.material import Kept, material
 from cplus.experiment.precision import in_precision
 from cplus.experiment.settings import Settings
-from cplus.health import UNIFORM, Watch
+from cplus.health import UNIFORM, Health
 from cplus.loop import (
     Cursor,
     EpochEnded,
@@ -119,7 +119,7 @@ class Ledger:
     seconds: float = 0.0
     extra_bytes: int = 0
     done: bool = False
-    watch: Watch = field(default_factory=Watch)
+    watch: Health = field(default_factory=Health)
 
     def to_state(self) -> dict[str, Any]:
         """Plain values."""
@@ -129,7 +129,7 @@ class Ledger:
     def from_state(state: dict[str, Any]) -> Ledger:
         """Read what `to_state` wrote."""
         works = {name: Work(**state[name]) for name in ("training", "preservation")}
-        own = {"cursor": Cursor(**state["cursor"]), "watch": Watch(**state["watch"])}
+        own = {"cursor": Cursor(**state["cursor"]), "watch": Health(**state["watch"])}
         return Ledger(**{**state, **works, **own, "counted": tuple(state["counted"])})
 
 

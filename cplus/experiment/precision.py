@@ -53,8 +53,8 @@ class _Objective:
         return self.inner.needs
 
     @property
-    def bytes_a_parameter(self) -> float:
-        return self.inner.bytes_a_parameter
+    def bytes_per_parameter(self) -> float:
+        return self.inner.bytes_per_parameter
 
     @property
     def anchor_passes(self) -> float:

@@ -1,1 +1,1 @@
-"""The gate inside other people's trainers. Each module imports its own package and nothing of the others."""
+"""The gate in other trainers and frameworks; each module imports only the package that it integrates."""

@@ -1,4 +1,4 @@
-"""A guard's state as a `torch.distributed.checkpoint`: kept by any number of processes, taken up by any other."""
+"""A guard's state as a `torch.distributed.checkpoint`: saved and loaded by any number of processes."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def save(guard: Guard, folder: Path | str) -> None:
-    """Write the guard's state: every process calls it, and each writes the part it holds."""
+    """Write the guard's state; every process calls it and writes the part it holds."""
     state = guard.state_dict()
     del state["ranks"]
     state_dict_saver.save(dict(_flat(state, (), guard)), checkpoint_id=folder, no_dist=not _running())
 
 
 def load(guard: Guard, folder: Path | str) -> None:
-    """Take up a state written by `save`, whatever the number of processes then and now; every process calls it."""
+    """Restore a state written by `save`, by any number of processes; every process calls it."""
     if not (Path(folder) / ".metadata").is_file():
         raise ValueError(f"{folder}: expected a guard's distributed checkpoint, but it has no .metadata file")
-    kept = filesystem.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = filesystem.FileSystemReader(folder).read_metadata().state_dict_metadata
     params = dict(zip(names(guard), guard.params, strict=True))
-    room: dict[str, Tensor] = {}
-    for key, about in kept.items():
+    loaded: dict[str, Tensor] = {}
+    for key, about in saved.items():
         _, marked, name = key.partition("/@")
         if not isinstance(about, TensorStorageMetadata):
             raise ValueError(f"{folder}: expected a guard's distributed checkpoint, but {key!r} is not a tensor")
         if marked and (name not in params or about.size != params[name].shape):
             raise ValueError(f"{folder} belongs to other parameters: it has {name!r} of shape {tuple(about.size)}")
-        room[key] = _room(params[name] if marked else torch.empty(about.size), about.properties.dtype)
-    state_dict_loader.load(room, checkpoint_id=folder, no_dist=not _running())
+        loaded[key] = _empty_like(params[name] if marked else torch.empty(about.size), about.properties.dtype)
+    state_dict_loader.load(loaded, checkpoint_id=folder, no_dist=not _running())
     template = guard.state_dict()
     ranks = template.pop("ranks")
-    guard.load_state_dict({"ranks": ranks, **_filled(template, (), room, names(guard))})
+    guard.load_state_dict({"ranks": ranks, **_filled(template, (), loaded, names(guard))})
 
 
 def names(guard: Guard) -> list[str]:
-    """The parameters' names in the guard's order, without the marks that wrappers leave in them."""
+    """The parameters' names in the guard's order, without the prefixes that wrappers add."""
     found = [guard.names[id(p)] for p in guard.params]
     for wrapper in WRAPPERS:
         found = [name.replace(wrapper, "") for name in found]
@@ -59,13 +59,13 @@ def _running() -> bool:
 
 
 def _flat(value: Any, path: tuple[str, ...], guard: Guard) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor under its path; one that follows a parameter under that parameter's name, as spread as it is."""
+    """Each tensor under its path; a tensor that belongs to a parameter has that parameter's name and sharding."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _flat(inner, (*path, key), guard)
     elif isinstance(value, list) and len(value) == len(guard.params) and isinstance(value[0], Tensor):
         for name, p, part in zip(names(guard), guard.params, value, strict=True):
-            yield "/".join((*path, f"@{name}")), _spread(part, p)
+            yield "/".join((*path, f"@{name}")), _sharded(part, p)
     elif isinstance(value, list):
         for i, inner in enumerate(value):
             yield from _flat(inner, (*path, str(i)), guard)
@@ -74,7 +74,7 @@ def _flat(value: Any, path: tuple[str, ...], guard: Guard) -> Iterator[tuple[str
 
 
 def _filled(template: Any, path: tuple[str, ...], kept: dict[str, Tensor], order: list[str]) -> Any:
-    """The template of a state with the kept tensors in their places."""
+    """The template of a state, filled with the saved tensors."""
     here = "/".join(path)
     if isinstance(template, dict):
         return {key: _filled(inner, (*path, key), kept, order) for key, inner in template.items()}
@@ -88,14 +88,14 @@ def _filled(template: Any, path: tuple[str, ...], kept: dict[str, Tensor], order
     return kept[here] if isinstance(template, Tensor) else int(kept[here])
 
 
-def _spread(part: Tensor, p: nn.Parameter) -> Tensor:
+def _sharded(part: Tensor, p: nn.Parameter) -> Tensor:
     if part.shape != local(p).shape:
-        raise ValueError(f"a state of shape {tuple(part.shape)} cannot follow a parameter of {tuple(p.shape)}")
+        raise ValueError(f"a state of shape {tuple(part.shape)} does not fit a parameter of shape {tuple(p.shape)}")
     if not isinstance(p, DTensor):
         return part
     return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
-def _room(like: Tensor, dtype: torch.dtype) -> Tensor:
+def _empty_like(like: Tensor, dtype: torch.dtype) -> Tensor:
     empty = torch.empty_like(local(like), dtype=dtype)
-    return _spread(empty, like) if isinstance(like, nn.Parameter) else empty
+    return _sharded(empty, like) if isinstance(like, nn.Parameter) else empty

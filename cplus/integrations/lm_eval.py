@@ -1,4 +1,4 @@
-"""The same rows and prompt through lm-evaluation-harness, in process; and the harness's own tasks on a loaded model."""
+"""lm-evaluation-harness in the same process: our rows and prompt scored by it, and its own tasks on a loaded model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from cplus.scoring.predict import chosen
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from cplus.evaluation.task import Asked
+    from cplus.evaluation.task import BoundTask
 
 
 def harness(model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, batch_size: int = 16) -> Any:
-    """The harness's view of a model that is already loaded."""
+    """The harness's wrapper of a loaded model."""
     try:
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
@@ -37,16 +37,16 @@ def run_tasks(
     limit: int | None = None,
 ) -> dict[str, Any]:
     """The harness's results for its own task names, or for tasks given as configurations."""
-    view = harness(model, tokenizer)
+    wrapped = harness(model, tokenizer)
     from lm_eval import simple_evaluate
 
-    found = simple_evaluate(model=view, tasks=list(tasks), limit=limit, num_fewshot=0, bootstrap_iters=0)
-    assert found is not None, "only a worker of a distributed run gets no results"
+    found = simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit, num_fewshot=0, bootstrap_iters=0)
+    assert found is not None, "only a worker process of a distributed run gets no results"
     return dict(found)
 
 
 def cloze_task(name: str, examples: Sequence[Choice]) -> dict[str, Any]:
-    """Rows as a task of the harness, with the cloze interface's prompt."""
+    """Rows as a task of the harness, with the prompt of the cloze interface."""
     from datasets import Dataset
 
     return {
@@ -62,30 +62,30 @@ def cloze_task(name: str, examples: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-def ask_harness(model: nn.Module, asked: Asked) -> dict[str, Any]:
-    """A cloze task scored by the harness, with its own accuracies beside ours from its log-likelihoods."""
-    if asked.interface.name != "cloze":
-        raise ValueError(f"the harness scores the cloze interface here, not {asked.interface.name}")
-    examples = [example for example in asked.examples if isinstance(example, Choice)]
-    name = f"cplus_{asked.name}"
-    found = run_tasks(model, asked.interface.tokenizer, [cloze_task(name, examples)])
-    predictions = _predictions(asked, examples, found["samples"][name])
+def evaluate_with_harness(model: nn.Module, task: BoundTask) -> dict[str, Any]:
+    """A cloze task scored by the harness: its accuracies, and ours computed from its log-likelihoods."""
+    if task.interface.name != "cloze":
+        raise ValueError(f"the harness can score only the cloze interface, got {task.interface.name}")
+    examples = [example for example in task.examples if isinstance(example, Choice)]
+    name = f"cplus_{task.name}"
+    found = run_tasks(model, task.interface.tokenizer, [cloze_task(name, examples)])
+    predictions = _predictions(task, examples, found["samples"][name])
     own = {key.partition(",")[0]: 100 * value for key, value in found["results"][name].items() if ",none" in key}
-    summary: dict[str, Any] = {"task": asked.name, "interface": "cloze"}
+    summary: dict[str, Any] = {"task": task.name, "interface": "cloze"}
     summary |= summaries.answered(predictions, examples)
     return {**summary, "harness": {key: own[key] for key in ("acc", "acc_norm")}}
 
 
-def ask_own_task(
+def evaluate_harness_task(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str, *, limit: int | None = None
 ) -> dict[str, Any]:
-    """A task as the harness itself asks and scores it, zero-shot; the accuracy is its `acc`, else its `exact_match`."""
+    """A task as the harness itself evaluates it, zero-shot; the accuracy is its `acc`, or else its `exact_match`."""
     found = run_tasks(model, tokenizer, [name], limit=limit)
     samples = [sample for own in found["samples"].values() for sample in own if sample["filter"] == own[0]["filter"]]
     metric = next((key for key in ("acc", "exact_match") if all(key in sample for sample in samples)), None)
     if metric is None:
         reported = ", ".join(sorted({str(key) for sample in samples for key in sample["metrics"]}))
-        raise ValueError(f"{PREFIX}{name} reports {reported} of a row; expected acc or exact_match")
+        raise ValueError(f"{PREFIX}{name}: expected acc or exact_match for each row, but the task reports {reported}")
     numbers = [key for key in samples[0]["metrics"] if all(isinstance(s.get(key), int | float) for s in samples)]
     means = {key: [float(sample[key]) for sample in samples] for key in numbers}
     return {
@@ -98,15 +98,15 @@ def ask_own_task(
     }
 
 
-def _predictions(asked: Asked, examples: Sequence[Choice], samples: Sequence[dict[str, Any]]) -> list[Prediction]:
-    """Our rule, the mean over tokens, on the harness's sums."""
+def _predictions(task: BoundTask, examples: Sequence[Choice], samples: Sequence[dict[str, Any]]) -> list[Prediction]:
+    """Our rule, the mean over tokens, applied to the harness's sums."""
     sums = {sample["doc"]["id"]: [float(response[0][0]) for response in sample["resps"]] for sample in samples}
     return [
         chosen(
             example,
             tuple(
                 Score(total, len(tokens))
-                for total, tokens in zip(sums[example.id], asked.interface.candidates(example), strict=True)
+                for total, tokens in zip(sums[example.id], task.interface.candidates(example), strict=True)
             ),
         )
         for example in examples

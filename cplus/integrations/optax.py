@@ -1,4 +1,4 @@
-"""The gate as an optax transformation, last in a chain. Needs JAX, never torch."""
+"""The gate as an optax transformation, to be placed last in a chain; it needs JAX but not torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class CollaborativeState(NamedTuple):
 
 
 def collaborative(beta: float = 0.9) -> optax.GradientTransformationExtraArgs:
-    """Scale down the coordinates of an update that `preservation`, the past's gradient, says are harmful.
+    """Scale down the coordinates of an update that are harmful according to `preservation`, the gradient on past rows.
 
-    What `cplus.algorithm` does from the mask to the applied update, in JAX; beta = 0 is CPL. Optax updates are what is
-    ADDED to the parameters, so place it behind everything that shapes them, decay and learning rate included:
+    This is `cplus.algorithm` from the mask to the applied update, in JAX; beta = 0 is CPL. Optax updates are ADDED to
+    the parameters, so place it after everything that changes them, including weight decay and learning rate:
 
         optimizer = optax.chain(optax.adamw(1e-5), collaborative(0.9))
         updates, state = optimizer.update(gradient, state, params, preservation=g_hat)
@@ -41,12 +41,12 @@ def collaborative(beta: float = 0.9) -> optax.GradientTransformationExtraArgs:
         **_: Any,
     ) -> tuple[optax.Updates, CollaborativeState]:
         if preservation is None:
-            raise ValueError("collaborative needs the past's gradient: pass update(..., preservation=g_hat)")
+            raise ValueError("collaborative needs the gradient on past rows: pass update(..., preservation=g_hat)")
         steps = state.steps + 1
         masks = jax.tree.map(mask, preservation, updates)
-        if not beta:  # the average is the mask itself: nothing needs to be remembered
+        if not beta:  # the average is the mask itself and needs no state
             return jax.tree.map(scaled, masks, updates), CollaborativeState(steps=steps, ema=None)
-        # 1 - beta**t by expm1: in float32 the subtraction would lose the digits that matter at the first steps.
+        # 1 - beta**t by expm1: in float32 the subtraction would lose digits that matter in the first steps.
         correction = -jnp.expm1(steps * math.log(beta))
         ema = jax.tree.map(lambda e, m: beta * e + (1.0 - beta) * m, state.ema, masks)
         gated = jax.tree.map(lambda e, u: scaled(jnp.clip(e / correction, 0.0, 1.0), u), ema, updates)
@@ -56,7 +56,7 @@ def collaborative(beta: float = 0.9) -> optax.GradientTransformationExtraArgs:
 
 
 def zeros(p: jax.Array) -> jax.Array:
-    """The moving average before the first step, in float32 or the parameter's finer precision."""
+    """The moving average before the first step, in float32 or in the parameter's precision if finer."""
     return jnp.zeros_like(p, dtype=jnp.promote_types(p.dtype, jnp.float32))
 
 
@@ -71,7 +71,7 @@ def mask(g_hat: jax.Array, update: jax.Array) -> jax.Array:
 
 
 def blend(g_anchor: optax.Updates, g_probe: optax.Updates, anchor_weight: float = 0.5) -> optax.Updates:
-    """The preservation gradient: w * g_anchor + (1 - w) * g_probe, neither source rescaled."""
+    """The preservation gradient: w * g_anchor + (1 - w) * g_probe, without rescaling either source."""
     if not 0.0 <= anchor_weight <= 1.0:
         raise ValueError(f"anchor_weight must lie in [0, 1], got {anchor_weight}")
     return jax.tree.map(lambda a, b: anchor_weight * a + (1.0 - anchor_weight) * b, g_anchor, g_probe)

@@ -1,4 +1,4 @@
-"""Adapters under the gate: what trains is gated, what is frozen or quantised is not touched."""
+"""Adapters under the gate: trained parameters are gated, frozen or quantised ones are left unchanged."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def scope(model: nn.Module, guard: Guard) -> str:
     frozen = [p for p in model.parameters() if id(p) not in gated]
     packed = sum(not p.is_floating_point() for p in frozen)
     count = sum(p.numel() for p in guard.params)
-    said = f"the gate acts on {len(guard.params)} tensors of {count:,} coordinates"
+    sentence = f"the gate acts on {len(guard.params)} tensors of {count:,} coordinates"
     if frozen:
         quantised = f", {packed} of them quantised," if packed else ""
-        said += f"; {len(frozen)} tensors{quantised} are frozen and do not move"
-    return said
+        sentence += f"; {len(frozen)} tensors{quantised} are frozen and do not change"
+    return sentence

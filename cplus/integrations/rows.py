@@ -1,4 +1,4 @@
-"""Evidence from what a trainer's user already has: tokenised rows with their collator, or a sealed bank."""
+"""Evidence from what a trainer's user already has: tokenised rows and a collator, or a sealed bank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from cplus.interfaces import Interface
 from cplus.models.identity import fingerprint
 from cplus.probes.bank import Bank
 
-MASKS = ("assistant_masks", "completion_mask")  # as chat templates and TRL name them
+MASKS = ("assistant_masks", "completion_mask")  # the names used by chat templates and by TRL
 
 
 def encoded(rows: Iterable[Mapping[str, Any]], collator: Callable[[list[Any]], Mapping[str, Any]]) -> list[Encoded]:
-    """Tokenised rows as the trainer's own collator labels them: what it masks is not scored.
+    """Tokenised rows as the trainer's own collator labels them: masked tokens are not scored.
 
-    A row with a mask of the assistant's or the completion's tokens and no labels is labelled by it.
+    A row without labels but with a mask of the assistant's or the completion's tokens is labelled by that mask.
     """
     return [_encoded(collator([_labelled(row)])) for row in rows]
 
@@ -36,7 +36,7 @@ def _labelled(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _encoded(batch: Mapping[str, Any]) -> Encoded:
     if "input_ids" not in batch or "labels" not in batch:
-        raise ValueError(f"expected the collator to give input_ids and labels, it gave {', '.join(sorted(batch))}")
+        raise ValueError(f"expected input_ids and labels from the collator, got {', '.join(sorted(batch))}")
     ids, labels = torch.as_tensor(batch["input_ids"])[0].tolist(), torch.as_tensor(batch["labels"])[0].tolist()
     scored = [i for i, label in enumerate(labels) if label != -100 and i > 0]  # the first token is never predicted
     if not scored or any(labels[i] != ids[i] for i in scored):
@@ -48,6 +48,6 @@ def _encoded(batch: Mapping[str, Any]) -> Encoded:
 
 
 def bank_rows(folder: Path | str, model: nn.Module, interface: Interface) -> list[Encoded]:
-    """The probes of a sealed bank as evidence; a bank of another model than this one, untrained, is refused."""
+    """The probes of a sealed bank as evidence; refuse a bank that was not sealed for this untrained model."""
     bank = Bank.load(folder, model_fingerprint=fingerprint(model))
     return [interface.encode(example) for example in bank.examples]

@@ -1,4 +1,4 @@
-"""The gate inside `transformers.Trainer` and TRL's trainers: a callback that attaches, refreshes, logs and keeps."""
+"""The gate in `transformers.Trainer` and TRL's trainers: a callback that attaches, refreshes, logs and saves it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 
 from cplus.attach import Guard, protect
 from cplus.data.encoded import Encoded
-from cplus.integrations.guard_state import ABOUT, carry, keep, take_up
+from cplus.integrations.guard_state import ABOUT, carry, load_guard, save_guard
 from cplus.integrations.peft import scope
 from cplus.kernels import read
 from cplus.terminal import console
@@ -32,7 +32,7 @@ def preserve(
     refresh: Refresh = "epoch",
     resume_from: Path | str | None = None,
 ) -> PreservationCallback:
-    """CPLUS on this trainer, in front of its other callbacks, so that every tracker shows the gate's figures."""
+    """CPLUS on this trainer, before its other callbacks, so that every tracker logs the gate's figures."""
     if trainer.is_deepspeed_enabled:
         raise TypeError("DeepSpeed ZeRO steps a flat copy of the parameters; use FSDP2 (fsdp_version 2) instead")
     callback = PreservationCallback(
@@ -50,8 +50,8 @@ def preserve(
 class PreservationCallback(TrainerCallback):  # type: ignore[misc]
     """Owns the guard of one training run.
 
-    Given as `callbacks=[...]` it works the same, but trackers named by `report_to` come before it and miss its
-    figures; `preserve` puts it first.
+    Passed as `callbacks=[...]` it works the same, but the trackers of `report_to` run before it and miss its figures;
+    `preserve` puts it first.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
         self.within_epoch = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any) -> None:
-        """Attach to the optimizer as it is now, wrapped and sharded; take up the kept state of a resumed run."""
+        """Attach to the optimizer in its final, wrapped and sharded form; restore the saved state of a resumed run."""
         self.on_train_end(args, state, control)
         self.guard = protect(
             optimizer,
@@ -92,23 +92,23 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
             console.print(f"cplus: {scope(model, self.guard)}", soft_wrap=True)
         self.within_epoch = False
         if state.global_step:
-            take_up(self.guard, self._checkpoint(args, state))
+            load_guard(self.guard, self._checkpoint(args, state))
             done = math.modf(state.epoch)[0]
             self.within_epoch = 1e-9 < done < 1 - 1e-9
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Compute the evidence anew, unless a run resumed inside this epoch brought the epoch's own."""
+        """Refresh the evidence, unless the run was resumed within this epoch and restored its evidence."""
         if self.refresh == "epoch" and not self.within_epoch:
             self._refresh()
         self.within_epoch = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Compute the evidence anew before every n-th update."""
+        """Refresh the evidence before every n-th update."""
         if self.refresh != "epoch" and state.global_step % self.refresh == 0:
             self._refresh()
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, float], **_: Any) -> None:
-        """Add the evidence's losses and the share of coordinates admitted since the last log."""
+        """Log the losses of the evidence and the share of coordinates admitted since the last log."""
         if self.guard is None or "loss" not in logs:
             return
         figures = {f"cplus/{name}_loss": loss for name, loss in self.losses.items()}
@@ -119,13 +119,14 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
         state.log_history[-1].update(figures)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Keep the guard's state in the trainer's checkpoint folder."""
+        """Save the guard's state in the trainer's checkpoint folder."""
         if self.guard is None or args.save_only_model:
             return
-        keep(self.guard, Path(args.output_dir) / f"checkpoint-{state.global_step}", first=state.is_world_process_zero)
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        save_guard(self.guard, folder, first=state.is_world_process_zero)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take the gate off."""
+        """Remove the gate."""
         if self.guard is not None:
             self.guard.detach()
 
@@ -134,26 +135,26 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
         self.losses = self.guard.refresh().losses
 
     def _checkpoint(self, args: Any, state: Any) -> Path:
-        """The folder the trainer resumed from; it is not told, so the likely places are looked at."""
+        """The folder that the trainer resumed from; the trainer does not pass it, so the likely places are tried."""
         named = args.resume_from_checkpoint if isinstance(args.resume_from_checkpoint, str) else None
         usual = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         folder = self.resume_from or (Path(named) if named else usual)
         if not (folder / ABOUT).is_file():
             raise ValueError(
-                f"the trainer resumed at step {state.global_step}, but {folder} keeps no guard state ({ABOUT}); give "
-                "the checkpoint as PreservationCallback(resume_from=...), or start anew from its weights"
+                f"the trainer resumed at step {state.global_step}, but {folder} has no guard state ({ABOUT}); pass the "
+                "checkpoint as PreservationCallback(resume_from=...), or start a new run from its weights"
             )
         return folder
 
 
 def admitted_share(guard: Guard) -> float | None:
-    """The share of coordinates with mask 1 since it was last asked for, over all shards; None before the first step."""
+    """The share of coordinates with mask 1 since the last call, over all shards; None before the first step."""
     gate = guard.gate
     if gate is None:
         return None
     admitted, offered = map(float, gate.tally())
     if not offered and gate.average is not None and (held := gate.average.tensors):
-        # A compiled gate does not count; its average's mean is the share, of the last steps.
+        # A compiled gate does not count; the mean of its moving average is the share over the last steps.
         admitted = sum(float(read(ema).sum(dtype=torch.float64)) for ema in held)
         admitted /= 1.0 - gate.average.beta**gate.average.step
         offered = float(sum(ema.numel() for ema in held))
@@ -171,9 +172,9 @@ def protected(
     beta: float = 0.9,
     refresh_every: int,
 ) -> tuple[Callable[[], Callable[[nn.Module], Optimizer]], dict[str, Any]]:
-    """The pair for `Trainer(optimizer_cls_and_kwargs=...)`: an optimizer that comes with its gate.
+    """The pair for `Trainer(optimizer_cls_and_kwargs=...)`: an optimizer with its gate.
 
-    For trainers that take no callback. The guard's state travels inside the optimizer's own state.
+    For trainers that accept no callback. The guard's state is stored inside the optimizer's own state.
     """
 
     def create(model: nn.Module) -> Optimizer:
@@ -190,4 +191,4 @@ def protected(
         carry(guard)
         return optimizer
 
-    return lambda: create, {}  # Trainer calls the first item, then what it returns with the model
+    return lambda: create, {}  # Trainer calls the first item, then calls the result with the model

@@ -55,7 +55,7 @@ def _built(base: Loaded, anchors: Group, asked: Settings) -> Path:
         return place
     say(f"bank: the frozen model writes {asked.num_probes} probes from {len(anchors.examples)} anchors")
     with bank_view(asked.num_probes) as watch:
-        bank = cached_bank(base, anchors.interface, anchors.examples, asked, watch=watch, told=say)
+        bank = cached_bank(base, anchors.interface, anchors.examples, asked, watch=watch, notify=say)
     requests, seal = bank.manifest["counts"]["requests"], bank.manifest["probes_sha256"]
     say(f"bank: {len(bank.probes)} probes of {requests} requests, sealed {seal[:12]}")
     return place

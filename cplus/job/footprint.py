@@ -98,7 +98,7 @@ def footprint(config: AdaptConfig, method: Method, size: Shape, num_anchors: int
     kept, step = guard_bytes(config, method, num_anchors, size.trainable)
     states = 8 if config.optimizer == "adamw" else 0
     gradient = 4
-    objective = method.objective.bytes_a_parameter
+    objective = method.objective.bytes_per_parameter
     held = 4 * size.parameters + round(size.trainable * (gradient + states + kept + step + objective))
     checkpoint = round(size.trainable * (4 + states + kept))
     # A checkpoint is written beside the one it replaces.

@@ -22,7 +22,7 @@ from cplus.job.folder import Folder
 from cplus.job.settings import AdaptConfig
 from cplus.models import Loaded
 from cplus.models.loading import without_bars
-from cplus.probes.audit import Source, audit
+from cplus.probes.audit import ComparedRows, audit
 from cplus.probes.bank import Bank
 from cplus.receipts.receipt import (
     GateShare,
@@ -149,9 +149,9 @@ def _notes(done: Finished) -> list[str]:
     return said
 
 
-def _sources(done: Finished) -> list[Source]:
+def _sources(done: Finished) -> list[ComparedRows]:
     groups = (done.rows.anchors, done.rows.new, done.rows.past)
-    return [Source(name=group.name, examples=group.examples) for group in groups if group is not None]
+    return [ComparedRows(name=group.name, examples=group.examples) for group in groups if group is not None]
 
 
 def _row_set(group: Group, before: Answers, after: Answers) -> RowSet:

@@ -97,7 +97,7 @@ def _notice(training: Training, event: Event) -> None:
     if isinstance(event, Stepped):
         seen.stepped(event.step, event.loss)
     elif isinstance(event, EpochEnded):
-        seen.looked(training.ledger.curve[-1])
+        seen.evaluated(training.ledger.curve[-1])
     elif event.norm is not None:
         seen.refreshed(event.norm)
 

@@ -1,4 +1,4 @@
-"""A model updated again and again: one folder a stage, each sealed to the one before it."""
+"""Repeated updates of a model: one folder per stage, each sealed to the one before it."""
 
 DECIDED = ("out", "split", "num_new", "kept", "compare", "bank", "external_limit")
-"""Settings of `cplus adapt` that an update decides itself."""
+"""Settings of `cplus adapt` that an update sets itself."""

@@ -1,4 +1,4 @@
-"""The ledger's file: what each stage holds, hash by hash, and which stage it followed. No torch here."""
+"""The ledger file: the hash of every file of each stage, and the stage it followed. It does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "ledger.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One whole stage; `before` and `after` are the models' fingerprints, `previous` the seal of the entry before."""
+    """One complete stage; `before` and `after` are model fingerprints, `previous` is the seal of the previous entry."""
 
     stage: int
     task: str
@@ -28,25 +28,25 @@ class Entry:
 
     @property
     def seal(self) -> str:
-        """The hash of everything the entry says."""
+        """The hash of the entry's content."""
         return files.fingerprint(asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """The stages so far, in order; `head` is the seal that the file gives for the last of them."""
+    """The stages so far, in order; `head` is the seal of the last one according to the file."""
 
     root: Path
     entries: tuple[Entry, ...] = ()
     head: str | None = None
 
     def place(self, stage: int) -> Stage:
-        """The folder of a stage, there or not."""
+        """The folder of a stage, which need not exist."""
         return Stage(self.root / "stages" / f"{stage:03d}")
 
     @property
     def next(self) -> Stage:
-        """The folder of the stage that is not in the ledger yet."""
+        """The folder of the next stage, which is not in the ledger yet."""
         return self.place(len(self.entries) + 1)
 
 
@@ -57,8 +57,8 @@ class Stage:
     root: Path
 
     @property
-    def asked(self) -> Path:
-        """What the update was asked, so that an unfinished one is only gone on with by the same command."""
+    def arguments(self) -> Path:
+        """The update's arguments; resuming requires the same ones."""
         return self.root / "asked.json"
 
     @property
@@ -68,32 +68,32 @@ class Stage:
 
     @property
     def past(self) -> Path:
-        """First stage: the held-out rows on which the base model is watched."""
+        """First stage: the held-out rows on which the base model is evaluated."""
         return self.root / "past.jsonl"
 
     @property
     def anchors(self) -> Path:
-        """The rows that stand for the task before this one, or for the base model."""
+        """The anchors of the previous task, or of the base model."""
         return self.root / "anchors.jsonl"
 
     @property
     def watched(self) -> Path:
-        """The learned rows that later stages ask again: all, or of much free text those asked here."""
+        """The learned rows that later stages evaluate again: those that this stage evaluated."""
         return self.root / "watched.jsonl"
 
     @property
     def base(self) -> Path:
-        """First stage: the rows on which later stages ask what the base model could do."""
+        """First stage: the rows on which later stages evaluate what the base model could do."""
         return self.root / "base.jsonl"
 
     @property
     def flips(self) -> Path:
-        """Every row asked, by set: kept, lost, gained or still wrong."""
+        """Every evaluated row, by set: kept, lost, gained or still wrong."""
         return self.root / "flips.json"
 
     @property
     def job(self) -> Path:
-        """What `cplus adapt` wrote: model, bank, anchors, record, receipt."""
+        """The output of `cplus adapt`: model, bank, anchors, record, receipt."""
         return self.root / "job"
 
     @property
@@ -108,14 +108,14 @@ class Stage:
 
 
 def exists(root: Path) -> bool:
-    """Whether a ledger lies there."""
+    """Whether the folder contains a ledger."""
     return (root / NAME).is_file()
 
 
 def read(root: Path) -> Ledger:
-    """Read a ledger as it stands; `problems` says whether it can be believed."""
+    """Read a ledger without verifying it; `problems` does that."""
     if not exists(root):
-        raise ValueError(f"{root}: expected a ledger with {NAME}; 'cplus update {root} --model ...' begins one")
+        raise ValueError(f"{root}: expected a ledger with {NAME}; start one with 'cplus update {root} --model ...'")
     raw = files.read_json(root / NAME)
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise ValueError(f"{root / NAME}: expected the format {FORMAT}; it was written by another version")
@@ -128,7 +128,7 @@ def read(root: Path) -> Ledger:
 
 
 def append(ledger: Ledger, *, task: str, before: str, after: str, created: str) -> Ledger:
-    """Seal the next stage's folder into the ledger; its file is the old one or the new one at every instant."""
+    """Seal the next stage's folder into the ledger; the ledger file is replaced atomically."""
     entry = Entry(
         stage=len(ledger.entries) + 1,
         task=task,
@@ -145,14 +145,14 @@ def append(ledger: Ledger, *, task: str, before: str, after: str, created: str) 
 
 
 def contents(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Every file of a stage by its name in the folder, in order; locks are nobody's content."""
+    """Every file of a stage with its relative path, sorted; lock files do not count."""
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != ".lock":
             yield path.relative_to(folder).as_posix(), path
 
 
 def problems(ledger: Ledger, *, models: bool = True) -> list[str]:
-    """Everything that is not as it was sealed, a sentence each; without `models` only the last stage's is read."""
+    """Every deviation from the seals, one sentence each; without `models` only the last stage's model is checked."""
     found = list(_chain(ledger))
     for entry in ledger.entries:
         whole = models or entry is ledger.entries[-1]
@@ -164,37 +164,37 @@ def _chain(ledger: Ledger) -> Iterator[str]:
     before: Entry | None = None
     for number, entry in enumerate(ledger.entries, start=1):
         if entry.stage != number:
-            yield f"entry {number} calls itself stage {entry.stage}: an entry was removed or moved"
+            yield f"entry {number} is marked as stage {entry.stage}: an entry was removed or moved"
         if entry.previous != (before.seal if before else None):
-            yield f"stage {number} was sealed after another entry than the one before it: an entry was changed"
+            yield f"stage {number} does not follow the entry that it was sealed after: an entry was changed"
         if before is not None and entry.before != before.after:
-            yield f"stage {number} began from another model than stage {number - 1} ended with"
+            yield f"stage {number} started from a model other than the one stage {number - 1} ended with"
         before = entry
     if ledger.head != (before.seal if before else None):
         yield "the last entry is not the one that was sealed"
 
 
 def _files(folder: Path, entry: Entry, *, whole: bool) -> Iterator[str]:
-    there = dict(contents(folder))
+    present = dict(contents(folder))
     for name, sealed in entry.files.items():
-        if name not in there:
+        if name not in present:
             yield f"stage {entry.stage}: {name} is missing"
-        elif (whole or not name.startswith("job/model/")) and files.sha256_file(there[name]) != sealed:
+        elif (whole or not name.startswith("job/model/")) and files.sha256_file(present[name]) != sealed:
             yield f"stage {entry.stage}: {name} was changed"
-    for name in sorted(set(there) - set(entry.files)):
+    for name in sorted(set(present) - set(entry.files)):
         yield f"stage {entry.stage}: {name} was added"
 
 
 def restore(ledger: Ledger, stage: int, out: Path) -> Path:
-    """Copy a stage's model to a new folder, if it still is the one that was sealed."""
+    """Copy a stage's model to a new folder, if it is still the sealed one."""
     if not 1 <= stage <= len(ledger.entries):
         raise ValueError(f"{ledger.root}: expected a stage from 1 to {len(ledger.entries)}, got {stage}")
     if out.exists():
-        raise ValueError(f"{out}: exists, so nothing is written there; choose another folder")
+        raise ValueError(f"{out} already exists and is not overwritten; choose another folder")
     entry, place = ledger.entries[stage - 1], ledger.place(stage)
     wrong = [*_chain(ledger), *_files(place.root, entry, whole=True)]
     if wrong:
-        raise ValueError(f"{ledger.root}: {wrong[0]}; 'cplus ledger verify' tells everything that is wrong")
+        raise ValueError(f"{ledger.root}: {wrong[0]}; 'cplus ledger verify' lists all problems")
     with files.replacing_folder(out) as part:
         shutil.copytree(place.model, part, dirs_exist_ok=True)
     return out

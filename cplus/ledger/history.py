@@ -1,4 +1,4 @@
-"""What a ledger tells: every task's accuracy after every stage, and how long each row stayed right. No torch here."""
+"""A ledger in figures: each task's accuracy after each stage, and how long each row stayed right. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from cplus.ledger.chain import Ledger, Stage
 from cplus.receipts.receipt import RowSet, read_receipt
 
 BASE = "base"
-"""The rows on which the base model is watched: no task of the sequence."""
+"""The rows on which the base model is evaluated; they are not a task of the sequence."""
 Table = Mapping[str, Mapping[str, Kind]]
-"""By set and row id, what became of each row in one stage."""
+"""The outcome of each row in one stage, by set and row id."""
 
 
 def set_name(stage: int) -> str:
-    """The name of a task's rows in the flips: by the stage that learned them, because names may come twice.
+    """The name of a task's rows in the flips: the stage that learned them, because task names may repeat.
 
     >>> set_name(2)
     'stage 2'
@@ -28,9 +28,9 @@ def set_name(stage: int) -> str:
 
 
 def answered(place: Stage, new: str, kept: str, external: Sequence[str]) -> dict[str, RowSet]:
-    """What a finished job asked, its receipt's sets under the ledger's names.
+    """The row sets of a finished job's receipt under the ledger's names.
 
-    Of the external sets the ledger's own come first; those that the user added are not the ledger's.
+    The ledger's own external sets come first; sets that the user added are omitted.
     """
     sets = read_receipt(place.job).sets
     others = [group for group in sets if group.kind == "external"]
@@ -40,7 +40,7 @@ def answered(place: Stage, new: str, kept: str, external: Sequence[str]) -> dict
 
 
 def flips(sets: Mapping[str, RowSet]) -> Table:
-    """Row by row what became of each set; rows that nobody judged are left out."""
+    """The outcome of each row, by set; rows without a judgement are omitted."""
     return {name: {row.id: row.kind for row in group.rows if row.kind is not None} for name, group in sets.items()}
 
 
@@ -60,9 +60,9 @@ def tables(ledger: Ledger) -> list[Table]:
 
 
 def matrix(found: list[Table]) -> list[list[float | None]]:
-    """Accuracy by stage (the base model first) and task; None where a task was not asked.
+    """Accuracy by stage (the base model first) and task; None if a task was not evaluated.
 
-    A task is first asked right before its own stage, so that the line before its own has it too.
+    A task is also evaluated just before its own stage, which gives its accuracy for the previous stage.
     """
     count = len(found)
     cells: list[list[float | None]] = [[None] * count for _ in range(count + 1)]
@@ -78,33 +78,33 @@ def matrix(found: list[Table]) -> list[list[float | None]]:
 def histories(found: list[Table]) -> dict[str, dict[str, list[bool]]]:
     """By set and row id, whether the row was right after its own stage and each later one.
 
-    Of the base model's rows those that the base model had right: their first entry is the base model's.
+    The histories of the base model's rows begin with an additional entry for the base model itself.
     """
-    told: dict[str, dict[str, list[bool]]] = {}
+    by_set: dict[str, dict[str, list[bool]]] = {}
     for number, table in enumerate(found):
         for name, rows in table.items():
-            if name in told:
-                continue  # told when it was new
+            if name in by_set:
+                continue  # its rows were followed from their first stage on
             later = found[number:]
-            told[name] = {
-                id: [was_right(kind)] * (name == BASE) + [is_right(t[name][id]) for t in _watching(later, name, id)]
+            by_set[name] = {
+                id: [was_right(kind)] * (name == BASE) + [is_right(t[name][id]) for t in _evaluating(later, name, id)]
                 for id, kind in rows.items()
             }
-    return told
+    return by_set
 
 
-def _watching(found: list[Table], name: str, id: str) -> list[Table]:
-    """The stages up to the first that did not ask the row."""
+def _evaluating(found: list[Table], name: str, id: str) -> list[Table]:
+    """The stages up to the first that did not evaluate the row."""
     return list(takewhile(lambda table: id in table.get(name, {}), found))
 
 
 def report(ledger: Ledger) -> dict[str, Any]:
-    """The ledger in figures, ready for JSON.
+    """The ledger's figures as plain JSON values.
 
     Paper: App. E.9 (average task accuracy).
     """
     found = tables(ledger)
-    cells, told = matrix(found), histories(found)
+    cells, by_set = matrix(found), histories(found)
     numbers = range(1, len(found) + 1)
     return {
         "ledger": str(ledger.root),
@@ -114,18 +114,18 @@ def report(ledger: Ledger) -> dict[str, Any]:
         "average_accuracy": [average_accuracy(cells, number) for number in numbers],
         "backward_transfer": backward_transfer(cells),
         "survival": {
-            "all": survival([history for rows in told.values() for history in rows.values()]),
-            **{name: survival(list(rows.values())) for name, rows in told.items()},
+            "all": survival([history for rows in by_set.values() for history in rows.values()]),
+            **{name: survival(list(rows.values())) for name, rows in by_set.items()},
         },
         "base": [_share([is_right(k) for k in table[BASE].values()]) if BASE in table else None for table in found],
-        "stages": [_stage(ledger, number, told) for number in numbers],
+        "stages": [_stage(ledger, number, by_set) for number in numbers],
     }
 
 
-def _stage(ledger: Ledger, number: int, told: dict[str, dict[str, list[bool]]]) -> dict[str, Any]:
+def _stage(ledger: Ledger, number: int, by_set: dict[str, dict[str, list[bool]]]) -> dict[str, Any]:
     entry, place = ledger.entries[number - 1], ledger.place(number)
     record = files.read_json(place.record)
-    rows = told[set_name(number)]
+    rows = by_set[set_name(number)]
     return {
         "stage": number,
         "task": entry.task,

@@ -1,4 +1,4 @@
-"""One more stage: `cplus adapt` from the last stage's model, with every task so far as a past task of its own."""
+"""One more stage: `cplus adapt` from the last stage's model, with each earlier task as a separate past task."""
 
 from __future__ import annotations
 
@@ -40,31 +40,31 @@ OF_ONE_STAGE = frozenset(
         "own_answers",
     }
 )
-"""Settings that belong to one stage; the others stand as in the last stage unless they are given."""
+"""Settings that belong to one stage; the others default to those of the previous stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Updated:
-    """A ledger with one stage more, and the job that made it."""
+    """A ledger with its new stage, and the outcome of the stage's job."""
 
     ledger: Ledger
     outcome: jobs.Outcome
 
 
 def update(root: Path, given: Mapping[str, Any], *, force: bool = False) -> Updated:
-    """Append one stage, or go on with it where the same update was interrupted; `force` begins it anew."""
+    """Append one stage, or resume it if the same update was interrupted; `force` starts it again."""
     for name in DECIDED:
         if name in given:
-            raise ValueError(f"an update decides {name!r} itself; leave it out")
+            raise ValueError(f"an update sets {name!r} itself; leave it out")
     if given.get("new") is None:
         raise ValueError("expected new: the rows to learn in this stage, a file or a named task")
     _check_place(root, given)
     with claimed(Folder(root)):
         files.tidy(root)
-        ledger = _believed(read(root)) if exists(root) else Ledger(root=root)
+        ledger = _verified(read(root)) if exists(root) else Ledger(root=root)
         place = ledger.next
         files.tidy(place.root)
-        config = _begun(ledger, place, given, force=force)
+        config = _started(ledger, place, given, force=force)
         outcome = _worked(config, place)
         return Updated(ledger=_sealed(ledger, place, str(given["new"]), outcome), outcome=outcome)
 
@@ -72,33 +72,33 @@ def update(root: Path, given: Mapping[str, Any], *, force: bool = False) -> Upda
 def _check_place(root: Path, given: Mapping[str, Any]) -> None:
     if exists(root):
         if given.get("model") is not None:
-            raise ValueError(f"{root}: the ledger goes on from its last stage's model; leave the model out")
+            raise ValueError(f"{root}: the ledger continues from its last stage's model; leave the model out")
         return
     if root.exists() and (
         not root.is_dir() or any(entry.name != "stages" and not files.is_left(entry.name) for entry in root.iterdir())
     ):
-        raise ValueError(f"{root}: exists and holds no {NAME}, so it is no ledger; choose another folder")
+        raise ValueError(f"{root} exists and has no {NAME}, so it is not a ledger; choose another folder")
     if given.get("model") is None:
-        raise ValueError(f"{root}: there is no ledger yet; the first update needs the model to begin with")
+        raise ValueError(f"{root}: there is no ledger yet; give the first update the model to start from")
 
 
-def _believed(ledger: Ledger) -> Ledger:
+def _verified(ledger: Ledger) -> Ledger:
     wrong = problems(ledger, models=False)
     if wrong:
-        raise ValueError(f"{ledger.root}: {wrong[0]}; nothing is built on a ledger that was changed")
+        raise ValueError(f"{ledger.root}: {wrong[0]}; a ledger that was changed cannot be updated")
     return ledger
 
 
-def _begun(ledger: Ledger, place: Stage, given: Mapping[str, Any], *, force: bool) -> AdaptConfig:
-    """The stage's settings, its rows on the disk; what was asked is written last and makes the stage begun."""
+def _started(ledger: Ledger, place: Stage, given: Mapping[str, Any], *, force: bool) -> AdaptConfig:
+    """The stage's settings; writes its rows and then its arguments, which mark the stage as started."""
     values = {**({} if "preset" in given else _inherited(ledger)), **given}
     new = load_task(str(given["new"]), values.get("data_dir"))
-    said = {name: str(value) for name, value in sorted(given.items())} | {"rows": new.fingerprint}
+    arguments = {name: str(value) for name, value in sorted(given.items())} | {"rows": new.fingerprint}
     if Folder(place.job).settings.is_file() and not force:
-        if files.read_json(place.asked) != said:
+        if files.read_json(place.arguments) != arguments:
             raise ValueError(
-                f"{place.root}: an update with other settings or rows was interrupted here; repeat that one to go on "
-                "with it, or --force to begin this one in its place"
+                f"{place.root}: an update with other settings or rows was interrupted here; repeat that command to "
+                "resume it, or use --force to replace it"
             )
         present = {path for path in (place.anchors, place.past) if path.is_file()}
         return _config(ledger, place, values, new, present)
@@ -108,15 +108,15 @@ def _begun(ledger: Ledger, place: Stage, given: Mapping[str, Any], *, force: boo
         shutil.rmtree(place.root)
     for path, examples in rows.items():
         files.write_text(path, lines(examples))
-    files.write_json(place.asked, said)
+    files.write_json(place.arguments, arguments)
     return config
 
 
 def _rows(ledger: Ledger, place: Stage, values: Mapping[str, Any]) -> dict[Path, tuple[Example, ...]]:
-    """The rows to keep and to watch, by where the stage has them."""
+    """The anchors and past rows, by their path in the stage."""
     if ledger.entries and (values.get("past") is not None or values.get("own_answers")):
         raise ValueError(
-            "past and own_answers belong to the first update; later ones are watched on the rows of the tasks before"
+            "past and own_answers belong to the first update; later updates are evaluated on the rows of earlier tasks"
         )
     anchors = _anchors(ledger, values)
     found = {place.anchors: anchors} if anchors else {}
@@ -133,7 +133,7 @@ def _inherited(ledger: Ledger) -> dict[str, Any]:
 
 
 def _anchors(ledger: Ledger, values: Mapping[str, Any]) -> tuple[Example, ...]:
-    """The rows that stand for the task just ended: given, or drawn from those of its rows that are now right."""
+    """The anchors of the last task: given, or drawn from its rows that are now right."""
     if values.get("anchors") is not None:
         return load_task(str(values["anchors"]), values.get("data_dir")).examples
     if not ledger.entries:
@@ -143,19 +143,19 @@ def _anchors(ledger: Ledger, values: Mapping[str, Any]) -> tuple[Example, ...]:
     right = [row for row in read_file(ledger.place(number).watched) if is_right(known.get(row.id, "lost"))]
     count = int(values.get("num_anchors") or AdaptConfig.model_fields["num_anchors"].default)
     if not right:
-        raise ValueError(f"stage {number} answers none of its rows rightly, so there is nothing to keep; give anchors")
+        raise ValueError(f"stage {number} answers none of its rows correctly, so there are no anchors; give some")
     if len(right) < count:
-        say(f"note: stage {number} answers {len(right)} of its rows rightly; all of them become anchors")
+        say(f"note: stage {number} answers {len(right)} of its rows correctly; all of them become anchors")
     return tuple(random.Random(int(values.get("seed") or 0)).sample(right, min(count, len(right))))
 
 
 def _config(
     ledger: Ledger, place: Stage, values: Mapping[str, Any], new: Task, present: Collection[Path]
 ) -> AdaptConfig:
-    """The stage as a job: the task before it is the past, tasks further back are kept and asked with it."""
+    """The stage as a job: the previous task is the past task, earlier ones are preserved and evaluated as well."""
     number = len(ledger.entries)
     last = ledger.place(number)
-    asked = [path for _, path in _external(ledger)]
+    external = [path for _, path in _external(ledger)]
     kept = [ledger.place(stage).job for stage in range(1, number + 1)]
     own = new.interface if isinstance(new.examples[0], Choice) else None
     config = settings(
@@ -167,20 +167,20 @@ def _config(
             "anchors": str(place.anchors) if place.anchors in present else None,
             "past": str(last.watched) if number else str(place.past) if place.past in present else None,
             "kept": [str(job) for job in kept if Folder(job).anchors.is_file()],
-            "external": [*map(str, asked), *(values.get("external") or ())],
+            "external": [*map(str, external), *(values.get("external") or ())],
             "external_limit": None,
-            # The rows are copies under other names; how they are asked is settled here, once.
+            # The rows are copies under other names, so the interface cannot be derived from the name later.
             "interface": values.get("interface") or own,
         },
         where="update",
     )
     if config.lora is not None and not config.lora.merge:
-        raise ValueError("a later stage needs a whole model to go on from; leave out merge=false")
+        raise ValueError("a later stage must start from a merged model; leave out merge=false")
     return config
 
 
 def _external(ledger: Ledger) -> list[tuple[str, Path]]:
-    """What a stage asks besides its own rows and the last task's: the base model's rows, and the tasks further back."""
+    """What a stage evaluates besides its own and the last task's rows: the base model's rows and earlier tasks."""
     if not ledger.entries:
         return []
     first = ledger.place(1)
@@ -195,12 +195,12 @@ def _worked(config: AdaptConfig, place: Stage) -> jobs.Outcome:
     try:
         return jobs.resume(place.job) if Folder(place.job).settings.is_file() else jobs.adapt(config)
     except jobs.Interrupted as stop:
-        sentence = str(stop).partition(". Go on with")[0]
-        raise jobs.Interrupted(stop.number, f"{sentence}. Go on with the same command") from stop
+        sentence = str(stop).rpartition(". ")[0]  # without the advice to resume the job by itself
+        raise jobs.Interrupted(stop.number, f"{sentence}. Resume it with the same command") from stop
 
 
 def _whole(outcome: jobs.Outcome, place: Stage) -> jobs.Outcome:
-    """A job that ended before the stage was sealed, if its model and its bank are still those of its record."""
+    """The outcome of a job that finished before its stage was sealed, if its model and bank still match its record."""
     record, job = outcome.record, Folder(place.job)
     wrong = None
     try:
@@ -208,9 +208,9 @@ def _whole(outcome: jobs.Outcome, place: Stage) -> jobs.Outcome:
             record["bank"] is not None
             and Bank.load(job.bank).manifest["probes_sha256"] != record["bank"]["probes_sha256"]
         ):
-            wrong = f"{job.bank} is another bank than the job's"
+            wrong = f"{job.bank} is not the bank of the job"
         elif models.load(place.model, device="cpu").fingerprint != record["model"]["after"]:
-            wrong = f"{place.model} is another model than the job's"
+            wrong = f"{place.model} is not the model of the job"
     except (ValueError, OSError, SafetensorError) as error:
         wrong = str(error)
     if wrong:
@@ -219,14 +219,14 @@ def _whole(outcome: jobs.Outcome, place: Stage) -> jobs.Outcome:
 
 
 def _sealed(ledger: Ledger, place: Stage, task: str, outcome: jobs.Outcome) -> Ledger:
-    """Write what the job says row by row, then the ledger's entry: only then is the stage one."""
+    """Write the outcome of each row, then the ledger entry, which completes the stage."""
     number = len(ledger.entries) + 1
     kept = set_name(number - 1) if number > 1 else BASE
     sets = answered(place, set_name(number), kept, [name for name, _ in _external(ledger)])
-    files.write_text(place.watched, lines(_asked(place.new, sets[set_name(number)])))
+    files.write_text(place.watched, lines(_evaluated(place.new, sets[set_name(number)])))
     if number == 1 and BASE in sets:
         source = place.past if place.past.is_file() else place.anchors
-        files.write_text(place.base, lines(_asked(source, sets[BASE])))
+        files.write_text(place.base, lines(_evaluated(source, sets[BASE])))
     files.write_json(place.flips, flips(sets))
     model = outcome.record["model"]
     grown = append(ledger, task=task, before=model["before"], after=model["after"], created=outcome.record["created"])
@@ -234,8 +234,8 @@ def _sealed(ledger: Ledger, place: Stage, task: str, outcome: jobs.Outcome) -> L
     return grown
 
 
-def _asked(path: Path, asked: RowSet) -> list[Example]:
-    """The rows of a file that a job asked; free text with the response it was judged by, maybe the model's own."""
-    gold = {row.id: row.gold for row in asked.rows}
+def _evaluated(path: Path, evaluated: RowSet) -> list[Example]:
+    """The rows of a file that a job evaluated; free text with the response it was judged by, maybe the model's own."""
+    gold = {row.id: row.gold for row in evaluated.rows}
     rows = [row for row in read_file(path) if row.id in gold]
     return [row if isinstance(row, Choice) else replace(row, response=gold[row.id]) for row in rows]

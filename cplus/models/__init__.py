@@ -1,4 +1,4 @@
-"""Models by name, as values that know what they are."""
+"""Loading models by name, identifying them by fingerprint, and saving them."""
 
 from cplus.models.identity import fingerprint
 from cplus.models.loading import ALIASES, Loaded, as_dtype, choose_device, computing, load, of, resolve, save, window

@@ -1,4 +1,4 @@
-"""A GGUF file as a plain float32 model folder, converted once and kept."""
+"""A GGUF file as a plain float32 model folder, converted once and cached."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from cplus import files, locks
 from cplus.files import cache_folder
 from cplus.terminal import console
 
-_FORMAT = 1  # raise when the conversion changes, so that folders of the old one are not taken
+_FORMAT = 1  # increase when the conversion changes, so that older folders are not reused
 
 
 def converted(sha256: str, source: Callable[[], Path]) -> Path:
-    """The float32 folder of the GGUF file with this hash; `source` gives the file if it is not converted yet."""
+    """The float32 folder of the GGUF file with this hash; `source` returns the file if it is not converted yet."""
     folder = cache_folder() / "models" / f"gguf{_FORMAT}-{sha256[:32]}"
     if folder.exists():
         return folder
-    with locks.holding(locks.beside(folder), wait=math.inf, told=_say):
-        if not folder.exists():  # another process may have been first
+    with locks.holding(locks.beside(folder), wait=math.inf, notify=_print):
+        if not folder.exists():  # another process may have converted it in the meantime
             files.tidy(folder.parent, folder.name)
             path = source()
-            console.print(f"converting {path.name} to float32, once, in {folder}")
+            console.print(f"converting {path.name} to float32 in {folder}; this happens once")
             with files.replacing_folder(folder) as part:
                 convert(path, part)
     return folder
 
 
-def _say(sentence: str) -> None:
+def _print(sentence: str) -> None:
     console.print(sentence, markup=False, soft_wrap=True)
 
 
 def convert(path: Path, out: Path) -> None:
     """Write a GGUF file's weights, dequantised, and its tokenizer as an ordinary model folder."""
     pre_tokenizer = _pre_tokenizer(path)
-    # Unpacked explicitly: a model that keeps its blocks can be neither trained nor saved.
+    # Dequantised explicitly: a model with quantised blocks can be neither trained nor saved.
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
     model.save_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     if pre_tokenizer == "smollm":
-        # transformers knows no rule for this kind; without the step for digits "\n\n1" is cut wrongly.
+        # transformers has no rule for this kind; without the step for digits "\n\n1" is tokenised incorrectly.
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
@@ -55,13 +55,13 @@ def convert(path: Path, out: Path) -> None:
 
 
 def _pre_tokenizer(path: Path) -> str | None:
-    """The kind of pre-tokenizer the file names; reading it also finds a file that is not whole."""
+    """The kind of pre-tokenizer that the file names; reading it also detects an incomplete file."""
     try:
         field = GGUFReader(path).get_field("tokenizer.ggml.pre")
     except (ValueError, LookupError, OverflowError) as error:
         size = path.stat().st_size
         raise ValueError(
-            f"{path}: expected a whole GGUF file, but its {size:,} bytes do not read as one ({error}); "
-            f"it may be cut short: fetch it again"
+            f"{path}: expected a complete GGUF file, but its {size:,} bytes cannot be read as one ({error}); "
+            f"it may be truncated: download it again"
         ) from error
     return None if field is None else str(field.contents())

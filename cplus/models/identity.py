@@ -1,4 +1,4 @@
-"""What a model is, whatever it is called: one hash of its weights and configuration."""
+"""The identity of a model, independent of its name: a hash of its weights and configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cplus import files
 
-# What saving, loading or the library's version may change without changing what the model computes.
+# Fields that saving, loading or a library version may change without changing what the model computes.
 _VOLATILE = frozenset(
     {"_model_name_or_path", "_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
 )
@@ -20,13 +20,13 @@ _VOLATILE = frozenset(
 
 def fingerprint(model: nn.Module) -> str:
     """The SHA-256 of a model's configuration, parameters and persistent buffers; the same after saving and loading."""
-    with ThreadPoolExecutor() as pool:  # hashlib lets go of the interpreter lock on large blocks
+    with ThreadPoolExecutor() as pool:  # hashlib releases the interpreter lock on large blocks
         digests = dict(pool.map(_digest, *zip(*_tensors(model), strict=True)))
     return files.fingerprint({"config": _configuration(model), "tensors": digests})
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    parameters = dict(model.named_parameters())  # a tied weight comes once, under its first name
+    parameters = dict(model.named_parameters())  # a tied weight appears once, under its first name
     yield from parameters.items()
     shared = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     yield from ((name, value) for name, value in model.state_dict().items() if name not in shared)

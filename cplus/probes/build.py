@@ -1,4 +1,4 @@
-"""A sealed bank on the disk: generated block by block, resumed where it was interrupted."""
+"""Builds a sealed bank on disk, block by block; an interrupted build is resumed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from cplus.interfaces import Interface, Rejected
 from cplus.models import Loaded
 from cplus.probes.bank import MANIFEST, Bank, Probe, anchors_hash, probe_from_row, probe_to_row, seal
 from cplus.probes.engine import Engine
-from cplus.probes.generate import Block, Outcome, Sampled, Tally, TooFewProbes, generate, rejections
+from cplus.probes.generate import Block, RequestOutcome, Sampled, Tally, TooFewProbes, generate, rejections
 from cplus.probes.journal import journal_path, open_journal
 from cplus.probes.label import label
 from cplus.probes.local import LocalEngine
 from cplus.probes.settings import MAX_NEW_TOKENS, Settings, plan
 
-Watch = Callable[[Sampled | Block], None]
+OnEvent = Callable[[Sampled | Block], None]
 
 
 def build(
@@ -31,13 +31,13 @@ def build(
     settings: Settings,
     *,
     engine: Engine | None = None,
-    watch: Watch = lambda event: None,
+    watch: OnEvent = lambda event: None,
     wait: float = 0.0,
-    told: Callable[[str], None] = lambda sentence: None,
+    notify: Callable[[str], None] = lambda sentence: None,
 ) -> Bank:
-    """Make a bank in `folder`, or go on making it; one already sealed to the same identity is returned as it is.
+    """Build a bank in `folder`, or resume building it; one already sealed with the same identity is returned.
 
-    Another process that makes it is waited for so many seconds, which `told` hears of.
+    If another process is building it, wait for up to `wait` seconds; `notify` is then called once.
     """
     local = LocalEngine(base.model, base.tokenizer)
     engine = engine or local
@@ -46,10 +46,10 @@ def build(
         return _same(folder, identity)
     path = journal_path(folder)
     tally = Tally(anchors, interface, settings)
-    # Whoever samples the inputs, the frozen model itself answers them.
+    # Whichever engine samples the inputs, the frozen model itself answers them.
     labeller = partial(label, base.model, local, interface)
-    with open_journal(path, _resumable(identity), wait=wait, told=told) as journal:
-        if folder.exists():  # the one who was waited for has made it
+    with open_journal(path, _resumable(identity), wait=wait, notify=notify) as journal:
+        if folder.exists():  # another process has built it in the meantime
             return _same(folder, identity)
         tidy(folder.parent, folder.name)
         for entry in journal.entries:
@@ -62,7 +62,7 @@ def build(
                     journal.append(_entry(event))
                 watch(event)
         except TooFewProbes as error:
-            raise TooFewProbes(f"{error}. The accepted ones are kept in {path}") from error
+            raise TooFewProbes(f"{error}. The accepted ones are stored in {path}") from error
         bank = seal(folder, *_content(tally, identity))
         path.unlink()
     return bank
@@ -71,9 +71,9 @@ def build(
 def identify(
     base: Loaded, interface: Interface, anchors: Sequence[Example], settings: Settings, engine: Engine
 ) -> dict[str, Any]:
-    """All that decides a bank's content."""
+    """Everything that determines a bank's content."""
     first = plan(0, anchors, settings)
-    asked = asdict(settings) | {
+    recorded = asdict(settings) | {
         "topics": list(settings.topics),
         "max_new_tokens": settings.max_new_tokens or MAX_NEW_TOKENS[interface.name],
     }
@@ -85,15 +85,15 @@ def identify(
             "ids": [anchor.id for anchor in anchors],
         },
         "interface": interface.name,
-        # The wording of a request and the tokenizer stand behind these tokens.
+        # These tokens depend on the wording of the request and on the tokenizer.
         "first_request_sha256": fingerprint(list(interface.request(first.shots, first.topic))),
-        "settings": asked,
+        "settings": recorded,
         "engine": engine.describe(),
     }
 
 
 def _resumable(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """What must not change while a bank is made; its size may, unless labels are shared out by it."""
+    """The part of the identity that a resumed build must share; the size may change unless labels are balanced."""
     settings = dict(identity["settings"])
     if not settings["label_balanced"]:
         del settings["num_probes"]
@@ -106,7 +106,7 @@ def _same(folder: Path, identity: Mapping[str, Any]) -> Bank:
         if all(bank.manifest[key] == value for key, value in identity.items()):
             journal_path(folder).unlink(missing_ok=True)  # a crash just after sealing leaves it behind
             return bank
-    raise ValueError(f"{folder} is already there and is not this bank; remove it or choose another folder")
+    raise ValueError(f"{folder} already exists and is not this bank; remove it or choose another folder")
 
 
 def _content(tally: Tally, identity: Mapping[str, Any]) -> tuple[list[Probe], dict[str, Any]]:
@@ -132,7 +132,7 @@ def _block_from_entry(entry: Mapping[str, Any]) -> Block:
     try:
         return Block(
             outcomes=tuple(
-                Outcome(
+                RequestOutcome(
                     index=row["index"],
                     result=Rejected(row["reason"]) if "reason" in row else probe_from_row(row["probe"]),
                 )
@@ -141,5 +141,5 @@ def _block_from_entry(entry: Mapping[str, Any]) -> Block:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"an entry of the journal is damaged ({error!r}); remove the journal and begin again"
+            f"an entry of the journal is damaged ({error!r}); remove the journal and start again"
         ) from error

@@ -1,4 +1,4 @@
-"""The seam where probes are sampled: what is asked of an engine, and what comes back."""
+"""The interface of sampling engines: their requests and their samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How continuations are drawn, the same for every request.
+    """How continuations are sampled, the same for every request.
 
     Paper: T in App. C.1.
     """
@@ -39,14 +39,14 @@ class Sampling:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if not all(self.stop):
-            raise ValueError(f"expected stop texts that are not empty, got {self.stop!r}")
+            raise ValueError(f"expected non-empty stop texts, got {self.stop!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """The continuation of one request, up to and with the stop text; `tokens` counts what was drawn for it.
+    """The continuation of one request, up to and including the stop text; `tokens` is the number of sampled tokens.
 
-    `end` says what ended it: a stop text, the model's own end of text, or the limit.
+    `end` is what ended it: a stop text, the model's own end of text, or the token limit.
     """
 
     index: int
@@ -56,10 +56,10 @@ class Sample:
 
 
 class Engine(Protocol):
-    """Continues requests; the same list of requests always gives the same samples, in whatever order they finish."""
+    """Continues requests; the same list of requests always gives the same samples, whatever order they finish in."""
 
     def describe(self) -> dict[str, Any]:
-        """What a bank's manifest says about where its texts were sampled."""
+        """The description of the engine in a bank's manifest."""
         ...
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
@@ -68,7 +68,7 @@ class Engine(Protocol):
 
 
 def request_seed(seed: int, index: int) -> int:
-    """A request's own seed: a function of the bank's seed and the request's index alone.
+    """The seed of one request, which depends only on the bank's seed and the request's index.
 
     >>> request_seed(0, 1) == request_seed(0, 1) != request_seed(1, 0)
     True
@@ -78,9 +78,9 @@ def request_seed(seed: int, index: int) -> int:
 
 
 def pick(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
-    """One token a row, drawn at `temperature` by inverting the distribution at a number in [0, 1).
+    """One token per row, drawn at `temperature` by inverting the distribution at a number in [0, 1).
 
-    One number a token, so a row's draw does not depend on what else is in the batch.
+    Each token uses one number, so a row's tokens do not depend on the other rows of the batch.
 
     >>> pick(torch.tensor([[0.0, 9.0], [0.0, 0.0]]), torch.tensor([0.5, 0.4]), 0.8).tolist()
     [1, 0]
@@ -92,7 +92,7 @@ def pick(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
 
 
 def cut(text: str, stop: Sequence[str]) -> str | None:
-    """The text up to and with the stop text that comes first, or None where there is none.
+    """The text up to and including the first stop text, or None if there is none.
 
     >>> cut("Why?\\nAnswer: x", ["x", "\\nAnswer:"])
     'Why?\\nAnswer:'
@@ -102,7 +102,7 @@ def cut(text: str, stop: Sequence[str]) -> str | None:
 
 
 class Reader:
-    """Tokens as text: reads a row again only after a token that can complete a stop text."""
+    """Decodes tokens; it decodes a whole row only after a token that can complete a stop text."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]) -> None:
         self._decode, self._stop = decode, tuple(stop)
@@ -114,10 +114,10 @@ class Reader:
         return self._decode(tokens)
 
     def stopped(self, tokens: Sequence[int]) -> str | None:
-        """The row's text up to and with its stop text, or None while there is none."""
+        """The row's text up to and including its stop text, or None while there is none."""
         token = tokens[-1]
         if token not in self._may_end:
             piece = self._decode([token])
-            # A piece of a character decodes to a replacement mark: it may hide anything.
+            # Part of a character decodes to a replacement character, which may hide anything.
             self._may_end[token] = "\ufffd" in piece or any(mark in piece for mark in self._last)
         return cut(self._decode(tokens), self._stop) if self._may_end[token] else None

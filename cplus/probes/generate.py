@@ -1,4 +1,4 @@
-"""From anchors to probes: ask, read, drop copies, label, until there are enough."""
+"""From anchors to probes: sample, parse, remove copies and label until there are enough."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from cplus.probes.bank import Probe
 from cplus.probes.engine import Engine, Request, Sample, Sampling, request_seed
 from cplus.probes.label import Label, Labeller, label
 from cplus.probes.local import LocalEngine
-from cplus.probes.settings import BLOCK, MAX_NEW_TOKENS, Plan, Settings, domain_test, plan
+from cplus.probes.settings import BLOCK, MAX_NEW_TOKENS, RequestPlan, Settings, domain_test, plan
 from cplus.probes.texts import input_key
 
 _PATIENCE = 2
 
 
 class TooFewProbes(ValueError):
-    """The model does not produce enough valid probes to go on."""
+    """The model produces too few valid probes to continue."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """A request was answered; `reason` says why its text cannot become a probe, as far as is known yet."""
+    """A request was completed; `reason` is why its text cannot become a probe, if that is already known."""
 
     index: int
     text: str
@@ -35,8 +35,8 @@ class Sampled:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What came of one request in the end: a probe, or the reason why there is none."""
+class RequestOutcome:
+    """The final result of one request: a probe, or the reason why there is none."""
 
     index: int
     result: Probe | Rejected
@@ -46,16 +46,16 @@ class Outcome:
 class Block:
     """The outcomes of consecutive requests."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[RequestOutcome, ...]
 
     @property
     def probes(self) -> list[Probe]:
-        """Those that became probes."""
+        """The accepted probes."""
         return [outcome.result for outcome in self.outcomes if isinstance(outcome.result, Probe)]
 
 
 class Tally:
-    """What has been accepted so far, and what may still be."""
+    """The probes accepted so far, and the rules for accepting more."""
 
     def __init__(self, anchors: Sequence[Example], interface: Interface, settings: Settings) -> None:
         self._settings = settings
@@ -69,7 +69,7 @@ class Tally:
         self.probes: list[Probe] = []
 
     def new_input(self, example: Example) -> Rejected | None:
-        """Why an input cannot become a probe before it has an answer; one that can is remembered."""
+        """The reason to reject an input before it is labelled, or None; an accepted input is remembered."""
         key = self._key(example)
         if key in self._anchors:
             return Rejected("copy of an anchor")
@@ -81,7 +81,7 @@ class Tally:
         return None
 
     def new_label(self, labelled: Label | Rejected) -> Label | Rejected:
-        """The label, unless an option of the settings is against it."""
+        """The label, unless the settings reject it."""
         if isinstance(labelled, Rejected):
             return labelled
         if labelled.confidence < self._settings.confidence_floor:
@@ -93,7 +93,7 @@ class Tally:
         return labelled
 
     def add(self, block: Block) -> None:
-        """Count a block, fresh or from a journal."""
+        """Add a block, new or from a journal."""
         self.blocks.append(block)
         self.probes += block.probes
         self._keys = {self._key(probe.example) for probe in self.probes}
@@ -105,26 +105,26 @@ class Tally:
         return len(self.probes) >= self._settings.num_probes
 
     def check_yield(self) -> None:
-        """Stop where the last requests gave next to nothing, so that no model can keep us for ever."""
+        """Stop if the last requests gave almost no probes, so that generation always ends."""
         recent = self.blocks[-_PATIENCE:]
-        asked = sum(len(block.outcomes) for block in recent)
+        requests = sum(len(block.outcomes) for block in recent)
         gained = sum(len(block.probes) for block in recent)
-        if self.full or len(recent) < _PATIENCE or gained >= self._settings.min_yield * asked:
+        if self.full or len(recent) < _PATIENCE or gained >= self._settings.min_yield * requests:
             return
         outcomes = [outcome for block in self.blocks for outcome in block.outcomes]
         reasons = ", ".join(f"{reason} {count}" for reason, count in rejections(outcomes).most_common())
         raise TooFewProbes(
             f"the model gave {len(self.probes)} of {self._settings.num_probes} probes in {len(outcomes)} requests and "
-            f"{gained} in the last {asked}, below {self._settings.min_yield:.0%}; rejected: {reasons}. Try other "
-            "anchors, another interface, or ask for fewer probes"
+            f"{gained} in the last {requests}, below {self._settings.min_yield:.0%}; rejected: {reasons}. Use other "
+            "anchors, another interface or fewer probes"
         )
 
     def _key(self, example: Example) -> str:
         return input_key(example, options=self._options)
 
 
-def rejections(outcomes: Iterable[Outcome]) -> Counter[str]:
-    """How often each reason was given."""
+def rejections(outcomes: Iterable[RequestOutcome]) -> Counter[str]:
+    """The number of rejections for each reason."""
     return Counter(outcome.result.reason for outcome in outcomes if isinstance(outcome.result, Rejected))
 
 
@@ -136,7 +136,7 @@ def generate(
     settings: Settings,
     tally: Tally,
 ) -> Iterator[Sampled | Block]:
-    """Go on from the tally's last block until it is full; a block is added to the tally before it is yielded.
+    """Continue from the tally's last block until it is full; a block is added to the tally before it is yielded.
 
     Paper: Algorithm 1, line 1; App. C.1, construction of the bank S_A.
     """
@@ -154,7 +154,7 @@ def generate(
 
 
 def write_probes(base: Loaded, interface: Interface, anchors: Sequence[Example], settings: Settings) -> list[Probe]:
-    """The probes a model writes from its anchors, in memory: a bank without a seal."""
+    """The probes that a model writes from its anchors, in memory and without a seal."""
     tally = Tally(anchors, interface, settings)
     engine = LocalEngine(base.model, base.tokenizer)
     for _ in generate(engine, partial(label, base.model, engine, interface), interface, anchors, settings, tally):
@@ -163,7 +163,7 @@ def write_probes(base: Loaded, interface: Interface, anchors: Sequence[Example],
 
 
 def _sampled(
-    engine: Engine, interface: Interface, anchors: Sequence[Example], plans: Sequence[Plan], settings: Settings
+    engine: Engine, interface: Interface, anchors: Sequence[Example], plans: Sequence[RequestPlan], settings: Settings
 ) -> Iterator[tuple[Sampled, Example | Rejected]]:
     requests = [
         Request(
@@ -186,15 +186,17 @@ def _sampled(
 
 
 def _ended(sample: Sample, sampling: Sampling) -> str:
-    """A sample as if it ended in a stop text, where the model ended it; without its last line, where the limit did."""
+    """The text of a sample: with a stop text if the model ended it, without its last line if the limit did."""
     if sample.end == "end of text":
         return sample.text + sampling.stop[0]
     lines, newline, _ = sample.text.rpartition("\n")
     return lines if sample.end == "limit" and newline else sample.text
 
 
-def _judged(plans: Sequence[Plan], read: dict[int, Example | Rejected], labeller: Labeller, tally: Tally) -> Block:
-    """The outcomes in the requests' order, whatever order they finished in."""
+def _judged(
+    plans: Sequence[RequestPlan], read: dict[int, Example | Rejected], labeller: Labeller, tally: Tally
+) -> Block:
+    """The outcomes in the order of the requests, whatever order they finished in."""
     inputs: dict[int, Example] = {}
     outcomes: dict[int, Probe | Rejected] = {}
     for planned in plans:
@@ -208,15 +210,15 @@ def _judged(plans: Sequence[Plan], read: dict[int, Example | Rejected], labeller
     for planned in plans:
         if planned.index in labels:
             outcomes[planned.index] = _probe(planned, tally.new_label(labels[planned.index]))
-    return Block(outcomes=tuple(Outcome(index=p.index, result=outcomes[p.index]) for p in plans))
+    return Block(outcomes=tuple(RequestOutcome(index=p.index, result=outcomes[p.index]) for p in plans))
 
 
-def _probe(planned: Plan, labelled: Label | Rejected) -> Probe | Rejected:
+def _probe(planned: RequestPlan, labelled: Label | Rejected) -> Probe | Rejected:
     if isinstance(labelled, Rejected):
         return labelled
     return Probe(
         example=labelled.example,
-        # Six digits: more would tie a bank's bytes to the last bit of a sum.
+        # Six digits: more would make a bank's bytes depend on the last bit of a sum.
         confidence=round(labelled.confidence, 6),
         request=planned.index,
         shots=tuple(shot.id for shot in planned.shots),
@@ -225,7 +227,7 @@ def _probe(planned: Plan, labelled: Label | Rejected) -> Probe | Rejected:
 
 
 def _quota(anchors: Sequence[Example], interface: Interface, settings: Settings) -> int | None:
-    """How many probes may share a label, where labels are to be balanced."""
+    """The maximum number of probes with the same label, if labels are to be balanced."""
     if not settings.label_balanced:
         return None
     counts = {len(anchor.choices) for anchor in anchors if isinstance(anchor, Choice)}

@@ -1,4 +1,4 @@
-"""What was accepted so far, kept beside the bank to be: generation goes on where it stopped."""
+"""The journal next to an unfinished bank: it records the accepted probes, so that generation can resume."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ FORMAT = "cplus-journal/1"
 
 
 class Journal:
-    """Lines of JSON, each on the disk before the next is begun; the first says what is being made."""
+    """Lines of JSON, each on disk before the next is started; the first line identifies the bank."""
 
     def __init__(self, file: IO[bytes], entries: list[dict[str, Any]]) -> None:
         self._file = file
         self.entries = entries
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Add an entry; when this returns it survives a crash."""
+        """Add an entry; once this returns, the entry survives a crash."""
         _write(self._file, entry)
         self.entries.append(dict(entry))
 
 
 def journal_path(folder: Path) -> Path:
-    """Where the journal of a bank lies: beside it, so that no folder looks sealed that is not."""
+    """The journal of a bank: next to its folder, so that an unsealed folder never exists."""
     return folder.with_name(f"{folder.name}.partial.jsonl")
 
 
@@ -39,10 +39,10 @@ def open_journal(
     identity: Mapping[str, Any],
     *,
     wait: float = 0.0,
-    told: Callable[[str], None] = lambda sentence: None,
+    notify: Callable[[str], None] = lambda sentence: None,
 ) -> Iterator[Journal]:
-    """Open a journal for one process alone; one begun under another identity is refused by what differs."""
-    lock = locks.holding(locks.beside(path), wait=wait, told=told, otherwise="wait for it or choose another --out")
+    """Open a journal for one process at a time; the error for a journal of another bank names the differences."""
+    lock = locks.holding(locks.beside(path), wait=wait, notify=notify, otherwise="wait for it or choose another --out")
     with lock, path.open("ab+") as file:
         lines = _whole_lines(file)
         head = {"format": FORMAT, "identity": json.loads(canonical_json(identity))}
@@ -50,12 +50,12 @@ def open_journal(
             _write(file, head)
             sync(path.parent)
         elif lines[0] != head:
-            raise ValueError(f"{path} was begun {_difference(lines[0], head)}; give those again, or remove it")
+            raise ValueError(f"{path} was started {_difference(lines[0], head)}; use those values, or remove the file")
         yield Journal(file, lines[1:])
 
 
 def _whole_lines(file: IO[bytes]) -> list[dict[str, Any]]:
-    """All entries; a last line that was cut short by a crash or a full disk is taken off the file."""
+    """All entries; a last line that a crash or a full disk cut short is removed from the file."""
     file.seek(0)
     entries, end = [], 0
     for line in file:
@@ -65,7 +65,7 @@ def _whole_lines(file: IO[bytes]) -> list[dict[str, Any]]:
             entries.append(json.loads(line))
         except ValueError as error:
             raise ValueError(
-                f"{file.name}: line {len(entries) + 1} is damaged; remove the file and begin again"
+                f"{file.name}: line {len(entries) + 1} is damaged; remove the file and start again"
             ) from error
         end += len(line)
     file.truncate(end)

@@ -1,4 +1,4 @@
-"""Keys and values of many rows at once: prompts computed once, rows that come and go."""
+"""A key-value cache for many rows: prompts are computed once, and rows can join and leave at any step."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _GROUPED = "cplus_grouped"
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A stretch of a prompt: each layer's keys and values, and the logits after its last token."""
+    """A part of a prompt: each layer's keys and values, and the logits after its last token."""
 
     layers: tuple[tuple[Tensor, Tensor], ...]
     logits: Tensor
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it covers."""
+        """The number of tokens it covers."""
         return int(self.layers[0][0].shape[-2])
 
     @property
     def num_bytes(self) -> int:
-        """The memory it takes."""
+        """The memory it uses."""
         return sum(t.nbytes for pair in self.layers for t in pair) + self.logits.nbytes
 
 
 def chunk_ends(pieces: Sequence[str], *, shortest: int = 16, longest: int = 128) -> list[int]:
-    """Where a prompt is cut: after a blank line, where demonstrations meet, and never further apart than `longest`.
+    """Where a prompt is split: after blank lines, which separate demonstrations, and at the latest after `longest`.
 
-    Prompts that begin alike are cut alike, whichever is computed first: nothing but the prompt decides.
+    The split depends only on the prompt, so prompts with a common prefix share its chunks in any order of computation.
 
     >>> chunk_ends(["a", "\\n\\n", "b", "c", "\\n", "\\n", "d", "e"], shortest=2)
     [2, 6, 8]
@@ -47,7 +47,7 @@ def chunk_ends(pieces: Sequence[str], *, shortest: int = 16, longest: int = 128)
     ends, begun, before = [], 0, ""
     for end, piece in enumerate(pieces, 1):
         blank = "\n\n" in piece or (piece.endswith("\n") and before.endswith("\n"))
-        # A short rest is not worth a pass of its own.
+        # A short remainder is not worth a separate pass.
         fits = end - begun >= shortest and len(pieces) - end >= shortest
         if end - begun >= longest or (blank and fits):
             ends.append(end)
@@ -57,7 +57,7 @@ def chunk_ends(pieces: Sequence[str], *, shortest: int = 16, longest: int = 128)
 
 
 class Prefixes:
-    """Prompts computed once and continued many times, within a budget of memory."""
+    """Prompts computed once and continued many times, within a memory budget."""
 
     def __init__(self, model: Any, ends: Callable[[tuple[int, ...]], list[int]], *, max_bytes: int) -> None:
         self._model, self._ends, self._max_bytes = model, ends, max_bytes
@@ -65,11 +65,11 @@ class Prefixes:
         self._bytes = 0
 
     def chunks(self, prompt: tuple[int, ...]) -> list[Chunk]:
-        """The prompt's chunks in order, from memory where they are there."""
+        """The prompt's chunks in order, cached ones from memory."""
         found: list[Chunk] = []
         begin = 0
         for end in self._ends(prompt):
-            # Its first token belongs to a chunk's name: cut otherwise, the same tokens differ in the last bit.
+            # The key includes the chunk's start: split differently, the same tokens differ in the last bit.
             key = (begin, prompt[:end])
             chunk = self._chunks.pop(key, None)
             if chunk is None:
@@ -100,7 +100,7 @@ class Prefixes:
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's share of `Slots`, as the model sees it."""
+    """One layer of `Slots`, as the model sees it."""
 
     is_sliding = False
 
@@ -110,7 +110,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         self._slots = slots
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the memory is there from the beginning."""
+        """Nothing: the memory is allocated at construction."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         rows, end = self._slots.rows, self._slots.end
@@ -130,7 +130,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class Slots:
-    """Rows of different lengths that end at one column and grow together: a row may join or leave at any step."""
+    """Rows of different lengths that end at the same column and grow together; rows can join or leave at any step."""
 
     def __init__(self, like: Chunk, *, rows: int, longest: int, columns: int) -> None:
         self.rows, self.end = 0, longest
@@ -142,24 +142,24 @@ class Slots:
 
     @property
     def first(self) -> int:
-        """The first column any row uses."""
+        """The first column that any row uses."""
         return min(self.starts, default=self.end)
 
     def put(self, row: int, chunks: Sequence[Chunk]) -> None:
-        """Lay a prompt into a row, its last token at the last column in use."""
+        """Write a prompt into a row, with its last token at the last used column."""
         start = self.end - sum(chunk.num_tokens for chunk in chunks)
         assert 0 <= row <= self.rows
         assert start >= 0
         self.rows = max(self.rows, row + 1)
         self.starts[row : row + 1] = [start]
         for chunk in chunks:
-            stretch = slice(start, start + chunk.num_tokens)
+            columns = slice(start, start + chunk.num_tokens)
             for layer, (keys, values) in zip(self.cache.layers, chunk.layers, strict=True):
-                layer.keys[row, :, stretch], layer.values[row, :, stretch] = keys[0], values[0]
-            start = stretch.stop
+                layer.keys[row, :, columns], layer.values[row, :, columns] = keys[0], values[0]
+            start = columns.stop
 
     def drop(self, row: int) -> None:
-        """Take a row out: the last one moves to its place."""
+        """Remove a row; the last row takes its place."""
         self.rows -= 1
         last = self.starts.pop()
         if row == self.rows:
@@ -197,9 +197,9 @@ class Slots:
 
 @contextmanager
 def grouped_attention(model: Any) -> Iterator[None]:
-    """While open, a decoding step of a model with shared key heads reads them in place instead of copying each."""
+    """Make the decoding steps of a model with grouped-query attention read shared key heads without copying them."""
     before = model.config._attn_implementation
-    if before != "sdpa":  # the model has its own reasons, such as soft-capped scores
+    if before != "sdpa":  # the model needs another implementation, for instance for soft-capped scores
         yield
         return
     AttentionInterface.register(_GROUPED, _attend)
@@ -228,7 +228,7 @@ def _attend(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return plain
-    # One query a head: the heads that share keys become the queries of one head.
+    # One query per head: heads that share keys become the queries of one head.
     shared = query.reshape(rows, key.shape[1], groups, width)
     out = torch.nn.functional.scaled_dot_product_attention(
         shared, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling

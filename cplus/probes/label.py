@@ -1,4 +1,4 @@
-"""The frozen model's own answers, by the interface's fixed rule."""
+"""The frozen model's own answers, by the fixed rule of the interface."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import nn
 from cplus.data.encoded import Encoded
 from cplus.data.examples import Example
 from cplus.interfaces import Interface, Rejected
-from cplus.probes.local import LocalEngine, Row
+from cplus.probes.local import DecodingRow, LocalEngine
 from cplus.scoring import log_likelihoods, predict
 
 MAX_ANSWER_TOKENS = {"letter": 1, "cloze": 48, "freeform": 256}
-"""How long an answer in free text may get, by interface."""
+"""Maximum length of a free-text answer, by interface."""
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """An example with the frozen model's answer as its target, and how sure the model is of it."""
+    """An example with the frozen model's answer as its target, and the model's confidence in it."""
 
     example: Example
     confidence: float
@@ -33,25 +33,25 @@ Labeller: TypeAlias = Callable[[Sequence[Example]], list[Label | Rejected]]
 def label(
     model: nn.Module, engine: LocalEngine, interface: Interface, examples: Sequence[Example]
 ) -> list[Label | Rejected]:
-    """The likeliest candidate where there are candidates, greedy text where there are none.
+    """The most likely candidate if there are candidates, otherwise greedily decoded text.
 
     Paper: y_j = h_theta0(x_j) in App. C.1. Confidence is the softmax over the candidates, or the geometric mean
     probability of the text's tokens.
     """
     closed = [example for example in examples if interface.candidates(example)]
     chosen = iter(predict(model, interface, closed, what="labelling"))
-    said = iter(_spoken(model, engine, interface, [e for e in examples if not interface.candidates(e)]))
+    written = iter(_written(model, engine, interface, [e for e in examples if not interface.candidates(e)]))
     labels: list[Label | Rejected] = []
     for example in examples:
         if interface.candidates(example):
             prediction = next(chosen)
             labels.append(Label(interface.with_answer(example, prediction.answer), prediction.confidence))
         else:
-            labels.append(next(said))
+            labels.append(next(written))
     return labels
 
 
-def _spoken(
+def _written(
     model: nn.Module, engine: LocalEngine, interface: Interface, examples: Sequence[Example]
 ) -> list[Label | Rejected]:
     prompts = [interface.prompt(example) for example in examples]
@@ -64,7 +64,7 @@ def _spoken(
     ]
 
 
-def _judged(example: Example, row: Row, confidence: float, interface: Interface) -> Label | Rejected:
+def _judged(example: Example, row: DecodingRow, confidence: float, interface: Interface) -> Label | Rejected:
     text = row.text
     for mark in interface.answer_stop:
         text = text.removesuffix(mark)

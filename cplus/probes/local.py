@@ -1,4 +1,4 @@
-"""The default engine: any causal model of transformers, on the CPU or a GPU, many rows at a time."""
+"""The default engine: any causal language model of transformers, on the CPU or a GPU, decoding many rows at once."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _SPARE_COLUMNS = 32
 
 
 @dataclass(slots=True)
-class Row:
-    """One continuation while it grows, and how it ended."""
+class DecodingRow:
+    """One continuation while it is decoded, and what ended it."""
 
     index: int
     prompt: tuple[int, ...]
@@ -29,12 +29,12 @@ class Row:
     end: End | None = None
 
 
-Choose: TypeAlias = Callable[[Tensor, Sequence[Row]], list[int]]
+Choose: TypeAlias = Callable[[Tensor, Sequence[DecodingRow]], list[int]]
 """The next token of each row, from its logits."""
 
 
 class LocalEngine:
-    """Rows that finish are refilled at once; prompts that begin alike are computed once."""
+    """Finished rows are replaced immediately; common prefixes of prompts are computed once."""
 
     def __init__(self, model: Any, tokenizer: Any, *, rows: int = 64, prefix_bytes: int = 1 << 30) -> None:
         if rows < 1:
@@ -45,7 +45,7 @@ class LocalEngine:
         self._eos = _end_tokens(model, tokenizer)
 
     def describe(self) -> dict[str, Any]:
-        """All that decides a float's last bit, and so, rarely, a token."""
+        """Everything that affects the last bit of a float and so, rarely, a token."""
         return {
             "name": "transformers",
             "rows": self._rows,
@@ -61,43 +61,47 @@ class LocalEngine:
         limit = sampling.max_new_tokens
         drawn = {request.index: _uniforms(request.seed, limit) for request in requests}
 
-        def draw(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+        def draw(logits: Tensor, rows: Sequence[DecodingRow]) -> list[int]:
             uniforms = torch.tensor([drawn[row.index][len(row.tokens)] for row in rows], dtype=torch.float64)
             tokens: list[int] = pick(logits, uniforms, sampling.temperature).tolist()
             return tokens
 
-        rows = [Row(request.index, request.prompt) for request in requests]
+        rows = [DecodingRow(request.index, request.prompt) for request in requests]
         for row in self._continued(rows, draw, limit, sampling.stop):
             assert row.end is not None
             yield Sample(index=row.index, text=row.text, tokens=len(row.tokens), end=row.end)
 
-    def greedy(self, prompts: Sequence[tuple[int, ...]], *, max_new_tokens: int, stop: Sequence[str]) -> list[Row]:
-        """The likeliest token at every place, after a first one that is a word: an answer says something."""
+    def greedy(
+        self, prompts: Sequence[tuple[int, ...]], *, max_new_tokens: int, stop: Sequence[str]
+    ) -> list[DecodingRow]:
+        """The most likely token at every position; the first must be text, so that no answer is empty."""
 
-        def likeliest(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+        def most_likely(logits: Tensor, rows: Sequence[DecodingRow]) -> list[int]:
             if not rows[0].tokens:  # first tokens are chosen one row at a time
                 logits = logits.index_fill(1, self._blank.to(logits.device), -torch.inf)
             tokens: list[int] = logits.argmax(-1).tolist()
             return tokens
 
-        rows = [Row(index, prompt) for index, prompt in enumerate(prompts)]
-        return sorted(self._continued(rows, likeliest, max_new_tokens, stop), key=lambda row: row.index)
+        rows = [DecodingRow(index, prompt) for index, prompt in enumerate(prompts)]
+        return sorted(self._continued(rows, most_likely, max_new_tokens, stop), key=lambda row: row.index)
 
-    def _continued(self, rows: Sequence[Row], choose: Choose, limit: int, stop: Sequence[str]) -> Iterator[Row]:
+    def _continued(
+        self, rows: Sequence[DecodingRow], choose: Choose, limit: int, stop: Sequence[str]
+    ) -> Iterator[DecodingRow]:
         """Yield each row when it is finished."""
         if not rows:
             return
         longest = max(len(row.prompt) for row in rows)
         self._check_window(longest + limit)
-        # Long prompts first: then the columns in use shrink with the queue.
+        # Long prompts first, so that the number of used columns shrinks with the queue.
         queue = deque(sorted(rows, key=lambda row: (-len(row.prompt), row.index)))
         reader = Reader(self._decode, stop)
         with torch.inference_mode(), grouped_attention(self._model):
             like = self._prefixes.chunks(queue[0].prompt)[0]
         slots = Slots(like, rows=min(self._rows, len(rows)), longest=longest, columns=longest + limit + _SPARE_COLUMNS)
-        live: list[Row] = []
+        live: list[DecodingRow] = []
         while queue or live:
-            finished: list[Row] = []
+            finished: list[DecodingRow] = []
             with torch.inference_mode(), grouped_attention(self._model):
                 while (queue or live) and not finished:
                     while queue and len(live) < self._rows:
@@ -106,8 +110,10 @@ class LocalEngine:
                         finished += self._step(slots, live, choose, reader, limit)
             yield from finished
 
-    def _begin(self, row: Row, slots: Slots, live: list[Row], choose: Choose, reader: Reader, limit: int) -> list[Row]:
-        """Give a row a slot and its first token, which may already end it."""
+    def _begin(
+        self, row: DecodingRow, slots: Slots, live: list[DecodingRow], choose: Choose, reader: Reader, limit: int
+    ) -> list[DecodingRow]:
+        """Assign a slot and the first token to a row, which may already end it."""
         chunks = self._prefixes.chunks(row.prompt)
         if self._take(row, choose(chunks[-1].logits.unsqueeze(0), [row])[0], reader, limit):
             return [row]
@@ -115,8 +121,10 @@ class LocalEngine:
         live.append(row)
         return []
 
-    def _step(self, slots: Slots, live: list[Row], choose: Choose, reader: Reader, limit: int) -> list[Row]:
-        """One more token for every row; finished rows make room."""
+    def _step(
+        self, slots: Slots, live: list[DecodingRow], choose: Choose, reader: Reader, limit: int
+    ) -> list[DecodingRow]:
+        """One more token for every row; finished rows free their slots."""
         chosen = choose(slots.step(self._model, [row.tokens[-1] for row in live]), live)
         finished = []
         for at in reversed(range(len(live))):
@@ -127,8 +135,8 @@ class LocalEngine:
                 live.pop()
         return finished
 
-    def _take(self, row: Row, token: int, reader: Reader, limit: int) -> bool:
-        """Add a token to a row and say whether that ends it."""
+    def _take(self, row: DecodingRow, token: int, reader: Reader, limit: int) -> bool:
+        """Add a token to a row and return whether that ends it."""
         row.tokens.append(token)
         if token in self._eos:
             row.text, row.end = reader.text(row.tokens[:-1]), "end of text"
@@ -151,7 +159,7 @@ class LocalEngine:
 
     @cached_property
     def _blank(self) -> Tensor:
-        """The tokens that cannot begin an answer: blanks, line ends, marks of the template."""
+        """The tokens that cannot begin an answer: blanks, line breaks and special tokens."""
         marks = {*self._eos, *self._tokenizer.all_special_ids}
         texts = {token: self._piece(token).lstrip(" ") for token in range(len(self._tokenizer))}
         return torch.tensor([t for t, text in texts.items() if t in marks or not text.strip() or text[0] == "\n"])
@@ -166,7 +174,7 @@ class LocalEngine:
 
 
 def _uniforms(seed: int, count: int) -> list[float]:
-    """A request's own numbers, one for each token it may draw."""
+    """The random numbers of one request, one for each token it may draw."""
     generator = torch.Generator().manual_seed(seed)
     numbers: list[float] = torch.rand(count, generator=generator, dtype=torch.float64).tolist()
     return numbers

@@ -1,4 +1,4 @@
-"""What the base model itself answers: for those who have requests to keep and no record of the answers."""
+"""The base model's own answers, for users who have requests to preserve but no recorded answers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from cplus.probes.local import LocalEngine
 
 
 def own_answers(base: Loaded, interface: Interface, examples: Sequence[Example], *, name: str) -> tuple[Example, ...]:
-    """The rows with the base model's greedy answers for responses, kept in the cache; `name` is theirs in errors.
+    """The rows with the base model's greedy answers as responses, cached on disk; errors call the rows `name`.
 
-    A request that the model does not answer to an end is left out: where it would have stopped is not known.
+    A row whose answer reaches the token limit is omitted: its end is not known.
     """
-    # The first prompt's tokens stand for the form of asking, a chat or plain text.
-    asked = list(interface.prompt(examples[0]))
-    key = files.fingerprint([base.fingerprint, interface.name, asked, fingerprint(examples)])
+    # The tokens of the first prompt identify the prompt format, chat or plain text.
+    prompt = list(interface.prompt(examples[0]))
+    key = files.fingerprint([base.fingerprint, interface.name, prompt, fingerprint(examples)])
     path = cache_folder() / "answers" / f"own-{key[:24]}.json"
     if not path.is_file():
         files.write_json(path, [None if own is None else to_row(own) for own in _answered(base, interface, examples)])
     rows = [row for row in files.read_json(path) if row is not None]
     if not rows:
-        raise ValueError(f"the model answers none of the {len(examples)} {name} rows to an end; give others")
+        raise ValueError(
+            f"none of the {len(examples)} {name} rows was answered before the token limit; supply other rows"
+        )
     return tuple(from_row(row, where=f"{path}: {row['id']}", id=row["id"]) for row in rows)
 
 

@@ -1,4 +1,4 @@
-"""A bank as a data set that others can load, and back: the seal holds wherever the rows have been."""
+"""Publish a bank as a data set and fetch it back; the seal verifies the rows either way."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def publish(bank: Bank, folder: Path) -> None:
 
 
 def fetch(source: str, folder: Path) -> Bank:
-    """Bring a published bank back: from a folder, or owner/name on the hub, in whatever format its rows are there."""
+    """Fetch a published bank from a folder or from owner/name on the hub, whatever the format of its rows."""
     if (Path(source) / PROBES).is_file():
         bank = Bank.load(source)
         return seal(folder, bank.probes, bank.manifest)
@@ -56,7 +56,7 @@ def fetch(source: str, folder: Path) -> Bank:
         from datasets import load_dataset
     except ImportError as error:
         raise ImportError(
-            f"{source} is no bank folder; to read it as a data set install the extra: pip install 'cplus[data]'"
+            f"{source} is not a bank folder; to read it as a data set, install the extra: pip install 'cplus[data]'"
         ) from error
     from huggingface_hub import hf_hub_download
 
@@ -66,8 +66,8 @@ def fetch(source: str, folder: Path) -> Bank:
 
 
 def restore(rows: Iterable[Mapping[str, Any]], manifest: Mapping[str, Any], folder: Path) -> Bank:
-    """Seal rows under the manifest they were published with; rows that are not what it sealed are refused."""
-    # A table fills what a row does not have with nulls.
+    """Seal rows under the manifest they were published with; refuse rows that the manifest does not match."""
+    # A table fills missing fields with nulls.
     known = [{key: value for key, value in row.items() if value is not None or key == "topic"} for row in rows]
     probes = [probe_from_row(row) for row in known]
     if sha256(probe_lines(probes).encode()).hexdigest() != manifest["probes_sha256"]:

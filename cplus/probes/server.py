@@ -1,4 +1,4 @@
-"""An engine that asks a vLLM server: for models and numbers of probes that need one."""
+"""An engine that samples from a vLLM server, for large models or many probes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _TIMEOUT = 600
 class ServerEngine:
     """Sends token prompts, each with its own seed, to the completions endpoint of `vllm serve MODEL`.
 
-    The server samples the inputs; the answers still come from the model that is loaded here.
+    The server samples the inputs; the answers still come from the locally loaded model.
     """
 
     def __init__(self, url: str, *, parallel: int = 64) -> None:
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"expected the address of a vLLM server, such as http://localhost:8000, got {url!r}")
+            raise ValueError(f"expected the address of a vLLM server such as http://localhost:8000, got {url!r}")
         self._url, self._parallel = url.rstrip("/").removesuffix("/v1"), parallel
         self._model = self._served()
 
     def describe(self) -> dict[str, Any]:
-        """What the server says it is; its address does not decide what it samples."""
+        """The model and version that the server reports; its address does not affect the samples."""
         return {"name": "vllm", "model": self._model, "version": self._call("/version", None).get("version")}
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
@@ -57,15 +57,17 @@ class ServerEngine:
             choice, tokens = answer["choices"][0], answer["usage"]["completion_tokens"]
             text, finish, reason = choice["text"], choice["finish_reason"], choice.get("stop_reason")
         except (KeyError, IndexError, TypeError) as error:
-            raise ConnectionError(f"{self._url} answered without choices, text or usage: {answer!r:.200}") from error
-        # A stop text is named as the reason; the model's own end of text is not.
+            raise ConnectionError(
+                f"expected choices, text and usage in the answer of {self._url}, got {answer!r:.200}"
+            ) from error
+        # The server names a stop text as the reason, but not the model's own end of text.
         end: End = "limit" if finish == "length" else "stop" if isinstance(reason, str) else "end of text"
         return Sample(index=request.index, text=text, tokens=tokens, end=end)
 
     def _served(self) -> str:
         models = self._call("/v1/models", None).get("data", [])
         if len(models) != 1:
-            raise ValueError(f"expected a server of one model at {self._url}, it serves {len(models)}")
+            raise ValueError(f"expected a server with one model at {self._url}, but it serves {len(models)}")
         return str(models[0]["id"])
 
     def _call(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
@@ -75,13 +77,15 @@ class ServerEngine:
             with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
                 answer = json.load(response)
         except urllib.error.HTTPError as error:
-            raise ConnectionError(f"{self._url}{path} refused: {error.code} {error.read()[:300]!r}") from error
+            raise ConnectionError(
+                f"{self._url}{path} refused the request: {error.code} {error.read()[:300]!r}"
+            ) from error
         except (urllib.error.URLError, TimeoutError) as error:
             raise ConnectionError(
                 f"no vLLM server answers at {self._url} ({error}); start one with 'vllm serve MODEL'"
             ) from error
         except ValueError as error:
-            raise ConnectionError(f"{self._url}{path} did not answer in JSON: {error}") from error
+            raise ConnectionError(f"expected JSON from {self._url}{path}, but it does not parse: {error}") from error
         if not isinstance(answer, dict):
-            raise ConnectionError(f"expected an object from {self._url}{path}, got {answer!r:.100}")
+            raise ConnectionError(f"expected a JSON object from {self._url}{path}, got {answer!r:.100}")
         return answer

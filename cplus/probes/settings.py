@@ -1,4 +1,4 @@
-"""How a bank is made: the settings that decide which probes are in it, and the plan of its requests."""
+"""The settings that determine which probes a bank contains, and the plan of its requests."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ TOPICS = (
 """The 24 broad areas of the topic cue. Protocol section 3."""
 
 MAX_NEW_TOKENS = {"letter": 256, "cloze": 96, "freeform": 160}
-"""How long a new input may get, by interface, unless the settings say."""
+"""Maximum length of a new input, by interface, unless the settings give one."""
 
 BLOCK = 128
-"""Requests that are sampled, labelled and recorded together.
+"""The number of requests that are sampled, labelled and recorded together.
 
-Not a setting: it does not grow with the bank, so a bank is a prefix of any larger one of the same seed.
+Not a setting: it does not depend on the size of the bank, so a bank is a prefix of any larger one with the same seed.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is asked for; the last three are off in the paper.
+    """The settings of a bank; the paper does not use the last three.
 
     Paper: K, T and N in App. C.1.
     """
@@ -78,34 +78,34 @@ class Settings:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
         if self.min_yield == 0:
-            raise ValueError("min_yield must be above 0, or generation might never end")
+            raise ValueError("min_yield must be above 0, got 0: generation might never end")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What one request shows the frozen model."""
+class RequestPlan:
+    """What one request shows to the frozen model."""
 
     index: int
     shots: tuple[Example, ...]
     topic: str | None
 
 
-def plan(index: int, anchors: Sequence[Example], settings: Settings) -> Plan:
-    """The context of one request: K anchors drawn afresh, and a topic from a fresh permutation for every round.
+def plan(index: int, anchors: Sequence[Example], settings: Settings) -> RequestPlan:
+    """The context of one request: K newly drawn anchors, and a topic from a new permutation in every round.
 
-    Paper: C_j and c_j in App. C.1. A function of the seed and the index alone, so requests can be made in any order.
+    Paper: C_j and c_j in App. C.1. It depends only on the seed and the index, so requests can be made in any order.
     """
     if len(anchors) < settings.shots:
         raise ValueError(
             f"a request shows {settings.shots} anchors, but there are {len(anchors)}; "
-            "give more anchors or lower the number of shots"
+            "give more anchors or reduce the number of shots"
         )
     shots = random.Random(f"{settings.seed}/shots/{index}").sample(list(anchors), settings.shots)
     topic = None
     if settings.topics:
-        turn, place = divmod(index, len(settings.topics))
-        topic = _permuted(settings.topics, f"{settings.seed}/topics/{turn}")[place]
-    return Plan(index=index, shots=tuple(shots), topic=topic)
+        cycle, position = divmod(index, len(settings.topics))
+        topic = _permuted(settings.topics, f"{settings.seed}/topics/{cycle}")[position]
+    return RequestPlan(index=index, shots=tuple(shots), topic=topic)
 
 
 @cache
@@ -114,7 +114,7 @@ def _permuted(topics: tuple[str, ...], seed: str) -> tuple[str, ...]:
 
 
 def domain_test(name: str) -> Callable[[Example], bool]:
-    """Whether an example belongs to a domain: one of the toy world by name, or `re:` and a regular expression.
+    """A test for membership in a domain: the name of a toy domain, or `re:` and a regular expression.
 
     >>> from cplus.data.examples import Choice
     >>> domain_test("re:whale|dolphin")(Choice(id="a", question="Do Whales sing?", choices=("yes", "no"), answer=0))

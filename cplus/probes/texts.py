@@ -1,4 +1,4 @@
-"""Texts by which copies are recognised: normalised, and as sets of words."""
+"""Normalised texts and word sets, for finding copies."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import unicodedata
 
 from cplus.data.examples import Choice, Example
 
-# Marks of a sentence. Those of arithmetic stay: 2 + 3 is not 2 - 3.
+# Punctuation. Arithmetic signs stay: 2 + 3 is not 2 - 3.
 _MARKS = re.compile(r"""[.,;:!?'"()\[\]{}…‘’“”«»`_]|(?<=[^\W\d])-(?=[^\W\d])""")
 
 
 def normalise(text: str) -> str:
-    """A text without what does not make it another: case, blanks, forms of a character, marks of a sentence.
+    """A text with differences in case, blanks, character forms and punctuation removed.
 
     >>> normalise("  What’s  the\\nＣＡＰＩＴＡＬ of Peru?")
     'what s the capital of peru'
@@ -28,7 +28,7 @@ def words(text: str) -> frozenset[str]:
 
 
 def input_text(example: Example, *, options: bool) -> str:
-    """What an example asks: its question, with the options where they are part of the input, or its conversation."""
+    """The input of an example: its question, with the options if these are part of the input, or its conversation."""
     if not isinstance(example, Choice):
         return "\n".join(message.content for message in example.messages)
     if not options or len(example.choices) < 2:
@@ -37,7 +37,7 @@ def input_text(example: Example, *, options: bool) -> str:
 
 
 def input_key(example: Example, *, options: bool) -> str:
-    """The normalised input; options in any order are the same question.
+    """The normalised input; the order of the options does not matter.
 
     >>> a = Choice(id="a", question="Is it?", choices=("yes", "No."), answer=0)
     >>> b = Choice(id="b", question="is it", choices=("no", "yes"), answer=0)

@@ -1,4 +1,4 @@
-"""What a model thinks of answers, and what it answers: likelihoods, greedy decoding, predictions."""
+"""Likelihoods of given answers, greedy decoding, and a model's predictions."""
 
 from cplus.scoring.decoding import Generation, greedy
 from cplus.scoring.likelihoods import Reading, Score, log_likelihoods, read_targets, score_candidates

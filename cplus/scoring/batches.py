@@ -1,4 +1,4 @@
-"""Batches of like length, as large as the device and the logits' memory allow."""
+"""Batches of rows of similar length, as large as the device and the memory for logits allow."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from cplus.terminal import progress
 
 _MAX_ROWS = 256
 _MAX_LOGITS = 2**28
-# Scoring is bound by arithmetic: on a CPU, batches larger than its caches are slower.
+# Scoring is compute-bound: on a CPU, batches larger than the caches are slower.
 _SCORED_TOKENS = {"cpu": 512, "mps": 4096, "cuda": 16384}
-# Decoding reads all weights for each token of a batch, so the batch is as large as the keys and values allow.
+# Decoding reads all weights for each token of a batch, so a batch is as large as the key-value cache allows.
 _DECODED_TOKENS = {"cpu": 8192, "mps": 8192, "cuda": 65536}
 
 
 def scored(model: nn.Module, lengths: Sequence[int], kept: Sequence[int], what: str) -> Iterator[list[int]]:
-    """Indices of rows to read at once; `kept` says at how many positions a row needs logits."""
+    """Indices of rows to score together; `kept` is the number of positions at which each row needs logits."""
     if not lengths:
         return iter(())
     share = max(positions / length for positions, length in zip(kept, lengths, strict=True))
@@ -29,12 +29,12 @@ def scored(model: nn.Module, lengths: Sequence[int], kept: Sequence[int], what: 
 
 
 def decoded(model: nn.Module, lengths: Sequence[int], what: str) -> Iterator[list[int]]:
-    """Indices of rows to continue at once; the lengths count what will be written."""
+    """Indices of rows to decode together; the lengths include the tokens to be generated."""
     return _batches(lengths, _DECODED_TOKENS[_device(model)], what)
 
 
 def _batches(lengths: Sequence[int], max_tokens: int, what: str) -> Iterator[list[int]]:
-    """Batches of like length, with a progress bar."""
+    """Batches of similar length, with a progress bar."""
     with progress() as bars:
         task = bars.add_task(what, total=len(lengths))
         for batch in length_sorted_batches(lengths, max_tokens=max_tokens, max_rows=_MAX_ROWS):
@@ -48,21 +48,21 @@ def _device(model: nn.Module) -> str:
 
 
 def bare(model: nn.Module) -> Any:
-    """The transformers model inside a PEFT wrapper: its layers carry the adapters, its forward names its arguments."""
+    """The transformers model inside a PEFT wrapper: it includes the adapters, and its forward has named arguments."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 def vocabulary(model: nn.Module) -> int:
-    """How many logits a position has."""
+    """The number of logits per position."""
     return int(bare(model).config.get_text_config().vocab_size)
 
 
 def check_window(model: nn.Module, lengths: Sequence[int]) -> None:
-    """Refuse rows of more tokens than the model reads at once."""
+    """Refuse rows with more tokens than the model's window."""
     limit = window(bare(model))
     over = [length for length in lengths if length > limit]
     if over:
         raise ValueError(
             f"{len(over)} of {len(lengths)} rows are longer than the model's window of {limit} tokens "
-            f"(the longest has {max(over)}); shorten them or exclude them"
+            f"(the longest has {max(over)}); shorten or exclude them"
         )

@@ -1,4 +1,4 @@
-"""Log-likelihoods of answers: each prompt read once for all its candidates, logits only where an answer is read."""
+"""Log-likelihoods of answers: each prompt is processed once for all its candidates, with logits at answers only."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import nn
 from cplus.data.encoded import Encoded, shared_prefix
 from cplus.losses import target_logits
 from cplus.scoring.batches import bare, check_window, scored
-from cplus.scoring.packed import Row, packed_scores, read_prefix, takes_block_masks
+from cplus.scoring.packed import PackedRow, packed_scores, read_prefix, takes_block_masks
 
 Tokens = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One answer's log-likelihood: the sum over its tokens, and how many there are."""
+    """One answer's log-likelihood: the sum over its tokens, and their number."""
 
     total: float
     num_tokens: int
 
     @property
     def mean(self) -> float:
-        """The mean token log-likelihood: what answers of different lengths are compared by."""
+        """The mean token log-likelihood, which allows comparing answers of different lengths."""
         return self.total / self.num_tokens
 
 
@@ -34,12 +34,12 @@ def score_candidates(
     model: nn.Module, prompts: Sequence[Tokens], candidates: Sequence[Sequence[Tokens]], *, what: str = "scoring"
 ) -> list[tuple[Score, ...]]:
     """The scores of every candidate after its prompt."""
-    rows = [Row(tuple(p), tuple(map(tuple, own))) for p, own in zip(prompts, candidates, strict=True)]
+    rows = [PackedRow(tuple(p), tuple(map(tuple, own))) for p, own in zip(prompts, candidates, strict=True)]
     check_window(model, [len(row.prompt) + max(map(len, row.candidates)) - 1 for row in rows])
     if not takes_block_masks(bare(model), max(map(len, rows), default=0)):
-        return _scores_apart(model, rows, what)
+        return _scores_separately(model, rows, what)
     prefix = shared_prefix(prompts)
-    rows = [Row(row.prompt[len(prefix) :], row.candidates) for row in rows]
+    rows = [PackedRow(row.prompt[len(prefix) :], row.candidates) for row in rows]
     past = read_prefix(bare(model), prefix)
     scores: list[tuple[Score, ...]] = [()] * len(rows)
     for batch in scored(model, [len(row) for row in rows], [row.kept for row in rows], what):
@@ -52,7 +52,7 @@ def score_candidates(
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A target read after its prompt: its score, and whether each of its tokens is the likeliest where it stands."""
+    """A target after its prompt: its score, and whether each of its tokens is the most likely one at its position."""
 
     score: Score
     likeliest: bool
@@ -65,7 +65,7 @@ def log_likelihoods(model: nn.Module, rows: Sequence[Encoded], *, what: str = "s
 
 @torch.inference_mode()
 def read_targets(model: nn.Module, rows: Sequence[Encoded], *, what: str = "scoring") -> list[Reading]:
-    """Each row's target in one pass; if every token is the likeliest, greedy decoding says exactly this target."""
+    """Each row's target in one pass; if every token is the most likely one, greedy decoding gives this target."""
     check_window(model, [len(row) - 1 for row in rows])
     readings = [Reading(Score(0.0, 1), False)] * len(rows)
     for batch in scored(model, [len(row) for row in rows], [len(row.target) for row in rows], what):
@@ -78,8 +78,8 @@ def read_targets(model: nn.Module, rows: Sequence[Encoded], *, what: str = "scor
     return readings
 
 
-def _scores_apart(model: nn.Module, rows: Sequence[Row], what: str) -> list[tuple[Score, ...]]:
-    """Every candidate as a row of its own, for attention that takes no mask of ours."""
-    apart = [Encoded(row.prompt, candidate) for row in rows for candidate in row.candidates]
-    scores = iter(log_likelihoods(model, apart, what=what))
+def _scores_separately(model: nn.Module, rows: Sequence[PackedRow], what: str) -> list[tuple[Score, ...]]:
+    """Every candidate as a separate row, for attention that accepts no custom mask."""
+    separate = [Encoded(row.prompt, candidate) for row in rows for candidate in row.candidates]
+    scores = iter(log_likelihoods(model, separate, what=what))
     return [tuple(next(scores) for _ in row.candidates) for row in rows]

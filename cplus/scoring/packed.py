@@ -1,4 +1,4 @@
-"""A prompt and all its candidates in one row: the prompt is read once, and so is what all prompts begin with."""
+"""A prompt and all its candidates packed into one row: the prompt and the common prefix are processed once."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Tokens = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A prompt with its candidates laid out after it; the last token of each is predicted, never read."""
+class PackedRow:
+    """A prompt followed by its candidates; the last token of each candidate is only predicted, not an input."""
 
     prompt: tuple[int, ...]
     candidates: tuple[tuple[int, ...], ...]
@@ -27,7 +27,7 @@ class Row:
 
     @property
     def kept(self) -> int:
-        """At how many positions logits are needed: the prompt's last, and each token of a candidate but its last."""
+        """The number of positions that need logits: the prompt's last, and all of a candidate's but its last."""
         return 1 + sum(len(candidate) - 1 for candidate in self.candidates)
 
     def __len__(self) -> int:
@@ -36,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where each token stands: `segments` is 0 for a prompt, 1, 2, ... for its candidates, -1 for padding."""
+    """The position of each token: `segments` is 0 for a prompt, 1, 2, ... for its candidates, -1 for padding."""
 
     ids: Tensor
     positions: Tensor
@@ -44,8 +44,8 @@ class _Layout:
     where: list[tuple[int, int, int]]
 
 
-def packed_scores(model: Any, rows: Sequence[Row], offset: int, prefix: Any | None) -> list[list[float]]:
-    """Each candidate's summed log-likelihood; `prefix` holds the keys and values of `offset` tokens before all rows."""
+def packed_scores(model: Any, rows: Sequence[PackedRow], offset: int, prefix: Any | None) -> list[list[float]]:
+    """Each candidate's summed log-likelihood; `prefix` is the key-value cache of `offset` tokens before all rows."""
     device = next(model.parameters()).device
     layout = _lay_out(rows, offset)
     past = copy.deepcopy(prefix)
@@ -65,7 +65,7 @@ def packed_scores(model: Any, rows: Sequence[Row], offset: int, prefix: Any | No
 
 
 def read_prefix(model: Any, prefix: Tokens) -> Any | None:
-    """The keys and values of the common beginning."""
+    """The key-value cache of the common prefix."""
     if not prefix:
         return None
     ids = torch.tensor([prefix], device=next(model.parameters()).device)
@@ -73,7 +73,7 @@ def read_prefix(model: Any, prefix: Tokens) -> Any | None:
 
 
 def takes_block_masks(model: Any, longest: int) -> bool:
-    """Whether the model's attention takes a mask of our own for rows of up to `longest` tokens."""
+    """Whether the model's attention accepts a custom mask for rows of up to `longest` tokens."""
     config = model.config
     arguments = inspect.signature(type(model).forward).parameters
     sliding = getattr(config, "sliding_window", None)
@@ -82,13 +82,13 @@ def takes_block_masks(model: Any, longest: int) -> bool:
         and config._attn_implementation in ("sdpa", "eager")
         and not getattr(model, "_is_stateful", False)
         and not getattr(config, "alibi", False)
-        # A block mask knows no sliding window, so no row may reach beyond it.
+        # A block mask has no sliding window, so no row may be longer than it.
         and (sliding is None or longest <= sliding)
     )
 
 
-def _lay_out(rows: Sequence[Row], offset: int) -> _Layout:
-    """Rows that end together; `where` lists (row, column among the kept, token) of everything to be predicted."""
+def _lay_out(rows: Sequence[PackedRow], offset: int) -> _Layout:
+    """Left-padded rows; `where` lists (row, column among the kept, token) for every token to be predicted."""
     width, keep = max(map(len, rows)), max(row.kept for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     layout = _Layout(ids, torch.zeros_like(ids), torch.full_like(ids, -1), [])
@@ -113,12 +113,12 @@ def _put(layout: _Layout, row: int, column: int, tokens: Tokens, *, position: in
 
 
 def _block_mask(model: Any, segments: Tensor, offset: int) -> Tensor:
-    """Who sees whom: causal; the prefix and the prompt are seen by all, a candidate only by itself."""
+    """The causal attention mask: every token sees the prefix and the prompt, a candidate otherwise only itself."""
     rows, width = segments.shape
     own = segments[:, :, None] == segments[:, None, :]
     seen = (own | (segments[:, None, :] == 0)).tril()
     seen = torch.cat([seen.new_ones(rows, width, offset), seen], dim=2)[:, None]
     if model.config._attn_implementation == "sdpa":
         return seen
-    # Eager attention adds the mask to its weights.
+    # Eager attention adds the mask to its scores.
     return torch.zeros_like(seen, dtype=model.dtype).masked_fill_(~seen, torch.finfo(model.dtype).min)

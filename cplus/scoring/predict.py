@@ -1,4 +1,4 @@
-"""What a model answers, example by example, through an interface."""
+"""A model's answers, example by example, through an interface."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def predict(
     max_new_tokens: int = 256,
     what: str = "predicting",
 ) -> list[Prediction]:
-    """The model's answers in the examples' order: the likeliest candidate, or greedy text where there are none.
+    """The model's answers in the order of the examples: the most likely candidate, or greedy text if there are none.
 
     Paper: h_theta in App. C.1; protocol section 1.
     """
@@ -38,21 +38,21 @@ def predict(
     open_ = [i for i, own in enumerate(candidates) if not own]
     prompts = [interface.prompt(examples[i]) for i in closed]
     scores = score_candidates(model, prompts, [candidates[i] for i in closed], what=what)
-    made = {i: chosen(examples[i], own) for i, own in zip(closed, scores, strict=True)}
+    found = {i: chosen(examples[i], own) for i, own in zip(closed, scores, strict=True)}
     if open_:
-        asked = [examples[i] for i in open_]
-        texts = _spoken(model, interface, asked, judge=judge, max_new_tokens=max_new_tokens, what=what)
-        made.update(zip(open_, texts, strict=True))
-    return [made[i] for i in range(len(examples))]
+        questions = [examples[i] for i in open_]
+        texts = _written(model, interface, questions, judge=judge, max_new_tokens=max_new_tokens, what=what)
+        found.update(zip(open_, texts, strict=True))
+    return [found[i] for i in range(len(examples))]
 
 
 def repeated(
     model: nn.Module, interface: Interface, examples: Sequence[Example], *, what: str = "predicting"
 ) -> list[Prediction]:
-    """Whether the model's greedy answer is each row's response, token for token, from one pass and no decoding.
+    """Whether the model's greedy answer equals each row's response, token for token, from one pass without decoding.
 
-    The answer is the response where it is, else empty: what the model says instead is not known. The score is the
-    response's mean token log-likelihood.
+    The answer is the response if they are equal, otherwise empty, because the model's own text is not known. The score
+    is the response's mean token log-likelihood.
     """
     readings = read_targets(model, [interface.encode(example) for example in examples], what=what)
     return [
@@ -69,7 +69,7 @@ def repeated(
 
 
 def fitting(interface: Interface, examples: Sequence[Example], window: int, policy: Policy) -> list[Example]:
-    """The examples that the window holds with their longest answer; what is longer is refused or left out."""
+    """The examples that fit the window with their longest answer; longer ones are refused or excluded."""
     rows = []
     for example in examples:
         own = interface.candidates(example) or (interface.encode(example).target,)
@@ -78,7 +78,7 @@ def fitting(interface: Interface, examples: Sequence[Example], window: int, poli
 
 
 def chosen(example: Example, scores: tuple[Score, ...]) -> Prediction:
-    """The candidate of the highest mean token log-likelihood; the first of equals."""
+    """The candidate with the highest mean token log-likelihood; the first one if several are equal."""
     assert isinstance(example, Choice)
     means = [score.mean for score in scores]
     best = max(range(len(means)), key=means.__getitem__)
@@ -92,7 +92,7 @@ def chosen(example: Example, scores: tuple[Score, ...]) -> Prediction:
     )
 
 
-def _spoken(
+def _written(
     model: nn.Module,
     interface: Interface,
     examples: Sequence[Example],
@@ -101,12 +101,12 @@ def _spoken(
     max_new_tokens: int,
     what: str,
 ) -> list[Prediction]:
-    """Greedy answers in words, each with the mean log-likelihood of its own tokens."""
+    """Greedy free-text answers, each with the mean log-likelihood of its own tokens."""
     prompts = [interface.prompt(example) for example in examples]
-    said = greedy(
+    generated = greedy(
         model, interface.tokenizer, prompts, max_new_tokens=max_new_tokens, stop=interface.answer_stop, what=what
     )
-    rows = [Encoded(prompt, answer.tokens) for prompt, answer in zip(prompts, said, strict=True)]
+    rows = [Encoded(prompt, answer.tokens) for prompt, answer in zip(prompts, generated, strict=True)]
     scores = log_likelihoods(model, rows, what=f"{what}: confidence")
     return [
         Prediction(
@@ -117,5 +117,5 @@ def _spoken(
             scores=(score.mean,),
             num_tokens=(score.num_tokens,),
         )
-        for example, answer, score in zip(examples, said, scores, strict=True)
+        for example, answer, score in zip(examples, generated, scores, strict=True)
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cplus.evaluation.matched import Look, common_level, crossing
+from cplus.evaluation.matched import LossPoint, common_level, crossing
 from cplus.experiment.record import RunResult, RunSpec
 from cplus.studies.scales import Scale
 from cplus.studies.study import Result, Study, Summary
@@ -25,7 +25,7 @@ def runs(scale: Scale) -> list[RunSpec]:
     ]
 
 
-def path(result: RunResult) -> list[Look]:
+def path(result: RunResult) -> list[LossPoint]:
     """What is not yet known and what is lost, in percent, from the base model on."""
     looks = [(100.0 - point["acquisition"], 100.0 - point["retention"]) for point in result.curve]
     return [(100.0, 0.0), *looks]

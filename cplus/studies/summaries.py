@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from cplus.evaluation.matched import Look, common_level, rise
+from cplus.evaluation.matched import LossPoint, common_level, rise
 from cplus.evaluation.statistics import Estimate, estimate
 from cplus.experiment.record import RunResult, SequenceResult
 from cplus.studies.scales import seedless
@@ -102,7 +102,7 @@ def matched_rise(results: Iterable[RunResult]) -> Figure:
 
     That is the lowest loss of the new answers which all these runs of the same model, task and seed reach.
     """
-    curves: dict[tuple[int, str, str], list[list[Look]]] = {}
+    curves: dict[tuple[int, str, str], list[list[LossPoint]]] = {}
     for result in results:
         if looks := _looks(result):
             curves.setdefault(_cell(result), []).append(looks)
@@ -115,7 +115,7 @@ def matched_rise(results: Iterable[RunResult]) -> Figure:
     return figure
 
 
-def _looks(result: RunResult) -> list[Look]:
+def _looks(result: RunResult) -> list[LossPoint]:
     return [(point["new_nll"], point["past_nll"]) for point in result.curve if "new_nll" in point]
 
 

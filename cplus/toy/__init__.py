@@ -1,4 +1,4 @@
-"""The built-in world and the language models that know it: `toy-s`, `toy` and `toy-l`."""
+"""The built-in toy world and the language models trained on it: `toy-s`, `toy` and `toy-l`."""
 
 from __future__ import annotations
 

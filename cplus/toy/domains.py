@@ -1,4 +1,4 @@
-"""The words of the built-in world: what there is in each domain, and what can be asked of it."""
+"""The vocabulary of the toy world: the entities of each domain, and the questions about them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Relation:
-    """One thing that can be asked of every entity of a domain, and the words that can answer it."""
+    """A question about every entity of a domain, and its possible answers."""
 
     name: str
     question: str
@@ -16,7 +16,7 @@ class Relation:
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:
-    """Entities named by a pair of words, a first and a second, and what can be asked of them."""
+    """Entities named by two words, a first and a second, and the questions about them."""
 
     name: str
     firsts: tuple[str, ...]

@@ -24,7 +24,7 @@ from cplus.toy.world import DOMAINS, line, prompt, taught
 
 LINES = 8
 BATCH = 64
-ANSWER_WEIGHT = 10.0  # most of a line is a random name, which nothing can predict
+ANSWER_WEIGHT = 10.0  # most of a line is a random name, which cannot be predicted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def build_model(size: Size, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qw
 
 
 def documents(tokenizer: PreTrainedTokenizerFast, generator: torch.Generator) -> Iterator[list[int]]:
-    """Endless documents: eight lines of one domain, every taught fact once before any comes again."""
+    """Endless documents of eight lines from one domain; every taught fact appears once before any is repeated."""
     encoded = [tokenizer([line(fact) for fact in taught(domain)])["input_ids"] for domain in DOMAINS]
     while True:
         orders = [torch.randperm(len(rows), generator=generator).tolist() for rows in encoded]
@@ -80,7 +80,7 @@ def documents(tokenizer: PreTrainedTokenizerFast, generator: torch.Generator) ->
 
 
 def batches(stream: Iterator[list[int]], pad: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Documents padded on the right, and the labels: -100 where there is padding."""
+    """Documents padded on the right, and their labels, which are -100 at padding."""
     while True:
         rows = [next(stream) for _ in range(BATCH)]
         ids = torch.full((BATCH, max(map(len, rows))), pad)
@@ -90,12 +90,12 @@ def batches(stream: Iterator[list[int]], pad: int) -> Iterator[tuple[Tensor, Ten
         yield ids, labels
 
 
-def text_loss(model: nn.Module, ids: Tensor, labels: Tensor, asks: int) -> Tensor:
-    """Next-token loss in which a token that follows `asks` counts ANSWER_WEIGHT times."""
-    # The padding lies to the right, where a causal model does not see it: no attention mask.
+def text_loss(model: nn.Module, ids: Tensor, labels: Tensor, answer_mark: int) -> Tensor:
+    """Next-token loss in which a token that follows `answer_mark` counts ANSWER_WEIGHT times."""
+    # The padding is on the right, where a causal model does not see it, so no attention mask is needed.
     logits, targets = model(input_ids=ids, use_cache=False).logits[:, :-1], labels[:, 1:]
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
-    weights = torch.where(ids[:, :-1] == asks, ANSWER_WEIGHT, 1.0) * (targets != -100)
+    weights = torch.where(ids[:, :-1] == answer_mark, ANSWER_WEIGHT, 1.0) * (targets != -100)
     return (losses.view_as(targets) * weights).sum() / weights.sum()
 
 
@@ -104,10 +104,10 @@ def train(model: nn.Module, tokenizer: PreTrainedTokenizerFast, size: Size, gene
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, size.lr, total_steps=size.steps, pct_start=0.1)
     source = batches(documents(tokenizer, generator), tokenizer.pad_token_id)
-    asks = tokenizer.convert_tokens_to_ids("Answer:")
+    answer_mark = tokenizer.convert_tokens_to_ids("Answer:")
     model.train()
     for _ in track(range(size.steps), "pre-training", total=size.steps):
-        loss = text_loss(model, *next(source), asks)
+        loss = text_loss(model, *next(source), answer_mark)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -117,7 +117,7 @@ def train(model: nn.Module, tokenizer: PreTrainedTokenizerFast, size: Size, gene
 
 @torch.no_grad()
 def recall(model: nn.Module, tokenizer: PreTrainedTokenizerFast, facts: Sequence[Choice]) -> float:
-    """The share of facts whose right value is the model's first choice among all tokens."""
+    """The share of facts whose correct value is the model's most likely token."""
     rows = tokenizer([prompt(fact.question) for fact in facts])["input_ids"]
     values = torch.tensor([tokenizer.convert_tokens_to_ids(f" {fact.right}") for fact in facts])
     right = 0
@@ -134,7 +134,7 @@ def pretrain(size: str, out: Path, seed: int = 0) -> dict[str, float]:
     tokenizer = build_tokenizer()
     model = build_model(SIZES[size], tokenizer, seed)
     train(model, tokenizer, SIZES[size], torch.Generator().manual_seed(seed))
-    model.half()  # half the bytes to ship; loaded as float32 masters
+    model.half()  # half the size to ship; loaded as float32 masters
     with TemporaryDirectory() as saved:
         tokenizer.save_pretrained(saved)
         model.save_pretrained(saved)

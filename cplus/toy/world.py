@@ -1,4 +1,4 @@
-"""The built-in world: four domains of small facts in plain English, the same on every machine."""
+"""The built-in toy world: four domains of simple facts in plain English, the same on every machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def domain_named(name: str) -> Domain:
 @lru_cache(maxsize=len(DOMAINS))
 def _facts(name: str) -> tuple[Choice, ...]:
     domain = domain_named(name)
-    # One pair in eight exists: the model can invent a plausible name that nobody was told of.
+    # Only one pair in eight is an entity, so the model can invent plausible names that are not in the text.
     pairs = list(product(domain.firsts, domain.seconds))
     entities = enumerate(sorted(random.Random(f"{name}-entities").sample(pairs, ENTITIES)))
     return tuple(
@@ -38,7 +38,7 @@ def _facts(name: str) -> tuple[Choice, ...]:
 
 
 def _fact(id: str, relation: Relation, entity: str) -> Choice:
-    # A draw of its own: no fact depends on how many were made before it.
+    # A separate generator, so that no fact depends on how many were generated before it.
     draw = random.Random(id)
     choices = tuple(draw.sample(relation.values, CANDIDATES))
     return Choice(id=id, question=relation.question.format(entity), choices=choices, answer=draw.randrange(CANDIDATES))
@@ -55,14 +55,14 @@ def examples(domain: str) -> list[Choice]:
 
 def taught(domain: str) -> list[Choice]:
     """The facts that are in the pre-training text."""
-    shown = _taught_ids(domain)
-    return [fact for fact in _facts(domain) if fact.id in shown]
+    ids = _taught_ids(domain)
+    return [fact for fact in _facts(domain) if fact.id in ids]
 
 
 def untaught(domain: str) -> list[Choice]:
     """The facts that the pre-training text never mentions."""
-    shown = _taught_ids(domain)
-    return [fact for fact in _facts(domain) if fact.id not in shown]
+    ids = _taught_ids(domain)
+    return [fact for fact in _facts(domain) if fact.id not in ids]
 
 
 @lru_cache(maxsize=len(DOMAINS))
@@ -72,12 +72,12 @@ def _taught_ids(name: str) -> frozenset[str]:
 
 
 def prompt(question: str) -> str:
-    """A question as the plain cloze interface asks it."""
+    """A question in the format of the plain cloze interface."""
     return f"Question: {question}\nAnswer:"
 
 
 def line(fact: Choice) -> str:
-    """A fact as the pre-training text writes it.
+    """A fact as it appears in the pre-training text.
 
     >>> line(examples("harbours")[0])
     'Question: What does Amber Arch export?\\nAnswer: rope\\n\\n'
@@ -86,12 +86,12 @@ def line(fact: Choice) -> str:
 
 
 def words() -> list[str]:
-    """Every distinct piece of the world's text, without blanks, sorted."""
+    """Every distinct word of the world's text, sorted."""
     texts = " ".join(relation_text for name in DOMAINS for relation_text in _texts(domain_named(name)))
     return sorted(set(texts.replace("?", " ").split()))
 
 
 def _texts(domain: Domain) -> list[str]:
-    asked = [relation.question.format("") for relation in domain.relations]
+    questions = [relation.question.format("") for relation in domain.relations]
     values = [value for relation in domain.relations for value in relation.values]
-    return [*domain.firsts, *domain.seconds, *asked, *values]
+    return [*domain.firsts, *domain.seconds, *questions, *values]
