@@ -23,7 +23,8 @@ from cplus.studies import SCALES, STUDIES, runs_of
 from cplus.studies import page as studies_page
 from cplus.studies import results as store
 from cplus.studies.collected import collect
-from cplus.studies.figures.catalogue import FIGURES, INDEX, OVERVIEW, TABLES, draw
+from cplus.studies.figures import overview_fig2_table2
+from cplus.studies.figures.catalogue import FIGURES, INDEX, OVERVIEW, TABLES, draw, study_modules
 from cplus.studies.figures.drawing import inline_svg, line, panels
 from cplus.studies.figures.e01_fig1_fig3_fig9_fig10 import macro_line
 from cplus.studies.readme import between, markdown
@@ -113,6 +114,22 @@ def test_every_figure_and_table_of_the_paper_has_its_function() -> None:
     } == set(DRAWINGS) | set(TABULARS)
     text = (ROOT / "docs" / "report.md").read_text()
     assert all(f"`{name}`" in text for name in (*DRAWINGS, *TABULARS))
+
+
+def test_a_file_name_says_which_figures_and_tables_of_the_paper_it_draws() -> None:
+    text = (ROOT / "docs" / "report.md").read_text()
+    modules = {**study_modules(), "overview": overview_fig2_table2}
+    assert set(modules) == {*STUDIES, "overview"}
+    for study, module in modules.items():
+        functions = [getattr(module, name) for name in vars(module) if name.startswith(("fig_", "tab_"))]
+        tags = {tag for make in functions for tag in re.findall(r"Paper: (Fig\. \d+|Table \d+)\.", make.__doc__ or "")}
+        file = module.__name__.rpartition(".")[2]
+        owner, *numbers = file.split("_")
+        named = {f"Fig. {n[3:]}" if n.startswith("fig") else f"Table {n[5:]}" for n in numbers if n[-1].isdigit()}
+        assert (owner, named) == (study, tags)
+        assert all(f"`{make.__name__}` | `{file}.py` |" in text for make in functions)
+        if study != "overview":
+            assert set(functions) == {*module.FIGURES, *module.TABLES}
 
 
 def test_numbers_are_those_of_the_paper(results: Path, tmp_path: Path) -> None:

@@ -75,9 +75,9 @@ def summary(results: Sequence[Result]) -> Summary:
     best = max((m for m in finals if m != "cplus"), key=lambda m: finals[m].mean, default=None)
     gain = None if best is None else difference(ends["cplus"], ends[best])
     answer = (
-        f"After the last task CPLUS answers {shown(finals.get('cplus'))} % of all tasks' rows rightly, the best other "
-        f"method ({best}) {shown(finals.get(best or ''))} %: a difference of {shown(gain, sign=True)} points; a "
-        f"stage leaves {shown(_mean(stays['cplus']))} % of the earlier tasks' right rows right under CPLUS, "
+        f"After the last task CPLUS answers {shown(finals.get('cplus'))} % of all tasks' rows correctly, the best "
+        f"other method ({best}) {shown(finals.get(best or ''))} %: a difference of {shown(gain, sign=True)} points; "
+        f"each stage keeps {shown(_mean(stays['cplus']))} % of the correct answers to earlier tasks under CPLUS, "
         f"{shown(_mean(stays['cpl']))} % under CPL."
     )
     return Summary(rows=rows, answer=answer, claims=claims)

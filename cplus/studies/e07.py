@@ -13,7 +13,7 @@ WHERE = "App. E.4; Table 4"
 
 
 def runs(scale: Scale) -> list[RunSpec]:
-    """CPLUS learns a new task with anchors of another one, of which none, a quarter, ... all were answered wrongly."""
+    """CPLUS learns a new task with anchors of another one, of which 0, 25, ... 100 % were answered incorrectly."""
     new, kept = scale.new_and_anchor_task
     shares = (0.0, 0.25, 0.5, 0.75, 1.0)
     return [
@@ -53,8 +53,9 @@ def summary(results: Sequence[Result]) -> Summary:
     more, fixed = shown(margin(right, wrong), sign=True), shown(margin(wrong, right, corrected), sign=True)
     ahead = shown(margin(wrong, right, overall), sign=True)
     answer = (
-        f"Anchors the model answered rightly instead of wrongly change Retention by {more} points; wrong ones instead "
-        f"of right ones change Correction by {fixed} and the overall accuracy of the anchors' task by {ahead}."
+        f"Anchors that the model answered correctly, instead of incorrectly, change Retention by {more} points; "
+        f"incorrect ones, instead of correct ones, change Correction by {fixed} and the overall accuracy on the "
+        f"anchors' task by {ahead}."
     )
     return Summary(rows=table(mine, ("num_anchors", "wrong_anchors"), METRICS), answer=answer, claims=claims)
 

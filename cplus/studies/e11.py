@@ -61,7 +61,7 @@ def summary(results: Sequence[Result]) -> Summary:
     shares = [shown(over_seeds(pick(mine, method=name), explained)) for name in ("sft", "cplus")]
     constant, own = (over_seeds(pick(mine, method=m), retained) for m in ("constant-label", "cplus"))
     answer = (
-        f"Taking off each answer's mean change of score undoes {shares[0]} % of SFT's forgetting and {shares[1]} % of "
+        f"Removing each answer's mean change of score undoes {shares[0]} % of SFT's forgetting and {shares[1]} % of "
         f"CPLUS's; with one constant label CPLUS keeps {shown(constant)} %, with the bank's own labels {shown(own)} %."
     )
     return Summary(rows=table(mine, ("method",), METRICS), answer=answer, claims=claims)

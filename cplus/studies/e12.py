@@ -94,7 +94,7 @@ def summary(results: Sequence[Result]) -> Summary:
     )
     gain = shown(margin(of_seeds(within[best], fresh), of_seeds(fixed, fresh)), sign=True)
     answer = (
-        f"Of {len(within)} uses at the cost of {few} probes an epoch the best on {len(first)} seeds is {best}; on "
+        f"Of {len(within)} uses at the cost of {few} probes per epoch the best on {len(first)} seeds is {best}; on "
         f"{len(fresh)} fresh seeds it keeps {gain} points more than the fixed bank."
     )
     return Summary(rows=rows, answer=answer, claims=claims)

@@ -72,16 +72,16 @@ def summary(results: Sequence[Result]) -> Summary:
             for m in METHODS[:-1]
         ),
     )
-    said = {
+    kept_by = {
         (warm, m): shown(over_seeds(pick(own, method=m), kept))
         for warm, own in (("gentle", gentle), ("constant", constant))
         for m in ("sft", "cplus")
     }
     lead = shown(margin(ours, pick(gentle, method="sft"), kept), sign=True)
     answer = (
-        f"Where {common:.0f} % of the new rows are first known, SFT has kept {said['constant', 'sft']} % at a constant "
-        f"rate and {said['gentle', 'sft']} % with a gentle start, CPLUS {said['constant', 'cplus']} % and "
-        f"{said['gentle', 'cplus']} %: with a gentle start CPLUS still keeps {lead} points more than SFT."
+        f"Where {common:.0f} % of the new rows are first known, SFT has kept {kept_by['constant', 'sft']} % at a "
+        f"constant rate and {kept_by['gentle', 'sft']} % with a gentle start, CPLUS {kept_by['constant', 'cplus']} % "
+        f"and {kept_by['gentle', 'cplus']} %: with a gentle start CPLUS still keeps {lead} points more than SFT."
     )
     return Summary(rows=table(mine, ("warmup", "method"), columns), answer=answer, claims=claims)
 

@@ -92,8 +92,7 @@ def judged(claims: Iterable[Claim]) -> str:
             hold = "holds" if total == 1 else "hold"
             rest = [f"{counts[v]} {'fail' if v == 'fails' and counts[v] > 1 else v}" for v in VERDICTS[1:] if counts[v]]
             first = f"{counts['holds']} of {total} {whose[name]}"
-            said = first if parts else f"{first} {hold}"
-            parts.append(", ".join([said, *rest]))
+            parts.append(", ".join([first if parts else f"{first} {hold}", *rest]))
     return "; ".join(parts) or "no comparison"
 
 

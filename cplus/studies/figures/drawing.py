@@ -16,7 +16,7 @@ from cplus.studies.summaries import Metric, pick, retained, table
 
 INK, SOFT, LINE, CARD = "#1d2430", "#586372", "#e0e4ea", "#ffffff"
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-# A method is told by its marker as well as by its colour.
+# Methods differ in marker as well as in colour.
 MARKERS = {"sft": "s", "replay": "^", "probe-replay": "v", "anchor-probe-replay": "D", "cpl": "P", "cplus": "o"}
 FURTHER_STYLES = {
     "distillation": ("#56B4E9", "<"),
@@ -76,7 +76,7 @@ def style() -> Iterator[None]:
 
 
 def method_name(method: str) -> str:
-    """How a method is written in figures and tables.
+    """A method's name in figures and tables.
 
     >>> method_name("ssr"), method_name("cplus"), method_name("cplus-cvar")
     ('SSR', 'CPLUS', 'cplus-cvar')
