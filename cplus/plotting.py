@@ -1,4 +1,4 @@
-"""Figures, one function each, from records only. The palette is the paper's and colour-blind safe."""
+"""Figures from records; the palette is the paper's and is safe for colour-blind readers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LABELS = {"sft": "SFT", "replay": "Replay", "cpl": "CPL", "cplus": "CPLUS"}
 
 
 def label(method: str) -> str:
-    """How a method is written in figures and tables."""
+    """A method's name in figures and tables."""
     return LABELS.get(method, method)
 
 
@@ -37,7 +37,7 @@ def save(figure: Any, stem: Path) -> list[Path]:
 
 
 def new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
-    """A figure and its axes without global state, so that drawing needs no display and leaks nothing."""
+    """A figure and its axes without global state; drawing needs no display."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -170,7 +170,7 @@ def tiny_llama(make_tiny: Callable[[str], Tiny]) -> Tiny:
 def smoke_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """All studies' results at smoke scale and their cache; test processes share the runs out among them."""
     from cplus.studies import SCALES, STUDIES, runs_of
-    from cplus.studies.runner import here, perform
+    from cplus.studies.runner import in_this_process, perform
 
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
@@ -180,7 +180,7 @@ def smoke_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CPLUS_CACHE", str(cache))
-        assert [ended.failed for ended in perform(specs, out / "smoke", here) if ended.failed] == []
+        assert [ended.failed for ended in perform(specs, out / "smoke", in_this_process) if ended.failed] == []
     torch.set_num_threads(threads)
     assert len(list((out / "smoke").glob("*.json"))) == len(specs)
     return out, cache

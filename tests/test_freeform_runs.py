@@ -26,7 +26,7 @@ from cplus.losses import answer_losses
 from cplus.scoring import greedy, log_likelihoods, read_targets, repeated
 from cplus.studies import SCALES, STUDIES, runs_of
 from cplus.studies import execute as work
-from cplus.studies.summaries import keeping, margin, matched_rise, over_seeds, pick
+from cplus.studies.summaries import margin, matched_rise, over_seeds, pick, retention_measure
 
 WORDS = ("tin", "oak", "rye", "ash", "elm", "fig", "hay", "ivy")
 REQUESTS = [f"Say {word} and {word} again." for word in WORDS]
@@ -243,9 +243,9 @@ def test_methods_are_compared_where_all_have_learned_equally_well() -> None:
     assert crossing([(1.0, 0.5), (0.5, 0.7)], 1.5) == 0.5  # it began below the level
     with pytest.raises(ValueError, match=r"a curve that falls to 0\.1, got one from 1\.0 to 0\.5"):
         crossing([(1.0, 0.5), (0.5, 0.7)], 0.1)
-    kept = keeping(MADE)
-    assert margin(pick(MADE, method="cplus"), pick(MADE, method="sft"), kept.figure).mean > 45  # type: ignore[union-attr]
-    assert over_seeds(pick(MADE, method="sft"), kept.figures["rise of past loss, nats/100"]).mean > 0  # type: ignore[union-attr]
+    kept = retention_measure(MADE)
+    assert margin(pick(MADE, method="cplus"), pick(MADE, method="sft"), kept.metric).mean > 45  # type: ignore[union-attr]
+    assert over_seeds(pick(MADE, method="sft"), kept.columns["rise of past loss, nats/100"]).mean > 0  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["e01", "e03", "e09"])

@@ -23,9 +23,10 @@ from cplus.studies import SCALES, STUDIES, runs_of
 from cplus.studies import page as studies_page
 from cplus.studies import results as store
 from cplus.studies.collected import collect
-from cplus.studies.figures import grid
-from cplus.studies.figures.catalogue import FIGURES, INDEX, OVERVIEW, TABLES, draw
-from cplus.studies.figures.drawing import inline, line, sheet
+from cplus.studies.figures import overview_fig2_table2
+from cplus.studies.figures.catalogue import FIGURES, INDEX, OVERVIEW, TABLES, draw, study_modules
+from cplus.studies.figures.drawing import inline_svg, line, panels
+from cplus.studies.figures.e01_fig1_fig3_fig9_fig10 import macro_line
 from cplus.studies.readme import between, markdown
 
 ROOT = Path(__file__).parent.parent
@@ -115,6 +116,22 @@ def test_every_figure_and_table_of_the_paper_has_its_function() -> None:
     assert all(f"`{name}`" in text for name in (*DRAWINGS, *TABULARS))
 
 
+def test_a_file_name_says_which_figures_and_tables_of_the_paper_it_draws() -> None:
+    text = (ROOT / "docs" / "report.md").read_text()
+    modules = {**study_modules(), "overview": overview_fig2_table2}
+    assert set(modules) == {*STUDIES, "overview"}
+    for study, module in modules.items():
+        functions = [getattr(module, name) for name in vars(module) if name.startswith(("fig_", "tab_"))]
+        tags = {tag for make in functions for tag in re.findall(r"Paper: (Fig\. \d+|Table \d+)\.", make.__doc__ or "")}
+        file = module.__name__.rpartition(".")[2]
+        owner, *numbers = file.split("_")
+        named = {f"Fig. {n[3:]}" if n.startswith("fig") else f"Table {n[5:]}" for n in numbers if n[-1].isdigit()}
+        assert (owner, named) == (study, tags)
+        assert all(f"`{make.__name__}` | `{file}.py` |" in text for make in functions)
+        if study != "overview":
+            assert set(functions) == {*module.FIGURES, *module.TABLES}
+
+
 def test_numbers_are_those_of_the_paper(results: Path, tmp_path: Path) -> None:
     kinds = {"fig": "Fig.", "tab": "Table"}
     numbers = {
@@ -198,7 +215,7 @@ def test_what_was_not_run_says_so(results: Path, tmp_path: Path) -> None:
     record = json.loads(command("--results", str(folder), "--out", str(tmp_path / "out"), "--json").stdout)
     assert record["studies"]["e05"]["verdict"] == "not run"
     assert record["studies"]["e08"]["there"] == 1
-    assert record["strange"] == 1
+    assert record["unknown_files"] == 1
     [stress] = [make(collect(folder)) for make in TABLES["e08"]]
     cells = [cell for row in stress.rows for cell in row if not isinstance(cell, str)]
     assert [cell.measured for cell in cells].count("not run") == 9
@@ -231,7 +248,7 @@ def test_wrong_folders_are_refused_with_a_way_out(tmp_path: Path) -> None:
         assert "named after their scale" in str(found.exception)
     (tmp_path / "desk").mkdir()
     assert "no result of scale desk" in str(command("--results", str(tmp_path / "desk")).exception)
-    assert "one of --readme and --json" in str(command("--readme", "--json").exception)
+    assert "only one of --readme and --json" in str(command("--readme", "--json").exception)
     assert not (tmp_path / "out").exists()
 
 
@@ -252,7 +269,7 @@ def test_text_of_a_record_is_escaped(spoiled: Path, tmp_path: Path) -> None:
 
 
 def test_error_bars_are_standard_errors() -> None:
-    _, (axis,) = sheet(1)
+    _, (axis,) = panels(1)
     line(axis, [(4, Estimate(80.0, 1.5, 5)), (8, Estimate(85.0, None, 1))], "CPLUS", "#0072B2", "o")
     [bars] = axis.containers[0].lines[2]
     assert [segment[:, 1].tolist() for segment in bars.get_segments()] == [[78.5, 81.5], [85.0, 85.0]]
@@ -262,7 +279,7 @@ def test_two_drawings_on_one_page_have_their_own_ids() -> None:
     body = '<g id="{0}a" style="fill: {1}"/><use href="#{0}a"/></svg>'
     svg = '<?xml version="1.0"?><svg width="3pt" viewBox="0 0 100 50">' + body.format("", "#1d2430")
     placed = '<svg viewBox="0 0 100 50" style="--wide: 155px">' + body.format("one-", "var(--ink)")
-    assert inline(svg, "one") == placed
+    assert inline_svg(svg, "one") == placed
 
 
 def test_the_documents_example_runs(results: Path, tmp_path: Path) -> None:
@@ -288,7 +305,7 @@ def test_the_average_line_is_the_mean_of_the_tasks_lines() -> None:
         return RunResult(spec=spec, external={}, counts={}, cost={}, seconds=1.0, extra_bytes=0, **figures)
 
     rows = [kept("harbours", 4, 80.0), kept("harbours", 8, 90.0), kept("plants", 4, 65.0)]  # one budget is missing
-    assert grid._macro_line(rows, ["toy-s"], ["harbours", "plants"]) == [(0, Estimate(75.0, None, 1))]
+    assert macro_line(rows, ["toy-s"], ["harbours", "plants"]) == [(0, Estimate(75.0, None, 1))]
 
 
 @pytest.mark.skipif(not DESK.is_dir(), reason="no desk results: 'cplus study all --scale desk' makes them")

@@ -44,12 +44,12 @@ from cplus.studies import (
     judged,
     runs_of,
     scale_named,
-    store,
     studies_named,
     tally,
-    work,
 )  # fmt: skip
-from cplus.studies.runner import Ended, here, perform, queue
+from cplus.studies import execute as work
+from cplus.studies import results as store
+from cplus.studies.runner import EndedRun, in_this_process, perform, queue
 from cplus.studies.scales import family, seedless
 from cplus.studies.slurm import Cluster, Group, grouped
 from cplus.studies.study import Estimate
@@ -130,7 +130,7 @@ def test_removing_one_result_repeats_exactly_one_run(some: Path) -> None:
     kept = store.load(gone, folder)
     store.path_of(gone, folder).unlink()
     assert queue(STRESS, folder) == [gone]
-    assert list(perform(STRESS, folder, here)) == [Ended(spec=gone, outcome="done")]
+    assert list(perform(STRESS, folder, in_this_process)) == [EndedRun(spec=gone, outcome="done")]
     again = store.load(gone, folder)
     assert isinstance(kept, RunResult)
     assert isinstance(again, RunResult)
@@ -172,7 +172,7 @@ def test_an_interrupted_runner_leaves_whole_results_only(cache: Path, tmp_path: 
 
 def test_a_failed_run_is_reported_and_stops_no_other(cache: Path, tmp_path: Path) -> None:
     broken = replace(STRESS[0], method="no-such-method")
-    ended = list(perform([broken, STRESS[0]], tmp_path, here))
+    ended = list(perform([broken, STRESS[0]], tmp_path, in_this_process))
     assert [(e.outcome, e.failed is not None) for e in ended] == [(None, True), ("done", False)]
     assert "unknown method 'no-such-method'" in str(ended[0].failed)
     assert not store.path_of(broken, tmp_path).exists()
@@ -242,20 +242,20 @@ def test_a_slurm_profile_becomes_submitits_parameters(monkeypatch: pytest.Monkey
         "e08", "--scale", "smoke", "--out", str(tmp_path), "--executor", "slurm", "--slurm", str(profile), "--slurm",
         "slurm_partition=big",
     )  # fmt: skip
-    assert "submitit does not take these parameters: Unknown argument" in str(run.exception)
+    assert "submitit does not accept these parameters: Unknown argument" in str(run.exception)
     assert seen["cluster"] == "slurm"
     assert seen["limits"] == {"slurm_max_num_timeout": 10}
     assert seen["parameters"]["slurm_partition"] == "big"  # what comes later stands above what came before
     assert seen["parameters"]["slurm_array_parallelism"] == 64
     assert "slurm_max_num_timeout" not in seen["parameters"]
     wrong = command("e08", "--scale", "smoke", "--out", str(tmp_path), "--executor", "slurm", "--slurm", "gpu")
-    assert "--slurm takes NAME=VALUE or a YAML file, got gpu" in str(wrong.exception)
+    assert "--slurm must be NAME=VALUE or a YAML file, got gpu" in str(wrong.exception)
 
 
 def test_jobs_hold_runs_of_one_setting() -> None:
     groups = grouped(ALL)
     assert sorted(spec.key() for group in groups for spec in group) == sorted(spec.key() for spec in ALL)
-    assert all(len({work.setting_of(spec) for spec in group}) == 1 for group in groups)
+    assert all(len({work.without_method(spec) for spec in group}) == 1 for group in groups)
 
 
 def test_a_dry_run_lists_what_is_missing_with_its_time(some: Path) -> None:
@@ -529,7 +529,7 @@ def broken_figures(folder: Path, corner: dict[str, Any]) -> set[str]:
         SMOKE.at(**corner, method="cpl", num_probes=0, epochs=3),
         SMOKE.at(**corner, method="cplus", num_probes=8, epochs=1),  # one update
     ]
-    assert all(ended.outcome == "done" for ended in perform(specs, folder, here))
+    assert all(ended.outcome == "done" for ended in perform(specs, folder, in_this_process))
     rows = e09.summary(store.finished(specs, folder)).rows
     cpl, cplus = ({name: found.mean for name, found in row.figures.items()} for row in rows)
     wrong = set()

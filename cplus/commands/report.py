@@ -16,12 +16,12 @@ def report(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Write all studies as one page: question, answer, figures, tables measured beside published, and cost."""
+    """Write all studies as one page: question, answer, figures, tables with the published numbers, and cost."""
     from cplus.studies.collected import collect
     from cplus.terminal import clean, console, output, print_json
 
     if readme and json:
-        raise ValueError("expected one of --readme and --json")
+        raise ValueError("expected only one of --readme and --json")
     found = collect(results)
     if readme:
         from cplus.studies.readme import markdown

@@ -1,4 +1,4 @@
-"""`cplus study`: answer a question of the paper with runs of your own."""
+"""`cplus study`: answer a question of the paper by running its experiments."""
 
 from __future__ import annotations
 
@@ -10,31 +10,30 @@ import typer
 
 if TYPE_CHECKING:
     from cplus.studies import Spec, Summary
-    from cplus.studies.runner import Ended, Executor
+    from cplus.studies.runner import EndedRun, Executor
 
 
 def study(
     name: Annotated[str, typer.Argument(help="A study (e01 to e13), 'all', or 'list'.")],
     scale: Annotated[str, typer.Option(help="smoke, desk, desk-real or paper.")] = "desk",
-    out: Annotated[Path, typer.Option(help="The folder of results, one subfolder a scale.")] = Path("results"),
-    workers: Annotated[int, typer.Option(min=1, help="Processes at the same time; fewer if memory is short.")] = 2,
-    threads: Annotated[int, typer.Option(min=1, help="Threads a process.")] = 1,
+    out: Annotated[Path, typer.Option(help="The folder of results, one subfolder per scale.")] = Path("results"),
+    workers: Annotated[int, typer.Option(min=1, help="Number of parallel processes; fewer if memory is short.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="Threads per process.")] = 1,
     also: Annotated[
         list[str] | None,
-        typer.Option(help="One more row, run wherever cplus is: a name or python:module:ROW; may be repeated."),
+        typer.Option(help="A further method, run wherever cplus is run: a name or python:module:ROW; may be repeated."),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List what is missing and how long it would take.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the missing runs and their estimated time.")] = False,
     executor: Annotated[str, typer.Option(help="local or slurm.")] = "local",
     slurm: Annotated[
         list[str] | None, typer.Option(help="A submitit parameter, e.g. slurm_partition=gpu, or a YAML file of them.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Run what a study still lacks, each run once, and answer its question from the results."""
-    from cplus.studies import beside, runs_of, scale_named, studies_named
+    """Do the missing runs of a study and answer its question from the results."""
+    from cplus.studies import runs_of, scale_named, studies_named, with_further_methods
     from cplus.studies.results import finished
+    from cplus.studies.study import run_title
     from cplus.terminal import print_json
 
     if name == "list":
@@ -42,9 +41,9 @@ def study(
         return
     chosen, size = studies_named(name), scale_named(scale)
     folder = out / size.name
-    runs = {each.name: beside(runs_of(each, size), _rows(also or [])) for each in chosen}
+    runs = {each.name: with_further_methods(runs_of(each, size), _method_names(also or [])) for each in chosen}
     specs = list(dict.fromkeys(spec for own in runs.values() for spec in own))
-    workers = _fitting(workers, specs)
+    workers = _workers_that_fit(workers, specs)
     make = _executor(executor, workers=workers, threads=threads, logs=folder / "slurm", slurm=slurm or [])
     if dry_run:
         _dry_run(specs, folder, workers=workers, json=json)
@@ -56,15 +55,15 @@ def study(
         "runs": len(specs),
         "done": done,
         "studies": {each: found.row() for each, found in summaries.items()},
-        "failed": [{"run": _title(ended.spec), "error": ended.failed} for ended in failed],
+        "failed": [{"run": run_title(ended.spec), "error": ended.failed} for ended in failed],
     }
     print_json(report) if json else _show(summaries)
     if failed:
         raise ValueError(f"{len(failed)} of {len(specs)} runs failed; the others are kept. First: {failed[0].failed}")
 
 
-def _rows(names: Sequence[str]) -> list[str]:
-    """The names of further rows, each of which must be there."""
+def _method_names(names: Sequence[str]) -> list[str]:
+    """The names of further methods; an unknown one is an error."""
     if not names:
         return []
     from cplus.selection import method
@@ -72,13 +71,13 @@ def _rows(names: Sequence[str]) -> list[str]:
     return [method(name).name for name in names]
 
 
-def _fitting(workers: int, specs: Sequence[Spec]) -> int:
+def _workers_that_fit(workers: int, specs: Sequence[Spec]) -> int:
     import psutil  # type: ignore[import-untyped]
 
-    from cplus.studies.durations import fitting
+    from cplus.studies.durations import workers_that_fit
     from cplus.terminal import console
 
-    found = fitting(workers, specs, psutil.virtual_memory().available)
+    found = workers_that_fit(workers, specs, psutil.virtual_memory().available)
     if found < workers:
         console.print(f"memory suffices for {found} of {workers} workers")
     return found
@@ -90,7 +89,7 @@ def _executor(name: str, *, workers: int, threads: int, logs: Path, slurm: Seque
 
     if name == "local":
         if slurm:
-            raise ValueError("--slurm sets parameters of the slurm executor; add --executor slurm")
+            raise ValueError("--slurm requires the slurm executor; add --executor slurm")
         return Processes(workers=workers, threads=threads)
     if name != "slurm":
         raise ValueError(f"executor must be local or slurm, got {name!r}")
@@ -98,47 +97,42 @@ def _executor(name: str, *, workers: int, threads: int, logs: Path, slurm: Seque
 
 
 def _parameters(texts: Sequence[str]) -> dict[str, Any]:
-    """Read NAME=VALUE and YAML files; what comes later stands above what came before."""
+    """Read NAME=VALUE and YAML files; later ones override earlier ones."""
     from cplus.job.settings import read_yaml
 
     found: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals and not text.endswith((".yaml", ".yml")):
-            raise ValueError(f"--slurm takes NAME=VALUE or a YAML file, got {text}")
+            raise ValueError(f"--slurm must be NAME=VALUE or a YAML file, got {text}")
         found |= {name: int(value) if value.isdigit() else value} if equals else read_yaml(Path(text))
     return found
 
 
-def _perform(specs: Sequence[Spec], folder: Path, executor: Executor) -> tuple[int, list[Ended]]:
-    """Do what is missing: how many runs were done here, and those that failed."""
+def _perform(specs: Sequence[Spec], folder: Path, executor: Executor) -> tuple[int, list[EndedRun]]:
+    """Do the missing runs; returns the number of runs done and those that failed."""
     from cplus.studies.runner import perform, queue
+    from cplus.studies.study import run_title
     from cplus.terminal import clean, console, progress
 
     missing, done, failed = len(queue(specs, folder)), 0, []
-    console.print(f"{len(specs)} runs, {len(specs) - missing} already there: {folder}", markup=False)
+    console.print(f"{len(specs)} runs, {len(specs) - missing} already done: {folder}", markup=False)
     with progress() as bars:
         bar = bars.add_task("runs", total=missing)
         for ended in perform(specs, folder, executor):
-            bars.update(bar, advance=1, description=_title(ended.spec))
+            bars.update(bar, advance=1, description=run_title(ended.spec))
             done += ended.outcome == "done"
             if ended.failed is not None:
                 failed.append(ended)
-                console.print(f"failed: {_title(ended.spec)}: {clean(ended.failed)}", markup=False)
+                console.print(f"failed: {run_title(ended.spec)}: {clean(ended.failed)}", markup=False)
     return done, failed
-
-
-def _title(spec: Spec) -> str:
-    from cplus.experiment.settings import RunSpec
-
-    where = spec.task if isinstance(spec, RunSpec) else " > ".join(spec.tasks)
-    return f"{spec.method} {spec.model} {where} A={spec.num_anchors} N={spec.num_probes} seed {spec.seed}"
 
 
 def _dry_run(specs: Sequence[Spec], folder: Path, *, workers: int, json: bool) -> None:
     from cplus.studies.durations import seconds
     from cplus.studies.results import finished, path_of
     from cplus.studies.runner import queue
+    from cplus.studies.study import run_title
     from cplus.terminal import output, print_json
 
     known, missing = finished(specs, folder), queue(specs, folder)
@@ -146,14 +140,14 @@ def _dry_run(specs: Sequence[Spec], folder: Path, *, workers: int, json: bool) -
     hours = sum(times) / 3600 / workers
     if json:
         runs = [
-            {"run": _title(spec), "file": path_of(spec, folder).name, "seconds": round(time, 1)}
+            {"run": run_title(spec), "file": path_of(spec, folder).name, "seconds": round(time, 1)}
             for spec, time in zip(missing, times, strict=True)
         ]
         print_json({"runs": len(specs), "there": len(known), "missing": runs, "hours": hours, "workers": workers})
         return
     for spec, time in zip(missing, times, strict=True):
-        output.print(f"{time:8.1f} s  {_title(spec)}  {path_of(spec, folder).name}", markup=False, soft_wrap=True)
-    basis = "from finished runs" if known else "from a stated speed; none is finished yet"
+        output.print(f"{time:8.1f} s  {run_title(spec)}  {path_of(spec, folder).name}", markup=False, soft_wrap=True)
+    basis = "from finished runs" if known else "from an assumed speed; no run is finished yet"
     output.print(
         f"{len(missing)} of {len(specs)} runs missing, about {hours:.2f} hours with {workers} workers ({basis})",
         soft_wrap=True,

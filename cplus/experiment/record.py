@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from cplus.experiment.settings import RunSpec as RunSpec
-from cplus.experiment.settings import SequenceSpec as SequenceSpec
+from cplus.experiment.settings import RunSpec, SequenceSpec
 from cplus.files import check_seal, read_json, sealed, write_json
 
 SCHEMA = 1

@@ -1,4 +1,4 @@
-"""The studies: each experiment of the paper as a declaration of its question, its runs and its answer."""
+"""The studies: each experiment of the paper with its question, its runs and its answer."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cplus.experiment.record import RunSpec
+from cplus.experiment.settings import RunSpec
 from cplus.studies import e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12, e13
 from cplus.studies.scales import SCALES, Scale, canonical, scale_named
-from cplus.studies.study import Claim, Published, Result, Row, Spec, Study, Summary, judged, tally
+from cplus.studies.study import Claim, Published, Result, Spec, Study, Summary, SummaryRow, judged, tally
 
 STUDIES: dict[str, Study] = {
     module.STUDY.name: module.STUDY for module in (e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12, e13)
@@ -17,7 +17,7 @@ STUDIES: dict[str, Study] = {
 
 
 def studies_named(name: str) -> list[Study]:
-    """The study of that name (`e01`, or `E1` as in the paper), or all; a wrong one is answered with the nearest.
+    """The study of that name (`e01`, or `E1` as in the paper), or all; an unknown name is an error with suggestions.
 
     >>> [study.name for study in studies_named("E3")]
     ['e03']
@@ -29,19 +29,19 @@ def studies_named(name: str) -> list[Study]:
         name = f"e0{name[1]}"
     if name not in STUDIES:
         near = difflib.get_close_matches(name, [*STUDIES, "all"], n=3) or [*STUDIES, "all"]
-        raise ValueError(f"unknown study {name!r}; did you mean {', '.join(near)}? 'cplus study list' shows them")
+        raise ValueError(f"unknown study {name!r}; did you mean {', '.join(near)}? 'cplus study list' lists them")
     return [STUDIES[name]]
 
 
 def runs_of(study: Study, scale: Scale) -> list[Spec]:
-    """The study's runs at a scale, each once; none where the scale leaves the study out."""
+    """The study's runs at a scale, each once; none if the scale leaves the study out."""
     if study.name not in scale.studies:
         return []
     return list(dict.fromkeys(study.runs(scale)))
 
 
-def beside(specs: Sequence[Spec], methods: Sequence[str]) -> list[Spec]:
-    """The runs, and wherever CPLUS is run with its own settings each of these further rows too."""
+def with_further_methods(specs: Sequence[Spec], methods: Sequence[str]) -> list[Spec]:
+    """The runs, and for each run of CPLUS with default settings the same run of these further methods."""
     plain = [
         spec for spec in specs if isinstance(spec, RunSpec) and spec.method == "cplus" and not spec.method_settings
     ]
@@ -54,15 +54,15 @@ __all__ = [
     "Claim",
     "Published",
     "Result",
-    "Row",
     "Scale",
     "Spec",
     "Study",
     "Summary",
-    "beside",
+    "SummaryRow",
     "judged",
     "runs_of",
     "scale_named",
     "studies_named",
     "tally",
+    "with_further_methods",
 ]

@@ -1,4 +1,4 @@
-"""The records of a folder by study; a damaged one is named and left out, the others count."""
+"""The records of a folder by study; a damaged record is reported and left out."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from cplus.experiment.record import RunResult, SequenceResult
 from cplus.studies import SCALES, STUDIES, Result, Scale, Spec, Study, Summary, runs_of
 from cplus.studies.results import load, path_of
 from cplus.studies.study import judged
-from cplus.studies.summaries import sequences, single
+from cplus.studies.summaries import run_results, sequence_results
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answered:
-    """A study, the runs it has at the scale, those that are there, and what they say."""
+class CollectedStudy:
+    """A study with its runs at the scale, the results that exist, and their summary."""
 
     study: Study
     specs: tuple[Spec, ...]
@@ -24,71 +24,74 @@ class Answered:
 
     @property
     def runs(self) -> list[RunResult]:
-        """The results of single runs."""
-        return single(self.results)
+        """The results of runs on one task."""
+        return run_results(self.results)
 
     @property
     def sequences(self) -> list[SequenceResult]:
-        """The results of sequences."""
-        return sequences(self.results)
+        """The results of task sequences."""
+        return sequence_results(self.results)
 
     @property
     def missing(self) -> list[Spec]:
-        """The runs that are not there."""
-        there = {result.spec for result in self.results}
-        return [spec for spec in self.specs if spec not in there]
+        """The runs without a result."""
+        done = {result.spec for result in self.results}
+        return [spec for spec in self.specs if spec not in done]
 
     @property
     def verdict(self) -> str:
-        """How many of the claims hold, the paper's and our own apart; `not run` where none was run."""
+        """The verdicts on the claims in one phrase; `not run` if no claim was run."""
         claims = self.summary.claims
         return judged(claims) if any(claim.verdict != "not run" for claim in claims) else "not run"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """All studies over one folder; `refused` are sentences that name files, `strange` counts files of no run here."""
+    """All studies of one folder.
+
+    `refused` are the errors of damaged records; `unknown_files` counts JSON files that belong to no run of the scale.
+    """
 
     scale: Scale
     folder: Path
-    studies: Mapping[str, Answered]
+    studies: Mapping[str, CollectedStudy]
     refused: tuple[str, ...]
-    strange: int
+    unknown_files: int
 
     @property
     def verdict(self) -> str:
-        """How many claims of all studies hold, the paper's and our own apart."""
+        """The verdicts on the claims of all studies in one phrase."""
         return judged(claim for own in self.studies.values() for claim in own.summary.claims)
 
     def command(self, name: str) -> str:
-        """The line that makes a study's results."""
+        """The command that computes a study's results."""
         line = f"cplus study {name} --scale {self.scale.name}"
         return line if self.folder == Path("results") / self.scale.name else f"{line} --out {self.folder.parent}"
 
 
 def collect(folder: Path) -> Collected:
-    """Read every study's results in a folder that bears the name of their scale."""
+    """Read every study's results from a folder named after their scale."""
     scale = SCALES.get(folder.resolve().name)
     if scale is None or not folder.is_dir():
         raise ValueError(
             f"{folder}: expected a folder of results named after their scale ({', '.join(SCALES)}), such as "
-            "results/desk; 'cplus study all' makes one"
+            "results/desk; 'cplus study all' writes one"
         )
     specs = {name: tuple(runs_of(study, scale)) for name, study in STUDIES.items()}
     found, refused = _read(dict.fromkeys(spec for own in specs.values() for spec in own), folder)
     if not found and not refused:
-        raise ValueError(f"{folder}: no result of scale {scale.name} is there; 'cplus study all' makes them")
+        raise ValueError(f"{folder}: no result of scale {scale.name} was found; 'cplus study all' computes them")
     studies = {}
     for name, study in STUDIES.items():
         own = tuple(found[spec] for spec in specs[name] if spec in found)
-        studies[name] = Answered(study=study, specs=specs[name], results=own, summary=study.summary(own))
+        studies[name] = CollectedStudy(study=study, specs=specs[name], results=own, summary=study.summary(own))
     known = {path_of(spec, folder).name for own in specs.values() for spec in own}
-    strange = sum(path.name not in known for path in folder.glob("*.json"))
-    return Collected(scale=scale, folder=folder, studies=studies, refused=tuple(refused), strange=strange)
+    unknown_files = sum(path.name not in known for path in folder.glob("*.json"))
+    return Collected(scale=scale, folder=folder, studies=studies, refused=tuple(refused), unknown_files=unknown_files)
 
 
 def _read(specs: Mapping[Spec, None], folder: Path) -> tuple[dict[Spec, Result], list[str]]:
-    """Each result once, however many studies share it; a refusal names the file without its folder."""
+    """Read each result once, however many studies share it; errors name the file without its folder."""
     found, refused = {}, []
     for spec in specs:
         try:

@@ -1,11 +1,11 @@
-"""How long runs will take: from finished ones like them, else from their arithmetic at a stated speed."""
+"""Estimated time and memory of runs: from similar finished runs, else from their FLOPs at an assumed speed."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 
-from cplus.experiment.record import RunSpec
+from cplus.experiment.settings import RunSpec
 from cplus.studies.study import Result, Spec
 
 PARAMETERS = {
@@ -20,36 +20,36 @@ PARAMETERS = {
     "phi-3.5-mini": 3.82e9,
 }
 TOKENS = {"cloze": 14, "letter": 110, "freeform": 60}
-NEW_ROWS = 680  # where a spec takes every wrong row
-PAST_ROWS = 2000  # where a spec asks every past row
+NEW_ROWS = 680  # assumed if a spec trains on all wrong rows
+PAST_ROWS = 2000  # assumed if a spec evaluates all past rows
 SPEED = {True: 50e9, False: 60e12}
-"""FLOPs a second on one core for small models (about what the toy models reach), on a GPU for large: stated."""
+"""Assumed FLOPs per second: for small models on one core, as the toy models reach; for large ones on a GPU."""
 OVERHEAD = 1.5
 
 
 def flops(spec: Spec) -> float:
-    """Forward and backward passes of training and evidence, and the forward passes of evaluation."""
+    """FLOPs of a run: forward and backward passes of training and evidence, forward passes of evaluation."""
     new = spec.num_new or NEW_ROWS
     trained = new * (2 if "replay" in spec.method else 1) * spec.epochs
     evidence = (spec.num_anchors + spec.num_probes) * spec.epochs
-    asked = 4 * PAST_ROWS
+    evaluated = 4 * PAST_ROWS
     if isinstance(spec, RunSpec):
-        asked = (spec.num_past or PAST_ROWS) + new + len(spec.external) * (spec.external_limit or PAST_ROWS)
-        asked *= 1 + (spec.epochs // spec.evaluate_every if spec.evaluate_every else 0)
+        evaluated = (spec.num_past or PAST_ROWS) + new + len(spec.external) * (spec.external_limit or PAST_ROWS)
+        evaluated *= 1 + (spec.epochs // spec.evaluate_every if spec.evaluate_every else 0)
         evidence //= spec.parts
         if {"reference", "audit"} & set(spec.diagnose):
             evidence += 2 * PAST_ROWS * (spec.epochs if "reference" in spec.diagnose else 4)
     stages = 1 if isinstance(spec, RunSpec) else len(spec.tasks)
     choices = 4 if spec.interface == "cloze" else 1
     size = PARAMETERS.get(spec.model, 1e9) * TOKENS[spec.interface]
-    return stages * size * (6 * (trained + evidence) + 2 * asked * choices / 2)
+    return stages * size * (6 * (trained + evidence) + 2 * evaluated * choices / 2)
 
 
 def seconds(spec: Spec, known: Sequence[Result]) -> float:
-    """The median time of finished runs of the same model and kind, scaled by arithmetic; else arithmetic alone."""
+    """The estimated time of a run: its FLOPs at the median rate of similar finished runs, else at the assumed speed."""
     own = flops(spec)
-    like = [r for r in known if r.spec.model == spec.model and type(r.spec) is type(spec)]
-    same = [r for r in like if r.spec.method == spec.method] or like
+    similar = [r for r in known if r.spec.model == spec.model and type(r.spec) is type(spec)]
+    same = [r for r in similar if r.spec.method == spec.method] or similar
     rates: list[float] = [
         r.environment["wall_seconds"] / flops(r.spec) for r in same if "wall_seconds" in r.environment
     ]
@@ -59,15 +59,15 @@ def seconds(spec: Spec, known: Sequence[Result]) -> float:
 
 
 def memory(spec: Spec) -> float:
-    """Bytes a worker needs: interpreter and libraries, and weights, gradients, moments, copy, evidence and average."""
+    """Bytes per worker: interpreter and libraries, then weights, gradients, moments, copy, evidence and average."""
     return 0.7e9 + 32 * PARAMETERS.get(spec.model, 1e9)
 
 
-def fitting(workers: int, specs: Sequence[Spec], available: float) -> int:
-    """How many of the workers fit into so many bytes, at least one.
+def workers_that_fit(workers: int, specs: Sequence[Spec], available: float) -> int:
+    """The number of workers that fit into the available bytes, at least one.
 
     >>> spec = RunSpec(model="toy", task="", interface="cloze", method="sft", seed=0, num_anchors=0, num_probes=0)
-    >>> fitting(8, [], 1e9), fitting(8, [spec], 3e9)
+    >>> workers_that_fit(8, [], 1e9), workers_that_fit(8, [spec], 3e9)
     (8, 4)
     """
     need = max((memory(spec) for spec in specs), default=0.0)

@@ -8,64 +8,65 @@ from itertools import pairwise
 
 from cplus.evaluation import recovery
 from cplus.evaluation.statistics import Estimate, estimate
-from cplus.experiment.record import RunResult, RunSpec
+from cplus.experiment.record import RunResult
+from cplus.experiment.settings import RunSpec
 from cplus.studies.durations import PARAMETERS
 from cplus.studies.scales import BASELINES, MAIN, SCARCE, Scale, family
-from cplus.studies.study import Claim, Published, Result, Row, Study, Summary
+from cplus.studies.study import Claim, Published, Result, Study, Summary, SummaryRow
 from cplus.studies.summaries import (
-    Figure,
+    Metric,
     Seed,
     above,
     by_seed,
     difference,
     differences,
     free_text,
-    keeping,
     over_seeds,
     paired,
     pick,
     retained,
+    retention_measure,
+    run_results,
     shown,
-    single,
     strongest,
     table,
 )
 
 
 def runs(scale: Scale) -> list[RunSpec]:
-    """Every method at every place, budget and seed; SFT at one budget, and once where no seed changes it."""
+    """Every method at every model, task, budget and seed; SFT has no budget, and one run if the seed has no effect."""
     return [
-        scale.at(model=place.model, task=place.task, lr=place.lr, method=method, num_anchors=budget, seed=seed)
-        for place in scale.places
-        for budget in place.budgets
+        scale.at(model=cell.model, task=cell.task, lr=cell.lr, method=method, num_anchors=budget, seed=seed)
+        for cell in scale.grid
+        for budget in cell.budgets
         for method in MAIN
-        for seed in range(scale.five)
+        for seed in range(scale.seeds_where_five)
     ]
 
 
 def summary(results: Sequence[Result]) -> Summary:
-    """Retention by place, budget and method; CPLUS against each baseline where anchors are scarce; model scale.
+    """Retention by model, task, budget and method; CPLUS against each baseline at scarce anchors; model scale.
 
-    Of free text the same by the rise of the past answers' loss at matched learning.
+    For free text, the rise of the past answers' loss at matched learning takes the place of Retention.
     """
-    mine = single(results)
-    kept, free = keeping(mine), free_text(mine)
+    mine = run_results(results)
+    kept, free = retention_measure(mine), free_text(mine)
     budgets = tried(mine) if free else SCARCE
     listed = " and ".join(map(str, budgets))
-    rows = table(mine, ("model", "task", "method", "num_anchors"), kept.figures)
-    lead, (won, total), scales = gain(family(mine), kept.figure), wins(mine), recovered(mine)
+    rows = table(mine, ("model", "task", "method", "num_anchors"), kept.columns)
+    lead, (won, total), scales = gain(family(mine), kept.metric), wins(mine), recovered(mine)
     claims = [
         Claim(
-            says=f"CPLUS {kept.better} each setting's strongest baseline, mean over A = {listed}",
+            says=f"CPLUS {kept.better_than} each setting's strongest baseline, mean over A = {listed}",
             margin=lead,
             paper=None if free else "Sec. 4.2",
         ),
         *(
             above(
-                f"CPLUS {kept.better} {name}, A={budget}",
+                f"CPLUS {kept.better_than} {name}, A={budget}",
                 at_budgets(mine, "cplus", (budget,)),
                 at_budgets(mine, name, (budget,)),
-                kept.figure,
+                kept.metric,
                 paper=None if free else "Sec. 4.2; Fig. 3",
             )
             for budget in budgets
@@ -77,14 +78,14 @@ def summary(results: Sequence[Result]) -> Summary:
     shares = ", ".join(f"{row.at['model']} {shown(row.figures['recovery'])} %" for row in scales)
     where, does = (", at matched learning of free text,", "loses") if free else ("", "keeps")
     answer = (
-        f"With {listed} anchors{where} CPLUS {does} {shown(lead, sign=True)} {kept.more} than "
+        f"With {listed} anchors{where} CPLUS {does} {shown(lead, sign=True)} {kept.points_more} than "
         f"the strongest baseline of each setting, and it leads in {won} of {total} settings; share of SFT's "
         f"forgetting recovered there: {shares or 'not run'}."
     )
     return Summary(rows=(*rows, *scales), answer=answer, claims=tuple(claims))
 
 
-def gain(results: Sequence[RunResult], figure: Figure) -> Estimate | None:
+def gain(results: Sequence[RunResult], metric: Metric) -> Estimate | None:
     """CPLUS minus the strongest baseline of each setting at A in {4, 8}, averaged over the settings.
 
     A setting is a model, a task and a budget; its strongest baseline is the one with the highest mean over seeds.
@@ -97,15 +98,15 @@ def gain(results: Sequence[RunResult], figure: Figure) -> Estimate | None:
     ):
         here = pick(results, model=model, task=task)
         rivals = {name: at_budgets(here, name, (budget,)) for name in BASELINES}
-        best = strongest(rivals, figure)
+        best = strongest(rivals, metric)
         if best is not None:
-            for seed, own in differences(at_budgets(here, "cplus", (budget,)), rivals[best], figure).items():
+            for seed, own in differences(at_budgets(here, "cplus", (budget,)), rivals[best], metric).items():
                 found.setdefault(seed, []).extend(own)
     return estimate([statistics.fmean(own) for own in found.values()]) if found else None
 
 
 def _scarcity(results: Sequence[RunResult]) -> list[Claim]:
-    """Replay and CPL keep more with the most anchors than with the fewest, at the first place."""
+    """Replay and CPL keep more with the most anchors than with the fewest, for the first model and task."""
     here = pick(results, model=results[0].spec.model, task=results[0].spec.task) if results else []
     budgets = sorted({result.spec.num_anchors for result in pick(here, method="cplus")})
     if len(budgets) < 2:
@@ -148,14 +149,14 @@ def tried(results: Sequence[RunResult]) -> tuple[int, ...]:
 
 
 def at_budgets(results: Sequence[RunResult], method: str, budgets: tuple[int, ...]) -> list[RunResult]:
-    """A method's runs at these budgets; SFT has none."""
+    """A method's runs at these budgets; SFT has no budget, so all of its runs."""
     return pick(results, method=method) if method == "sft" else pick(results, method=method, num_anchors=budgets)
 
 
 def wins(results: Sequence[RunResult]) -> tuple[int, int]:
-    """In how many places and budgets CPLUS's mean is above every baseline's, and of how many."""
+    """The number of settings in which CPLUS's mean is above every baseline's, and the number of settings."""
     won = total = 0
-    kept = keeping(results).figure
+    kept = retention_measure(results).metric
     for row in table(pick(results, method="cplus"), ("model", "task", "num_anchors"), {"kept": kept}):
         here = pick(results, model=row.at["model"], task=row.at["task"])
         rivals = (over_seeds(at_budgets(here, name, (row.at["num_anchors"],)), kept) for name in BASELINES)
@@ -165,30 +166,33 @@ def wins(results: Sequence[RunResult]) -> tuple[int, int]:
     return won, total
 
 
-def recovered(results: Sequence[RunResult]) -> tuple[Row, ...]:
+def recovered(results: Sequence[RunResult]) -> tuple[SummaryRow, ...]:
     """By model, the share of SFT's forgetting that CPLUS recovers at A in {4, 8}: the mean over the shared tasks.
 
     Paper: App. E.1, Fig. 10: the macro average of the tasks' lines.
     """
     shares = _shares(results)
     return tuple(
-        Row(at={"model": model}, figures={"recovery": estimate(list(own.values()))}) for model, own in shares.items()
+        SummaryRow(at={"model": model}, figures={"recovery": estimate(list(own.values()))})
+        for model, own in shares.items()
     )
 
 
 def _shares(results: Sequence[RunResult]) -> dict[str, dict[Seed, float]]:
-    """By model and seed, the mean over the tasks that all models share of the task's share; seeds that have them all.
+    """By model and seed, the mean share recovered over the tasks that all models have; only seeds with all of them.
 
     Paper: App. E.1.    100 (R_CPLUS - R_SFT) / (100 - R_SFT)
     """
-    by, found = keeping(results), {}
+    by, found = retention_measure(results), {}
     for model in dict.fromkeys(result.spec.model for result in results):
         tasks = []
         for task in shared(results):
             here = pick(results, model=model, task=task)
-            kept = by_seed(at_budgets(here, "cplus", SCARCE), by.figure)
-            pairs = paired(kept, by_seed(at_budgets(here, "sft", ()), by.figure))
-            tasks.append({seed: recovery(one, sft, by.whole) for seed, (one, sft) in pairs.items() if sft < by.whole})
+            kept = by_seed(at_budgets(here, "cplus", SCARCE), by.metric)
+            pairs = paired(kept, by_seed(at_budgets(here, "sft", ()), by.metric))
+            tasks.append(
+                {seed: recovery(one, sft, by.lossless) for seed, (one, sft) in pairs.items() if sft < by.lossless}
+            )
         if own := macro(tasks):
             found[model] = own
     return found
@@ -203,7 +207,7 @@ def shared(results: Sequence[RunResult]) -> list[str]:
 
 
 def macro(lines: Sequence[Mapping[Seed, float]]) -> dict[Seed, float]:
-    """The mean of several lines at the seeds that all of them have.
+    """The mean of several lines at their common seeds.
 
     >>> macro([{0: 1.0, 1: 2.0}, {0: 3.0}])
     {0: 2.0}

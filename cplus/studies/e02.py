@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cplus.experiment.record import RunResult, RunSpec
+from cplus.experiment.record import RunResult
+from cplus.experiment.settings import RunSpec
 from cplus.studies.scales import Scale
 from cplus.studies.study import Claim, Published, Result, Study, Summary
-from cplus.studies.summaries import Figure, above, margin, over_seeds, pick, shown, single, table
+from cplus.studies.summaries import Metric, above, margin, over_seeds, pick, run_results, shown, table
 
 METHODS = ("sft", "replay", "cpl", "cplus")
 
 
 def runs(scale: Scale) -> list[RunSpec]:
-    """The first model adapted to each task, as in E1, and asked about tasks it was not trained on."""
-    places = [place for place in scale.places if place.model == scale.places[0].model]
+    """The first model adapted to each task, as in E1, and evaluated on tasks it was not trained on."""
     return [
-        scale.at(model=place.model, task=place.task, lr=place.lr, method=method, seed=seed)
-        for place in places
+        scale.at(model=cell.model, task=cell.task, lr=cell.lr, method=method, seed=seed)
+        for cell in scale.grid
+        if cell.model == scale.grid[0].model
         for method in METHODS
-        for seed in range(scale.five)
+        for seed in range(scale.seeds_where_five)
     ]
 
 
@@ -29,24 +30,24 @@ def change(result: RunResult) -> float | None:
     return sum(changes) / len(changes) if changes else None
 
 
-def change_on(task: str) -> Figure:
+def change_on(task: str) -> Metric:
     """The change of accuracy on one outside task."""
 
-    def figure(result: RunResult) -> float | None:
+    def metric(result: RunResult) -> float | None:
         found = result.external.get(task)
         return None if found is None else found["after"] - found["before"]
 
-    return figure
+    return metric
 
 
 def kept(result: RunResult) -> float | None:
-    """The mean share of right answers kept over the outside tasks."""
+    """The mean share of correct answers kept over the outside tasks."""
     return result.external_kept
 
 
 def summary(results: Sequence[Result]) -> Summary:
     """Change of outside accuracy by adaptation task and method."""
-    mine = single(results)
+    mine = run_results(results)
     outside = sorted({name for result in mine for name in result.external})
     figures = {"change": change, "kept": kept, **{f"change on {name}": change_on(name) for name in outside}}
     rows = table(mine, ("task", "method"), figures)

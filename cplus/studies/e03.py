@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cplus.experiment.record import RunSpec
+from cplus.experiment.settings import RunSpec
 from cplus.studies.scales import Scale
 from cplus.studies.study import Published, Result, Study, Summary, judged
-from cplus.studies.summaries import above, free_text, keeping, margin, pick, shown, single, table
+from cplus.studies.summaries import above, free_text, margin, pick, retention_measure, run_results, shown, table
 
 METHODS = ("probe-replay", "anchor-probe-replay", "cplus")
 BUDGETS = (4, 8, 16, 32)
@@ -20,44 +20,44 @@ def runs(scale: Scale) -> list[RunSpec]:
         scale.at(method=method, num_anchors=budget, seed=seed)
         for budget in budgets
         for method in METHODS
-        for seed in range(scale.three)
+        for seed in range(scale.seeds_where_three)
     ]
 
 
 def summary(results: Sequence[Result]) -> Summary:
-    """Retention by budget and use; paired differences at every budget and over all; free text at matched learning."""
-    mine = single(results)
-    kept = keeping(mine)
+    """Retention by budget and use, with paired differences per budget and over all; free text at matched learning."""
+    mine = run_results(results)
+    kept = retention_measure(mine)
     ours = pick(mine, method="cplus")
     paper = None if free_text(mine) else "Sec. 4.4; Fig. 5"
     claims = [
-        above(f"CPLUS {kept.better} {name}, mean over budgets", ours, pick(mine, method=name), kept.figure)
+        above(f"CPLUS {kept.better_than} {name}, mean over budgets", ours, pick(mine, method=name), kept.metric)
         for name in METHODS[:-1]
     ]
     for budget in dict.fromkeys(result.spec.num_anchors for result in mine):
         here = pick(mine, num_anchors=budget)
         claims += [
             above(
-                f"CPLUS {kept.better} {name}, A={budget}",
+                f"CPLUS {kept.better_than} {name}, A={budget}",
                 pick(here, method="cplus"),
                 pick(here, method=name),
-                kept.figure,
+                kept.metric,
                 paper=paper,
             )
             for name in METHODS[:-1]
         ]
-    gains = [shown(margin(ours, pick(mine, method=name), kept.figure), sign=True) for name in METHODS[:-1]]
+    gains = [shown(margin(ours, pick(mine, method=name), kept.metric), sign=True) for name in METHODS[:-1]]
     answer = (
         f"The same probes keep {gains[0]} points more as gradients than as replay, and {gains[1]} more than as replay "
         f"together with the anchors; {judged(claims)}."
     )
     if free_text(mine):
         answer = (
-            f"At matched learning of free text the past answers' loss rises by {gains[0]} {kept.more} with the probes "
-            f"as gradients than as replay, and by {gains[1]} less than as replay together with the anchors; "
+            f"At matched learning of free text the past answers' loss rises by {gains[0]} {kept.points_more} with the "
+            f"probes as gradients than as replay, and by {gains[1]} less than as replay together with the anchors; "
             f"{judged(claims)}."
         )
-    rows = table(mine, ("method", "num_anchors"), kept.figures)
+    rows = table(mine, ("method", "num_anchors"), kept.columns)
     return Summary(rows=rows, answer=answer, claims=tuple(claims))
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cplus.experiment.record import RunResult, RunSpec
+from cplus.experiment.record import RunResult
+from cplus.experiment.settings import RunSpec
 from cplus.studies.scales import Scale
 from cplus.studies.study import Claim, Published, Result, Study, Summary
-from cplus.studies.summaries import KEPT_AND_LEARNED, above, margin, pick, shown, single, table
+from cplus.studies.summaries import KEPT_AND_LEARNED, above, margin, pick, run_results, shown, table
 
 COMPONENTS = ("cplus-anchors", "cplus-probes", "cplus-no-ema", "cplus", "cplus-norm-aligned", "cplus-gradient")
 REDUCTIONS = ("cplus-no-ema", "cplus", "cplus-cvar")
@@ -21,7 +22,7 @@ FIELDS = ("method", "num_anchors", "anchor_weight", "beta", "shots", "temperatur
 
 def runs(scale: Scale) -> list[RunSpec]:
     """Components at one budget; blend weights over budgets; generation at the smallest; reduction at a large one."""
-    few, seeds, more = min(scale.budgets), range(scale.one), range(scale.three)
+    few, seeds, more = min(scale.budgets), range(scale.seeds_where_one), range(scale.seeds_where_three)
     return [
         *(scale.at(method=method, seed=seed) for method in COMPONENTS for seed in more),
         *(_weighted(scale, w, a, s) for w in WEIGHTS for a in BUDGETS if a in scale.budgets for s in seeds),
@@ -38,7 +39,7 @@ def runs(scale: Scale) -> list[RunSpec]:
 
 
 def _weighted(scale: Scale, weight: float, budget: int, seed: int) -> RunSpec:
-    """Without anchors' weight CPLUS is the row of probes alone."""
+    """CPLUS with this anchor weight; with weight 0 it is the method of probes alone."""
     if weight == 0:
         return scale.at(method="cplus-probes", num_anchors=budget, seed=seed)
     return scale.at(anchor_weight=weight, num_anchors=budget, seed=seed)
@@ -49,8 +50,8 @@ def _smoothed(scale: Scale, beta: float, seed: int) -> RunSpec:
 
 
 def summary(results: Sequence[Result]) -> Summary:
-    """Retention of every variant; CPLUS against each component left out, and against each setting passed over."""
-    mine = single(results)
+    """Retention of every variant; CPLUS against each variant without a component and against each other setting."""
+    mine = run_results(results)
     budget = next((r.spec.num_anchors for r in mine if r.spec.method == "cplus-norm-aligned"), 8)
     here = pick(mine, num_anchors=budget, anchor_weight=0.5, beta=0.9, shots=2, temperature=0.8)
     whole = pick(here, method="cplus")
@@ -78,8 +79,8 @@ def summary(results: Sequence[Result]) -> Summary:
 def _blends(results: Sequence[RunResult], table_budget: int) -> list[Claim]:
     """Equal weights against probes alone and against unequal weights, budget by budget.
 
-    The paper's 75:25 is read as probes to anchors: it stands between probes alone and equal weights. Probes alone at
-    the component table's budget is that table's claim.
+    The paper's 75:25 is read as probes to anchors: it is listed between probes alone and equal weights. The claim on
+    probes alone at the budget of Table 1 belongs to that table.
     """
     mine = pick(results, num_anchors=BUDGETS, beta=0.9, shots=2, temperature=0.8)
     budgets = sorted({result.spec.num_anchors for result in pick(mine, method="cplus-probes")})

@@ -7,17 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cplus.evaluation.statistics import Estimate, estimate
-from cplus.experiment.record import SequenceResult, SequenceSpec
+from cplus.experiment.record import SequenceResult
+from cplus.experiment.settings import SequenceSpec
 from cplus.studies.scales import Scale, seedless
-from cplus.studies.study import Claim, Published, Result, Row, Study, Summary
-from cplus.studies.summaries import Seed, difference, seed_of, sequences, shown
+from cplus.studies.study import Claim, Published, Result, Study, Summary, SummaryRow
+from cplus.studies.summaries import Seed, difference, seed_of, sequence_results, shown
 
 METHODS = ("sft", "replay", "cpl", "cplus")
 
 
 def runs(scale: Scale) -> list[SequenceSpec]:
-    """All tasks in order, by every method, from one shared checkpoint of the first task."""
-    return [_spec(scale, method, seed) for method in METHODS for seed in range(scale.three)]
+    """All tasks in order with every method, from one shared checkpoint after the first task."""
+    return [_spec(scale, method, seed) for method in METHODS for seed in range(scale.seeds_where_three)]
 
 
 def _spec(scale: Scale, method: str, seed: int) -> SequenceSpec:
@@ -50,13 +51,13 @@ def average(result: SequenceResult, stage: int) -> float:
 
 
 def kept(result: SequenceResult) -> float:
-    """The mean over stages of the share of earlier tasks' rows, right before a stage, that are right after it."""
+    """The share of earlier tasks' rows that are right before a stage and still right after it, mean over stages."""
     return statistics.fmean(stage["retention"] for stage in result.stages if stage["retention"] is not None)
 
 
 def summary(results: Sequence[Result]) -> Summary:
-    """Average accuracy after each stage, the accuracy on every task at the end, and CPLUS against the others."""
-    mine = sequences(results)
+    """Average accuracy after each stage, final accuracy on every task, and CPLUS against the other methods."""
+    mine = sequence_results(results)
     rows = tuple(_row(method, own) for method in METHODS if (own := [r for r in mine if r.spec.method == method]))
     ends = {method: _ends(mine, method) for method in METHODS}
     stays = {method: {seed_of(r): kept(r) for r in mine if r.spec.method == method} for method in METHODS}
@@ -75,9 +76,9 @@ def summary(results: Sequence[Result]) -> Summary:
     best = max((m for m in finals if m != "cplus"), key=lambda m: finals[m].mean, default=None)
     gain = None if best is None else difference(ends["cplus"], ends[best])
     answer = (
-        f"After the last task CPLUS answers {shown(finals.get('cplus'))} % of all tasks' rows rightly, the best other "
-        f"method ({best}) {shown(finals.get(best or ''))} %: a difference of {shown(gain, sign=True)} points; a "
-        f"stage leaves {shown(_mean(stays['cplus']))} % of the earlier tasks' right rows right under CPLUS, "
+        f"After the last task CPLUS answers {shown(finals.get('cplus'))} % of all tasks' rows correctly, the best "
+        f"other method ({best}) {shown(finals.get(best or ''))} %: a difference of {shown(gain, sign=True)} points; "
+        f"each stage keeps {shown(_mean(stays['cplus']))} % of the correct answers to earlier tasks under CPLUS, "
         f"{shown(_mean(stays['cpl']))} % under CPL."
     )
     return Summary(rows=rows, answer=answer, claims=claims)
@@ -86,8 +87,8 @@ def summary(results: Sequence[Result]) -> Summary:
 def _each_task(results: Sequence[SequenceResult]) -> list[Claim]:
     """At the end CPLUS is above the best other method on every task of the sequence."""
     claims = []
-    for place, task in enumerate(results[0].spec.tasks if results else ()):
-        last = {m: {seed_of(r): r.accuracy[-1][place] for r in results if r.spec.method == m} for m in METHODS}
+    for index, task in enumerate(results[0].spec.tasks if results else ()):
+        last = {m: {seed_of(r): r.accuracy[-1][index] for r in results if r.spec.method == m} for m in METHODS}
         others = {name: statistics.fmean(own.values()) for name, own in last.items() if own and name != "cplus"}
         best = max(others, key=others.__getitem__, default=None)
         lead = None if best is None else difference(last["cplus"], last[best])
@@ -104,7 +105,7 @@ def _ends(results: Sequence[SequenceResult], method: str) -> dict[Seed, float]:
     return {seed_of(r): average(r, len(r.spec.tasks)) for r in results if r.spec.method == method}
 
 
-def _row(method: str, own: Sequence[SequenceResult]) -> Row:
+def _row(method: str, own: Sequence[SequenceResult]) -> SummaryRow:
     tasks = own[0].spec.tasks
     figures: dict[str, Estimate] = {
         f"average after {task}": estimate([average(result, stage) for result in own])
@@ -113,7 +114,7 @@ def _row(method: str, own: Sequence[SequenceResult]) -> Row:
     figures |= {f"{task} at the end": estimate([r.accuracy[-1][i] for r in own]) for i, task in enumerate(tasks)}
     learned = [statistics.fmean(stage["acquisition"] for stage in result.stages) for result in own]
     figures |= {"acquisition": estimate(learned), "kept by a stage": estimate([kept(result) for result in own])}
-    return Row(at={"method": method}, figures=figures)
+    return SummaryRow(at={"method": method}, figures=figures)
 
 
 STUDY = Study(

@@ -5,26 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cplus.evaluation.statistics import Estimate, estimate
-from cplus.experiment.record import RunResult, RunSpec
+from cplus.experiment.record import RunResult
+from cplus.experiment.settings import RunSpec
 from cplus.studies.scales import Scale
-from cplus.studies.study import Claim, Published, Result, Row, Study, Summary, judged
-from cplus.studies.summaries import above, margin, over_seeds, pick, retained, seed_of, shown, single, table
+from cplus.studies.study import Claim, Published, Result, Study, Summary, SummaryRow, judged
+from cplus.studies.summaries import above, margin, over_seeds, pick, retained, run_results, seed_of, shown, table
 
 CURVES = ("sft", "replay", "cpl", "cplus")
 COMPARED = ("sft", "replay", "distillation", "ssr", "agem", "ogd", "cpl", "cplus")
 
 
 def runs(scale: Scale) -> list[RunSpec]:
-    """Four methods evaluated after every epoch; eight by cost, with a small bank, at every size of the family."""
+    """Four methods evaluated after every epoch; eight methods with a small bank, compared by cost, at three sizes."""
     task = scale.base.task
-    sizes = [place for place in scale.places if place.task == task][:3]
+    sizes = [cell for cell in scale.grid if cell.task == task][:3]
     return [
-        *(scale.at(method=m, evaluate_every=1, external=(), seed=s) for m in CURVES for s in range(scale.one)),
         *(
-            scale.at(model=place.model, lr=place.lr, method=method, num_probes=scale.half, seed=seed)
-            for place in sizes
+            scale.at(method=m, evaluate_every=1, external=(), seed=s)
+            for m in CURVES
+            for s in range(scale.seeds_where_one)
+        ),
+        *(
+            scale.at(model=cell.model, lr=cell.lr, method=method, num_probes=scale.small_bank, seed=seed)
+            for cell in sizes
             for method in COMPARED
-            for seed in range(scale.one)
+            for seed in range(scale.seeds_where_one)
         ),
     ]
 
@@ -48,9 +53,9 @@ def lowest(result: RunResult) -> float | None:
 
 
 def summary(results: Sequence[Result]) -> Summary:
-    """Curves' turning points by method; gain over SFT and cost relative to SFT by model and method."""
-    curves = [result for result in single(results) if result.curve]
-    ends = [result for result in single(results) if not result.curve]
+    """Full Acquisition, lowest and final Retention by method; gain and cost relative to SFT by model and method."""
+    curves = [result for result in run_results(results) if result.curve]
+    ends = [result for result in run_results(results) if not result.curve]
     points = table(
         curves,
         ("method",),
@@ -79,7 +84,7 @@ def summary(results: Sequence[Result]) -> Summary:
 
 
 def _dynamics(curves: Sequence[RunResult]) -> list[Claim]:
-    """What the paper says of the curves: speed, the lead after full Acquisition, replay's lead, late recovery."""
+    """The paper's claims on the curves: speed, the lead after full Acquisition, replay's lead, late recovery."""
     own = {name: pick(curves, method=name) for name in CURVES}
     return [
         above(
@@ -132,7 +137,7 @@ def recovered(result: RunResult) -> float | None:
 
 
 def least_lead(ours: Sequence[RunResult], others: Sequence[RunResult]) -> Estimate | None:
-    """The smallest lead in Retention over the epochs from our full Acquisition on, paired by seed."""
+    """The smallest lead in Retention from our first epoch at full Acquisition on, paired by seed."""
     mine, theirs = ({seed_of(result): result for result in group} for group in (ours, others))
     leads = []
     for seed, result in mine.items():
@@ -143,7 +148,7 @@ def least_lead(ours: Sequence[RunResult], others: Sequence[RunResult]) -> Estima
     return estimate(leads) if leads else None
 
 
-def _costs(here: Sequence[RunResult]) -> list[Row]:
+def _costs(here: Sequence[RunResult]) -> list[SummaryRow]:
     plain, rows = pick(here, method="sft"), []
     if not plain:
         return []
@@ -154,7 +159,7 @@ def _costs(here: Sequence[RunResult]) -> list[Row]:
         cost = over_seeds(own, lambda result: flops(result) / unit)
         if gain is not None and cost is not None:
             figures: dict[str, Estimate] = {"gain over SFT": gain, "cost": cost}
-            rows.append(Row(at={"model": here[0].spec.model, "method": method}, figures=figures))
+            rows.append(SummaryRow(at={"model": here[0].spec.model, "method": method}, figures=figures))
     return rows
 
 

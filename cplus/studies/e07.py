@@ -4,32 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cplus.experiment.record import RunResult, RunSpec
+from cplus.experiment.record import RunResult
+from cplus.experiment.settings import RunSpec
 from cplus.studies.scales import Scale
 from cplus.studies.study import Published, Result, Study, Summary
-from cplus.studies.summaries import above, learned, margin, pick, retained, shown, single, table
+from cplus.studies.summaries import above, learned, margin, pick, retained, run_results, shown, table
 
 WHERE = "App. E.4; Table 4"
 
 
 def runs(scale: Scale) -> list[RunSpec]:
-    """A new task learned by CPLUS with anchors of another one, of which none, a quarter, ... all were wrong."""
-    new, kept = scale.crossed
+    """CPLUS learns a new task with anchors of another one, of which 0, 25, ... 100 % were answered incorrectly."""
+    new, kept = scale.new_and_anchor_task
     shares = (0.0, 0.25, 0.5, 0.75, 1.0)
     return [
         scale.at(task=new, anchor_task=kept, wrong_anchors=round(share * scale.anchors), seed=seed)
         for share in shares
-        for seed in range(scale.one)
+        for seed in range(scale.seeds_where_one)
     ]
 
 
 def corrected(result: RunResult) -> float | None:
-    """Correction: the wrong rows of the anchors' task, never trained on, that came right."""
+    """Correction: the share of initially wrong rows of the anchors' task, not trained on, that are right at the end."""
     return result.correction
 
 
 def overall(result: RunResult) -> float | None:
-    """Accuracy over all rows of the anchors' task that were asked."""
+    """Accuracy over all evaluated rows of the anchors' task."""
     if result.correction is None:
         return None
     counts = result.counts
@@ -37,12 +38,12 @@ def overall(result: RunResult) -> float | None:
     return right / (counts["asked"] + counts["wrong"])
 
 
-FIGURES = {"retention": retained, "correction": corrected, "overall": overall, "acquisition": learned}
+METRICS = {"retention": retained, "correction": corrected, "overall": overall, "acquisition": learned}
 
 
 def summary(results: Sequence[Result]) -> Summary:
     """Retention, Correction and overall accuracy on the anchors' task by composition."""
-    mine = single(results)
+    mine = run_results(results)
     most = max((result.spec.wrong_anchors for result in mine), default=0)
     right, wrong = pick(mine, wrong_anchors=0), pick(mine, wrong_anchors=most)
     claims = (
@@ -53,10 +54,11 @@ def summary(results: Sequence[Result]) -> Summary:
     more, fixed = shown(margin(right, wrong), sign=True), shown(margin(wrong, right, corrected), sign=True)
     ahead = shown(margin(wrong, right, overall), sign=True)
     answer = (
-        f"Anchors the model answered rightly instead of wrongly change Retention by {more} points; wrong ones instead "
-        f"of right ones change Correction by {fixed} and the overall accuracy of the anchors' task by {ahead}."
+        f"Anchors that the model answered correctly, instead of incorrectly, change Retention by {more} points; "
+        f"incorrect ones, instead of correct ones, change Correction by {fixed} and the overall accuracy on the "
+        f"anchors' task by {ahead}."
     )
-    return Summary(rows=table(mine, ("num_anchors", "wrong_anchors"), FIGURES), answer=answer, claims=claims)
+    return Summary(rows=table(mine, ("num_anchors", "wrong_anchors"), METRICS), answer=answer, claims=claims)
 
 
 STUDY = Study(

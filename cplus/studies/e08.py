@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cplus.experiment.record import RunResult, RunSpec
+from cplus.experiment.record import RunResult
+from cplus.experiment.settings import RunSpec
 from cplus.studies.scales import Scale
 from cplus.studies.study import Published, Result, Study, Summary
-from cplus.studies.summaries import above, learned, margin, over_seeds, pick, retained, shown, single, table
+from cplus.studies.summaries import above, learned, margin, over_seeds, pick, retained, run_results, shown, table
 
 METHODS = ("sft", "replay", "cpl", "cplus")
 
 
 def runs(scale: Scale) -> list[RunSpec]:
-    """One large learning rate for a fixed number of epochs; the last one counts, whatever was learned."""
-    lr, epochs = scale.stress
-    return [scale.at(method=m, lr=lr, epochs=epochs, seed=s) for m in METHODS for s in range(scale.one)]
+    """One large learning rate for a fixed number of epochs, evaluated after the last one."""
+    lr, epochs = scale.aggressive_schedule
+    return [scale.at(method=m, lr=lr, epochs=epochs, seed=s) for m in METHODS for s in range(scale.seeds_where_one)]
 
 
 def overall(result: RunResult) -> float:
@@ -26,7 +27,7 @@ def overall(result: RunResult) -> float:
 
 def summary(results: Sequence[Result]) -> Summary:
     """Acquisition, Retention and overall accuracy by method."""
-    mine = single(results)
+    mine = run_results(results)
     ours = pick(mine, method="cplus")
     claims = (
         *(

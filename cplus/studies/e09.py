@@ -1,56 +1,68 @@
-"""E9: does the place of an update matter beyond its size and the mask's density?"""
+"""E9: does the location of an update matter beyond its size and the mask's density?"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from cplus.experiment.record import RunResult, RunSpec
+from cplus.experiment.record import RunResult
+from cplus.experiment.settings import RunSpec
 from cplus.studies.scales import Scale
 from cplus.studies.study import Published, Result, Study, Summary
-from cplus.studies.summaries import Figure, above, free_text, keeping, margin, over_seeds, pick, shown, single, table
+from cplus.studies.summaries import (
+    Metric,
+    above,
+    free_text,
+    margin,
+    over_seeds,
+    pick,
+    retention_measure,
+    run_results,
+    shown,
+    table,
+)
 
 CONTROLS = ("norm-matched", "shuffled")
 TAPS = ("admission", "reference", "geometry")
 
 
 def runs(scale: Scale) -> list[RunSpec]:
-    """CPLUS and its two controls; CPL and CPLUS once more with what their masks admit."""
+    """CPLUS, CPL and the two controls; CPL and CPLUS once more with diagnostics of their masks."""
     return [
-        *(scale.at(method=m, seed=s) for m in (*CONTROLS, "cpl", "cplus") for s in range(scale.five)),
+        *(scale.at(method=m, seed=s) for m in (*CONTROLS, "cpl", "cplus") for s in range(scale.seeds_where_five)),
         *(
             scale.at(method=method, external=(), diagnose=TAPS, seed=seed)
             for method in ("cpl", "cplus")
-            for seed in range(min(scale.one, 3))
+            for seed in range(min(scale.seeds_where_one, 3))
         ),
     ]
 
 
-def mean_over_epochs(entry: str, *path: str) -> Figure:
-    """The mean over the epochs of one number of a diagnostic."""
+def mean_over_epochs(entry: str, *path: str) -> Metric:
+    """One number of a diagnostic, mean over the epochs."""
 
-    def figure(result: RunResult) -> float | None:
+    def metric(result: RunResult) -> float | None:
         values: list[Any] = list(result.diagnostics.get(entry, {}).get("epochs", ()))
         for step in path:
             values = [value[step] for value in values]
         found = [float(value) for value in values if value is not None]
         return sum(found) / len(found) if found else None
 
-    return figure
+    return metric
 
 
-def early(kind: str) -> Figure:
-    """What the instantaneous mask admits, in percent: the mean over the states before 9 of 25 epochs.
+def early(kind: str) -> Metric:
+    """The percentage that the instantaneous mask admits, mean over the states before 9 of 25 epochs.
 
     Paper: App. E.7, from nine completed epochs on the two methods admit about the same.
     """
 
-    def figure(result: RunResult) -> float | None:
+    def metric(result: RunResult) -> float | None:
         states = result.diagnostics.get("geometry", ())
         first = [s["mask"][kind] for s in states if 25 * s["completed_epochs"] < 9 * result.spec.epochs]
         return 100.0 * sum(first) / len(first) if first else None
 
-    return figure
+    return metric
 
 
 GEOMETRY = {
@@ -63,22 +75,22 @@ GEOMETRY = {
 
 
 def summary(results: Sequence[Result]) -> Summary:
-    """Retention of CPLUS and its controls, or free text at matched learning; what the masks of CPL and CPLUS admit."""
-    mine = [result for result in single(results) if not result.spec.diagnose]
-    watched = [result for result in single(results) if result.spec.diagnose]
-    kept = keeping(mine)
+    """Retention of CPLUS and its controls (free text at matched learning); what the masks of CPL and CPLUS admit."""
+    mine = [result for result in run_results(results) if not result.spec.diagnose]
+    observed = [result for result in run_results(results) if result.spec.diagnose]
+    kept = retention_measure(mine)
     ours = pick(mine, method="cplus")
     paper = None if free_text(mine) else "Sec. 4.4; Table 6"
     claims = (
         *(
-            above(f"CPLUS {kept.better} {name}", ours, pick(mine, method=name), kept.figure, paper=paper)
+            above(f"CPLUS {kept.better_than} {name}", ours, pick(mine, method=name), kept.metric, paper=paper)
             for name in CONTROLS
         ),
         *(
             above(
                 f"in the first states CPL's mask admits more {words} than CPLUS's, in percent",
-                pick(watched, method="cpl"),
-                pick(watched, method="cplus"),
+                pick(observed, method="cpl"),
+                pick(observed, method="cplus"),
                 early(kind),
                 paper="App. E.7; Fig. 13",
             )
@@ -86,8 +98,8 @@ def summary(results: Sequence[Result]) -> Summary:
             if not free_text(mine)
         ),
     )
-    lost = {name: shown(margin(ours, pick(mine, method=name), kept.figure), sign=True) for name in CONTROLS}
-    harm = [over_seeds(pick(watched, method=name), GEOMETRY["harmful admitted"]) for name in ("cpl", "cplus")]
+    lost = {name: shown(margin(ours, pick(mine, method=name), kept.metric), sign=True) for name in CONTROLS}
+    harm = [over_seeds(pick(observed, method=name), GEOMETRY["harmful admitted"]) for name in ("cpl", "cplus")]
     shares = [f"{100 * found.mean:.0f} %" if found else "not run" for found in harm]
     answer = (
         f"CPLUS keeps {lost['norm-matched']} points more than an update of the same size without its mask and "
@@ -96,11 +108,11 @@ def summary(results: Sequence[Result]) -> Summary:
     )
     if free_text(mine):
         answer = (
-            f"At matched learning of free text the past answers' loss rises by {lost['norm-matched']} {kept.more} "
-            f"under CPLUS than under an update of the same size without its mask, and by {lost['shuffled']} less than "
-            "under its own coefficients in other places."
+            f"At matched learning of free text the past answers' loss rises by {lost['norm-matched']} "
+            f"{kept.points_more} under CPLUS than under an update of the same size without its mask, and by "
+            f"{lost['shuffled']} less than under its own coefficients in other places."
         )
-    rows = (*table(mine, ("method",), kept.figures), *table(watched, ("method",), GEOMETRY))
+    rows = (*table(mine, ("method",), kept.columns), *table(observed, ("method",), GEOMETRY))
     return Summary(rows=rows, answer=answer, claims=claims)
 
 

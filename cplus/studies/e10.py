@@ -6,32 +6,33 @@ from collections.abc import Sequence
 from typing import Any
 
 from cplus.evaluation.statistics import estimate
-from cplus.experiment.record import RunResult, RunSpec
+from cplus.experiment.record import RunResult
+from cplus.experiment.settings import RunSpec
 from cplus.studies.scales import Scale
-from cplus.studies.study import Claim, Published, Result, Row, Study, Summary
-from cplus.studies.summaries import KEPT_AND_LEARNED, Seed, above, difference, pick, shown, single, table
+from cplus.studies.study import Claim, Published, Result, Study, Summary, SummaryRow
+from cplus.studies.summaries import KEPT_AND_LEARNED, Seed, above, difference, pick, run_results, shown, table
 
 KINDS = {"cpl": "CPL with full-data CPL", "cplus": "CPLUS with full-data CPLUS", "cross": "CPLUS with full-data CPL"}
 
 
 def runs(scale: Scale) -> list[RunSpec]:
-    """One audit a seed, over all budgets and layers; E1's runs give the Retention beside it."""
-    place = scale.places[0]
+    """One audit per seed, over all budgets and layers; the Retention is from E1's runs."""
+    first = scale.grid[0]
     return [
-        *(scale.at(external=(), diagnose=("audit", "coordinates"), seed=seed) for seed in range(scale.one)),
+        *(scale.at(external=(), diagnose=("audit", "coordinates"), seed=seed) for seed in range(scale.seeds_where_one)),
         *(
-            scale.at(model=place.model, task=place.task, lr=place.lr, method=method, num_anchors=budget, seed=seed)
-            for budget in place.budgets
+            scale.at(model=first.model, task=first.task, lr=first.lr, method=method, num_anchors=budget, seed=seed)
+            for budget in first.budgets
             for method in ("cpl", "cplus")
-            for seed in range(scale.five)
+            for seed in range(scale.seeds_where_five)
         ),
     ]
 
 
 def summary(results: Sequence[Result]) -> Summary:
-    """Update-weighted agreement by budget and layer, beside Retention."""
-    audits = [result for result in single(results) if "audit" in result.diagnostics]
-    plain = [result for result in single(results) if not result.spec.diagnose]
+    """Update-weighted agreement by budget and layer, and Retention."""
+    audits = [result for result in run_results(results) if "audit" in result.diagnostics]
+    plain = [result for result in run_results(results) if not result.spec.diagnose]
     rows = (*_by_budget(audits), *_by_layer(audits), *table(plain, ("method", "num_anchors"), KEPT_AND_LEARNED))
     agrees: dict[str, dict[Seed, float]] = {
         kind: {a.spec.seed: _mean(a.diagnostics["audit"][kind]) for a in audits} for kind in KINDS
@@ -71,28 +72,30 @@ def _mean(values: Sequence[float | None]) -> float:
     return sum(found) / len(found)
 
 
-def _at(audits: Sequence[RunResult], kind: str, place: int) -> dict[Seed, float]:
-    """Each seed's agreement at one place of the row of budgets."""
-    return {result.spec.seed: _mean([result.diagnostics["audit"][kind][place]]) for result in audits}
+def _at(audits: Sequence[RunResult], kind: str, index: int) -> dict[Seed, float]:
+    """Each seed's agreement at one of the budgets."""
+    return {result.spec.seed: _mean([result.diagnostics["audit"][kind][index]]) for result in audits}
 
 
-def _by_budget(audits: Sequence[RunResult]) -> list[Row]:
+def _by_budget(audits: Sequence[RunResult]) -> list[SummaryRow]:
     budgets = list(dict.fromkeys(b for result in audits for b in result.diagnostics["audit"]["budgets"]))
     rows = []
-    for place, budget in enumerate(budgets):
+    for index, budget in enumerate(budgets):
         own = [result.diagnostics["audit"] for result in audits]
-        figures = {KINDS[kind]: estimate([_mean([found[kind][place]]) for found in own]) for kind in KINDS}
-        rows.append(Row(at={"num_anchors": budget}, figures=figures))
+        figures = {KINDS[kind]: estimate([_mean([found[kind][index]]) for found in own]) for kind in KINDS}
+        rows.append(SummaryRow(at={"num_anchors": budget}, figures=figures))
     return rows
 
 
-def _by_layer(audits: Sequence[RunResult]) -> list[Row]:
+def _by_layer(audits: Sequence[RunResult]) -> list[SummaryRow]:
     layers: dict[str, list[dict[str, Any]]] = {}
     for result in audits:
         for layer in result.diagnostics["audit"]["layers"]:
             layers.setdefault(layer["layer"], []).append(layer)
     return [
-        Row(at={"layer": name}, figures={KINDS[kind]: estimate([_mean(one[kind]) for one in own]) for kind in KINDS})
+        SummaryRow(
+            at={"layer": name}, figures={KINDS[kind]: estimate([_mean(one[kind]) for one in own]) for kind in KINDS}
+        )
         for name, own in layers.items()
     ]
 

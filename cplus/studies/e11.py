@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cplus.experiment.record import RunResult, RunSpec
+from cplus.experiment.record import RunResult
+from cplus.experiment.settings import RunSpec
 from cplus.studies.scales import Scale
 from cplus.studies.study import Published, Result, Study, Summary
-from cplus.studies.summaries import Figure, above, learned, over_seeds, pick, retained, shown, single, table
+from cplus.studies.summaries import Metric, above, learned, over_seeds, pick, retained, run_results, shown, table
 
 METHODS = ("sft", "replay", "cpl", "constant-label", "balanced-label", "cplus")
 
 
 def runs(scale: Scale) -> list[RunSpec]:
-    """Methods and label controls with Retention by answer; by letters also with every permutation of the options."""
+    """Methods and label controls with Retention by answer; with lettered options also with permuted options."""
     taps = ("prior", "permuted") if scale.base.interface == "letter" else ("prior",)
-    return [scale.at(method=m, external=(), diagnose=taps, seed=s) for m in METHODS for s in range(scale.one)]
+    return [
+        scale.at(method=m, external=(), diagnose=taps, seed=s) for m in METHODS for s in range(scale.seeds_where_one)
+    ]
 
 
-def prior(name: str) -> Figure:
-    """One number of the prior's diagnostic."""
+def prior(name: str) -> Metric:
+    """One number of the answer-prior diagnostic."""
     return lambda result: result.diagnostics.get("prior", {}).get(name)
 
 
 def explained(result: RunResult) -> float | None:
-    """The share of forgetting that is undone by taking off each answer's mean change of score, in percent."""
+    """The percentage of forgetting that is undone by removing each answer's mean change of score."""
     corrected, kept = prior("corrected")(result), prior("retention")(result)
     if corrected is None or kept is None or kept >= 100.0:
         return None
@@ -32,12 +35,12 @@ def explained(result: RunResult) -> float | None:
 
 
 def consistent(result: RunResult) -> float | None:
-    """The share of questions answered by the same option wherever it stands."""
+    """The share of questions answered with the same option in every order of the options."""
     found = result.diagnostics.get("permuted")
     return None if found is None else float(found["consistent"]["percent"])
 
 
-FIGURES = {
+METRICS = {
     "retention": retained,
     "macro": prior("macro"),
     "corrected": prior("corrected"),
@@ -49,8 +52,8 @@ FIGURES = {
 
 
 def summary(results: Sequence[Result]) -> Summary:
-    """Retention, macro-averaged over answers and corrected for the prior; CPLUS against banks of constant labels."""
-    mine = single(results)
+    """Retention, macro-averaged over answers and corrected for the prior; CPLUS against banks with other labels."""
+    mine = run_results(results)
     ours = pick(mine, method="cplus")
     claims = (
         above("CPLUS keeps more than with one constant label", ours, pick(mine, method="constant-label")),
@@ -59,10 +62,10 @@ def summary(results: Sequence[Result]) -> Summary:
     shares = [shown(over_seeds(pick(mine, method=name), explained)) for name in ("sft", "cplus")]
     constant, own = (over_seeds(pick(mine, method=m), retained) for m in ("constant-label", "cplus"))
     answer = (
-        f"Taking off each answer's mean change of score undoes {shares[0]} % of SFT's forgetting and {shares[1]} % of "
+        f"Removing each answer's mean change of score undoes {shares[0]} % of SFT's forgetting and {shares[1]} % of "
         f"CPLUS's; with one constant label CPLUS keeps {shown(constant)} %, with the bank's own labels {shown(own)} %."
     )
-    return Summary(rows=table(mine, ("method",), FIGURES), answer=answer, claims=claims)
+    return Summary(rows=table(mine, ("method",), METRICS), answer=answer, claims=claims)
 
 
 STUDY = Study(

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from cplus.experiment.record import RunResult, RunSpec
+from cplus.experiment.record import RunResult
+from cplus.experiment.settings import RunSpec
 from cplus.studies.scales import Scale
 from cplus.studies.study import Published, Result, Study, Summary
 from cplus.studies.summaries import (
     KEPT_AND_LEARNED,
-    Figure,
+    Metric,
     above,
     by_seed,
     margin,
     pick,
+    run_results,
     shown,
-    single,
     strongest,
     table,
 )
@@ -26,8 +27,8 @@ TOLERANCE = 1.05
 
 
 def runs(scale: Scale) -> list[RunSpec]:
-    """Uses of one budget of evidence, on seeds to choose by and as many fresh ones to confirm by; two dearer uses."""
-    few, large = scale.base.num_probes, scale.large
+    """Uses of one budget of evidence, half of the seeds for selection and half for confirmation; two dearer uses."""
+    few, large = scale.base.num_probes, scale.large_bank
     parts = large // few
     equal: list[dict[str, float | int | None]] = [
         {"num_probes": few},
@@ -48,8 +49,8 @@ def runs(scale: Scale) -> list[RunSpec]:
         ]
         dearer += [{"num_probes": few, "refresh": 1}]
     return [
-        *(scale.at(**setting, seed=seed) for setting in equal for seed in range(2 * scale.five)),
-        *(scale.at(**setting, seed=seed) for setting in dearer for seed in range(scale.five)),
+        *(scale.at(**setting, seed=seed) for setting in equal for seed in range(2 * scale.seeds_where_five)),
+        *(scale.at(**setting, seed=seed) for setting in dearer for seed in range(scale.seeds_where_five)),
     ]
 
 
@@ -58,45 +59,50 @@ def cost(result: RunResult) -> float:
     return float(result.cost["preservation_rows"])
 
 
-def name(result: RunResult) -> str:
-    """A setting in words."""
+def setting_name(result: RunResult) -> str:
+    """A run's use of evidence in words."""
     spec = result.spec
     when = "epoch" if spec.refresh is None else "step" if spec.refresh == 1 else f"{spec.refresh} steps"
     seen = f"1/{spec.parts} of {spec.num_probes}" if spec.parts > 1 else f"all {spec.num_probes}"
     return f"{seen} every {when}" + (f", memory {spec.memory}" if spec.memory else "")
 
 
-def summary(results: Sequence[Result]) -> Summary:
-    """Retention by setting; the best of those within the fixed bank's budget against it."""
-    mine = single(results)
+def by_setting(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
+    """The runs of each use of evidence."""
     groups: dict[str, list[RunResult]] = {}
-    for result in mine:
-        groups.setdefault(name(result), []).append(result)
-    figures: dict[str, Figure] = {**KEPT_AND_LEARNED, "evidence rows": cost}
-    rows = table(mine, FIELDS, figures)
+    for result in results:
+        groups.setdefault(setting_name(result), []).append(result)
+    return groups
+
+
+def summary(results: Sequence[Result]) -> Summary:
+    """Retention by use of evidence; the best one within the fixed bank's budget against the fixed bank."""
+    mine = run_results(results)
+    columns: dict[str, Metric] = {**KEPT_AND_LEARNED, "evidence rows": cost}
+    rows = table(mine, FIELDS, columns)
     few = min((result.spec.num_probes for result in mine), default=0)
     fixed = pick(mine, num_probes=few, parts=1, refresh=None, memory=0.0)
     if not fixed:
         return Summary(rows=rows, answer="The fixed bank was not run.", claims=())
     budget = TOLERANCE * max(by_seed(fixed, cost).values())
-    within = {label: own for label, own in groups.items() if max(by_seed(own, cost).values()) <= budget}
+    within = {label: own for label, own in by_setting(mine).items() if max(by_seed(own, cost).values()) <= budget}
     first, fresh = halves(fixed)
-    best = strongest({label: of_seeds(own, first) for label, own in within.items()}) or name(fixed[0])
+    best = strongest({label: of_seeds(own, first) for label, own in within.items()}) or setting_name(fixed[0])
     claims = tuple(
         above(f"{label} keeps more than the fixed bank, on fresh seeds", of_seeds(own, fresh), of_seeds(fixed, fresh))
         for label, own in within.items()
-        if label != name(fixed[0])
+        if label != setting_name(fixed[0])
     )
     gain = shown(margin(of_seeds(within[best], fresh), of_seeds(fixed, fresh)), sign=True)
     answer = (
-        f"Of {len(within)} uses at the cost of {few} probes an epoch the best on {len(first)} seeds is {best}; on "
+        f"Of {len(within)} uses at the cost of {few} probes per epoch the best on {len(first)} seeds is {best}; on "
         f"{len(fresh)} fresh seeds it keeps {gain} points more than the fixed bank."
     )
     return Summary(rows=rows, answer=answer, claims=claims)
 
 
 def halves(results: Sequence[RunResult]) -> tuple[set[int], set[int]]:
-    """The seeds to choose by and the fresh ones to confirm by."""
+    """The seeds for selection and the fresh ones for confirmation."""
     seeds = sorted({result.spec.seed for result in results})
     return set(seeds[: (len(seeds) + 1) // 2]), set(seeds[(len(seeds) + 1) // 2 :])
 

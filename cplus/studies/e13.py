@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cplus.evaluation.matched import LossPoint, common_level, crossing
-from cplus.experiment.record import RunResult, RunSpec
+from cplus.experiment.record import RunResult
+from cplus.experiment.settings import RunSpec
 from cplus.studies.scales import Scale
 from cplus.studies.study import Result, Study, Summary
-from cplus.studies.summaries import Figure, above, margin, over_seeds, pick, retained, shown, single, table
+from cplus.studies.summaries import Metric, above, margin, over_seeds, pick, retained, run_results, shown, table
 
 METHODS = ("sft", "replay", "cpl", "cplus")
 SHARE = 0.5
@@ -16,29 +17,34 @@ LEARNED = 99.0
 
 
 def runs(scale: Scale) -> list[RunSpec]:
-    """Four methods, looked at after every epoch, at a constant rate and at one that rises over half of the updates."""
+    """Four methods, evaluated after every epoch, at a constant rate and at one that rises over half of the updates."""
     return [
         scale.at(method=method, warmup=warmup, evaluate_every=1, external=(), seed=seed)
         for warmup in (0.0, SHARE)
         for method in METHODS
-        for seed in range(scale.three)
+        for seed in range(scale.seeds_where_three)
     ]
 
 
 def path(result: RunResult) -> list[LossPoint]:
-    """What is not yet known and what is lost, in percent, from the base model on."""
-    looks = [(100.0 - point["acquisition"], 100.0 - point["retention"]) for point in result.curve]
-    return [(100.0, 0.0), *looks]
+    """The percentages not yet learned and lost after each epoch, starting with the base model."""
+    after = [(100.0 - point["acquisition"], 100.0 - point["retention"]) for point in result.curve]
+    return [(100.0, 0.0), *after]
 
 
 def level(results: Sequence[RunResult]) -> float:
-    """The Acquisition at which all are compared: 99 %, or the highest that every run reaches."""
+    """The Acquisition at which runs are compared: 99 %, or the highest that every run reaches if that is lower."""
     return min(LEARNED, 100.0 - common_level(map(path, results))) if results else LEARNED
 
 
-def kept_at(acquisition: float) -> Figure:
-    """Retention where a run first has this Acquisition, by straight lines between looks."""
+def kept_at(acquisition: float) -> Metric:
+    """Retention where a run first reaches this Acquisition, interpolated linearly between epochs."""
     return lambda result: 100.0 - crossing(path(result), 100.0 - acquisition) if result.curve else None
+
+
+def with_warmup(results: Sequence[RunResult], warm: bool) -> list[RunResult]:
+    """The runs with a warm-up, or those without."""
+    return [result for result in results if bool(result.spec.warmup) == warm]
 
 
 def epochs_to_learn(result: RunResult) -> float | None:
@@ -47,12 +53,12 @@ def epochs_to_learn(result: RunResult) -> float | None:
 
 
 def summary(results: Sequence[Result]) -> Summary:
-    """Retention where the new rows are first known, and at the end, by schedule and method."""
-    mine = [result for result in single(results) if result.curve]
-    gentle, constant = ([r for r in mine if bool(r.spec.warmup) == warm] for warm in (True, False))
+    """Retention when the new rows are first learned, and at the end, by schedule and method."""
+    mine = [result for result in run_results(results) if result.curve]
+    gentle, constant = with_warmup(mine, True), with_warmup(mine, False)
     common = level(mine)
     kept, ours = kept_at(common), pick(gentle, method="cplus")
-    figures: dict[str, Figure] = {
+    columns: dict[str, Metric] = {
         "retention when learned": kept,
         "epochs to learn": epochs_to_learn,
         "final retention": retained,
@@ -67,18 +73,18 @@ def summary(results: Sequence[Result]) -> Summary:
             for m in METHODS[:-1]
         ),
     )
-    said = {
+    kept_by = {
         (warm, m): shown(over_seeds(pick(own, method=m), kept))
         for warm, own in (("gentle", gentle), ("constant", constant))
         for m in ("sft", "cplus")
     }
     lead = shown(margin(ours, pick(gentle, method="sft"), kept), sign=True)
     answer = (
-        f"Where {common:.0f} % of the new rows are first known, SFT has kept {said['constant', 'sft']} % at a constant "
-        f"rate and {said['gentle', 'sft']} % with a gentle start, CPLUS {said['constant', 'cplus']} % and "
-        f"{said['gentle', 'cplus']} %: with a gentle start CPLUS still keeps {lead} points more than SFT."
+        f"Where {common:.0f} % of the new rows are first known, SFT has kept {kept_by['constant', 'sft']} % at a "
+        f"constant rate and {kept_by['gentle', 'sft']} % with a gentle start, CPLUS {kept_by['constant', 'cplus']} % "
+        f"and {kept_by['gentle', 'cplus']} %: with a gentle start CPLUS still keeps {lead} points more than SFT."
     )
-    return Summary(rows=table(mine, ("warmup", "method"), figures), answer=answer, claims=claims)
+    return Summary(rows=table(mine, ("warmup", "method"), columns), answer=answer, claims=claims)
 
 
 STUDY = Study(

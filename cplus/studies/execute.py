@@ -1,4 +1,4 @@
-"""One run of a study, from its spec to its file; what runs share is kept in the process and on the disk."""
+"""One run of a study, from its spec to its file; what runs share is cached in the process and on disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from cplus.experiment.record import RunSpec, SequenceSpec
+from cplus.experiment.settings import RunSpec, SequenceSpec
 from cplus.files import tidy
 from cplus.locks import Held, beside, holding
 from cplus.studies import results as store
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from cplus.experiment.task_split import SplitTask, TaskSplit
     from cplus.models import Loaded
 
-Outcome: TypeAlias = Literal["done", "there", "elsewhere"]
+RunOutcome: TypeAlias = Literal["done", "already done", "running elsewhere"]
 
 
-def execute(spec: Spec, folder: Path, *, wait: float = 0.0) -> Outcome:
-    """Do one run and write its result: nobody else does it meanwhile, and nobody does it twice."""
+def execute(spec: Spec, folder: Path, *, wait: float = 0.0) -> RunOutcome:
+    """Do one run under a lock and write its result, unless it exists or another process is doing the run."""
     path = store.path_of(spec, folder)
     try:
         with holding(beside(path), wait=wait):
             if store.load(spec, folder) is not None:
-                return "there"
+                return "already done"
             tidy(folder, path.name)
             store.save(_result(spec), folder)
             return "done"
     except Held:
-        return "elsewhere"
+        return "running elsewhere"
 
 
 def _result(spec: Spec) -> Result:
@@ -47,24 +47,24 @@ def _result(spec: Spec) -> Result:
 def _run(spec: RunSpec) -> Result:
     from cplus.experiment import run
 
-    return run.run(spec, SHARED.setting(spec))
+    return run.run(spec, CACHE.comparison(spec))
 
 
 def _sequence(spec: SequenceSpec) -> Result:
     from cplus.experiment import sequence
 
-    return sequence.run_sequence(spec, SHARED.base(spec.model), SHARED.banks, first=SHARED.first(spec))
+    return sequence.run_sequence(spec, CACHE.base(spec.model), CACHE.banks, first=CACHE.first(spec))
 
 
-class Shared:
-    """The last model, splits, setting and first checkpoint of this process; banks and splits also on the disk."""
+class ProcessCache:
+    """The last model with its splits, comparison and first checkpoint; banks and splits are also cached on disk."""
 
     def __init__(self) -> None:
         self._base: Loaded | None = None
-        self._parted: dict[tuple[SplitTask, str, str], TaskSplit] = {}
-        self._outside: dict[tuple[str, int, int | None, str], Group] = {}
-        self._setting: tuple[Spec, Comparison] | None = None
-        self._first: tuple[SequenceSpec, sequence.Stage] | None = None
+        self._splits: dict[tuple[SplitTask, str, str], TaskSplit] = {}
+        self._external: dict[tuple[str, int, int | None, str], Group] = {}
+        self._comparison: tuple[Spec, Comparison] | None = None
+        self._first: tuple[Spec, sequence.Stage] | None = None
 
     @property
     def banks(self) -> Path:
@@ -74,66 +74,67 @@ class Shared:
         return cache_folder() / "banks"
 
     def base(self, model: str) -> Loaded:
-        """The base model; one at a time is kept."""
+        """The base model; only the last one is kept."""
         from cplus import models
 
         if self._base is None or self._base.name != model:
-            self._base, self._parted, self._outside = models.load(model), {}, {}
-            self._setting = self._first = None
+            self._base, self._splits, self._external = models.load(model), {}, {}
+            self._comparison = self._first = None
         return self._base
 
-    def parted(self, splits: SplitTask, model: str, task: str, interface: str) -> TaskSplit:
-        """What the base model knows of a task, parted in this way."""
+    def split(self, divide: SplitTask, model: str, task: str, interface: str) -> TaskSplit:
+        """A task split by what the base model answers correctly."""
         from cplus.files import cache_folder
 
-        base, key = self.base(model), (splits, task, interface)
-        if key not in self._parted:
-            self._parted[key] = splits(base, task, interface, cache_folder() / "splits")
-        return self._parted[key]
+        base, key = self.base(model), (divide, task, interface)
+        if key not in self._splits:
+            self._splits[key] = divide(base, task, interface, cache_folder() / "splits")
+        return self._splits[key]
 
-    def setting(self, spec: RunSpec) -> Comparison:
-        """The setting of a run; the last one where nothing differs that decides it."""
+    def comparison(self, spec: RunSpec) -> Comparison:
+        """What the methods of a run's comparison share; the last one is reused for runs that differ only by method."""
         from cplus.experiment.comparison import set_up
         from cplus.experiment.task_split import split_kept_task, split_task
 
-        base, shape = self.base(spec.model), setting_of(spec)
-        if self._setting is None or self._setting[0] != shape:
-            parted = self.parted(split_task, spec.model, spec.task, spec.interface)
+        base, shared = self.base(spec.model), without_method(spec)
+        if self._comparison is None or self._comparison[0] != shared:
+            learned = self.split(split_task, spec.model, spec.task, spec.interface)
             other = spec.anchor_task
-            kept = self.parted(split_kept_task, spec.model, other, spec.interface) if other else None
-            place = f"{spec.model}-{spec.task}-{spec.seed}".replace("/", "-")
-            with holding(self.banks / f".{place}.lock", wait=3600.0):
-                self._setting = shape, set_up(spec, base, parted, self.banks, kept=kept, external=self.external)
-        return self._setting[1]
+            kept = self.split(split_kept_task, spec.model, other, spec.interface) if other else None
+            name = f"{spec.model}-{spec.task}-{spec.seed}".replace("/", "-")
+            with holding(self.banks / f".{name}.lock", wait=3600.0):
+                self._comparison = (
+                    shared,
+                    set_up(spec, base, learned, self.banks, kept=kept, external=self.external_task),
+                )
+        return self._comparison[1]
 
-    def external(self, base: Loaded, name: str, spec: RunSpec) -> Group:
-        """An outside task with the base model's answers, asked once a seed."""
+    def external_task(self, base: Loaded, name: str, spec: RunSpec) -> Group:
+        """An external task with the base model's answers, evaluated once per seed."""
         from cplus.experiment.comparison import external_task
 
         key = name, spec.seed, spec.external_limit, spec.interface
-        if key not in self._outside:
-            self._outside[key] = external_task(base, name, spec)
-        return self._outside[key]
+        if key not in self._external:
+            self._external[key] = external_task(base, name, spec)
+        return self._external[key]
 
     def first(self, spec: SequenceSpec) -> sequence.Stage:
-        """The checkpoint of the first task, which all methods of a sequence share."""
+        """The checkpoint after the first task, which all methods of a sequence share."""
         from cplus.experiment import sequence
 
-        shape = replace(spec, method="sft", num_anchors=0, num_probes=0)
-        base = self.base(spec.model)
-        if self._first is None or self._first[0] != shape:
-            self._first = shape, sequence.first_stage(spec, base)
+        base, shared = self.base(spec.model), without_method(spec)
+        if self._first is None or self._first[0] != shared:
+            self._first = shared, sequence.first_stage(spec, base)
         return self._first[1]
 
 
-def setting_of(spec: Spec) -> Spec:
-    """The spec without what leaves model, split, anchors, new rows, bank and outside tasks alone.
+def without_method(spec: Spec) -> Spec:
+    """The spec with its method and training settings reset, so that runs of one comparison give equal ones.
 
-    Runs with equal ones follow each other in one process.
+    Such runs share model, split, anchors, new rows, bank and external tasks, and are done one after another.
     """
     if isinstance(spec, SequenceSpec):
         return replace(spec, method="sft", num_anchors=0, num_probes=0)
-    # Put back to what any spec may say: the setting is the same whatever these are.
     return replace(
         spec,
         method="",
@@ -154,4 +155,4 @@ def setting_of(spec: Spec) -> Spec:
     )
 
 
-SHARED = Shared()
+CACHE = ProcessCache()

@@ -1,4 +1,4 @@
-"""The report of all studies as one page that needs nothing else."""
+"""The report of all studies as one self-contained page."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from typing import Any
 
 from markupsafe import Markup
 
-from cplus.experiment.record import RunSpec
 from cplus.files import write_text
 from cplus.receipts.html import environment, policy
 from cplus.receipts.page import cost, scaled
-from cplus.studies import Row, Spec
-from cplus.studies.collected import Answered, Collected
-from cplus.studies.figures.beside import Beside, beside
-from cplus.studies.figures.catalogue import FIGURES, INDEX, OVERVIEW, TABLES, Draw, draw
-from cplus.studies.figures.drawing import Picture, inline, method_name
-from cplus.studies.figures.tables import Table
+from cplus.studies import SummaryRow
+from cplus.studies.collected import Collected, CollectedStudy
+from cplus.studies.figures.catalogue import COMPARISONS, FIGURES, INDEX, OVERVIEW, TABLES, Draw, draw
+from cplus.studies.figures.drawing import Picture, inline_svg, method_name
+from cplus.studies.figures.tables import ComparisonLine, Table
+from cplus.studies.study import run_title
 from cplus.studies.summaries import shown
 
 PAGE = "index.html"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """A figure in its place on the page."""
+class PageFigure:
+    """A figure on the page, and its files."""
 
     picture: Picture
     svg: Markup
@@ -35,22 +34,22 @@ class Drawn:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """All that the page says of one study."""
+    """The part of the page about one study."""
 
-    own: Answered
+    own: CollectedStudy
     command: str
-    beside: Sequence[Beside]
-    figures: Sequence[Drawn]
+    comparison: Sequence[ComparisonLine]
+    figures: Sequence[PageFigure]
     tables: Sequence[Table]
-    everything: Sequence[tuple[tuple[str, ...], list[list[str]]]]
+    all_figures: Sequence[tuple[tuple[str, ...], list[list[str]]]]
     missing: Sequence[str]
     seeds: str
     costs: Sequence[tuple[str, str]]
 
 
 def write_report(found: Collected, folder: Path) -> dict[str, Any]:
-    """Write the page and its figures into a folder; what the page says, as a JSON object."""
-    opening = _drawn(OVERVIEW, found, folder)
+    """Write the page and its figures into a folder, and return its content as a JSON object."""
+    opening = _page_figure(OVERVIEW, found, folder)
     sections = {name: _section(name, found, folder) for name in found.studies}
     pages = environment()
     pages.filters |= {"shown": shown, "method": method_name}
@@ -71,17 +70,17 @@ def write_report(found: Collected, folder: Path) -> dict[str, Any]:
             *(file for each in sections.values() for one in each.figures for file in one.files),
         ],
         "refused": list(found.refused),
-        "strange": found.strange,
+        "unknown_files": found.unknown_files,
         "verdict": found.verdict,
         "studies": {name: _row(section) for name, section in sections.items()},
     }
 
 
-def _drawn(make: Draw, found: Collected, folder: Path) -> Drawn:
+def _page_figure(make: Draw, found: Collected, folder: Path) -> PageFigure:
     picture, paths = draw(make, found, folder / "figures")
-    svg = inline(paths[0].read_text(encoding="utf-8"), paths[0].stem)
+    svg = inline_svg(paths[0].read_text(encoding="utf-8"), paths[0].stem)
     files = tuple(str(path.relative_to(folder)) for path in paths)
-    return Drawn(picture=picture, svg=Markup(svg), files=files)  # our own drawing; its texts are paths or escaped
+    return PageFigure(picture=picture, svg=Markup(svg), files=files)  # drawn here; its texts are paths or escaped
 
 
 def _section(name: str, found: Collected, folder: Path) -> Section:
@@ -89,11 +88,11 @@ def _section(name: str, found: Collected, folder: Path) -> Section:
     return Section(
         own=own,
         command=found.command(name),
-        beside=beside(name, found),
-        figures=[_drawn(make, found, folder) for make in FIGURES.get(name, ())],
+        comparison=COMPARISONS[name](found),
+        figures=[_page_figure(make, found, folder) for make in FIGURES.get(name, ())],
         tables=[make(found) for make in TABLES.get(name, ())],
-        everything=everything(own.summary.rows),
-        missing=[title(spec) for spec in own.missing],
+        all_figures=all_figures(own.summary.rows),
+        missing=[run_title(spec) for spec in own.missing],
         seeds=", ".join(str(seed) for seed in sorted({result.spec.seed for result in own.results})) or "none",
         costs=_costs(own),
     )
@@ -106,16 +105,16 @@ def _row(section: Section) -> dict[str, Any]:
         "question": own.study.question,
         "verdict": own.verdict,
         **own.summary.row(),
-        "beside": [asdict(each) for each in section.beside],
+        "comparison": [asdict(line) for line in section.comparison],
         "runs": len(own.specs),
         "there": len(own.results),
         "command": section.command,
     }
 
 
-def everything(rows: Sequence[Row]) -> list[tuple[tuple[str, ...], list[list[str]]]]:
-    """All measured figures as tables, one for each set of columns; a figure that a row lacks was not run."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
+def all_figures(rows: Sequence[SummaryRow]) -> list[tuple[tuple[str, ...], list[list[str]]]]:
+    """All measured figures as tables, one per set of columns; a missing figure is shown as not run."""
+    groups: dict[tuple[str, ...], list[SummaryRow]] = {}
     for row in rows:
         groups.setdefault(tuple(row.at), []).append(row)
     tables = []
@@ -126,8 +125,8 @@ def everything(rows: Sequence[Row]) -> list[tuple[tuple[str, ...], list[list[str
     return tables
 
 
-def _precise(row: Row, name: str) -> str:
-    """A figure with three decimals where it is a share, else as a person reads it; always with its seeds."""
+def _precise(row: SummaryRow, name: str) -> str:
+    """A figure with three decimals if it is a share, else with two; always with its number of seeds."""
     found = row.figures.get(name)
     if found is None:
         return "not run"
@@ -136,14 +135,8 @@ def _precise(row: Row, name: str) -> str:
     return f"{found.mean:,.2f}" + ("" if found.error is None else f" ± {found.error:.2f}") + f" (n={found.count})"
 
 
-def title(spec: Spec) -> str:
-    """A run in words."""
-    where = spec.task if isinstance(spec, RunSpec) else " > ".join(spec.tasks)
-    return f"{spec.method} {spec.model} {where} A={spec.num_anchors} N={spec.num_probes} seed {spec.seed}"
-
-
-def _costs(own: Answered) -> list[tuple[str, str]]:
-    """Time and arithmetic of the study's runs, those it shares with other studies included."""
+def _costs(own: CollectedStudy) -> list[tuple[str, str]]:
+    """Time and FLOPs of the study's runs, including those shared with other studies."""
     if not own.results:
         return []
     sums: dict[str, int] = {}
@@ -161,7 +154,7 @@ def _costs(own: Answered) -> list[tuple[str, str]]:
 
 
 def _environments(found: Collected) -> list[tuple[str, str]]:
-    """What the results were made with; several values where they differ."""
+    """The environments of the results; several values where they differ."""
     seen: dict[str, set[str]] = {}
     for own in found.studies.values():
         for result in own.results:

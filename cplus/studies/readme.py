@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cplus.studies.collected import Collected
-from cplus.studies.figures.beside import beside
+from cplus.studies.figures.catalogue import COMPARISONS
 
 OPENS, CLOSES = "<!-- studies -->", "<!-- /studies -->"
 COLUMNS = ("study", "question", "verdict", "measured", "published", "command")
 
 
 def markdown(found: Collected) -> str:
-    """One line per study: its question, its verdicts, measured beside published, and the command; then all of them."""
+    """One line per study: question, verdicts, the first measured and published number, command; then a line for all."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     for name, own in found.studies.items():
-        first = beside(name, found)[0]
+        first = COMPARISONS[name](found)[0]
         cells = (
             name,
             own.study.question,
@@ -34,7 +34,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def between(text: str) -> str:
-    """What stands between the markers in a README."""
+    """The text between the markers in a README."""
     if text.count(OPENS) != 1 or text.count(CLOSES) != 1:
         raise ValueError(f"expected the markers {OPENS} and {CLOSES} once each")
     return text.split(OPENS)[1].split(CLOSES)[0].strip() + "\n"

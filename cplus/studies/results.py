@@ -1,4 +1,4 @@
-"""Where results lie: one JSON file a run, named by its spec; whoever reads them needs no torch."""
+"""The results on disk: one JSON file per run, named after its spec; reading needs no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 from cplus.experiment.record import (
     RunResult,
-    RunSpec,
     load_result,
     load_sequence,
     result_name,
@@ -15,6 +14,7 @@ from cplus.experiment.record import (
     save_sequence,
     sequence_name,
 )
+from cplus.experiment.settings import RunSpec
 from cplus.studies.study import Result, Spec
 
 
@@ -29,22 +29,22 @@ def save(result: Result, folder: Path) -> Path:
 
 
 def load(spec: Spec, folder: Path) -> Result | None:
-    """The result of this spec; None if it is not there. A damaged or foreign file is an error that names it."""
+    """The result of this spec; None if there is no file. A damaged or foreign file is an error that names it."""
     path = path_of(spec, folder)
     if not path.exists():
         return None
     try:
         found: Result = load_result(path) if isinstance(spec, RunSpec) else load_sequence(path)
     except ValueError as error:
-        raise ValueError(f"{error}; move it away to have the run repeated. No other result was touched") from error
+        raise ValueError(f"{error}; move it away to repeat the run. No other result was changed") from error
     if found.spec != spec:
         raise ValueError(
-            f"{path}: expected the result of {spec}, but it holds that of {found.spec}; the folder is of another "
-            "version of the studies: choose another --out, or move the file away"
+            f"{path}: expected the result of {spec}, found that of {found.spec}; another version of the "
+            "studies wrote it: choose another --out, or move the file away"
         )
     return found
 
 
 def finished(specs: Iterable[Spec], folder: Path) -> list[Result]:
-    """The results of these specs that are there, in their order."""
+    """The existing results of these specs, in their order."""
     return [found for spec in specs if (found := load(spec, folder)) is not None]

@@ -1,4 +1,4 @@
-"""The runner: missing results are the queue; processes take runs from it, and a failed one stops no other."""
+"""The runner: missing results form the queue, processes take runs from it, and a failed run stops no other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from cplus.studies import results as store
-from cplus.studies.execute import Outcome, execute, setting_of
+from cplus.studies.execute import RunOutcome, execute, without_method
 from cplus.studies.study import Spec
 
 FAILURES = (ValueError, TypeError, OSError, ArithmeticError, RuntimeError, ImportError)
@@ -20,30 +20,30 @@ FOREVER = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
-    """A run that ended: its outcome, or the sentence of what went wrong."""
+class EndedRun:
+    """A run that ended: its outcome, or the error message."""
 
     spec: Spec
-    outcome: Outcome | None = None
+    outcome: RunOutcome | None = None
     failed: str | None = None
 
 
-Executor: TypeAlias = Callable[[Sequence[Spec], Path], Iterator[Ended]]
+Executor: TypeAlias = Callable[[Sequence[Spec], Path], Iterator[EndedRun]]
 
 
 def queue(specs: Sequence[Spec], folder: Path) -> list[Spec]:
-    """The runs without a result, those of one setting one after the other."""
+    """The runs without a result, those of one setting one after another."""
     missing = [spec for spec in dict.fromkeys(specs) if store.load(spec, folder) is None]
-    order = {shape: place for place, shape in enumerate(dict.fromkeys(map(setting_of, missing)))}
-    models = {model: place for place, model in enumerate(dict.fromkeys(spec.model for spec in missing))}
-    return sorted(missing, key=lambda spec: (models[spec.model], order[setting_of(spec)]))
+    order = {shared: index for index, shared in enumerate(dict.fromkeys(map(without_method, missing)))}
+    models = {model: index for index, model in enumerate(dict.fromkeys(spec.model for spec in missing))}
+    return sorted(missing, key=lambda spec: (models[spec.model], order[without_method(spec)]))
 
 
-def perform(specs: Sequence[Spec], folder: Path, executor: Executor) -> Iterator[Ended]:
-    """Do what is missing; runs that another runner was doing are waited for at the end."""
+def perform(specs: Sequence[Spec], folder: Path, executor: Executor) -> Iterator[EndedRun]:
+    """Do the missing runs, then wait for those that another runner is doing."""
     others = []
     for ended in executor(queue(specs, folder), folder):
-        if ended.outcome == "elsewhere":
+        if ended.outcome == "running elsewhere":
             others.append(ended.spec)
         else:
             yield ended
@@ -51,37 +51,37 @@ def perform(specs: Sequence[Spec], folder: Path, executor: Executor) -> Iterator
         yield _ended(spec, folder, wait=FOREVER)
 
 
-def here(specs: Sequence[Spec], folder: Path) -> Iterator[Ended]:
-    """One run after the other in this process."""
+def in_this_process(specs: Sequence[Spec], folder: Path) -> Iterator[EndedRun]:
+    """Do the runs one after another in this process."""
     for spec in specs:
         yield _ended(spec, folder)
 
 
-def _ended(spec: Spec, folder: Path, *, wait: float = 0.0) -> Ended:
+def _ended(spec: Spec, folder: Path, *, wait: float = 0.0) -> EndedRun:
     try:
-        return Ended(spec=spec, outcome=execute(spec, folder, wait=wait))
+        return EndedRun(spec=spec, outcome=execute(spec, folder, wait=wait))
     except FAILURES as error:
-        return Ended(spec=spec, failed=f"{type(error).__name__}: {error}")
+        return EndedRun(spec=spec, failed=f"{type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """Runs spread over processes of their own, `threads` threads each."""
+    """Runs distributed over worker processes of `threads` threads each."""
 
     workers: int
     threads: int = 1
 
-    def __call__(self, specs: Sequence[Spec], folder: Path) -> Iterator[Ended]:
-        """Hand out runs; a worker keeps to its setting as long as there are runs of it."""
+    def __call__(self, specs: Sequence[Spec], folder: Path) -> Iterator[EndedRun]:
+        """Distribute runs; a worker gets runs of its last setting as long as there are any."""
         waiting = list(specs)
         slots = [self._slot() for _ in range(min(self.workers, len(waiting)))]
         last: dict[int, Spec] = {}
-        running: dict[Future[Outcome], tuple[int, Spec]] = {}
+        running: dict[Future[RunOutcome], tuple[int, Spec]] = {}
         try:
             while waiting or running:
                 for slot in set(range(len(slots))) - {slot for slot, _ in running.values()}:
                     if waiting:
-                        taken = {setting_of(spec) for _, spec in running.values()}
+                        taken = {without_method(spec) for _, spec in running.values()}
                         spec = waiting.pop(_next(waiting, last.get(slot), taken))
                         running[slots[slot].submit(execute, spec, folder)] = slot, spec
                         last[slot] = spec
@@ -89,12 +89,12 @@ class Processes:
                     slot, spec = running.pop(future)
                     error = future.exception()
                     if error is None:
-                        yield Ended(spec=spec, outcome=future.result())
+                        yield EndedRun(spec=spec, outcome=future.result())
                         continue
                     if not isinstance(error, FAILURES):
                         raise error
-                    yield Ended(spec=spec, failed=f"{type(error).__name__}: {error}")
-                    _stop(slots[slot])  # a process that was killed takes no more runs
+                    yield EndedRun(spec=spec, failed=f"{type(error).__name__}: {error}")
+                    _stop(slots[slot])  # a killed process accepts no more runs
                     slots[slot] = self._slot()
         finally:
             for slot_ in slots:
@@ -106,20 +106,20 @@ class Processes:
 
 
 def _next(waiting: Sequence[Spec], last: Spec | None, taken: set[Spec]) -> int:
-    """The first run of the worker's setting, else of a setting nobody has, else the first."""
-    own = None if last is None else setting_of(last)
+    """The index of the first run of the worker's last setting, else of a setting no worker has, else 0."""
+    own = None if last is None else without_method(last)
     free = 0
-    for place, spec in enumerate(waiting):
-        shape = setting_of(spec)
-        if shape == own:
-            return place
-        if not free and shape not in taken:
-            free = place
+    for index, spec in enumerate(waiting):
+        shared = without_method(spec)
+        if shared == own:
+            return index
+        if not free and shared not in taken:
+            free = index
     return free
 
 
 def _begin(threads: int) -> None:
-    """A worker leaves Ctrl-C to its parent, which stops it."""
+    """Set up a worker; it ignores Ctrl-C, since its parent stops it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     import torch
@@ -128,7 +128,7 @@ def _begin(threads: int) -> None:
 
 
 def _stop(slot: ProcessPoolExecutor) -> None:
-    """End a worker now: results are written whole or not at all, and its locks end with it."""
+    """Terminate a worker; results are written atomically, and its locks are released."""
     processes = list((slot._processes or {}).values())
     slot.shutdown(wait=False, cancel_futures=True)
     for process in processes:

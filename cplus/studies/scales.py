@@ -1,4 +1,4 @@
-"""The scales: one base setting each, from which every study's runs are made, so that studies share runs."""
+"""The scales: each has one base setting from which all studies derive their runs, so that studies share runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cplus.experiment.record import RunResult, RunSpec, SequenceSpec
+from cplus.experiment.record import RunResult
+from cplus.experiment.settings import RunSpec, SequenceSpec
 from cplus.selection import method
 
 BUDGETS = (4, 8, 16, 32, 64, 128)
@@ -17,8 +18,8 @@ MAIN = (*BASELINES, "cplus")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """A cell of E1's grid: a model with its learning rate, a task, and the anchor budgets tried there."""
+class GridCell:
+    """A cell of E1's grid: a model with its learning rate, a task, and its anchor budgets."""
 
     model: str
     task: str
@@ -28,26 +29,26 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large the studies are: the base setting, the grid, and seeds where the paper has five, three or one.
+    """The size of the studies: the base setting, the grid, and the seeds where the paper has five, three or one.
 
-    `half` is the small bank of the compute comparison, `large` the one that rotates; `stress` is E8's learning rate
-    and epochs; `crossed` are E7's new task and the task its anchors are of; `sequence_rows` bounds the rows of each of
-    E5's tasks. `studies` are those that run here.
+    `small_bank` is the number of probes in the compute comparison, `large_bank` in the rotating bank;
+    `aggressive_schedule` is E8's learning rate and epochs; `new_and_anchor_task` is E7's new task and the task of its
+    anchors; `sequence_rows` limits the rows of each of E5's tasks; `studies` are the studies run at this scale.
     """
 
     name: str
     summary: str
     base: RunSpec
-    places: tuple[Place, ...]
+    grid: tuple[GridCell, ...]
     tasks: tuple[str, ...]
-    five: int
-    three: int
-    one: int
+    seeds_where_five: int
+    seeds_where_three: int
+    seeds_where_one: int
     budgets: tuple[int, ...]
-    half: int
-    large: int
-    stress: tuple[float, int]
-    crossed: tuple[str, str]
+    small_bank: int
+    large_bank: int
+    aggressive_schedule: tuple[float, int]
+    new_and_anchor_task: tuple[str, str]
     sequence_rows: int | None = None
     shots: tuple[int, ...] = (2, 4)
     temperatures: tuple[float, ...] = (0.5, 0.8, 1.1)
@@ -55,11 +56,11 @@ class Scale:
 
     @property
     def anchors(self) -> int:
-        """The budget at which single settings are compared."""
+        """The anchor budget of comparisons at one budget."""
         return self.base.num_anchors
 
     def at(self, **changes: Any) -> RunSpec:
-        """The base setting with these changes, outside tasks without the new one, in its canonical form."""
+        """The base setting with these changes in canonical form; outside tasks exclude the new and the anchor task."""
         spec = replace(self.base, **changes)
         return canonical(
             replace(spec, external=tuple(t for t in spec.external if t not in (spec.task, spec.anchor_task)))
@@ -67,7 +68,7 @@ class Scale:
 
 
 def canonical(spec: RunSpec) -> RunSpec:
-    """The spec without what its method never uses, the seed included, so that equal runs have equal names."""
+    """The spec without settings that its method ignores, the seed included, so that equal runs have equal names."""
     row = method(spec.method)
     if not row.needs_bank:
         spec = replace(spec, num_probes=0, shots=2, temperature=0.8)
@@ -94,9 +95,9 @@ def same_family(model: str, other: str) -> bool:
 
 
 def seedless(spec: RunSpec | SequenceSpec) -> bool:
-    """Whether the seed decides nothing: a row without chance on all new rows in file order, evaluated on all rows."""
+    """Whether the seed has no effect: a deterministic method on all new rows in file order, evaluated on all rows."""
     if spec.order != "file" or spec.num_new is not None or spec.method.startswith("python:"):
-        return False  # of a row of the user's own nothing is known when results are only read
+        return False  # a user's own method cannot be imported when results are only read
     if method(spec.method).draws:
         return False
     if isinstance(spec, SequenceSpec):
@@ -106,7 +107,7 @@ def seedless(spec: RunSpec | SequenceSpec) -> bool:
 
 
 DOMAINS = ("harbours", "craftsmen", "plants", "machines")
-# The rate falls with the width (48, 96, 192): one rate for all would move the wide model further.
+# The learning rate falls with the width (48, 96, 192): one rate for all would move the wide model further.
 TOYS = {"toy-s": 3e-3, "toy": 1.5e-3, "toy-l": 7.5e-4}
 _TOY = RunSpec(
     model="toy",
@@ -141,16 +142,16 @@ SMOKE = Scale(
         external_limit=32,
         num_past=64,
     ),
-    places=(Place(model="toy-s", task="harbours", lr=TOYS["toy-s"], budgets=(4, 8)),),
+    grid=(GridCell(model="toy-s", task="harbours", lr=TOYS["toy-s"], budgets=(4, 8)),),
     tasks=("harbours", "craftsmen"),
-    five=1,
-    three=1,
-    one=1,
+    seeds_where_five=1,
+    seeds_where_three=1,
+    seeds_where_one=1,
     budgets=(4, 8),
-    half=4,
-    large=16,
-    stress=(1e-2, 1),
-    crossed=("plants", "harbours"),
+    small_bank=4,
+    large_bank=16,
+    aggressive_schedule=(1e-2, 1),
+    new_and_anchor_task=("plants", "harbours"),
     sequence_rows=128,
     temperatures=(0.8,),
 )
@@ -158,24 +159,24 @@ DESK = Scale(
     name="desk",
     summary="the toy world at full statistics: two cores, about an hour",
     base=_TOY,
-    places=(
-        Place(model="toy", task="harbours", lr=TOYS["toy"], budgets=BUDGETS),
-        *(Place(model="toy", task=task, lr=TOYS["toy"], budgets=SCARCE) for task in DOMAINS[1:]),
-        *(Place(model=model, task="harbours", lr=TOYS[model], budgets=SCARCE) for model in ("toy-s", "toy-l")),
+    grid=(
+        GridCell(model="toy", task="harbours", lr=TOYS["toy"], budgets=BUDGETS),
+        *(GridCell(model="toy", task=task, lr=TOYS["toy"], budgets=SCARCE) for task in DOMAINS[1:]),
+        *(GridCell(model=model, task="harbours", lr=TOYS[model], budgets=SCARCE) for model in ("toy-s", "toy-l")),
     ),
     tasks=DOMAINS,
-    five=5,
-    three=5,
-    one=3,
+    seeds_where_five=5,
+    seeds_where_three=5,
+    seeds_where_one=3,
     budgets=BUDGETS,
-    half=32,
-    large=512,
-    stress=(5e-3, 10),
-    crossed=("machines", "harbours"),
+    small_bank=32,
+    large_bank=512,
+    aggressive_schedule=(5e-3, 10),
+    new_and_anchor_task=("machines", "harbours"),
     sequence_rows=1024,
 )
-# Free text, where SFT really forgets: terse answers are taught to a model that chats. Chosen on one development
-# setting, `benchmarks/real.py style`, and made smaller in rows for time.
+# Free text, where SFT forgets much: terse answers are taught to a chat model. Chosen on one development setting,
+# `benchmarks/real.py style`, with fewer rows to save time.
 _SMOLLM = RunSpec(
     model="smollm2-135m",
     task="arc_easy",
@@ -198,16 +199,16 @@ DESK_REAL = Scale(
     name="desk-real",
     summary="smollm2-135m in free text, at matched learning: one core, about two hours",
     base=_SMOLLM,
-    places=(Place(model="smollm2-135m", task="arc_easy", lr=_SMOLLM.lr, budgets=(8,)),),
+    grid=(GridCell(model="smollm2-135m", task="arc_easy", lr=_SMOLLM.lr, budgets=(8,)),),
     tasks=("arc_easy",),
-    five=3,
-    three=3,
-    one=0,
+    seeds_where_five=3,
+    seeds_where_three=3,
+    seeds_where_one=0,
     budgets=(8,),
-    half=16,
-    large=32,
-    stress=(1e-4, 4),
-    crossed=("csqa", "instruct_short"),
+    small_bank=16,
+    large_bank=32,
+    aggressive_schedule=(1e-4, 4),
+    new_and_anchor_task=("csqa", "instruct_short"),
     studies=("e01", "e03", "e09"),
 )
 QWEN = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b")
@@ -226,27 +227,27 @@ PAPER = Scale(
         num_probes=512,
         external=("arc_c", "hellaswag", "piqa", "winogrande", "openbookqa"),
     ),
-    places=tuple(
-        Place(model=model, task=task, lr=lr, budgets=BUDGETS)
+    grid=tuple(
+        GridCell(model=model, task=task, lr=lr, budgets=BUDGETS)
         for model, lr in {**dict.fromkeys(QWEN, 1e-6), **OTHERS}.items()
         for task in BENCHMARKS
     ),
     tasks=BENCHMARKS,
-    five=5,
-    three=3,
-    one=1,
+    seeds_where_five=5,
+    seeds_where_three=3,
+    seeds_where_one=1,
     budgets=BUDGETS,
-    half=32,
-    large=2048,
-    stress=(1e-5, 10),
-    crossed=("medqa", "csqa"),
+    small_bank=32,
+    large_bank=2048,
+    aggressive_schedule=(1e-5, 10),
+    new_and_anchor_task=("medqa", "csqa"),
     temperatures=(0.6, 0.8, 1.0),
 )
 SCALES = {scale.name: scale for scale in (SMOKE, DESK, DESK_REAL, PAPER)}
 
 
 def scale_named(name: str) -> Scale:
-    """The scale of that name; a wrong name is answered with the nearest ones."""
+    """The scale of that name; an unknown name is an error that suggests the nearest ones."""
     if name not in SCALES:
         near = difflib.get_close_matches(name, SCALES, n=2) or list(SCALES)
         raise ValueError(f"unknown scale {name!r}; did you mean {' or '.join(near)}? There are {', '.join(SCALES)}")

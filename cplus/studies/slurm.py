@@ -1,4 +1,4 @@
-"""Runs on a cluster: one array job of groups of runs that share a setting, put back into the queue when interrupted."""
+"""Runs on a cluster: one array job of groups of runs that share a setting; interrupted groups are requeued."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cplus.studies.execute import setting_of
-from cplus.studies.runner import Ended, here
+from cplus.studies.execute import without_method
+from cplus.studies.runner import EndedRun, in_this_process
 from cplus.studies.study import Spec
 
-RUNS_A_JOB = 16
+RUNS_PER_JOB = 16
 MAX_NUM_TIMEOUT = "slurm_max_num_timeout"
 
 
 class Group:
-    """Some runs as one job; what is finished when the job is interrupted is not repeated."""
+    """Some runs as one job; runs finished before an interruption are not repeated."""
 
     def __init__(self, specs: Sequence[Spec], folder: Path) -> None:
         self.specs, self.folder = list(specs), folder
 
-    def __call__(self) -> list[Ended]:
-        """Do the runs one after the other."""
-        return list(here(self.specs, self.folder))
+    def __call__(self) -> list[EndedRun]:
+        """Do the runs one after another."""
+        return list(in_this_process(self.specs, self.folder))
 
     def __submitit_checkpoint__(self) -> Any:
-        """Asked by submitit before a job is stopped: submit the same group again."""
+        """Called by submitit before a job is stopped: submit the same group again."""
         return _submitit().helpers.DelayedSubmission(self)
 
 
@@ -38,17 +38,17 @@ class Cluster:
     cluster: str = "slurm"
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
-    def __call__(self, specs: Sequence[Spec], folder: Path) -> Iterator[Ended]:
-        """Submit every group, then hear of each run as its job ends."""
+    def __call__(self, specs: Sequence[Spec], folder: Path) -> Iterator[EndedRun]:
+        """Submit all groups, then yield the runs of each job as it ends."""
         submitit = _submitit()
-        # How often a job may reach its time limit is asked of the executor, everything else of the submission.
+        # The number of timeouts is an argument of the executor; all other parameters are of the submission.
         limits = {key: value for key, value in self.parameters.items() if key == MAX_NUM_TIMEOUT}
         rest = {key: value for key, value in self.parameters.items() if key not in limits}
         executor = submitit.AutoExecutor(folder=str(self.logs / "%j"), cluster=self.cluster, **limits)
         try:
             executor.update_parameters(name="cplus-study", **rest)
         except NameError as error:
-            raise ValueError(f"submitit does not take these parameters: {error}") from error
+            raise ValueError(f"submitit does not accept these parameters: {error}") from error
         groups = grouped(specs)
         with executor.batch():
             jobs = [executor.submit(Group(group, folder.absolute())) for group in groups]
@@ -57,15 +57,15 @@ class Cluster:
             if failure is None:
                 yield from job.result()
             else:
-                yield from (Ended(spec=spec, failed=f"job {job.job_id}: {failure}") for spec in group)
+                yield from (EndedRun(spec=spec, failed=f"job {job.job_id}: {failure}") for spec in group)
 
 
 def grouped(specs: Sequence[Spec]) -> list[list[Spec]]:
-    """Runs of one setting together, at most a few a job."""
+    """Runs of one setting together, at most RUNS_PER_JOB per job."""
     groups: dict[Spec, list[Spec]] = {}
     for spec in specs:
-        groups.setdefault(setting_of(spec), []).append(spec)
-    return [own[i : i + RUNS_A_JOB] for own in groups.values() for i in range(0, len(own), RUNS_A_JOB)]
+        groups.setdefault(without_method(spec), []).append(spec)
+    return [own[i : i + RUNS_PER_JOB] for own in groups.values() for i in range(0, len(own), RUNS_PER_JOB)]
 
 
 def _submitit() -> Any:

@@ -1,4 +1,4 @@
-"""What a study is: a question, the runs that answer it, the answer computed from them, and the paper's own numbers."""
+"""A study: a question, the runs that answer it, the answer computed from them, and the published numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 from cplus.evaluation.statistics import Estimate
-from cplus.experiment.record import RunResult, RunSpec, SequenceResult, SequenceSpec
+from cplus.experiment.record import RunResult, SequenceResult
+from cplus.experiment.settings import RunSpec, SequenceSpec
 from cplus.studies.scales import Scale
 
 Spec: TypeAlias = RunSpec | SequenceSpec
@@ -15,8 +16,8 @@ Result: TypeAlias = RunResult | SequenceResult
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One line of a study's table: what it is of, and its figures over the seeds."""
+class SummaryRow:
+    """One row of a study's table: its settings, and its figures over the seeds."""
 
     at: Mapping[str, Any]
     figures: Mapping[str, Estimate]
@@ -24,9 +25,9 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A statement as a difference that should be above 0, paired over the seeds; a margin of None was not run.
+    """A statement as a difference that should be above 0, paired over the seeds; the margin is None if it was not run.
 
-    `paper` is the place where the paper makes the statement; None where it is our own.
+    `paper` is the place where the paper makes the statement; None if it is our own.
     """
 
     says: str
@@ -40,7 +41,7 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        """`holds` or `fails` where the interval leaves 0 out, else `unclear`; `not run` without both sides.
+        """`holds` or `fails` if the interval excludes 0, else `unclear`; `not run` if a side is missing.
 
         >>> Claim(says="", margin=Estimate(3.0, 0.5, 5)).verdict
         'holds'
@@ -67,7 +68,7 @@ VERDICTS = ("holds", "fails", "unclear", "not run")
 
 
 def tally(claims: Iterable[Claim]) -> dict[str, dict[str, int]]:
-    """How many claims have each verdict, the paper's and our own apart.
+    """The number of claims with each verdict, separately for the paper's and our own.
 
     >>> tally([Claim(says="", margin=None, paper="Fig. 5")])["paper"]["not run"]
     1
@@ -79,7 +80,7 @@ def tally(claims: Iterable[Claim]) -> dict[str, dict[str, int]]:
 
 
 def judged(claims: Iterable[Claim]) -> str:
-    """How many claims hold, the paper's and our own apart, and what became of the others.
+    """The verdicts in one phrase, the paper's claims first and then our own.
 
     >>> made = Claim(says="", margin=Estimate(3.0, 0.5, 5), paper="Fig. 5"), Claim(says="", margin=None)
     >>> judged(made)
@@ -92,8 +93,7 @@ def judged(claims: Iterable[Claim]) -> str:
             hold = "holds" if total == 1 else "hold"
             rest = [f"{counts[v]} {'fail' if v == 'fails' and counts[v] > 1 else v}" for v in VERDICTS[1:] if counts[v]]
             first = f"{counts['holds']} of {total} {whose[name]}"
-            said = first if parts else f"{first} {hold}"
-            parts.append(", ".join([said, *rest]))
+            parts.append(", ".join([first if parts else f"{first} {hold}", *rest]))
     return "; ".join(parts) or "no comparison"
 
 
@@ -101,7 +101,7 @@ def judged(claims: Iterable[Claim]) -> str:
 class Summary:
     """A study's table, its claims, and the answer in one sentence."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[SummaryRow, ...]
     answer: str
     claims: tuple[Claim, ...] = ()
 
@@ -120,7 +120,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """The paper's numbers for one table or figure: what each is of, and its value."""
+    """The published numbers of one table or figure by name."""
 
     where: str
     numbers: Mapping[str, Any]
@@ -128,7 +128,7 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """One experiment of the paper, or one in the same form added to it."""
+    """One experiment: of the paper, or added here in the same form."""
 
     name: str
     title: str
@@ -137,3 +137,9 @@ class Study:
     runs: Callable[[Scale], Sequence[Spec]]
     summary: Callable[[Sequence[Result]], Summary]
     published: tuple[Published, ...] = ()
+
+
+def run_title(spec: Spec) -> str:
+    """A run in words, for lists and progress bars."""
+    where = spec.task if isinstance(spec, RunSpec) else " > ".join(spec.tasks)
+    return f"{spec.method} {spec.model} {where} A={spec.num_anchors} N={spec.num_probes} seed {spec.seed}"

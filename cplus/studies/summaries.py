@@ -1,4 +1,4 @@
-"""From results to figures: choosing, grouping, means with standard errors, differences paired over seeds."""
+"""From results to numbers: selection, grouping, means with standard errors, differences paired over seeds."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from cplus.evaluation.matched import LossPoint, common_level, rise
 from cplus.evaluation.statistics import Estimate, estimate
 from cplus.experiment.record import RunResult, SequenceResult
 from cplus.studies.scales import seedless
-from cplus.studies.study import Claim, Result, Row
+from cplus.studies.study import Claim, Result, SummaryRow
 
-Figure: TypeAlias = Callable[[RunResult], float | None]
+Metric: TypeAlias = Callable[[RunResult], float | None]
 Seed: TypeAlias = int | None
-"""None where the seed decides nothing: that run's figure is the same for every seed."""
+"""None if the run does not depend on its seed: its metrics are the same for every seed."""
 
 
-def single(results: Iterable[Result]) -> list[RunResult]:
-    """The results that are of single runs."""
+def run_results(results: Iterable[Result]) -> list[RunResult]:
+    """The results of runs on one task."""
     return [result for result in results if isinstance(result, RunResult)]
 
 
-def sequences(results: Iterable[Result]) -> list[SequenceResult]:
-    """The results that are of sequences."""
+def sequence_results(results: Iterable[Result]) -> list[SequenceResult]:
+    """The results of task sequences."""
     return [result for result in results if isinstance(result, SequenceResult)]
 
 
 def pick(results: Iterable[RunResult], **wanted: Any) -> list[RunResult]:
-    """The results whose spec has these values; a tuple stands for any of its members."""
+    """The results whose spec has these values; a tuple matches any of its members."""
 
     def fits(result: RunResult, name: str, value: Any) -> bool:
         found = getattr(result.spec, name)
@@ -48,117 +48,125 @@ def learned(result: RunResult) -> float:
     return result.acquisition
 
 
-KEPT_AND_LEARNED: Mapping[str, Figure] = {"retention": retained, "acquisition": learned}
+KEPT_AND_LEARNED: Mapping[str, Metric] = {"retention": retained, "acquisition": learned}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keeping:
-    """How well runs keep: a figure of which more is better, its value where nothing is lost, and words for it."""
+class RetentionMeasure:
+    """How much of its past behaviour a run retains.
 
-    figure: Figure
-    whole: float
-    better: str
-    more: str
-    figures: Mapping[str, Figure]
+    `metric` is higher for a better run and equals `lossless` if nothing is lost; `better_than` and `points_more` are
+    the words for a lead; `columns` are the metrics of the study's table.
+    """
+
+    metric: Metric
+    lossless: float
+    better_than: str
+    points_more: str
+    columns: Mapping[str, Metric]
 
 
-RETENTION = Keeping(
-    figure=retained, whole=100.0, better="keeps more than", more="points more", figures=KEPT_AND_LEARNED
+RETENTION = RetentionMeasure(
+    metric=retained,
+    lossless=100.0,
+    better_than="keeps more than",
+    points_more="points more",
+    columns=KEPT_AND_LEARNED,
 )
 
 
-def keeping(results: Sequence[RunResult]) -> Keeping:
-    """Retention; of free text the rise of the past answers' loss at matched learning, of which less is better."""
+def retention_measure(results: Sequence[RunResult]) -> RetentionMeasure:
+    """Retention; for free text, the negated rise of the past answers' loss at matched learning."""
     if not free_text(results):
         return RETENTION
-    lost = matched_rise(results)
+    past_loss_rise = matched_rise(results)
 
-    def spared(result: RunResult) -> float | None:
-        found = lost(result)
+    def negated(result: RunResult) -> float | None:
+        found = past_loss_rise(result)
         return None if found is None else -found
 
-    return Keeping(
-        figure=spared,
-        whole=0.0,
-        better="loses less than",
-        more="hundredths of a nat less",
-        figures={"rise of past loss, nats/100": lost, **KEPT_AND_LEARNED, **LOSSES},
+    return RetentionMeasure(
+        metric=negated,
+        lossless=0.0,
+        better_than="loses less than",
+        points_more="hundredths of a nat less",
+        columns={"rise of past loss, nats/100": past_loss_rise, **KEPT_AND_LEARNED, **LOSSES},
     )
 
 
 def free_text(results: Iterable[RunResult]) -> bool:
-    """Whether some of the runs were asked in free text."""
+    """Whether any of the runs has free-text answers."""
     return any(result.spec.interface == "freeform" for result in results)
 
 
-LOSSES: Mapping[str, Figure] = {
+LOSSES: Mapping[str, Metric] = {
     "past loss": lambda result: result.past_nll,
     "new loss": lambda result: result.new_nll,
 }
 
 
-def matched_rise(results: Iterable[RunResult]) -> Figure:
-    """The rise of the past answers' loss, in hundredths of a nat, where the new answers are learned equally well.
+def matched_rise(results: Iterable[RunResult]) -> Metric:
+    """The rise of the past answers' loss, in hundredths of a nat, at matched learning.
 
-    That is the lowest loss of the new answers which all these runs of the same model, task and seed reach.
+    Learning is matched at the lowest loss of the new answers that all these runs of the same model, task and seed
+    reach.
     """
     curves: dict[tuple[int, str, str], list[list[LossPoint]]] = {}
     for result in results:
-        if looks := _looks(result):
-            curves.setdefault(_cell(result), []).append(looks)
-    levels = {cell: common_level(own) for cell, own in curves.items()}
+        if losses := _loss_curve(result):
+            curves.setdefault(_pairing_key(result), []).append(losses)
+    levels = {key: common_level(own) for key, own in curves.items()}
 
-    def figure(result: RunResult) -> float | None:
-        looks = _looks(result)
-        return 100 * rise(looks, levels[_cell(result)]) if looks else None
+    def metric(result: RunResult) -> float | None:
+        losses = _loss_curve(result)
+        return 100 * rise(losses, levels[_pairing_key(result)]) if losses else None
 
-    return figure
+    return metric
 
 
-def _looks(result: RunResult) -> list[LossPoint]:
+def _loss_curve(result: RunResult) -> list[LossPoint]:
     return [(point["new_nll"], point["past_nll"]) for point in result.curve if "new_nll" in point]
 
 
-def _cell(result: RunResult) -> tuple[int, str, str]:
-    """What runs are paired by."""
+def _pairing_key(result: RunResult) -> tuple[int, str, str]:
     return result.spec.seed, result.spec.model, result.spec.task
 
 
-def table(results: Sequence[RunResult], by: Sequence[str], figures: Mapping[str, Figure]) -> tuple[Row, ...]:
-    """One row for each combination of these fields of the spec, in the order they were met."""
+def table(results: Sequence[RunResult], by: Sequence[str], metrics: Mapping[str, Metric]) -> tuple[SummaryRow, ...]:
+    """One row per combination of these fields of the spec, in order of appearance."""
     groups: dict[tuple[Any, ...], list[RunResult]] = {}
     for result in results:
         groups.setdefault(tuple(getattr(result.spec, name) for name in by), []).append(result)
     rows = []
-    for place, own in groups.items():
-        found = {name: over_seeds(own, figure) for name, figure in figures.items()}
-        at = dict(zip(by, place, strict=True))
-        rows.append(Row(at=at, figures={name: value for name, value in found.items() if value is not None}))
+    for values, own in groups.items():
+        found = {name: over_seeds(own, metric) for name, metric in metrics.items()}
+        at = dict(zip(by, values, strict=True))
+        rows.append(SummaryRow(at=at, figures={name: value for name, value in found.items() if value is not None}))
     return tuple(rows)
 
 
 def seed_of(result: Result) -> Seed:
-    """The seed that a result depends on."""
+    """The seed that a result depends on, if any."""
     return None if seedless(result.spec) else result.spec.seed
 
 
-def by_seed(results: Iterable[RunResult], figure: Figure) -> dict[Seed, float]:
-    """Each seed's mean of a figure over its runs; runs that lack it are left out."""
+def by_seed(results: Iterable[RunResult], metric: Metric) -> dict[Seed, float]:
+    """Each seed's mean of a metric over its runs; runs without it are left out."""
     values: dict[Seed, list[float]] = {}
     for result in results:
-        if (value := figure(result)) is not None:
+        if (value := metric(result)) is not None:
             values.setdefault(seed_of(result), []).append(value)
     return {seed: statistics.fmean(own) for seed, own in values.items()}
 
 
-def over_seeds(results: Iterable[RunResult], figure: Figure) -> Estimate | None:
-    """Mean and standard error over seeds; None where no run has the figure."""
-    values = list(by_seed(results, figure).values())
+def over_seeds(results: Iterable[RunResult], metric: Metric) -> Estimate | None:
+    """Mean and standard error over seeds; None if no run has the metric."""
+    values = list(by_seed(results, metric).values())
     return estimate(values) if values else None
 
 
 def paired(left: Mapping[Seed, float], right: Mapping[Seed, float]) -> dict[Seed, tuple[float, float]]:
-    """The values of the seeds that both have; a value that no seed changes is paired with every seed's.
+    """The values of the common seeds; a value that does not depend on the seed is paired with every seed.
 
     >>> paired({0: 3.0, 1: 5.0}, {None: 1.0})
     {0: (3.0, 1.0), 1: (5.0, 1.0)}
@@ -169,28 +177,28 @@ def paired(left: Mapping[Seed, float], right: Mapping[Seed, float]) -> dict[Seed
 
 
 def differences(
-    left: Iterable[RunResult], right: Iterable[RunResult], figure: Figure = retained
+    left: Iterable[RunResult], right: Iterable[RunResult], metric: Metric = retained
 ) -> dict[Seed, list[float]]:
-    """Left minus right where both were run, paired by model, task and seed: each seed's values."""
-    ours, theirs = _by_place(left, figure), _by_place(right, figure)
+    """Left minus right where both were run, paired by model, task and seed; a list of values per seed."""
+    ours, theirs = _by_model_and_task(left, metric), _by_model_and_task(right, metric)
     found: dict[Seed, list[float]] = {}
-    for place in ours:
-        for seed, (one, other) in paired(ours[place], theirs.get(place, {})).items():
+    for key in ours:
+        for seed, (one, other) in paired(ours[key], theirs.get(key, {})).items():
             found.setdefault(seed, []).append(one - other)
     return found
 
 
-def margin(left: Iterable[RunResult], right: Iterable[RunResult], figure: Figure = retained) -> Estimate | None:
+def margin(left: Iterable[RunResult], right: Iterable[RunResult], metric: Metric = retained) -> Estimate | None:
     """Left minus right where both were run: paired by model, task and seed, averaged to one value per seed."""
-    found = differences(left, right, figure)
+    found = differences(left, right, metric)
     return estimate([statistics.fmean(own) for own in found.values()]) if found else None
 
 
-def _by_place(results: Iterable[RunResult], figure: Figure) -> dict[tuple[str, str], dict[Seed, float]]:
-    places: dict[tuple[str, str], list[RunResult]] = {}
+def _by_model_and_task(results: Iterable[RunResult], metric: Metric) -> dict[tuple[str, str], dict[Seed, float]]:
+    groups: dict[tuple[str, str], list[RunResult]] = {}
     for result in results:
-        places.setdefault((result.spec.model, result.spec.task), []).append(result)
-    return {place: by_seed(own, figure) for place, own in places.items()}
+        groups.setdefault((result.spec.model, result.spec.task), []).append(result)
+    return {key: by_seed(own, metric) for key, own in groups.items()}
 
 
 def difference(left: Mapping[Seed, float], right: Mapping[Seed, float]) -> Estimate | None:
@@ -203,9 +211,9 @@ def difference(left: Mapping[Seed, float], right: Mapping[Seed, float]) -> Estim
     return estimate(both) if both else None
 
 
-def strongest(groups: Mapping[str, Sequence[RunResult]], figure: Figure = retained) -> str | None:
-    """The name of the group with the highest mean figure; None where none has it."""
-    means = {name: found.mean for name, own in groups.items() if (found := over_seeds(own, figure)) is not None}
+def strongest(groups: Mapping[str, Sequence[RunResult]], metric: Metric = retained) -> str | None:
+    """The name of the group with the highest mean; None if no group has the metric."""
+    means = {name: found.mean for name, own in groups.items() if (found := over_seeds(own, metric)) is not None}
     return max(means, key=means.__getitem__) if means else None
 
 
@@ -213,16 +221,16 @@ def above(
     says: str,
     left: Sequence[RunResult],
     right: Sequence[RunResult],
-    figure: Figure = retained,
+    metric: Metric = retained,
     *,
     paper: str | None = None,
 ) -> Claim:
     """The claim that left is above right."""
-    return Claim(says=says, margin=margin(left, right, figure), paper=paper)
+    return Claim(says=says, margin=margin(left, right, metric), paper=paper)
 
 
 def shown(found: Estimate | None, *, sign: bool = False) -> str:
-    """A figure as a person reads it.
+    """An estimate as text.
 
     >>> shown(Estimate(7.926, 0.51, 5), sign=True), shown(Estimate(50.0, None, 1)), shown(None)
     ('+7.9 ± 0.5', '50.0 (one seed)', 'not run')

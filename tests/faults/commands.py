@@ -161,8 +161,8 @@ def _study(folder: Path) -> list[str]:
 
 def _in_this_process() -> None:
     """Runs are done by the process that the fault comes to, not by workers of it; it begins knowing nothing."""
-    work.SHARED = work.Shared()
-    runner.Processes.__call__ = lambda self, specs, folder: runner.here(specs, folder)  # type: ignore[method-assign]
+    work.CACHE = work.ProcessCache()
+    runner.Processes.__call__ = lambda self, specs, folder: runner.in_this_process(specs, folder)  # type: ignore[method-assign]
 
 
 def _results(folder: Path) -> list[Path]:

@@ -1,1 +1,1 @@
-"""The studies' figures, tables and report: from JSON records alone, without torch."""
+"""Figures, tables and comparison with the paper, one module per study, from JSON records alone, without torch."""

@@ -1,53 +1,40 @@
-"""Which figures and tables belong to which study, and how a figure is put on disk."""
+"""The figures, tables and comparison with the paper of each study, and how a figure is written to disk."""
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TypeAlias
 
 from cplus.plotting import save
+from cplus.studies import STUDIES, figures
 from cplus.studies.collected import Collected
-from cplus.studies.figures import course, grid, masks, outside, overview, probes, tables
+from cplus.studies.figures import overview_fig2_table2
 from cplus.studies.figures.drawing import Picture, style
-from cplus.studies.figures.tables import Table
+from cplus.studies.figures.tables import ComparisonLine, Table
 
 Draw: TypeAlias = Callable[[Collected], Picture]
 Tabulate: TypeAlias = Callable[[Collected], Table]
+Compare: TypeAlias = Callable[[Collected], list[ComparisonLine]]
 
-# The overview and the index belong to no study: they open the report.
-OVERVIEW: Draw = overview.fig_method_overview
-INDEX: Tabulate = tables.tab_experiment_index
-FIGURES: Mapping[str, tuple[Draw, ...]] = {
-    "e01": (
-        grid.fig_main_results,
-        grid.fig_problem_motivation,
-        grid.fig_model_scale_headline,
-        grid.fig_model_scale,
-    ),
-    "e02": (outside.fig_medqa_broader_capability, outside.fig_broader_capability_appendix),
-    "e03": (probes.fig_self_probe_role_anchor_scale,),
-    "e04": (probes.fig_hyperparameters,),
-    "e05": (course.fig_sequential_multitask,),
-    "e06": (course.fig_learning_dynamics, course.fig_retention_compute, course.fig_epoch_level_dynamics),
-    "e09": (masks.fig_gradient_source_dynamics,),
-    "e10": (
-        masks.fig_mask_analysis,
-        masks.fig_mask_analysis_coordinates,
-        masks.fig_mask_agreement_all_layers,
-        masks.fig_mask_cross_reference,
-    ),
-    "e11": (probes.fig_answer_prior,),
-    "e12": (probes.fig_rotating_evidence,),
-    "e13": (course.fig_gentle_start,),
-}
-TABLES: Mapping[str, tuple[Tabulate, ...]] = {
-    "e04": (tables.tab_cplus_ablation, tables.tab_ema_selection),
-    "e05": (tables.tab_sequential_stage_summary, tables.tab_sequential_final),
-    "e07": (tables.tab_anchor_composition,),
-    "e08": (tables.tab_fixed_aggressive_update,),
-    "e09": (tables.tab_matched_update_controls,),
-}
+
+def study_modules() -> dict[str, ModuleType]:
+    """The module of each study's figures and tables, found by its file name, which begins with the study's name."""
+    names = sorted(module.name for module in pkgutil.iter_modules(figures.__path__))
+    owners = {name: name.split("_")[0] for name in names}
+    return {study: import_module(f"{figures.__name__}.{name}") for name, study in owners.items() if study in STUDIES}
+
+
+_MODULES = study_modules()
+FIGURES: Mapping[str, tuple[Draw, ...]] = {study: module.FIGURES for study, module in _MODULES.items()}
+TABLES: Mapping[str, tuple[Tabulate, ...]] = {study: module.TABLES for study, module in _MODULES.items()}
+COMPARISONS: Mapping[str, Compare] = {study: module.comparison for study, module in _MODULES.items()}
+# These two belong to no study.
+OVERVIEW: Draw = overview_fig2_table2.fig_method_overview
+INDEX: Tabulate = overview_fig2_table2.tab_experiment_index
 
 
 def draw(make: Draw, found: Collected, folder: Path) -> tuple[Picture, list[Path]]:

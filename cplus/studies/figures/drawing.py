@@ -1,4 +1,4 @@
-"""What the studies' figures share: panels, lines with standard errors, one legend, words where nothing was run."""
+"""Shared drawing helpers: panels, lines with standard errors, one legend, a note in a panel that was not run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from cplus.evaluation.statistics import Estimate
+from cplus.experiment.record import RunResult
 from cplus.plotting import COLOURS, OTHER, label
 from cplus.studies.durations import PARAMETERS
+from cplus.studies.summaries import Metric, pick, retained, table
 
 INK, SOFT, LINE, CARD = "#1d2430", "#586372", "#e0e4ea", "#ffffff"
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-# Colour is never the only sign: each method has its own marker.
+# Methods differ in marker as well as in colour.
 MARKERS = {"sft": "s", "replay": "^", "probe-replay": "v", "anchor-probe-replay": "D", "cpl": "P", "cplus": "o"}
-ALSO = {"distillation": ("#56B4E9", "<"), "ssr": ("#D55E00", ">"), "agem": ("#8A6D00", "X"), "ogd": ("#5B3A8E", "h")}
+FURTHER_STYLES = {
+    "distillation": ("#56B4E9", "<"),
+    "ssr": ("#D55E00", ">"),
+    "agem": ("#8A6D00", "X"),
+    "ogd": ("#5B3A8E", "h"),
+}
 NAMES = {
     "probe-replay": "Self-Probe Replay",
     "anchor-probe-replay": "Anchor + Probe Replay",
@@ -51,7 +58,7 @@ Points: TypeAlias = Sequence[tuple[float, Estimate]]
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A figure by its label in the paper, or a name of its own, with a caption that says what is seen and how often."""
+    """A figure with its label in the paper, or one of our own, and its caption."""
 
     label: str
     paper: str
@@ -61,7 +68,7 @@ class Picture:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The look of all figures; the ids in an SVG, and so its bytes, depend on the drawing alone."""
+    """The style of all figures; the ids in an SVG, and so its bytes, depend on the drawing alone."""
     import matplotlib
 
     with matplotlib.rc_context(_STYLE):
@@ -69,7 +76,7 @@ def style() -> Iterator[None]:
 
 
 def method_name(method: str) -> str:
-    """How a method is written in figures and tables.
+    """A method's name in figures and tables.
 
     >>> method_name("ssr"), method_name("cplus"), method_name("cplus-cvar")
     ('SSR', 'CPLUS', 'cplus-cvar')
@@ -77,13 +84,13 @@ def method_name(method: str) -> str:
     return NAMES.get(method, label(method))
 
 
-def look(method: str) -> tuple[str, str]:
+def colour_and_marker(method: str) -> tuple[str, str]:
     """A method's colour and marker."""
-    return ALSO.get(method, (COLOURS.get(method, OTHER), MARKERS.get(method, "o")))
+    return FURTHER_STYLES.get(method, (COLOURS.get(method, OTHER), MARKERS.get(method, "o")))
 
 
-def sheet(columns: int, rows: int = 1, *, width: float = 3.2, height: float = 2.6, share: Any = False) -> Any:
-    """A figure and its axes row by row, without global state; every panel has a grid of its vertical axis."""
+def panels(columns: int, rows: int = 1, *, width: float = 3.2, height: float = 2.6, share: Any = False) -> Any:
+    """A figure and its axes row by row, without global state; each panel has horizontal grid lines."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(4.5, width * columns), height * rows + 0.35), layout="constrained")
@@ -93,8 +100,8 @@ def sheet(columns: int, rows: int = 1, *, width: float = 3.2, height: float = 2.
     return figure, axes
 
 
-def empty(axis: Any) -> None:
-    """Say in a panel that there is nothing to show."""
+def mark_not_run(axis: Any) -> None:
+    """Write "not run" into an empty panel."""
     axis.text(0.5, 0.5, "not run", transform=axis.transAxes, ha="center", va="center", color=SOFT)
 
 
@@ -116,25 +123,41 @@ def line(axis: Any, points: Points, name: str, colour: str, marker: str, **more:
 
 
 def lines(axis: Any, series: Mapping[str, Points]) -> None:
-    """One line a method, CPLUS above the others; words where none has a point."""
+    """One line per method, CPLUS drawn on top; a panel without points is marked as not run."""
     for method, points in series.items():
-        colour, marker = look(method)
+        colour, marker = colour_and_marker(method)
         line(axis, points, method_name(method), colour, marker, zorder=3 if method == "cplus" else 2)
     if not any(series.values()):
-        empty(axis)
+        mark_not_run(axis)
 
 
-def across(axis: Any, found: Estimate | None, method: str) -> None:
-    """A method without a budget: a level line with its standard error as a band."""
+def points_by(results: Sequence[RunResult], field: str, metric: Metric = retained) -> Points:
+    """A metric for each value of a field of the spec, in ascending order."""
+    rows = table(results, (field,), {"value": metric})
+    return sorted((row.at[field], row.figures["value"]) for row in rows if row.figures)
+
+
+def by_budget(results: Sequence[RunResult], method: str) -> Points:
+    """A method's Retention at each anchor budget."""
+    return points_by(pick(results, method=method), "num_anchors")
+
+
+def estimates_of(series: Mapping[str, Points]) -> list[Estimate]:
+    """All estimates of several lines."""
+    return [found for points in series.values() for _, found in points]
+
+
+def level_line(axis: Any, found: Estimate | None, method: str) -> None:
+    """A method without an anchor budget: a horizontal line with its standard error as a band."""
     if found is not None:
-        colour, _ = look(method)
+        colour, _ = colour_and_marker(method)
         axis.axhline(found.mean, color=colour, linestyle="--", linewidth=1.3, label=method_name(method))
         if found.error:
             axis.axhspan(found.mean - found.error, found.mean + found.error, color=colour, alpha=0.15, linewidth=0)
 
 
-def budgets(axis: Any, values: Iterable[int]) -> None:
-    """The horizontal axis of anchor budgets, each one a factor of two."""
+def budget_axis(axis: Any, values: Iterable[int]) -> None:
+    """A horizontal axis of anchor budgets in powers of two."""
     found = sorted(set(values))
     if found:
         axis.set_xscale("log", base=2)
@@ -144,7 +167,7 @@ def budgets(axis: Any, values: Iterable[int]) -> None:
 
 
 def legend(figure: Any) -> None:
-    """One legend above all panels, each name once."""
+    """One legend above all panels, with each name once."""
     found: dict[str, Any] = {}
     for axis in figure.axes:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -153,7 +176,7 @@ def legend(figure: Any) -> None:
         figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=min(len(found), 5))
 
 
-def heat(figure: Any, axis: Any, values: Sequence[Sequence[float]], rows: Sequence[str], columns: Sequence[str]) -> Any:
+def heat_map(axis: Any, values: Sequence[Sequence[float]], rows: Sequence[str], columns: Sequence[str]) -> Any:
     """Shares from 0 to 1 as colours, with their numbers where there is room."""
     axis.grid(visible=False)
     image = axis.imshow(values, vmin=0.0, vmax=1.0, cmap="viridis", aspect="auto", interpolation="nearest")
@@ -162,27 +185,27 @@ def heat(figure: Any, axis: Any, values: Sequence[Sequence[float]], rows: Sequen
     if len(rows) * len(values[0]) <= 80:
         for y, own in enumerate(values):
             for x, value in enumerate(own):
-                axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color=_on(value))
+                axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color=_text_colour(value))
     return image
 
 
-def _on(value: float) -> str:
-    return "#000000" if value > 0.6 else "#fefefe"  # not the ground's white, which a page may turn dark
+def _text_colour(value: float) -> str:
+    return "#000000" if value > 0.6 else "#fefefe"  # not pure white, which the page replaces in dark mode
 
 
-def size(model: str) -> float:
-    """A model's parameters, to put models in order; one that is not known comes first.
+def model_size(model: str) -> float:
+    """The number of a model's parameters, as a sort key; unknown models come first.
 
-    >>> sorted(["qwen3-4b", "toy", "toy-s"], key=size)
+    >>> sorted(["qwen3-4b", "toy", "toy-s"], key=model_size)
     ['toy-s', 'toy', 'qwen3-4b']
     """
     return PARAMETERS.get(model, 0.0)
 
 
-def counted(found: Iterable[Estimate | None]) -> str:
-    """Over how many seeds the figures are.
+def seed_count(found: Iterable[Estimate | None]) -> str:
+    """The number of seeds behind some estimates.
 
-    >>> counted([Estimate(1.0, 0.1, 5), Estimate(2.0, 0.1, 3), None]), counted([])
+    >>> seed_count([Estimate(1.0, 0.1, 5), Estimate(2.0, 0.1, 3), None]), seed_count([])
     ('n = 3 to 5 seeds', 'not run')
     """
     counts = sorted({each.count for each in found if each is not None})
@@ -192,8 +215,8 @@ def counted(found: Iterable[Estimate | None]) -> str:
     return f"n = {span} {'seed' if counts == [1] else 'seeds'}"
 
 
-def inline(svg: str, name: str) -> str:
-    """A drawing for a page: without prolog, its ids its own, its inks the page's, so that dark mode reaches it."""
+def inline_svg(svg: str, name: str) -> str:
+    """An SVG for a page: no prolog, unique ids, and the page's colour variables, so that dark mode applies to it."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.S)
     body = re.sub(r'\bid="', f'id="{name}-', body)

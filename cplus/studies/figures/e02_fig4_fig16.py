@@ -1,7 +1,8 @@
-"""The figures of E2: what becomes of tasks that are neither trained on nor anchors."""
+"""E2, beyond the represented target: the change on tasks that are neither trained on nor anchors (Figs. 4, 16)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,31 +10,41 @@ from cplus.evaluation.statistics import Estimate
 from cplus.experiment.record import RunResult
 from cplus.studies.collected import Collected
 from cplus.studies.e02 import METHODS, change, change_on
-from cplus.studies.figures.drawing import INK, Picture, counted, empty, legend, look, method_name, sheet
-from cplus.studies.summaries import Figure, over_seeds, pick
+from cplus.studies.figures.drawing import (
+    INK,
+    Picture,
+    colour_and_marker,
+    legend,
+    mark_not_run,
+    method_name,
+    panels,
+    seed_count,
+)
+from cplus.studies.figures.tables import ComparisonLine, joined, published_numbers
+from cplus.studies.summaries import Metric, over_seeds, pick, shown
 
 
-def profile(axis: Any, here: Sequence[RunResult]) -> list[Estimate]:
-    """The change on every outside task by method, and their average as diamonds."""
+def draw_outside_changes(axis: Any, here: Sequence[RunResult]) -> list[Estimate]:
+    """The change on every outside task by method, and their average as diamonds; also panel (b) of Fig. 1."""
     tasks = sorted({name for result in here for name in result.external})
-    places = [*(change_on(task) for task in tasks), change]
+    metrics = [*(change_on(task) for task in tasks), change]
     drawn = []
     for number, method in enumerate(METHODS):
         own = pick(here, method=method)
-        for x, figure in enumerate(places):
-            if (found := over_seeds(own, figure)) is not None:
+        for x, metric in enumerate(metrics):
+            if (found := over_seeds(own, metric)) is not None:
                 _point(axis, x + 0.14 * (number - 1.5), found, method, average=x == len(tasks))
                 drawn.append(found)
     axis.axhline(0.0, color=INK, linewidth=0.8)
-    axis.set_xticks(range(len(places)), [*tasks, "average"])
+    axis.set_xticks(range(len(metrics)), [*tasks, "average"])
     axis.set_ylabel("change of accuracy (points)")
     if not drawn:
-        empty(axis)
+        mark_not_run(axis)
     return drawn
 
 
 def _point(axis: Any, x: float, found: Estimate, method: str, *, average: bool) -> None:
-    colour, marker = look(method)
+    colour, marker = colour_and_marker(method)
     axis.errorbar(
         [x],
         [found.mean],
@@ -48,18 +59,17 @@ def _point(axis: Any, x: float, found: Estimate, method: str, *, average: bool) 
 
 
 def fig_medqa_broader_capability(found: Collected) -> Picture:
-    """The change on outside tasks after adapting to each of the other tasks.
+    """The change on outside tasks after adapting to each task but the first.
 
     Paper: Fig. 4.
     """
-    own = found.studies["e02"]
-    model = found.scale.places[0].model
-    tasks = [place.task for place in found.scale.places if place.model == model]
+    grid = found.scale.grid
+    tasks = [cell.task for cell in grid if cell.model == grid[0].model]
     tasks = tasks[1:] or tasks
-    figure, axes = sheet(len(tasks), width=3.4, height=2.7)
+    figure, axes = panels(len(tasks), width=3.4, height=2.7)
     drawn: list[Estimate] = []
     for axis, task in zip(axes, tasks, strict=True):
-        drawn += profile(axis, pick(own.runs, task=task))
+        drawn += draw_outside_changes(axis, pick(found.studies["e02"].runs, task=task))
         axis.set_title(f"after {task}")
         axis.tick_params(axis="x", labelrotation=20)
     for axis in axes[1:]:
@@ -68,23 +78,21 @@ def fig_medqa_broader_capability(found: Collected) -> Picture:
     caption = (
         "Change of accuracy from the base model on tasks used neither for training nor as anchors, by the task that "
         f"was learned; diamonds are averages. Each panel has its own range. Means and standard errors, "
-        f"{counted(drawn)}."
+        f"{seed_count(drawn)}."
     )
     return Picture(label="fig:medqa-broader-capability", paper="Fig. 4", caption=caption, figure=figure)
 
 
 def fig_broader_capability_appendix(found: Collected) -> Picture:
-    """Scores on outside tasks in percent of the base model's, one axis a task.
+    """Scores on outside tasks in percent of the base model's, one axis per task.
 
     Paper: Fig. 16.
     """
-    import math
+    from matplotlib.figure import Figure
 
-    from matplotlib.figure import Figure as Drawing
-
-    here = pick(found.studies["e02"].runs, task=found.scale.places[0].task)
+    here = pick(found.studies["e02"].runs, task=found.scale.grid[0].task)
     tasks = sorted({name for result in here for name in result.external})
-    figure = Drawing(figsize=(5.2, 4.4), layout="constrained")
+    figure = Figure(figsize=(5.2, 4.4), layout="constrained")
     axis = figure.add_subplot(projection="polar")
     angles = [2 * math.pi * i / max(1, len(tasks)) for i in range(len(tasks))]
     drawn: list[Estimate] = []
@@ -92,7 +100,7 @@ def fig_broader_capability_appendix(found: Collected) -> Picture:
         scores = [over_seeds(pick(here, method=method), relative(task)) for task in tasks]
         known = [(angle, score) for angle, score in zip(angles, scores, strict=True) if score is not None]
         if known:
-            colour, marker = look(method)
+            colour, marker = colour_and_marker(method)
             around, values = [a for a, _ in known], [s.mean for _, s in known]
             axis.errorbar(around, values, [s.error or 0.0 for _, s in known], color=colour, linestyle="none", capsize=2)
             axis.plot(
@@ -102,19 +110,20 @@ def fig_broader_capability_appendix(found: Collected) -> Picture:
     circle = [2 * math.pi * i / 120 for i in range(121)]
     axis.plot(circle, [100.0] * 121, color=INK, linestyle="--", linewidth=1.0, label="base model")
     axis.set_xticks(angles, tasks)
-    _range(axis, drawn)
+    _radial_range(axis, drawn)
     if not drawn:
-        empty(axis)
+        mark_not_run(axis)
     legend(figure)
     caption = (
-        f"Scores after adapting to {found.scale.places[0].task}, in percent of the base model's score on each task; "
-        f"the dashed line is 100 %. The radial axis does not begin at 0. Means and standard errors, {counted(drawn)}."
+        f"Scores after adapting to {found.scale.grid[0].task}, in percent of the base model's score on each task; "
+        f"the dashed line is 100 %. The radial axis does not begin at 0. Means and standard errors, "
+        f"{seed_count(drawn)}."
     )
     return Picture(label="fig:broader-capability-appendix", paper="Fig. 16", caption=caption, figure=figure)
 
 
-def _range(axis: Any, drawn: Sequence[Estimate]) -> None:
-    """A radial range in which the differences are seen."""
+def _radial_range(axis: Any, drawn: Sequence[Estimate]) -> None:
+    """A radial range in which the differences are visible."""
     values = [found.mean for found in drawn] or [100.0]
     low, high = min(*values, 100.0), max(*values, 100.0)
     room = max(1.0, 0.15 * (high - low))
@@ -122,11 +131,37 @@ def _range(axis: Any, drawn: Sequence[Estimate]) -> None:
     axis.grid(visible=True)
 
 
-def relative(task: str) -> Figure:
+def relative(task: str) -> Metric:
     """The accuracy on an outside task after adaptation in percent of that before."""
 
-    def figure(result: RunResult) -> float | None:
+    def metric(result: RunResult) -> float | None:
         found = result.external.get(task)
         return 100.0 * found["after"] / found["before"] if found and found["before"] else None
 
-    return figure
+    return metric
+
+
+def comparison(found: Collected) -> list[ComparisonLine]:
+    """The mean change on outside tasks by method, then CPLUS's after each task, with the paper's."""
+    own, paper = found.studies["e02"], published_numbers("e02")
+    changes = ", ".join(f"{value:+.2f} after {task}" for task, value in paper.items())
+    tasks = dict.fromkeys(getattr(spec, "task", "") for spec in own.specs)
+    return [
+        ComparisonLine(
+            what="change on outside tasks, SFT / CPL / CPLUS (points)",
+            measured=joined([over_seeds(pick(own.runs, method=m), change) for m in ("sft", "cpl", "cplus")], sign=True),
+            published=f"CPLUS {changes}",
+        ),
+        *(
+            ComparisonLine(
+                what=f"CPLUS after {task} (points)",
+                measured=shown(over_seeds(pick(own.runs, method="cplus", task=task), change), sign=True),
+                published=f"{paper[task]:+.2f}" if task in paper else "other tasks",
+            )
+            for task in tasks
+        ),
+    ]
+
+
+FIGURES = (fig_medqa_broader_capability, fig_broader_capability_appendix)
+TABLES = ()

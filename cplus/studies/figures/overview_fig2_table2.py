@@ -1,13 +1,14 @@
-"""The paper's overview of the method, drawn: propose, gate, apply."""
+"""The overview of the method (Fig. 2) and the index of the experiments (Table 2), which belong to no one study."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from cplus.studies.collected import Collected
-from cplus.studies.figures.drawing import CARD, INK, SOFT, Picture, sheet
+from cplus.studies.figures.drawing import CARD, INK, SOFT, Picture, panels
+from cplus.studies.figures.tables import Table
 
-# Centre, width and words of each box; then which leads to which.
+# Centre, width and text of each box; then the arrows between boxes.
 _BOXES = {
     "new": (1.6, 3.3, 2.6, "new data"),
     "propose": (1.6, 2.0, 2.6, "optimizer proposes\n$\\delta$"),
@@ -21,7 +22,7 @@ _BOXES = {
     ),
     "apply": (9.3, 0.75, 2.8, "apply\n$\\theta_i \\leftarrow \\theta_i + \\alpha_i\\,\\delta_i$"),
 }
-_LEADS = (("new", "propose"), ("past", "gradient"), ("propose", "gate"), ("gradient", "gate"), ("gate", "apply"))
+_ARROWS = (("new", "propose"), ("past", "gradient"), ("propose", "gate"), ("gradient", "gate"), ("gate", "apply"))
 _HALF = 0.36
 
 
@@ -30,12 +31,12 @@ def fig_method_overview(found: Collected) -> Picture:
 
     Paper: Fig. 2.
     """
-    figure, (axis,) = sheet(1, width=8.2, height=3.0)
+    figure, (axis,) = panels(1, width=8.2, height=3.0)
     axis.set_axis_off()
     axis.set(xlim=(0, 11), ylim=(0.1, 3.9))
     for x, y, width, words in _BOXES.values():
         _box(axis, x, y, width, words)
-    for start, end in _LEADS:
+    for start, end in _ARROWS:
         _arrow(axis, start, end)
     caption = (
         "CPLUS. The optimizer proposes an update from new data alone; gradients of anchors and self-probes decide, "
@@ -61,3 +62,19 @@ def _arrow(axis: Any, start: str, end: str) -> None:
     else:
         tail, tip = (x, y - _HALF), (x, to_y + _HALF)
     axis.annotate("", tip, tail, arrowprops={"arrowstyle": "-|>", "color": SOFT, "shrinkA": 3, "shrinkB": 3})
+
+
+def tab_experiment_index(found: Collected) -> Table:
+    """The experiments with their questions, their places in the paper and their commands.
+
+    Paper: Table 2.
+    """
+    return Table(
+        label="tab:experiment-index",
+        paper="Table 2",
+        caption="Experiment index; e11 to e13 are added here.",
+        columns=("ID", "Question", "Location", "Command"),
+        rows=tuple(
+            (name, each.study.question, each.study.paper, found.command(name)) for name, each in found.studies.items()
+        ),
+    )
