@@ -23,12 +23,12 @@ from cplus.scoring import log_likelihoods, predict
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A task's rows, how they are asked, and how answers in words are judged."""
+    """A task's rows, the interface they go through, and the judge of answers in words, if there is one."""
 
     name: str
     interface: Interface
     examples: tuple[Example, ...]
-    judge: Judge
+    judge: Judge | None
 
 
 def ask(model: nn.Module, asked: Asked, *, max_new_tokens: int = 256) -> tuple[list[Prediction], dict[str, Any]]:
