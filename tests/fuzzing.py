@@ -35,7 +35,7 @@ from cplus.models.gguf import _pre_tokenizer
 from cplus.probes.bank import Bank, Probe, seal
 from cplus.probes.build import _block_from_entry
 from cplus.probes.journal import open_journal
-from cplus.receipts.contents import ModelId, Receipt, Row, RowSet
+from cplus.receipts.contents import ModelId, Receipt, RowComparison, RowSet
 from cplus.receipts.record import from_json, to_json
 
 MADE = 5_000
@@ -299,7 +299,7 @@ def _bank_target(folder: Path) -> Target:
 
 
 def _receipt_target() -> Target:
-    row = Row(
+    row = RowComparison(
         id="a", kind="kept", input="?", gold="x", before="x", after="x", confidence_before=0.5, confidence_after=0.5
     )
     model = ModelId(name="toy", fingerprint="0" * 64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cplus.data.predictions import Prediction
     from cplus.data.tasks import Task
     from cplus.evaluation.judges import Judge
-    from cplus.receipts.receipt import ModelId, Receipt, Requirement, RowSet
+    from cplus.receipts.receipt import Losses, ModelId, Receipt, Requirement, RowSet
     from cplus.scoring import Score
 
 
@@ -22,19 +22,23 @@ def receipt(
     before: Annotated[str | None, typer.Argument(help="The model before: hub id, folder, GGUF file or name.")] = None,
     after: Annotated[str | None, typer.Argument(help="The model after.")] = None,
     data: Annotated[
-        list[str] | None, typer.Option(help="Rows to ask both: a file or a named task; may be given again.")
+        list[str] | None, typer.Option(help="Rows to evaluate both on: a file or a named task; repeatable.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for receipt.html and receipt.json.")] = Path("receipt"),
     interface: Annotated[str | None, typer.Option(help="letter, cloze or freeform; the data's own by default.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows of each data set.")] = None,
     judge: Annotated[
-        str, typer.Option(help="Free text: exact, json, regex:PATTERN, schema:FILE or python:module:function.")
-    ] = "exact",
+        str,
+        typer.Option(
+            help="Free text: none, exact, normalised, contains, number, choice, json, schema:FILE, regex:PATTERN, "
+            "python:module:function or model:NAME."
+        ),
+    ] = "none",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Free text: where an answer is cut off.")] = 256,
     require: Annotated[
-        list[str] | None, typer.Option(help="Such as retention>=0.9: exit code 2 where the lower bound is less.")
+        list[str] | None, typer.Option(help="Such as retention>=0.9 or past-loss<=+0.05: exit code 2 if not met.")
     ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Ask in plain text, without a chat template.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Plain text, without a chat template.")] = False,
     too_long: Annotated[
         Literal["refuse", "exclude"], typer.Option(help="What to do with rows longer than a model's window.")
     ] = "refuse",
@@ -44,8 +48,8 @@ def receipt(
     verify: Annotated[Path | None, typer.Option(help="Check the receipt in a folder and do nothing else.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Ask two models the same rows and write what was kept, lost and gained as one page; or verify a receipt."""
-    from cplus.receipts.receipt import PAGE, Requirement, read_receipt, write_receipt
+    """Evaluate two models on the same rows and write what changed as one page, or verify a receipt."""
+    from cplus.receipts.receipt import PAGE, read_receipt, write_receipt
     from cplus.receipts.record import to_json
 
     if verify is not None:
@@ -56,21 +60,22 @@ def receipt(
 
     from cplus.data.tasks import load_task
     from cplus.evaluation.judges import judge as judge_of
-    from cplus.job.settings import requirement
+    from cplus.evaluation.requirements import parse
 
     asking = Asking(
         tasks=_named([load_task(name, data_dir) for name in data]),
         interface=interface,
         limit=limit,
         judge=judge_of(judge),
+        judge_name=judge,
         max_new_tokens=max_new_tokens,
         plain=plain,
         too_long=too_long,
         device=device,
         compute_dtype=compute_dtype,
     )
-    demanded = [requirement(text) for text in require or ()]  # read before hours of asking
-    requirements = tuple(Requirement(metric=one.metric, at_least=one.at_least) for one in demanded)
+    requirements = tuple(parse(text) for text in require or ())
+    _check(requirements, asking)
     made = _compare(before, after, asking, settings={"judge": judge}, requirements=requirements)
     record = write_receipt(made, out)
     _show(record, out / PAGE, json=json)
@@ -80,12 +85,13 @@ def receipt(
 
 @dataclass(frozen=True, kw_only=True)
 class Asking:
-    """What is asked and how, the same for both models."""
+    """The rows and how they are evaluated, the same for both models."""
 
     tasks: Sequence[Task]
     interface: str | None
     limit: int | None
-    judge: Judge
+    judge: Judge | None
+    judge_name: str
     max_new_tokens: int
     plain: bool
     too_long: Literal["refuse", "exclude"]
@@ -93,16 +99,20 @@ class Asking:
     compute_dtype: str
 
     def interface_of(self, task: Task) -> str:
-        """The name of the interface a task is asked through."""
+        """The name of a task's interface."""
         return self.interface or task.interface
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """One model's answers to one task, by id; `scores` are of the given responses, where answers are free text."""
+    """One model's answers to one task, by id; where answers are free text, with two kinds of scores.
+
+    `scores` are of the given responses, `old` of the answers that the model before gave.
+    """
 
     predictions: dict[str, Prediction]
     scores: dict[str, Score]
+    old: dict[str, Score]
 
 
 def _named(tasks: Sequence[Task]) -> list[Task]:
@@ -129,7 +139,7 @@ def _compare(
     from cplus.receipts.receipt import Receipt
 
     was_id, was = _ask(before, asking)  # one model at a time in memory
-    now_id, now = _ask(after, asking)
+    now_id, now = _ask(after, asking, was)
     made = [_row_set(task, asking, *pair) for task, *pair in zip(asking.tasks, was, now, strict=True)]
     names = ("interface", "limit", "max_new_tokens", "plain", "too_long", "compute_dtype")
     return Receipt(
@@ -152,9 +162,10 @@ def _compare(
     )
 
 
-def _ask(name: str, asking: Asking) -> tuple[ModelId, list[Answered]]:
-    """Load a model and put every task to it."""
+def _ask(name: str, asking: Asking, before: Sequence[Answered] | None = None) -> tuple[ModelId, list[Answered]]:
+    """Load a model and evaluate it on every task; `before` holds the answers of the model before, if this is not it."""
     from cplus import interfaces, models
+    from cplus.evaluation.answers import score_answers
     from cplus.receipts.receipt import ModelId
     from cplus.scoring import fitting, log_likelihoods, predict
     from cplus.terminal import clean, console
@@ -162,7 +173,7 @@ def _ask(name: str, asking: Asking) -> tuple[ModelId, list[Answered]]:
     console.print(f"loading {clean(name)}", markup=False)
     loaded = models.load(name, device=asking.device)
     answers = []
-    for task in asking.tasks:
+    for place, task in enumerate(asking.tasks):
         bound = interfaces.build(
             asking.interface_of(task), loaded.tokenizer, wording=task.wording, chat=not asking.plain
         )
@@ -174,18 +185,24 @@ def _ask(name: str, asking: Asking) -> tuple[ModelId, list[Answered]]:
                 loaded.model, bound, rows, judge=asking.judge, max_new_tokens=asking.max_new_tokens, what=what
             )
             scores = log_likelihoods(loaded.model, [bound.encode(row) for row in spoken], what=f"{what}: responses")
+            predictions = {prediction.id: prediction for prediction in said}
+            known = predictions if before is None else before[place].predictions
+            both = [row for row in spoken if row.id in known]
+            texts = [str(known[row.id].answer) for row in both]
+            old = score_answers(loaded.model, bound, both, texts, what=f"{what}: answers before")
         answers.append(
             Answered(
-                predictions={prediction.id: prediction for prediction in said},
+                predictions=predictions,
                 scores={row.id: score for row, score in zip(spoken, scores, strict=True)},
+                old={row.id: score for row, score in zip(both, old, strict=True) if score is not None},
             )
         )
     return ModelId(name=name, fingerprint=loaded.fingerprint), answers
 
 
 def _row_set(task: Task, asking: Asking, was: Answered, now: Answered) -> tuple[RowSet, list[str]]:
-    """The rows both models could read, and what a reader must know of them."""
-    from cplus.receipts.receipt import Losses, RowSet, rows
+    """The rows that fit both models' windows, and notes on them."""
+    from cplus.receipts.receipt import RowSet, rows
 
     asked: Sequence[Example] = task.examples[: asking.limit]
     kept = [row for row in asked if row.id in was.predictions and row.id in now.predictions]
@@ -196,37 +213,61 @@ def _row_set(task: Task, asking: Asking, was: Answered, now: Answered) -> tuple[
         [was.predictions[row.id] for row in kept],
         [now.predictions[row.id] for row in kept],
         interface=asking.interface_of(task),
-        # A likelihood of 1 may round to a loss below 0.
-        losses=[
-            Losses(
-                before=max(0.0, -was.scores[row.id].mean),
-                after=max(0.0, -now.scores[row.id].mean),
-                tokens=was.scores[row.id].num_tokens,
-            )
-            for row in kept
-            if row.id in was.scores
-        ],
+        losses=[loss for row in kept if (loss := _losses(was.scores, now.scores, row.id)) is not None],
+        answers=[_losses(was.old, now.old, row.id) for row in kept],
     )
-    own = RowSet(name=task.name, kind="task", interface=asking.interface_of(task), rows=made)
+    own = RowSet(
+        name=task.name,
+        kind="task",
+        interface=asking.interface_of(task),
+        rows=made,
+        judge=None if asking.judge is None else asking.judge_name,
+    )
     notes = []
     if left := len(asked) - len(kept):
-        notes.append(f"{left:,} of {len(asked):,} rows of {task.name} are longer than a window and were left out.")
+        notes.append(f"{left:,} of {len(asked):,} rows of {task.name} are longer than a window and were excluded.")
     if any(now.scores[id].num_tokens != was.scores[id].num_tokens for id in was.scores.keys() & now.scores.keys()):
-        notes.append(f"The models part the responses of {task.name} into other tokens: their losses do not compare.")
+        notes.append(
+            f"The models split the responses of {task.name} into different tokens: their losses do not compare."
+        )
     return own, notes
 
 
+def _losses(was: Mapping[str, Score], now: Mapping[str, Score], id: str) -> Losses | None:
+    from cplus.receipts.receipt import Losses
+
+    if id not in was or id not in now:
+        return None
+    # A likelihood of 1 may round to a loss below 0.
+    return Losses(before=max(0.0, -was[id].mean), after=max(0.0, -now[id].mean), tokens=was[id].num_tokens)
+
+
+def _check(requirements: Sequence[Requirement], asking: Asking) -> None:
+    """Refuse what these rows cannot measure before any model is loaded; at best every answer is right."""
+    from cplus.evaluation.requirements import Measured, possible
+
+    for one in requirements:
+        parts = []
+        for task in asking.tasks:
+            count = len(task.examples[: asking.limit])
+            free = asking.interface_of(task) == "freeform"
+            best = count if one.metric == "retention" else 0
+            right = None if free and asking.judge is None else best
+            parts.append(Measured(kind="task", rows=count, right=right, scored=count if free else 0))
+        if (reason := possible(one, parts)) is not None:
+            raise ValueError(reason)
+
+
 def _show(record: dict[str, Any], page: Path, *, json: bool) -> None:
-    from cplus.receipts.verdict import headline, sentences
+    from cplus.evaluation.requirements import sentence as required
+    from cplus.receipts.verdict import lead, sentences
     from cplus.terminal import clean, output, print_json
 
     found = record["figures"]
-    said = [headline(found), *sentences(found), *record["notes"]]
+    said = [*lead(found), *sentences(found), *record["notes"]]
     if json:
         print_json({"page": str(page), "sha256": record["sha256"], "verdict": said, "figures": found})
         return
-    for one in found["requirements"]:
-        bound = "no row measures it" if one["bound"] is None else f"its lower bound is {one['bound']:.3f}"
-        said.append(f"{'Met' if one['met'] else 'NOT MET'}: {one['metric']} at least {one['at_least']:g}; {bound}.")
+    said += [required(one) for one in found["requirements"]]
     for sentence in (*said, str(page)):
         output.print(clean(sentence).replace("\u00a0", " "), markup=False, soft_wrap=True)

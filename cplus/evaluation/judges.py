@@ -1,24 +1,88 @@
-"""Whether a free-text answer is right: exact match, a regular expression, a JSON schema, a user's function."""
+"""Whether a free-text answer is right: by its text, its number, its structure, a user's function or a local model."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
+import string
+import unicodedata
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from cplus.data.examples import Example, FreeForm
+from cplus.data.examples import Example, FreeForm, Message
 from cplus.files import read_json
 from cplus.imports import user_module
 from cplus.interfaces.reading import normalised
 
+if TYPE_CHECKING:
+    from cplus.interfaces import Interface
+    from cplus.models import Loaded
+
 Judge: TypeAlias = Callable[[str, Example], bool]
+
+NAMES = (
+    "none, exact, normalised, contains, number, number:TOLERANCE, choice, json, schema:FILE, regex:PATTERN, "
+    "python:module:function or model:NAME"
+)
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[-+]?\d+)?|[-+]?\.\d+", re.IGNORECASE)
+_LETTER = re.compile(r"(?<![^\W_])\(?([A-Z])\)?(?=[).:,;\s]|$)")
+_TOLERANCE = 1e-6
 
 
 def exact_match(text: str, example: Example) -> bool:
-    """Whether the answer is the example's response, normalised."""
+    """Whether the answer is the example's response; case, blanks and punctuation at the ends do not count."""
     return isinstance(example, FreeForm) and normalised(text) == normalised(example.response)
+
+
+def normalised_match(text: str, example: Example) -> bool:
+    """Whether the answer is the response without case, punctuation, articles and extra blanks.
+
+    >>> normalised_match("the U.S. dollar", FreeForm(id="a", messages=(), response="US Dollar."))
+    True
+    """
+    return isinstance(example, FreeForm) and _plain(text) == _plain(example.response)
+
+
+def contains(text: str, example: Example) -> bool:
+    """Whether the answer contains the response as whole words, both normalised as by `normalised_match`.
+
+    >>> contains("I think it is Jakarta, yes.", FreeForm(id="a", messages=(), response="Jakarta"))
+    True
+    """
+    return isinstance(example, FreeForm) and f" {_plain(example.response)} " in f" {_plain(text)} "
+
+
+def same_number(tolerance: float = _TOLERANCE) -> Judge:
+    """Whether the last number of the answer is the last number of the response, within a relative tolerance.
+
+    >>> same_number()("So 3 + 4 = 7.", FreeForm(id="a", messages=(), response="7.0"))
+    True
+    """
+
+    def judged(text: str, example: Example) -> bool:
+        right = _last_number(_response(example))
+        if right is None:
+            raise ValueError(f"expected a number in the response, got {_response(example)!r:.60}")
+        found = _last_number(text)
+        return found is not None and math.isclose(found, right, rel_tol=tolerance, abs_tol=tolerance)
+
+    return judged
+
+
+def same_choice(text: str, example: Example) -> bool:
+    """Whether the first single capital letter of the answer is that of the response.
+
+    >>> same_choice("The answer is (B).", FreeForm(id="a", messages=(), response="B: blue"))
+    True
+    """
+    right = _letter(_response(example))
+    if right is None:
+        raise ValueError(f"expected the letter of a choice in the response, got {_response(example)!r:.60}")
+    return _letter(text) == right
 
 
 def matches(pattern: str) -> Judge:
@@ -64,18 +128,125 @@ def calls(name: str) -> Judge:
     found = getattr(user_module(module), function, None) if function else None
     if not callable(found):
         raise ValueError(f"expected module:function, a function of the answer and the example, got {name!r}")
-    return lambda text, example: bool(found(text, example))
+    judge: Judge = found
+    return judge
 
 
-def judge(name: str) -> Judge:
-    """The judge of a name: `exact`, `json`, `regex:PATTERN`, `schema:FILE`, `python:module:function`."""
+def agrees_by_model(name: str, load: Callable[[str], Loaded] | None = None) -> Judge:
+    """Whether a causal language model finds `yes` likelier than `no` when asked if answer and response agree.
+
+    The model is loaded at the first answer, from this machine or the hub. It can err, so it is never the default.
+    """
+
+    @cache
+    def ready() -> tuple[Any, Interface]:
+        from cplus import interfaces, models
+
+        loaded = (load or models.load)(name)
+        chat = bool(getattr(loaded.tokenizer, "chat_template", None))
+        return loaded.model, interfaces.build("freeform", loaded.tokenizer, chat=chat)
+
+    def judged(text: str, example: Example) -> bool:
+        from cplus.scoring import log_likelihoods
+
+        model, interface = ready()
+        request = (Message(role="user", content=_agreement(text, example)),)
+        rows = [interface.encode(FreeForm(id=example.id, messages=request, response=word)) for word in ("yes", "no")]
+        yes, no = log_likelihoods(model, rows, what="judging")
+        return yes.total > no.total
+
+    return judged
+
+
+def judge(name: str) -> Judge | None:
+    """The judge of a name out of `NAMES`; None for `none`: free text then has no right and wrong."""
     kind, _, rest = name.partition(":")
-    if name == "exact":
-        return exact_match
-    if name == "json":
-        return is_json
-    if rest and kind in ("regex", "schema", "python"):
-        return {"regex": matches, "schema": lambda path: fits_schema(read_json(Path(path))), "python": calls}[kind](
-            rest
-        )
-    raise ValueError(f"expected exact, json, regex:PATTERN, schema:FILE or python:module:function, got {name!r}")
+    plain: dict[str, Judge] = {
+        "exact": exact_match,
+        "normalised": normalised_match,
+        "contains": contains,
+        "number": same_number(),
+        "choice": same_choice,
+        "json": is_json,
+    }
+    made: dict[str, Callable[[str], Judge]] = {
+        "number": lambda text: same_number(_tolerance(text)),
+        "regex": matches,
+        "schema": lambda path: fits_schema(read_json(Path(path))),
+        "python": calls,
+        "model": agrees_by_model,
+    }
+    if name == "none":
+        return None
+    if name in plain:
+        return checked(plain[name], name)
+    if rest and kind in made:
+        return checked(made[kind](rest), name)
+    raise ValueError(f"expected {NAMES}, got {name!r}")
+
+
+def checked(judge: Judge, name: str) -> Judge:
+    """The judge, which must answer True or False: anything else is an error that names the row."""
+
+    def judged(text: str, example: Example) -> bool:
+        try:
+            found: Any = judge(text, example)
+        except Exception as error:
+            raise ValueError(
+                f"row {example.id}: the judge {name} failed with {type(error).__name__}: {error}; "
+                "correct the row or the judge, or choose another judge"
+            ) from error
+        if type(found).__name__ not in ("bool", "bool_"):  # Python's and NumPy's
+            raise ValueError(
+                f"row {example.id}: expected the judge {name} to return True or False, got {found!r:.60}; "
+                "correct the judge, or choose another one"
+            )
+        return bool(found)
+
+    return judged
+
+
+def _plain(text: str) -> str:
+    """As answers to reading comprehension are compared: no case, punctuation, articles or extra blanks."""
+    text = unicodedata.normalize("NFKC", text).casefold()
+    text = "".join(character for character in text if character not in string.punctuation)
+    return " ".join(_ARTICLES.sub(" ", text).split())
+
+
+def _response(example: Example) -> str:
+    return example.response if isinstance(example, FreeForm) else example.right
+
+
+def _last_number(text: str) -> float | None:
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def _letter(text: str) -> str | None:
+    """The first capital letter that is a word of its own; `A` that begins a sentence and `I` are words of English."""
+    found = [
+        match[1]
+        for match in _LETTER.finditer(text.strip())
+        if not (match[0] in "AI" and re.match(r"\s+[a-z]", text.strip()[match.end() :]))
+    ]
+    return found[0] if found else None
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ValueError(f"expected number:TOLERANCE with a tolerance of at least 0, got {text!r}")
+    return value
+
+
+def _agreement(text: str, example: Example) -> str:
+    asked = ""
+    if isinstance(example, FreeForm):
+        asked = "\n".join(f"{message.role}: {message.content}" for message in example.messages)
+    return (
+        f"Request:\n{asked}\n\nReference answer:\n{_response(example)}\n\nOther answer:\n{text}\n\n"
+        "Do the two answers agree in what they say? Reply with yes or no."
+    )

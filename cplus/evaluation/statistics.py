@@ -1,7 +1,8 @@
-"""How sure a figure is: shares with Wilson intervals, exact McNemar, means with standard errors."""
+"""Figures with their uncertainty: shares with Wilson intervals, exact McNemar, means with standard errors."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """How many of how many.
+    """A count out of a total.
 
     >>> Rate(3, 4).percent
     75.0
@@ -95,6 +96,47 @@ def estimate(values: Sequence[float]) -> Estimate:
         raise ValueError("expected at least one value to average, got none")
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
     return Estimate(statistics.fmean(values), error, len(values))
+
+
+def weighted(values: Sequence[float], weights: Sequence[float]) -> Estimate:
+    """The weighted mean and its standard error over rows, each row's residual linearised as for a ratio of sums.
+
+    With rows' losses per token and their numbers of tokens this is the mean over all tokens, and the rows are what is
+    sampled. Equal weights give `estimate`.
+
+    >>> weighted([1.0, 3.0], [1, 1])
+    Estimate(mean=2.0, error=1.0, count=2)
+    """
+    if not values:
+        raise ValueError("expected at least one value to average, got none")
+    total, count = math.fsum(weights), len(values)
+    mean = math.fsum(w * v for v, w in zip(values, weights, strict=True)) / total
+    if count == 1:
+        return Estimate(mean, None, 1)
+    spread = math.fsum((w * (v - mean)) ** 2 for v, w in zip(values, weights, strict=True))
+    return Estimate(mean, math.sqrt(spread * count / (count - 1)) / total, count)
+
+
+def noise_floor(first: Sequence[tuple[float, int]], second: Sequence[tuple[float, int]]) -> float:
+    """The difference in mean loss per token that sampling alone explains, in nats.
+
+    Both are one model's own answers to the same rows, such as greedy and sampled, each given by its log-likelihood and
+    its number of tokens. The floor is the half width of the 95 % interval of the mean difference.
+
+    >>> round(noise_floor([(-1.0, 1), (-2.0, 1), (-3.0, 1)], [(-2.0, 1), (-2.0, 1), (-2.0, 1)]), 2)
+    2.48
+    """
+    if len(first) != len(second) or len(first) < 2:
+        raise ValueError(f"expected two answers to each of at least two rows, got {len(first)} and {len(second)}")
+    differences = [one / n - other / m for (one, n), (other, m) in zip(first, second, strict=True)]
+    low, high = _interval(estimate(differences))
+    return (high - low) / 2
+
+
+def _interval(found: Estimate) -> tuple[float, float]:
+    ends = found.interval
+    assert ends is not None
+    return ends
 
 
 def token_loss(scored: Iterable[tuple[float, int]]) -> float:

@@ -28,7 +28,7 @@ class BoundTask:
     name: str
     interface: Interface
     examples: tuple[Example, ...]
-    judge: Judge
+    judge: Judge | None
 
 
 def evaluate_task(

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import ConfigDict, Field
 
 from cplus.evaluation.outcomes import Kind
+from cplus.evaluation.requirements import Requirement
 
-SetKind: TypeAlias = Literal["retention", "acquisition", "task", "external"]
+SetKind: TypeAlias = Literal["retention", "acquisition", "validation", "task", "external"]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 Percent: TypeAlias = Annotated[float, Field(ge=0, le=100)]
 Loss: TypeAlias = Annotated[float, Field(ge=0)]
@@ -28,11 +29,12 @@ class ModelId:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One row before and after, in words a person can read; `kind` is None where nothing says what is right.
+class RowComparison:
+    """One row before and after, in words a person can read; `kind` is None where no judge says what is right.
 
-    `label` groups rows, such as the gold letter. `nll_before` and `nll_after` are the mean loss a token of the gold
-    response, `tokens` their number: free-form rows have them.
+    `label` groups rows, such as the gold letter. Free-form rows have losses, each the mean over tokens: `nll_before`
+    and `nll_after` of the given response, which has `tokens` tokens, and `answer_nll_before` and `answer_nll_after` of
+    the answer that the model before gave.
     """
 
     __pydantic_config__ = _STRICT
@@ -49,14 +51,18 @@ class Row:
     tokens: Annotated[int, Field(ge=1)] | None = None
     nll_before: Loss | None = None
     nll_after: Loss | None = None
+    answer_nll_before: Loss | None = None
+    answer_nll_after: Loss | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowSet:
-    """Rows asked before and after, and what they are there for.
+    """Rows evaluated before and after, and their purpose.
 
-    `retention` rows count for Retention (past rows, or the anchors alone), `acquisition` rows for Acquisition (the
-    rows trained on), a whole `task` for both, `external` rows for neither: they are reported apart.
+    `retention` rows count for Retention, `acquisition` rows (those trained on) for Acquisition, `validation` rows are
+    new rows held out of training, a whole `task` counts for both, `external` rows for neither: they are reported apart.
+    `anchors` marks retention rows that the method was given, so that nobody reads them as held-out past rows. `judge`
+    names the judge of free text; without one (None or `none`) free text has no outcomes, whatever its rows carry.
     """
 
     __pydantic_config__ = _STRICT
@@ -64,12 +70,22 @@ class RowSet:
     name: str
     kind: SetKind
     interface: str
-    rows: tuple[Row, ...]
+    rows: tuple[RowComparison, ...]
+    judge: str | None = None
+    anchors: bool = False
+
+    @property
+    def judged(self) -> bool:
+        """Whether the rows have outcomes: multiple choice, or free text with a chosen judge."""
+        return self.interface != "freeform" or self.judge not in (None, "none")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """What was known after an epoch; epoch 0 is the model before."""
+    """An evaluation after an epoch; epoch 0 is the model before. Losses are means over all tokens.
+
+    `validation` is Acquisition, and `validation_nll` the loss, on new rows held out of training.
+    """
 
     __pydantic_config__ = _STRICT
 
@@ -79,11 +95,23 @@ class Point:
     acquisition: Percent | None = None
     past_nll: Loss | None = None
     new_nll: Loss | None = None
+    validation: Percent | None = None
+    validation_nll: Loss | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Another finished run on the same rows: its curve and all its settings; the page shows those that differ."""
+
+    __pydantic_config__ = _STRICT
+
+    curve: tuple[Point, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateShare:
-    """How much of the proposed update the gate let through in one layer.
+    """Share of the proposed update that the gate admitted in one layer.
 
     `admitted_share` counts coordinates, `energy_share` weighs them by their squared size.
     """
@@ -98,7 +126,7 @@ class GateShare:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """How many probes stand in a file, word for word or nearly."""
+    """The number of probes that are also in a file, word for word or nearly."""
 
     __pydantic_config__ = _STRICT
 
@@ -121,7 +149,7 @@ class SampleProbe:
 
 @dataclass(frozen=True, kw_only=True)
 class BankAudit:
-    """What a reader of the receipt needs of a bank's audit; `divergence` is None where the anchors are unknown."""
+    """The part of a bank's audit that the receipt shows; `divergence` is None where the anchors are unknown."""
 
     __pydantic_config__ = _STRICT
 
@@ -137,21 +165,13 @@ class BankAudit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Requirement:
-    """What the user demanded: the lower 95 % bound of a figure is at least this share."""
-
-    __pydantic_config__ = _STRICT
-
-    metric: Literal["retention", "acquisition"]
-    at_least: Share
-
-
-@dataclass(frozen=True, kw_only=True)
 class Receipt:
     """Everything the page shows. `created` is a date in ISO form, `notes` are sentences a reader must know.
 
-    `curve` is the run's own, `comparisons` those of other methods on the same rows, by method. `cost` is
-    `RunResult.cost` with `seconds` and `extra_bytes`, or as much of it as is known.
+    `curve` is the run's own, `comparisons` those of other methods on the same rows, by method; `followed` is the number
+    of rows behind each point of the curve, by set. `noise_floor` is the difference in mean loss per token between the
+    model's own answers that sampling alone explains, in nats. `cost` is `RunResult.cost` with `seconds` and
+    `extra_bytes`, or as much of it as is known.
     """
 
     __pydantic_config__ = _STRICT
@@ -165,7 +185,9 @@ class Receipt:
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     curve: tuple[Point, ...] = ()
-    comparisons: dict[str, tuple[Point, ...]] = field(default_factory=dict)
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
+    followed: dict[str, int] = field(default_factory=dict)
+    noise_floor: Loss | None = None
     gate: tuple[GateShare, ...] = ()
     audit: BankAudit | None = None
     cost: dict[str, int | float] = field(default_factory=dict)

@@ -1,27 +1,30 @@
-"""Learning curves: methods compared at matched learning, and the lines of the page's charts."""
+"""Learning curves as the lines, ticks and words of the page's charts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
-from cplus.evaluation.matched import common_level, rise
 from cplus.plotting import COLOURS, OTHER, label
+from cplus.receipts.comparisons import runs, unequal
 
 if TYPE_CHECKING:
     from cplus.receipts.contents import Point, Receipt
 
+Series: TypeAlias = Mapping[str, list[tuple[float, float]]]
+
 WIDTH, HEIGHT = 340.0, 210.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 38.0, 12.0, 8.0, 34.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 42.0, 12.0, 8.0, 34.0
 _DASHES = ("6 3", "2 2", "9 3 2 3", "1 3", "12 4")
+_TRAINED, _HELD_OUT = "rows trained on", "rows held out"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One method's line in places of the drawing; the run's own alone is not dashed: colour is no only sign."""
+    """One line in coordinates of the drawing; only the run's own is solid, so colour is not the only sign."""
 
     label: str
     colour: str
@@ -31,62 +34,35 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """What a template needs to draw: lines and ticks in places of the drawing, and words."""
+    """What a template draws: lines and ticks in coordinates of the drawing, and words.
+
+    `caveat` says why the lines are not comparable as they are; an axis that does not begin at 0 is marked as cut.
+    """
 
     title: str
+    caveat: str
     x_label: str
+    x_cut: bool
+    y_cut: bool
     summary: str
     lines: tuple[Line, ...]
     x_ticks: tuple[tuple[float, str], ...]
     y_ticks: tuple[tuple[float, str], ...]
 
 
-def matched(
-    method: str | None, curve: Sequence[Point], comparisons: Mapping[str, Sequence[Point]]
-) -> dict[str, Any] | None:
-    """The past rows' loss of each method where all have learned the new rows equally well.
-
-    The loss on new rows is the lowest that every method reaches; each method's past loss is interpolated where its
-    own curve first reaches it. `ratio` is the rise against SFT's. None without two methods that know both losses.
-    """
-    known = {
-        name: [(p.new_nll, p.past_nll) for p in points if p.new_nll is not None and p.past_nll is not None]
-        for name, points in _methods(method, curve, comparisons).items()
-        if points[0].epoch == 0  # a rise counts from the model before
-    }
-    known = {name: points for name, points in known.items() if len(points) > 1}
-    if len(known) < 2:
-        return None
-    level = common_level(known.values())
-    rises = {name: rise(points, level) for name, points in known.items()}
-    sft = rises.get("sft", 0.0)
-    return {
-        "new_nll": level,
-        "rows": [
-            {"method": name, "rise": found, "ratio": found / sft if sft > 0 else None} for name, found in rises.items()
-        ],
-    }
-
-
 def charts(receipt: Receipt) -> list[Chart]:
-    """One chart for each thing that was followed over at least two epochs."""
-    followed = (
-        ("Retention (%)", "epoch", "epoch", "retention"),
-        ("Acquisition (%)", "epoch", "epoch", "acquisition"),
-        ("Training loss", "epoch", "epoch", "loss"),
-        ("Past rows' loss against new rows' loss", "loss on new rows (learning goes left)", "new_nll", "past_nll"),
-    )
-    methods = _methods(receipt.method, receipt.curve, receipt.comparisons)
-    dashes = dict(zip(methods, chain((None,), cycle(_DASHES)), strict=False))
+    """One chart for each quantity that has at least two points.
+
+    The past loss comes first and is drawn against the new loss, so that methods are compared where they have learned
+    equally well. Lines of runs at unequal rates or of unequal learning have a caveat.
+    """
+    caveat = "; ".join(dict.fromkeys(said.partition(":")[0] for said in unequal(receipt)))
     drawn = []
-    for title, x_label, x, y in followed:
-        series = {
-            name: [(getattr(p, x), getattr(p, y)) for p in points if None not in (getattr(p, x), getattr(p, y))]
-            for name, points in methods.items()
-        }
-        series = {name: points for name, points in series.items() if len(points) > 1}
-        if series:
-            drawn.append(_chart(title, x_label, series, dashes, percent=title.endswith("(%)")))
+    for title, x_label, series in _quantities(receipt):
+        known = {name: points for name, points in series.items() if len(points) > 1}
+        if known:
+            beside = len(known) > 1 and _HELD_OUT not in known
+            drawn.append(_chart(title, x_label, known, list(series), caveat if beside else ""))
     return drawn
 
 
@@ -104,27 +80,41 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     return [round(step * i, 10) for i in range(first, max(last, first + 1) + 1)]
 
 
-def _methods(
-    method: str | None, curve: Sequence[Point], comparisons: Mapping[str, Sequence[Point]]
-) -> dict[str, Sequence[Point]]:
-    """The run's own method first, the others in the palette's order: a record does not keep that of its keys."""
-    own = {method or "this run": curve} if curve else {}
-    known = list(COLOURS)
-    others = sorted(comparisons, key=lambda name: (known.index(name) if name in known else len(known), name))
-    return own | {name: comparisons[name] for name in others if comparisons[name] and name not in own}
+def _quantities(receipt: Receipt) -> Iterator[tuple[str, str, Series]]:
+    """Each chart's title, the name of its horizontal axis, and its lines by method."""
+    methods = runs(receipt)
+    yield (
+        "Rise of the past loss against the new loss",
+        "new loss, nats per token (learning goes left)",
+        {name: _losses(points) for name, points in methods.items()},
+    )
+    own = receipt.curve
+    for title, trained, unseen in (
+        ("New loss", "new_nll", "validation_nll"),
+        ("Acquisition (%)", "acquisition", "validation"),
+    ):
+        if any(getattr(point, unseen) is not None for point in own):
+            apart = {_TRAINED: _by_epoch(own, trained), _HELD_OUT: _by_epoch(own, unseen)}
+            yield f"{title}: trained on and held out", "epoch", apart
+    epochs = (("Retention (%)", "retention"), ("Acquisition (%)", "acquisition"), ("Training loss", "loss"))
+    for title, quantity in epochs:
+        yield title, "epoch", {name: _by_epoch(points, quantity) for name, points in methods.items()}
 
 
-def _chart(
-    title: str,
-    x_label: str,
-    series: Mapping[str, list[tuple[float, float]]],
-    dashes: Mapping[str, str | None],
-    *,
-    percent: bool,
-) -> Chart:
+def _losses(points: Sequence[Point]) -> list[tuple[float, float]]:
+    known = [(p.new_nll, p.past_nll) for p in points if p.new_nll is not None and p.past_nll is not None]
+    return [(new, past - known[0][1]) for new, past in known] if points[0].epoch == 0 else []
+
+
+def _by_epoch(points: Sequence[Point], quantity: str) -> list[tuple[float, float]]:
+    return [(p.epoch, getattr(p, quantity)) for p in points if getattr(p, quantity) is not None]
+
+
+def _chart(title: str, x_label: str, series: Series, order: list[str], caveat: str) -> Chart:
     xs = [x for points in series.values() for x, _ in points]
     ys = [y for points in series.values() for _, y in points]
-    x_values, y_values = ticks(min(xs), max(xs)), ticks(min(ys), 100.0 if percent else max(ys), most=4)
+    x_values = ticks(min(xs), max(xs))
+    y_values = ticks(min(ys), 100.0 if "(%)" in title else max(ys), most=4)
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - x_values[0]) / (x_values[-1] - x_values[0])
@@ -134,10 +124,11 @@ def _chart(
             round(HEIGHT - _BOTTOM - up * (HEIGHT - _TOP - _BOTTOM), 1),
         )
 
+    dashes = dict(zip(order, chain((None,), cycle(_DASHES)), strict=False))
     lines = tuple(
         Line(
             label=label(name),
-            colour=COLOURS.get(name, OTHER),
+            colour=COLOURS["cplus"] if name == _TRAINED else COLOURS.get(name, OTHER),
             dash=dashes[name],
             points=tuple(place(x, y) for x, y in points),
         )
@@ -146,8 +137,11 @@ def _chart(
     ends = "; ".join(f"{label(name)} from {points[0][1]:.4g} to {points[-1][1]:.4g}" for name, points in series.items())
     return Chart(
         title=title,
+        caveat=caveat,
         x_label=x_label,
-        summary=f"{title} by {x_label}: {ends}",
+        x_cut=x_values[0] > 0,
+        y_cut=y_values[0] > 0,
+        summary=f"{title}{f' ({caveat})' if caveat else ''} by {x_label}: {ends}",
         lines=lines,
         x_ticks=tuple((place(x, y_values[0])[0], f"{x:g}") for x in x_values),
         y_ticks=tuple((place(x_values[0], y)[1], f"{y:g}") for y in y_values),

@@ -1,4 +1,4 @@
-"""The figures of a receipt, all from its rows: shares with Wilson bounds, exact McNemar, losses, labels."""
+"""The figures of a receipt, all from its rows: shares with Wilson bounds, exact McNemar, losses, states, labels."""
 
 from __future__ import annotations
 
@@ -7,38 +7,61 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from cplus.evaluation import requirements, rewording
 from cplus.evaluation.letters import acquisition_by_label, macro, retention_by_label
 from cplus.evaluation.outcomes import Flip, Kind, acquisition, retention
-from cplus.evaluation.statistics import Rate, estimate, mcnemar, share
-from cplus.receipts.curves import matched
+from cplus.evaluation.requirements import new_parts, past_parts
+from cplus.evaluation.rewording import State
+from cplus.evaluation.statistics import Rate, mcnemar, share, weighted
+from cplus.receipts.comparisons import differing, matched, unequal
 
 if TYPE_CHECKING:
-    from cplus.receipts.contents import Receipt, Row, RowSet
+    from cplus.receipts.contents import Receipt, RowComparison, RowSet
 
-_FOR_RETENTION, _FOR_ACQUISITION = ("retention", "task"), ("acquisition", "task")
-_KINDS: tuple[Kind, ...] = ("kept", "lost", "gained", "still_wrong")
+KINDS: tuple[Kind, ...] = ("kept", "lost", "gained", "still_wrong")
+STATES: tuple[State, ...] = ("same", "reworded", "changed")
+MATERIAL = 0.02
+"""The smallest rise of the past loss called damage where no noise floor was measured, in nats per token."""
 
 
 def figures(receipt: Receipt) -> dict[str, Any]:
-    """Every figure of the page, as plain values; percentages are 0-100, bounds 95 % by Wilson."""
-    pooled = {
-        "retention": _pooled(receipt.sets, _FOR_RETENTION, _retained),
-        "acquisition": _pooled(receipt.sets, _FOR_ACQUISITION, _acquired),
+    """Every figure of the page, as plain values; percentages are 0-100, intervals 95 %, losses means over tokens."""
+    sets = receipt.sets
+    judged = [own for own in sets if own.judged]
+    past, new = past_parts(judged), new_parts(judged)
+    held_out = [own for own in judged if own.kind == "validation"]
+    found: dict[str, Any] = {
+        "retention": _row(_retained(_pooled(past))),
+        "acquisition": _row(_acquired(_pooled(new))),
+        "validation": _row(_acquired(_pooled(held_out))),
+        "on_anchors": bool(past) and all(own.anchors for own in past),
+        "free": _free(sets, receipt.noise_floor),
+        "noise_floor": receipt.noise_floor,
+        "sets": [_set(own, receipt.noise_floor) for own in sets],
+        "labels": _labels(past, new),
+        "unselected": _unselected(sets),
+        "matched": matched(receipt),
+        "differing": differing(receipt),
+        "unequal": unequal(receipt),
+        "preservation_percent": _preservation(receipt.cost),
     }
-    found: dict[str, Any] = {name: rate.row() if rate else None for name, rate in pooled.items()}
-    found["sets"] = [_set(own) for own in receipt.sets]
-    found["labels"] = _labels(receipt.sets)
-    found["unselected"] = _unselected(receipt.sets)
-    found["matched"] = matched(receipt.method, receipt.curve, receipt.comparisons)
-    found["preservation_percent"] = _preservation(receipt.cost)
-    found["requirements"] = [
-        {"metric": asked.metric, "at_least": asked.at_least, **_met(pooled[asked.metric], asked.at_least)}
-        for asked in receipt.requirements
-    ]
+    found["requirements"] = [requirements.judged(one, found) for one in receipt.requirements]
     return found
 
 
-def _flips(rows: Sequence[Row]) -> list[Flip]:
+def state(row: RowComparison, noise_floor: float | None) -> State:
+    """Whether a free-text answer stayed the same, was reworded or changed."""
+    return rewording.state(
+        row.before,
+        row.after,
+        loss_before=row.answer_nll_before,
+        loss_after=row.answer_nll_after,
+        noise_floor=noise_floor,
+    )
+
+
+def _flips(own: RowSet) -> list[Flip]:
+    """The outcomes of a set; free text without a judge has none."""
     return [
         Flip(
             id=row.id,
@@ -48,9 +71,17 @@ def _flips(rows: Sequence[Row]) -> list[Flip]:
             confidence_before=row.confidence_before,
             confidence_after=row.confidence_after,
         )
-        for row in rows
-        if row.kind is not None
+        for row in own.rows
+        if own.judged and row.kind is not None
     ]
+
+
+def _pooled(sets: Sequence[RowSet]) -> list[Flip]:
+    return [flip for own in sets for flip in _flips(own)]
+
+
+def _row(rate: Rate | None) -> dict[str, Any] | None:
+    return None if rate is None else rate.row()
 
 
 def _retained(table: Sequence[Flip]) -> Rate | None:
@@ -61,34 +92,76 @@ def _acquired(table: Sequence[Flip]) -> Rate | None:
     return acquisition(table) if any(flip.kind in ("gained", "still_wrong") for flip in table) else None
 
 
-def _pooled(
-    sets: Sequence[RowSet], kinds: tuple[str, str], rate: Callable[[Sequence[Flip]], Rate | None]
-) -> Rate | None:
-    return rate([flip for own in sets if own.kind in kinds for flip in _flips(own.rows)])
-
-
-def _set(own: RowSet) -> dict[str, Any]:
-    table = _flips(own.rows)
+def _set(own: RowSet, noise_floor: float | None) -> dict[str, Any]:
+    table = _flips(own)
     counts = Counter(flip.kind for flip in table)
     kept, learned = _retained(table), _acquired(table)
+    states = None if own.judged else _states(own.rows, noise_floor)
     return {
         "name": own.name,
         "kind": own.kind,
         "interface": own.interface,
+        "judge": own.judge if own.judged and own.interface == "freeform" else None,
+        "anchors": own.anchors,
         "rows": len(own.rows),
-        "counts": {kind: counts[kind] for kind in _KINDS} | {"unjudged": len(own.rows) - len(table)},
+        "counts": {kind: counts[kind] for kind in KINDS} | {"unjudged": len(own.rows) - len(table)},
+        "answers": states,
         "before": share(flip.kind in ("kept", "lost") for flip in table).row() if table else None,
         "after": share(flip.kind in ("kept", "gained") for flip in table).row() if table else None,
-        "retention": kept.row() if kept else None,
-        "acquisition": learned.row() if learned else None,
-        # Rows chosen because they were right (or wrong) before can only change one way: the test would say nothing.
+        "retention": _row(kept),
+        "acquisition": _row(learned),
+        # Rows chosen because they were right (or wrong) before can only change one way: the test would mean nothing.
         "mcnemar_p": mcnemar(counts["lost"], counts["gained"]) if kept and learned else None,
         "nll": _losses(own.rows),
     }
 
 
-def _losses(rows: Sequence[Row]) -> dict[str, Any] | None:
-    """The mean loss a token over all responses, and the rise of a response's own with its standard error."""
+def _states(rows: Sequence[RowComparison], noise_floor: float | None) -> dict[str, int]:
+    counts = Counter(state(row, noise_floor) for row in rows)
+    return {name: counts[name] for name in STATES}
+
+
+def _free(sets: Sequence[RowSet], noise_floor: float | None) -> dict[str, Any]:
+    """Past, new and held-out new rows in free text that no judge was chosen for: losses, and what became of answers."""
+    spoken = [own for own in sets if not own.judged]
+    held_out = [own for own in spoken if own.kind == "validation"]
+    parts = {"past": past_parts(spoken), "new": new_parts(spoken), "validation": held_out}
+    return {name: _part(own, noise_floor) if own else None for name, own in parts.items()}
+
+
+def _part(sets: Sequence[RowSet], noise_floor: float | None) -> dict[str, Any]:
+    rows = [row for own in sets for row in own.rows]
+    loss, answers = _losses(rows), _states(rows, noise_floor)
+    return {
+        "rows": len(rows),
+        "whole_task": all(own.kind == "task" for own in sets),
+        "on_anchors": all(own.anchors for own in sets),
+        "answers": answers,
+        "loss": loss,
+        "effect": effect(loss, noise_floor),
+    }
+
+
+def effect(loss: Mapping[str, Any] | None, noise_floor: float | None) -> str:
+    """What the loss says about behaviour that was to be kept.
+
+    `damaged`: the interval of the rise excludes 0, and the rise exceeds the noise floor (`MATERIAL` where none was
+    measured). `slight`: the interval excludes 0, but the rise is within the floor. `unclear`: the interval holds 0 and
+    reaches beyond the floor, or one row gives no interval. `kept`: the whole interval is below the floor. `unmeasured`:
+    no row has a loss.
+    """
+    floor = MATERIAL if noise_floor is None else noise_floor
+    if loss is None:
+        return "unmeasured"
+    if loss["low"] is None:
+        return "unclear"
+    if loss["low"] > 0:
+        return "damaged" if loss["rise"] > floor else "slight"
+    return "kept" if loss["high"] <= floor else "unclear"
+
+
+def _losses(rows: Sequence[RowComparison]) -> dict[str, Any] | None:
+    """The given responses' loss before and after and its rise, all means over tokens; the intervals are over rows."""
     known = [
         (row.tokens, row.nll_before, row.nll_after)
         for row in rows
@@ -96,22 +169,26 @@ def _losses(rows: Sequence[Row]) -> dict[str, Any] | None:
     ]
     if not known:
         return None
-    tokens = sum(count for count, _, _ in known)
-    rise = estimate([after - before for _, before, after in known])
+    tokens = [count for count, _, _ in known]
+    rise = weighted([after - before for _, before, after in known], tokens)
+    after = weighted([after for _, _, after in known], tokens)
+    low, high = rise.interval or (None, None)
     return {
-        "before": sum(count * before for count, before, _ in known) / tokens,
-        "after": sum(count * after for count, _, after in known) / tokens,
+        "before": weighted([before for _, before, _ in known], tokens).mean,
+        "after": after.mean,
+        "after_high": after.interval[1] if after.interval else None,
         "rise": rise.mean,
-        "error": rise.error,
+        "low": low,
+        "high": high,
         "rows": len(known),
-        "tokens": tokens,
+        "tokens": sum(tokens),
     }
 
 
-def _labels(sets: Sequence[RowSet]) -> dict[str, Any] | None:
+def _labels(past: Sequence[RowSet], new: Sequence[RowSet]) -> dict[str, Any] | None:
     """Retention and Acquisition per label and their unweighted means, where rows have labels."""
-    kept = _by_label(sets, _FOR_RETENTION, retention_by_label)
-    learned = _by_label(sets, _FOR_ACQUISITION, acquisition_by_label)
+    kept = _by_label(past, retention_by_label)
+    learned = _by_label(new, acquisition_by_label)
     if not kept and not learned:
         return None
     return {
@@ -129,19 +206,21 @@ def _labels(sets: Sequence[RowSet]) -> dict[str, Any] | None:
 
 
 def _by_label(
-    sets: Sequence[RowSet],
-    kinds: tuple[str, str],
-    rates: Callable[[Sequence[Flip], Mapping[str, str]], dict[str, Rate]],
+    sets: Sequence[RowSet], rates: Callable[[Sequence[Flip], Mapping[str, str]], dict[str, Rate]]
 ) -> dict[str, Rate]:
-    # Two sets may hold rows of one id, so a row goes by its set's name too.
-    rows = {f"{own.name}/{row.id}": row for own in sets if own.kind in kinds for row in own.rows}
-    labels = {id: row.label for id, row in rows.items() if row.label is not None}
-    return rates(_flips([replace(rows[id], id=id) for id in labels]), labels)
+    table: list[Flip] = []
+    labels: dict[str, str] = {}
+    for own in sets:
+        known = {row.id: row.label for row in own.rows if row.label is not None}
+        # Two sets may hold rows of one id, so a row is named by its set too.
+        table += [replace(flip, id=f"{own.name}/{flip.id}") for flip in _flips(own) if flip.id in known]
+        labels |= {f"{own.name}/{id}": label for id, label in known.items()}
+    return rates(table, labels)
 
 
 def _unselected(sets: Sequence[RowSet]) -> dict[str, Any] | None:
     """Lost against gained over the rows that were not chosen by what the model answered before."""
-    table = [flip for own in sets if own.kind in ("task", "external") for flip in _flips(own.rows)]
+    table = _pooled([own for own in sets if own.kind in ("task", "external")])
     if not table:
         return None
     counts = Counter(flip.kind for flip in table)
@@ -151,12 +230,6 @@ def _unselected(sets: Sequence[RowSet]) -> dict[str, Any] | None:
         "gained": counts["gained"],
         "mcnemar_p": mcnemar(counts["lost"], counts["gained"]),
     }
-
-
-def _met(rate: Rate | None, at_least: float) -> dict[str, Any]:
-    """A figure without rows to measure it on meets nothing."""
-    bound = rate.interval()[0] / 100 if rate else None
-    return {"bound": bound, "met": bound is not None and bound >= at_least}
 
 
 def _preservation(cost: Mapping[str, float]) -> float | None:

@@ -1,19 +1,21 @@
-"""The receipt as one page that needs nothing else; it is made from a record and from nothing beside it."""
+"""The receipt as one self-contained page, rendered from a record and from nothing else."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 from markupsafe import Markup
 
+from cplus.evaluation.requirements import sentence as required
 from cplus.plotting import label
-from cplus.receipts.contents import Receipt
+from cplus.receipts.comparisons import flat
+from cplus.receipts.contents import Receipt, RowComparison, RowSet
 from cplus.receipts.curves import HEIGHT, WIDTH, charts
 from cplus.receipts.html import TEMPLATES, environment, policy
+from cplus.receipts.measures import state
 from cplus.receipts.record import from_json
-from cplus.receipts.verdict import headline, p_value, percent, sentences
+from cplus.receipts.verdict import lead, p_value, percent, sentences, signed
 
 _COSTS = {
     "seconds": "time of the adaptation",
@@ -38,14 +40,15 @@ def render(record: Any) -> str:
     ledger = [*(name for name in _COSTS if name in receipt.cost), *sorted(receipt.cost.keys() - _COSTS)]
     drawn = charts(receipt)
     every = [row for own in receipt.sets for row in own.rows]
+    table = _rows(receipt)
     script = (TEMPLATES / "receipt.js").read_text(encoding="utf-8")
     pages = environment()
-    pages.filters |= {"percent": percent, "p_value": p_value, "method": label, "scaled": scaled}
+    pages.filters |= {"percent": percent, "p_value": p_value, "method": label, "signed": signed, "required": required}
     return pages.get_template("receipt.html").render(
         receipt=receipt,
         sha256=record["sha256"],
         figures=found,
-        headline=headline(found),
+        lead=lead(found),
         sentences=sentences(found),
         charts=drawn,
         legend=list({line.label: line for chart in drawn for line in chart.lines}.values()),
@@ -53,10 +56,11 @@ def render(record: Any) -> str:
         costs=[(_COSTS.get(name, name.replace("_", " ")), cost(name, receipt.cost[name])) for name in ledger],
         settings=flat(receipt.settings),
         environment=flat(receipt.environment),
-        kinds=Counter(row.kind or "unjudged" for row in every),
+        kinds=Counter(row[1] for row in table),
+        differing=found["differing"],
         labels=sorted({row.label for row in every if row.label is not None}),
         losses=any(row.nll_after is not None for row in every),
-        rows=_rows(receipt),
+        rows=table,
         script=Markup(script),  # our own file, the only script the policy admits
         policy=policy(script),
     )
@@ -92,29 +96,12 @@ def scaled(value: float, unit: str = "") -> str:
     return f"{value:.3g} {unit}".strip()
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested values as names with points and texts.
-
-    >>> flat({"lr": 1e-06, "bank": {"seed": 0, "topics": []}, "lora": None})
-    [('lr', '1e-06'), ('bank.seed', '0'), ('bank.topics', 'none'), ('lora', 'none')]
-    """
-    pairs = []
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            pairs += flat(value, f"{prefix}{name}.")
-        elif isinstance(value, list | tuple):
-            pairs.append((prefix + name, ", ".join(map(str, value)) or "none"))
-        else:
-            pairs.append((prefix + name, "none" if value is None else str(value)))
-    return pairs
-
-
 def _rows(receipt: Receipt) -> list[list[Any]]:
-    """The flip table in the order `receipt.js` reads."""
+    """The table of rows in the order that `receipt.js` reads."""
     return [
         [
             place,
-            row.kind or "unjudged",
+            _outcome(own, row, receipt.noise_floor),
             row.id,
             row.input,
             row.gold,
@@ -125,7 +112,16 @@ def _rows(receipt: Receipt) -> list[list[Any]]:
             row.label,
             row.nll_before,
             row.nll_after,
+            row.answer_nll_before,
+            row.answer_nll_after,
         ]
         for place, own in enumerate(receipt.sets)
         for row in own.rows
     ]
+
+
+def _outcome(own: RowSet, row: RowComparison, noise_floor: float | None) -> str:
+    """A judged row's outcome, else the state of its answer."""
+    if own.judged:
+        return row.kind or "unjudged"
+    return state(row, noise_floor)

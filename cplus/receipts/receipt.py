@@ -1,6 +1,6 @@
 """The receipt: fill a `Receipt`, write it as `receipt.json` and as the page `receipt.html`, read it again.
 
-The page shows what stands in the record and nothing else; a record that was altered has no page.
+The page shows the record and nothing else; a record that was altered has no page.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from cplus import files
+from cplus.evaluation.requirements import Requirement
 from cplus.receipts.contents import (
     BankAudit,
+    Comparison,
     GateShare,
     ModelId,
     Overlap,
     Point,
     Receipt,
-    Requirement,
-    Row,
+    RowComparison,
     RowSet,
     SampleProbe,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "PAGE",
     "RECORD",
     "BankAudit",
+    "Comparison",
     "GateShare",
     "Losses",
     "ModelId",
@@ -37,7 +39,7 @@ __all__ = [
     "Point",
     "Receipt",
     "Requirement",
-    "Row",
+    "RowComparison",
     "RowSet",
     "SampleProbe",
     "bank_audit",
@@ -72,7 +74,7 @@ def read_receipt(folder: Path) -> Receipt:
 
 
 def bank_audit(audit: Mapping[str, Any]) -> BankAudit:
-    """What a receipt keeps of an audit made by `cplus.probes.audit.audit`."""
+    """The part of an audit by `cplus.probes.audit.audit` that a receipt keeps."""
     return BankAudit(
         sha256=audit["bank"]["probes_sha256"],
         probes=audit["probes"],

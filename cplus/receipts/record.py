@@ -1,4 +1,4 @@
-"""A receipt as the sealed JSON record that its page is made of, and back."""
+"""A receipt as the sealed JSON record that its page is rendered from, and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cplus import files
 from cplus.receipts.contents import Receipt
 from cplus.receipts.measures import figures
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def to_json(receipt: Receipt) -> dict[str, Any]:
@@ -29,7 +29,11 @@ def to_json(receipt: Receipt) -> dict[str, Any]:
 def from_json(raw: Any, *, where: str = "the receipt") -> Receipt:
     """Read a record made by `to_json`; one that was altered, or that another version wrote, is refused."""
     if not isinstance(raw, Mapping) or raw.get("schema") != SCHEMA:
-        raise ValueError(f"{where}: expected a receipt of schema {SCHEMA}; it was written by another version")
+        found = raw.get("schema") if isinstance(raw, Mapping) else None
+        raise ValueError(
+            f"{where}: expected a receipt of schema {SCHEMA}, got schema {found!r:.20}: another version wrote it; "
+            "make the receipt again with this version"
+        )
     body = {key: value for key, value in raw.items() if key != "sha256"}
     if raw.get("sha256") != files.fingerprint(body):
         raise ValueError(
@@ -48,7 +52,7 @@ def from_json(raw: Any, *, where: str = "the receipt") -> Receipt:
 
 
 def _check(receipt: Receipt) -> None:
-    """Refuse values that could not be read again, names and ids that stand for two things."""
+    """Refuse values that could not be read again, and names and ids that occur twice."""
     try:
         TypeAdapter(Receipt).validate_python(receipt)
     except ValidationError as error:

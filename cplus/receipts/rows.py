@@ -9,12 +9,12 @@ from string import ascii_uppercase
 from cplus.data.examples import Choice, Example
 from cplus.data.predictions import Prediction
 from cplus.evaluation.outcomes import Kind, flips
-from cplus.receipts.contents import Row
+from cplus.receipts.contents import RowComparison
 
 
 @dataclass(frozen=True, kw_only=True)
 class Losses:
-    """A given response's mean loss a token, before and after, and its number of tokens."""
+    """The mean loss per token of one text under the model before and the model after, and its number of tokens."""
 
     before: float
     after: float
@@ -28,52 +28,66 @@ def rows(
     *,
     interface: str,
     losses: Sequence[Losses] = (),
-) -> tuple[Row, ...]:
-    """The flips of these examples in their order; `losses`, one an example, are what free-form responses add."""
+    answers: Sequence[Losses | None] = (),
+) -> tuple[RowComparison, ...]:
+    """The comparisons of these examples in their order.
+
+    Free-form rows add `losses`, one per example, of the given responses, and `answers`, one per example, of the answers
+    that the model before gave (None for an empty answer).
+    """
     judged = all(prediction.correct is not None for prediction in (*before, *after))
     kinds: dict[str, Kind] = {flip.id: flip.kind for flip in flips(before, after)} if judged else {}
     was, now = ({prediction.id: prediction for prediction in some} for some in (before, after))
     known: Sequence[Losses | None] = losses or [None] * len(examples)
+    own = answers or [None] * len(examples)
     return tuple(
-        _row(example, kinds.get(example.id), was[example.id], now[example.id], interface, loss)
-        for example, loss in zip(examples, known, strict=True)
+        _row(example, kinds.get(example.id), was[example.id], now[example.id], interface, loss, answer)
+        for example, loss, answer in zip(examples, known, own, strict=True)
     )
 
 
 def _row(
-    example: Example, kind: Kind | None, was: Prediction, now: Prediction, interface: str, loss: Losses | None
-) -> Row:
+    example: Example,
+    kind: Kind | None,
+    was: Prediction,
+    now: Prediction,
+    interface: str,
+    loss: Losses | None,
+    answer: Losses | None,
+) -> RowComparison:
     letter = ascii_uppercase[example.answer] if isinstance(example, Choice) else None
-    gold = _said(example, example.answer, interface) if isinstance(example, Choice) else example.response
-    return Row(
+    gold = _answer(example, example.answer, interface) if isinstance(example, Choice) else example.response
+    return RowComparison(
         id=example.id,
         kind=kind,
-        input=_asked(example, interface),
+        input=_input(example, interface),
         gold=gold,
-        before=_said(example, was.answer, interface),
-        after=_said(example, now.answer, interface),
-        confidence_before=min(was.confidence, 1.0),  # the exponential of a rounded 0 may lie an ulp above 1
+        before=_answer(example, was.answer, interface),
+        after=_answer(example, now.answer, interface),
+        confidence_before=min(was.confidence, 1.0),  # the exponential of a rounded 0 may be an ulp above 1
         confidence_after=min(now.confidence, 1.0),
-        # Elsewhere the model never sees a letter, so the place of the right choice says nothing.
+        # Elsewhere the model never sees a letter, so the position of the right choice means nothing.
         label=letter if interface == "letter" else None,
         tokens=loss.tokens if loss else None,
         nll_before=loss.before if loss else None,
         nll_after=loss.after if loss else None,
+        answer_nll_before=answer.before if answer else None,
+        answer_nll_after=answer.after if answer else None,
     )
 
 
-def _asked(example: Example, interface: str) -> str:
-    """What the model was asked, with the options it could choose from."""
+def _input(example: Example, interface: str) -> str:
+    """The model's input, with the options it could choose from."""
     if isinstance(example, Choice):
         options = range(len(example.choices)) if len(example.choices) > 1 else ()
-        return "\n".join([example.question, *(f"  {_said(example, option, interface)}" for option in options)])
+        return "\n".join([example.question, *(f"  {_answer(example, option, interface)}" for option in options)])
     if len(example.messages) == 1:
         return example.messages[0].content
     return "\n".join(f"{message.role}: {message.content}" for message in example.messages)
 
 
-def _said(example: Example, answer: int | str, interface: str) -> str:
-    """An answer in words; its letter stands before an option where letters are what is asked for."""
+def _answer(example: Example, answer: int | str, interface: str) -> str:
+    """An answer in words; an option has its letter before it where the interface asks for letters."""
     if isinstance(answer, str) or not isinstance(example, Choice):
         return str(answer)
     text = example.choices[answer]

@@ -1,4 +1,4 @@
-"""A receipt's figures in words: one headline, and the sentences that say how sure it is."""
+"""A receipt's figures in words: a headline, and the sentences with counts, intervals and comparisons."""
 
 from __future__ import annotations
 
@@ -7,34 +7,36 @@ from typing import Any
 
 from cplus.plotting import label
 
+_PLACES = 3
+"""Decimals of a loss."""
+
 
 def headline(found: Mapping[str, Any]) -> str:
-    """What was kept and what was learned, in one sentence."""
-    kept, learned = found["retention"], found["acquisition"]
-    trained = any(own["kind"] == "acquisition" for own in found["sets"])
-    past = any(own["kind"] == "retention" for own in found["sets"])
-    parts = []
-    if kept:
-        parts.append(f"kept {percent(kept['percent'])} of {'what it knew' if past else 'the right answers'}")
-    if learned and trained:
-        parts.append(f"learned {percent(learned['percent'])} of what is new")
-    elif learned:
-        parts.append(f"corrected {percent(learned['percent'])} of the wrong ones")
-    return " and ".join(parts).capitalize() + "." if parts else "No answer was judged: measured by loss alone."
+    """The verdict in a few sentences: past behaviour first, then what was learned."""
+    return " ".join(lead(found))
+
+
+def lead(found: Mapping[str, Any]) -> list[str]:
+    """The sentences of the headline: judged answers by their shares, free text without a judge by its losses."""
+    said = [*_shares(found), *_past(found), *_new(found)]
+    return said or ["No answer was judged, and no loss was measured."]
 
 
 def sentences(found: Mapping[str, Any]) -> list[str]:
-    """How sure the headline is: counts, 95 % bounds, the exact test, losses."""
+    """What the headline is based on: counts, 95 % intervals, the exact test, losses, comparisons."""
     said = []
     if kept := found["retention"]:
         said.append(f"{_counts(kept)} answers that were right before are still right{_bounds(kept)}.")
     if learned := found["acquisition"]:
         said.append(f"{_counts(learned)} answers that were wrong before are right now{_bounds(learned)}.")
+    if unseen := found["validation"]:
+        said.append(f"{_counts(unseen)} held-out new answers that were wrong before are right now{_bounds(unseen)}.")
     if found["unselected"]:
         said.append(_changed(found["unselected"]))
     said += [_loss(own) for own in found["sets"] if own["nll"]]
     if found["matched"]:
         said += _compared(found["matched"])
+    said += [f"The runs compared have {sentence}." for sentence in found["unequal"]]
     return said
 
 
@@ -58,6 +60,114 @@ def p_value(value: float) -> str:
     return "< 0.0001" if value < 1e-4 else f"= {value:.2g}"
 
 
+def signed(value: float) -> str:
+    """A difference of losses with its sign; one that rounds to 0 has none.
+
+    >>> signed(-0.00712), signed(0.25), signed(-0.0001)
+    ('−0.007', '+0.250', '0.000')
+    """
+    text = f"{value:+.{_PLACES}f}"
+    return text[1:] if float(text) == 0 else text.replace("-", "−")
+
+
+def _shares(found: Mapping[str, Any]) -> list[str]:
+    """What was kept and learned, of judged answers."""
+    kept, learned, unseen = found["retention"], found["acquisition"], found["validation"]
+    kinds = {own["kind"] for own in found["sets"] if own["before"]}
+    parts = []
+    if kept:
+        whose = "what it knew" if "retention" in kinds else "the right answers"
+        if found["on_anchors"]:
+            whose = "its right answers on the anchors it was protected by"
+        parts.append(f"kept {percent(kept['percent'])} of {whose}")
+    if learned and "acquisition" in kinds:
+        parts.append(f"learned {percent(learned['percent'])} of the new rows it was trained on")
+    elif learned:
+        parts.append(f"corrected {percent(learned['percent'])} of the wrong ones")
+    if unseen:
+        parts.append(f"learned {percent(unseen['percent'])} of the new rows held out")
+    if not parts:
+        return []
+    text = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return [f"{text[0].upper()}{text[1:]}."]
+
+
+def _past(found: Mapping[str, Any]) -> list[str]:
+    """What became of past answers in free text: their loss against the noise floor and plain SFT, then their texts."""
+    past = found["free"]["past"]
+    if past is None:
+        return []
+    counts, total = past["answers"], past["rows"]
+    others = f"{counts['same']:,} the same, {counts['reworded']:,} reworded, {counts['changed']:,} changed"
+    answers = f"{'Its' if past['whole_task'] else 'Past'} answers: {others}, of {total:,}."
+    if past["on_anchors"]:
+        answers = f"Answers on the anchors: {others}, of {total:,}."
+    if past["loss"] is None:
+        return [answers]
+    return [_effect(past, found["noise_floor"]), *_plain(found), answers]
+
+
+def _effect(past: Mapping[str, Any], floor: float | None) -> str:
+    loss, effect = past["loss"], past["effect"]
+    most = past["answers"]["changed"] > past["rows"] / 2
+    what = "the given responses" if past["whole_task"] else "past answers"
+    where = " on the anchors it was protected by" if past["on_anchors"] else ""
+    verdict = {
+        "damaged": "The model got worse on these rows" if past["whole_task"] else f"Past behaviour was damaged{where}",
+        "slight": f"The loss of {what}{where} rose slightly",
+        "unclear": f"No clear change of {what}{where} was found",
+        "kept": f"No damage to {what}{where} was found",
+    }[effect]
+    if most and effect != "damaged":
+        verdict = f"Most answers{where} changed, though the loss of {what} did not rise beyond noise"
+    interval = "one row gives no interval"
+    if loss["low"] is not None:
+        interval = f"95\u00a0% interval {signed(loss['low'])} to {signed(loss['high'])}"
+    verb = {True: "rose", False: "fell"}[loss["rise"] > 0] if signed(loss["rise"]) != "0.000" else "went"
+    change = (
+        f"loss {verb} from {loss['before']:.{_PLACES}f} to {loss['after']:.{_PLACES}f} nats per token "
+        f"({signed(loss['rise'])}, {interval}{_against(loss, effect, floor)})"
+    )
+    return f"{verdict}: {'their' if effect in ('unclear', 'kept') and not most else 'the'} {change}."
+
+
+def _against(loss: Mapping[str, Any], effect: str, floor: float | None) -> str:
+    if floor is None:
+        return "; no noise floor was measured"
+    if loss["rise"] <= 0:
+        return f"; noise floor {floor:.{_PLACES}f}"
+    return f"; {'beyond' if loss['rise'] > floor else 'within'} the noise floor of {floor:.{_PLACES}f}"
+
+
+def _plain(found: Mapping[str, Any]) -> list[str]:
+    """What plain fine-tuning cost, where a comparison says so."""
+    if not found["matched"] or found["matched"]["own"] in (None, "sft"):
+        return []
+    rises = {row["method"]: row["rise"] for row in found["matched"]["rows"]}
+    if "sft" not in rises:
+        return []
+    unequal = " (their learning rates differ)" if any("rates" in said for said in found["unequal"]) else ""
+    return [
+        f"Where both reach a new loss of {found['matched']['new_nll']:.2f}, the past loss changed by "
+        f"{signed(rises['sft'])} with plain fine-tuning and by {signed(rises[found['matched']['own']])} here{unequal}."
+    ]
+
+
+def _new(found: Mapping[str, Any]) -> list[str]:
+    """What the loss of new rows did, on the rows trained on and on those held out apart."""
+    trained, unseen = found["free"]["new"], found["free"]["validation"]
+    parts = []
+    if trained and trained["loss"] and not trained["whole_task"]:
+        parts.append(f"{_moved(trained['loss'])} on the rows trained on")
+    if unseen and unseen["loss"]:
+        parts.append(f"{_moved(unseen['loss'])} on rows held out")
+    return [f"New rows: loss {', '.join(parts)}."] if parts else []
+
+
+def _moved(loss: Mapping[str, Any]) -> str:
+    return f"{loss['before']:.{_PLACES}f} to {loss['after']:.{_PLACES}f}"
+
+
 def _counts(rate: Mapping[str, Any]) -> str:
     return f"{rate['right']:,} of {rate['total']:,}"
 
@@ -76,13 +186,17 @@ def _changed(pooled: Mapping[str, Any]) -> str:
 
 def _loss(own: Mapping[str, Any]) -> str:
     nll = own["nll"]
-    error = "" if nll["error"] is None else f" ± {nll['error']:.2f}"
+    interval = ""
+    if nll["low"] is not None:
+        interval = f", 95\u00a0% interval {signed(nll['low'])} to {signed(nll['high'])}"
+    responses = f"{nll['rows']:,} response{'s' if nll['rows'] > 1 else ''}"
     return (
-        f"Loss of the given responses of {own['name']}: {nll['before']:.2f} nats a token before, {nll['after']:.2f} "
-        f"after ({nll['rise']:+.2f}{error} a response, {nll['rows']:,} responses)."
+        f"Loss of the given responses of {own['name']}: {nll['before']:.{_PLACES}f} nats per token before, "
+        f"{nll['after']:.{_PLACES}f} after ({signed(nll['rise'])}{interval}; {responses}, mean over {nll['tokens']:,} "
+        "tokens)."
     )
 
 
 def _compared(found: Mapping[str, Any]) -> list[str]:
-    rises = ", ".join(f"{label(row['method'])} {row['rise']:+.2f}" for row in found["rows"])
+    rises = ", ".join(f"{label(row['method'])} {signed(row['rise'])}" for row in found["rows"])
     return [f"At the same loss on new rows ({found['new_nll']:.2f}), the past rows' loss changed by: {rises}."]

@@ -1,13 +1,14 @@
 "use strict";
-// The flip table: filtered, sorted and shown page by page. Text reaches the page through textContent alone.
+// The table of rows: filtered, sorted and shown page by page. Text reaches the page through textContent alone.
 (() => {
   const PAGE = 20, PRINTED = 50;
-  const NAMES = { kept: "✓ kept", lost: "✗ lost", gained: "+ gained", still_wrong: "− still wrong", unjudged: "· not judged" };
-  const CHANGES = ["lost", "gained", "unjudged", "still_wrong", "kept"];
+  const NAMES = { kept: "✓ kept", lost: "✗ lost", gained: "+ gained", still_wrong: "− still wrong", unjudged: "· not judged",
+    same: "= the same", reworded: "≈ reworded", changed: "≠ changed" };
+  const CHANGES = ["lost", "changed", "gained", "unjudged", "reworded", "still_wrong", "same", "kept"];
   const byId = (id) => document.getElementById(id);
   const data = JSON.parse(byId("data").textContent);
-  const rows = data.rows.map(([set, kind, id, input, gold, before, after, was, now, label, lossWas, lossNow], place) => ({
-    set, kind, id, input, gold, before, after, was, now, label, lossWas, lossNow, place,
+  const rows = data.rows.map(([set, kind, id, input, gold, before, after, was, now, label, lossWas, lossNow, ownWas, ownNow], place) => ({
+    set, kind, id, input, gold, before, after, was, now, label, lossWas, lossNow, ownWas, ownNow, place,
     words: [id, input, gold, before, after].join("\n").toLowerCase(),
   }));
   const boxes = [...document.querySelectorAll("#kinds input")];
@@ -30,12 +31,13 @@
   const texts = (className, text) => { const e = make("div", className, text); e.dir = "auto"; return e; };
   const share = (value) => (100 * value).toFixed(0) + " %";
 
-  function answer(name, text, confidence, loss) {
+  function answer(name, text, confidence, given, loss, old) {
     const cell = make("td");
     cell.dataset.name = name;
     cell.append(texts("text", text));
     const meta = ["confidence " + share(confidence)];
-    if (loss !== null) meta.push("loss of the right answer " + loss.toFixed(2));
+    if (loss !== null) meta.push(`loss of the ${given} answer ${loss.toFixed(2)}`);
+    if (old !== null) meta.push(`loss of the old answer ${old.toFixed(2)}`);
     cell.append(make("div", "meta", meta.join(" · ")));
     return cell;
   }
@@ -44,11 +46,13 @@
     const tr = make("tr");
     const outcome = make("td");
     outcome.append(make("span", "badge " + row.kind, NAMES[row.kind]));
+    const given = data.judged[row.set] ? "right" : "given";
     const asked = make("td");
     asked.append(make("div", "head", [data.sets[row.set], row.id, row.label].filter((x) => x !== null).join(" · ")));
-    asked.append(texts("text", row.input), texts("gold text", "right: " + row.gold));
-    const before = answer("before", row.before, row.was, row.lossWas), after = answer("after", row.after, row.now, row.lossNow);
-    if (row.before === row.after) after.firstChild.classList.add("same");
+    asked.append(texts("text", row.input), texts("gold text", given + ": " + row.gold));
+    const before = answer("before", row.before, row.was, given, row.lossWas, row.ownWas);
+    const after = answer("after", row.after, row.now, given, row.lossNow, row.ownNow);
+    if (row.before === row.after) after.firstChild.classList.add("unaltered");
     tr.append(outcome, asked, before, after);
     const long = [row.input, row.gold, row.before, row.after].some((t) => t.length > 340 || t.split("\n").length > 8);
     if (long) {

@@ -1,0 +1,195 @@
+"""Requirements on a receipt's figures: read from text, checked before training for sense, judged after it.
+
+A share (`retention>=0.9`, `acquisition>=0.8`) is held against the lower end of its 95 % interval. A loss in nats per
+token (`past-loss<=+0.05`, the rise of the past answers' loss; `new-loss<=1.0`, the new answers' loss after training) is
+held against the upper end.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
+
+from pydantic import ConfigDict
+
+from cplus.evaluation.statistics import Rate
+
+Metric: TypeAlias = Literal["retention", "acquisition", "past-loss", "new-loss"]
+_LOSSES = ("past-loss", "new-loss")
+_TEXT = re.compile(r"([a-z-]+)\s*(>=|<=)\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)")
+EXPECTED = "retention>=SHARE or acquisition>=SHARE with a share from 0 to 1, past-loss<=RISE or new-loss<=LOSS in nats"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirement:
+    """A figure and its bound: `at_least` for a share, `at_most` for a loss; the other one is None."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, revalidate_instances="always")
+
+    metric: Metric
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.metric in _LOSSES:
+            right = self.at_least is None and self.at_most is not None and math.isfinite(self.at_most)
+        else:
+            right = self.at_most is None and self.at_least is not None and 0 <= self.at_least <= 1
+        if not right or (self.metric == "new-loss" and self.bound < 0):
+            raise ValueError(f"expected {EXPECTED}, got {self.metric} with {self.at_least} and {self.at_most}")
+
+    @property
+    def bound(self) -> float:
+        """The number required, whichever side it bounds."""
+        found = self.at_least if self.at_most is None else self.at_most
+        assert found is not None
+        return found
+
+    def __str__(self) -> str:
+        if self.metric in _LOSSES:
+            return f"{self.metric}<={self.bound:{'+' if self.metric == 'past-loss' else ''}g}"
+        return f"{self.metric}>={self.bound:g}"
+
+
+def parse(text: str) -> Requirement:
+    """Read `retention>=0.9` or `past-loss<=+0.05`.
+
+    >>> str(parse("retention >= 0.9")), str(parse("past-loss<=0.05"))
+    ('retention>=0.9', 'past-loss<=+0.05')
+    """
+    match = _TEXT.fullmatch(text.strip().lower())
+    if match is None or match[1] not in get_args(Metric) or (match[2] == "<=") != (match[1] in _LOSSES):
+        raise ValueError(f"expected {EXPECTED}, got {text!r}")
+    metric: Metric = next(name for name in get_args(Metric) if name == match[1])
+    number = float(match[3])
+    try:
+        if metric in _LOSSES:
+            return Requirement(metric=metric, at_most=number)
+        return Requirement(metric=metric, at_least=number)
+    except ValueError as error:
+        raise ValueError(f"expected {EXPECTED}, got {text!r}") from error
+
+
+class Part(Protocol):
+    """Rows with a purpose: `kind` as in `RowSet`; `anchors` where they are the rows that the method was given."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def anchors(self) -> bool: ...
+
+
+P = TypeVar("P", bound=Part)
+
+
+def past_parts(parts: Sequence[P]) -> list[P]:
+    """The sets that Retention and the past loss are measured on: held-out past rows, else the anchors."""
+    found = [own for own in parts if own.kind in ("retention", "task")]
+    return [own for own in found if not own.anchors] or found
+
+
+def new_parts(parts: Sequence[P]) -> list[P]:
+    """The sets that Acquisition and the new loss are measured on: the rows trained on, or a whole task."""
+    return [own for own in parts if own.kind in ("acquisition", "task")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What is known of a set before training: `right` of its `rows` were right, None where no judge says so.
+
+    `scored` is the number of rows whose given response has a loss: those in free text.
+    """
+
+    kind: str
+    rows: int
+    right: int | None = None
+    scored: int = 0
+    anchors: bool = False
+
+
+def possible(requirement: Requirement, parts: Sequence[Measured]) -> str | None:
+    """Why no result could be judged by the requirement, in one sentence; None if it can be met."""
+    past = requirement.metric in ("retention", "past-loss")
+    own = past_parts(parts) if past else new_parts(parts)
+    whose = "past" if past else "new"
+    if not own:
+        return f"{requirement} needs {whose} rows, and there are none; give some, or leave the requirement out"
+    if requirement.metric in _LOSSES:
+        scored = sum(part.scored for part in own)
+        if scored == 0:
+            other = "retention>=SHARE" if past else "acquisition>=SHARE"
+            return (
+                f"{requirement} needs {whose} rows in free text, and these are multiple choice; require {other} instead"
+            )
+        if scored == 1:
+            return f"{requirement} needs an interval, and there is one {whose} row; give at least two"
+        return None
+    return _possible_share(requirement, own, past=past)
+
+
+def _possible_share(requirement: Requirement, own: Sequence[Measured], *, past: bool) -> str | None:
+    judged = [(part.rows, part.right) for part in own if part.right is not None]
+    if not judged:
+        other = "past-loss<=+0.05" if past else "new-loss<=LOSS"
+        return (
+            f"{requirement} needs judged answers, and no judge was chosen for free text; "
+            f"choose one with --judge, or require {other} instead"
+        )
+    rows, right = sum(count for count, _ in judged), sum(count for _, count in judged)
+    count = right if past else rows - right
+    if not count:
+        state = "correctly" if past else "incorrectly"
+        return f"{requirement} cannot be judged: the base model answered none of {rows} rows {state}; give other rows"
+    best = Rate(count, count).interval()[0] / 100
+    if best < requirement.bound:
+        return (
+            f"{requirement} cannot be met: it is held against the lower 95 % bound, which is {best:.3f} when all "
+            f"{count} rows are right; give more rows or require less"
+        )
+    return None
+
+
+def judged(requirement: Requirement, figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether the figures meet the requirement; a figure that was not measured meets nothing.
+
+    `figures` are those of a receipt: `retention` and `acquisition` as rates, `free` with the losses.
+    """
+    bound = _bound(requirement, figures)
+    limit = requirement.bound
+    met = bound is not None and (bound >= limit if requirement.at_most is None else bound <= limit)
+    return {
+        "metric": requirement.metric,
+        "at_least": requirement.at_least,
+        "at_most": requirement.at_most,
+        "bound": bound,
+        "met": met,
+    }
+
+
+def _bound(requirement: Requirement, figures: Mapping[str, Any]) -> float | None:
+    if requirement.metric not in _LOSSES:
+        rate = figures[requirement.metric]
+        return None if rate is None else float(rate["low"] / 100)
+    part = figures["free"]["past" if requirement.metric == "past-loss" else "new"]
+    loss = None if part is None else part["loss"]
+    if loss is None:
+        return None
+    found = loss["high"] if requirement.metric == "past-loss" else loss["after_high"]
+    return None if found is None else float(found)
+
+
+def sentence(found: Mapping[str, Any]) -> str:
+    """One requirement as `judged` gives it, in words.
+
+    >>> sentence({"metric": "past-loss", "at_least": None, "at_most": 0.05, "bound": 0.021, "met": True})
+    'Met: past-loss at most +0.05; its upper 95 % bound is +0.021.'
+    """
+    sign = "+" if found["metric"] == "past-loss" else ""
+    side, words, limit = ("lower", "at least", found["at_least"])
+    if found["at_most"] is not None:
+        side, words, limit = ("upper", "at most", found["at_most"])
+    bound = "no row measures it" if found["bound"] is None else f"its {side} 95 % bound is {found['bound']:{sign}.3f}"
+    return f"{'Met' if found['met'] else 'NOT MET'}: {found['metric']} {words} {limit:{sign}g}; {bound}."
