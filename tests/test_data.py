@@ -276,7 +276,7 @@ def test_hub_set_in_our_schema_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", fake)
     with pytest.raises(ValueError, match=r"has the splits train, test; choose one, e\.g\. some/set@train"):
         load_task("some/set")
-    fake.load_dataset = lambda path, config, split: [{"text": "a"}]
+    fake.load_dataset = lambda path, config, split: [{"label": "a"}]
     with pytest.raises(ValueError, match=r"some/set: row 1: expected the keys"):
         load_task("some/set@test")
     fake.load_dataset = lambda path, config, split: {"train": [ROW]}

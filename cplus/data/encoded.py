@@ -40,6 +40,11 @@ class Encoded:
             return self.target
         return tuple(token if scored else -100 for token, scored in zip(self.target, self.scored, strict=True))
 
+    @property
+    def num_scored(self) -> int:
+        """The number of tokens in the loss."""
+        return sum(self.scored) if self.scored else len(self.target)
+
     def __len__(self) -> int:
         return len(self.prompt) + len(self.target)
 

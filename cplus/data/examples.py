@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 from cplus import files
 
-Role: TypeAlias = Literal["system", "user", "assistant"]
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +38,47 @@ class Message:
 
     role: Role
     content: str
+    calls: str = ""
+    """The tool calls of an assistant turn: a JSON list, arguments as JSON text, as in OpenAI's rows."""
+    call_id: str = ""
+    """The tool call that a tool turn answers."""
+    name: str = ""
+    """The tool that a tool turn comes from."""
+    trained: bool = True
+    """Whether an assistant turn may be a target; OpenAI's rows write `"weight": 0` where it may not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FreeForm:
-    """A conversation so far and the response to it; only the response is ever trained on or scored."""
+    """A conversation and the response to it; without messages, the response is plain text to continue training on.
+
+    An empty response without calls is a request that has not been answered yet.
+    """
 
     id: str
     messages: tuple[Message, ...]
     response: str
+    calls: str = ""
+    """The tool calls of the response."""
+    tools: str = ""
+    """The tools the model may call: a JSON list of schemas for the chat template."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether there is a response."""
+        return bool(self.response or self.calls)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether this is plain text and no conversation."""
+        return not self.messages
+
+    @property
+    def turns(self) -> tuple[Message, ...]:
+        """The messages with the response, if there is one, as the last turn."""
+        if not self.answered:
+            return self.messages
+        return (*self.messages, Message(role="assistant", content=self.response, calls=self.calls))
 
 
 Example: TypeAlias = Choice | FreeForm
@@ -59,10 +93,22 @@ def to_row(example: Example) -> dict[str, Any]:
             "choices": list(example.choices),
             "answer": example.answer,
         }
-    if len(example.messages) == 1 and example.messages[0].role == "user":
-        return {"id": example.id, "prompt": example.messages[0].content, "response": example.response}
-    turns = [{"role": m.role, "content": m.content} for m in example.messages]
-    return {"id": example.id, "messages": [*turns, {"role": "assistant", "content": example.response}]}
+    if example.is_text:
+        return {"id": example.id, "text": example.response}
+    if example.messages == (Message(role="user", content=example.messages[0].content),) and not (
+        example.calls or example.tools
+    ):
+        answer = {"response": example.response} if example.answered else {}
+        return {"id": example.id, "prompt": example.messages[0].content, **answer}
+    tools = {"tools": example.tools} if example.tools else {}
+    return {"id": example.id, "messages": [_turn_row(turn) for turn in example.turns], **tools}
+
+
+def _turn_row(turn: Message) -> dict[str, Any]:
+    row: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    row |= {"tool_calls": json.loads(turn.calls)} if turn.calls else {}
+    row |= {key: value for key, value in (("tool_call_id", turn.call_id), ("name", turn.name)) if value}
+    return row if turn.trained else {**row, "weight": 0}
 
 
 def lines(examples: Sequence[Example]) -> str:
@@ -75,36 +121,45 @@ def fingerprint(examples: Sequence[Example]) -> str:
     return files.fingerprint([to_row(example) for example in examples])
 
 
-def from_row(row: Mapping[str, Any], *, where: str, id: str) -> Example:
-    """Read one row; `where` names it in errors, `id` serves a row that carries none.
+def from_row(row: Mapping[str, Any], *, where: str, id: str, requests: bool = False) -> Example:
+    """Read one row of this project's own; `where` names it in errors, `id` serves a row that carries none.
+
+    `requests` admits rows without a response.
 
     >>> from_row({"prompt": "Hi", "response": "Hello."}, where="a.jsonl:1", id="a-1").response
     'Hello.'
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    id = _id(row.get("id", id), where)
+    id = id_of(row, where=where, id=id)
     keys = set(row)
     if {"question", "choices", "answer"} <= keys:
-        return _choice(row, where=where, id=id)
+        return choice(row, where=where, id=id)
     if {"prompt", "response"} <= keys:
-        prompt, response = (_text(row[key], f"{where}: {key}") for key in ("prompt", "response"))
-        return FreeForm(id=id, messages=(Message(role="user", content=prompt),), response=response)
+        return exchange(row["prompt"], row["response"], where=where, id=id)
     if "messages" in keys:
-        return _conversation(row["messages"], where=where, id=id)
+        turns = messages(row["messages"], where=where, requests=requests)
+        return conversation(turns, tools=row.get("tools"), where=where, id=id, requests=requests)
+    if "prompt" in keys and requests:
+        return exchange(row["prompt"], None, where=where, id=id)
+    if "text" in keys:
+        return FreeForm(id=id, messages=(), response=text(row["text"], f"{where}: text"))
     raise ValueError(
-        f"{where}: expected the keys question, choices, answer; or prompt, response; or messages; "
+        f"{where}: expected the keys question, choices, answer; or prompt, response; or messages; or text; "
         f"found {', '.join(sorted(map(str, keys))) or 'none'}"
     )
 
 
-def _id(value: object, where: str) -> str:
+def id_of(row: Mapping[str, Any], *, where: str, id: str) -> str:
+    """The row's id, or the given one if it carries none."""
+    value = row.get("id", id)
     if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
         raise ValueError(f"{where}: expected id to be a non-empty string or an integer, got {value!r:.60}")
-    return _text(str(value), f"{where}: id")
+    return text(str(value), f"{where}: id")
 
 
-def _text(value: object, where: str) -> str:
+def text(value: object, where: str) -> str:
+    """The value, if it is Unicode text and not blank."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{where}: expected a non-empty string, got {value!r:.60}")
     if any("\ud800" <= character <= "\udfff" for character in value):
@@ -112,29 +167,139 @@ def _text(value: object, where: str) -> str:
     return value
 
 
-def _choice(row: Mapping[str, Any], *, where: str, id: str) -> Choice:
-    question = _text(row["question"], f"{where}: question")
+def choice(row: Mapping[str, Any], *, where: str, id: str) -> Choice:
+    """A multiple-choice row."""
+    question = text(row["question"], f"{where}: question")
     choices, answer = row["choices"], row["answer"]
     if not isinstance(choices, list | tuple) or not choices:  # one choice is an open question's known answer
         raise ValueError(f"{where}: expected a list of choices, got {choices!r:.60}")
-    texts = tuple(_text(choice, f"{where}: choice {i}") for i, choice in enumerate(choices))
+    texts = tuple(text(choice, f"{where}: choice {i}") for i, choice in enumerate(choices))
     if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(texts):
         raise ValueError(f"{where}: expected answer to be an index from 0 to {len(texts) - 1}, got {answer!r}")
     return Choice(id=id, question=question, choices=texts, answer=answer)
 
 
-def _conversation(messages: object, *, where: str, id: str) -> FreeForm:
-    if not isinstance(messages, list | tuple) or len(messages) < 2:
-        raise ValueError(f"{where}: expected messages to be a list of at least two turns, got {messages!r:.60}")
-    turns = []
-    for i, turn in enumerate(messages):
-        if not isinstance(turn, Mapping) or turn.get("role") not in ("system", "user", "assistant"):
+def exchange(prompt: object, response: object, *, where: str, id: str) -> FreeForm:
+    """One request and its response; None for a request alone."""
+    asked = Message(role="user", content=text(prompt, f"{where}: prompt"))
+    said = "" if response is None else text(response, f"{where}: response")
+    return FreeForm(id=id, messages=(asked,), response=said)
+
+
+def messages(turns: object, *, where: str, requests: bool = False) -> list[Message]:
+    """The turns of an OpenAI `messages` list."""
+    least = 1 if requests else 2
+    if not isinstance(turns, list | tuple) or len(turns) < least:
+        expected = "a list of turns" if requests else "a list of at least two turns"
+        raise ValueError(f"{where}: expected messages to be {expected}, got {turns!r:.60}")
+    return [_turn(turn, f"{where}: turn {i}") for i, turn in enumerate(turns)]
+
+
+def _turn(turn: object, where: str) -> Message:
+    if not isinstance(turn, Mapping) or turn.get("role") not in ROLES:
+        raise ValueError(f"{where}: expected a role of system, user, assistant or tool and content, got {turn!r:.80}")
+    role: Role = turn["role"]
+    if role == "assistant":
+        if turn.get("function_call") is not None:
+            raise ValueError(f"{where}: function_call is not read; write it as tool_calls")
+        weight = turn.get("weight")
+        if weight not in (None, 0, 1):
+            raise ValueError(f"{where}: expected a weight of 0 or 1, got {weight!r:.60}")
+        calls = tool_calls(turn.get("tool_calls"), where)
+        # A turn that only calls tools has no words.
+        content = "" if calls and turn.get("content") in (None, "") else text(turn.get("content"), where)
+        return Message(role=role, content=content, calls=calls, trained=weight != 0)
+    content = text(turn.get("content"), where)
+    if role != "tool":
+        return Message(role=role, content=content)
+    call_id, name = (turn.get(key) for key in ("tool_call_id", "name"))
+    return Message(
+        role=role,
+        content=content,
+        call_id="" if call_id is None else text(call_id, f"{where}: tool_call_id"),
+        name="" if name is None else text(name, f"{where}: name"),
+    )
+
+
+def conversation(
+    turns: Sequence[Message], *, where: str, id: str, tools: object = None, requests: bool = False
+) -> FreeForm:
+    """A conversation that ends with the assistant's answer, or, where requests are admitted, with a request."""
+    last = turns[-1]
+    offered = tool_schemas(tools, where)
+    if last.role != "assistant":
+        if requests and last.role in ("user", "tool"):
+            return FreeForm(id=id, messages=tuple(turns), response="", tools=offered)
+        raise ValueError(f"{where}: expected the last turn to be the assistant's answer, got a turn of {last.role}")
+    if not last.trained:
+        raise ValueError(f"{where}: the last turn has a weight of 0, so nothing follows to be learned; remove it")
+    return FreeForm(id=id, messages=tuple(turns[:-1]), response=last.content, calls=last.calls, tools=offered)
+
+
+def tool_calls(value: object, where: str) -> str:
+    """Tool calls as one JSON text, their arguments as JSON texts; what is not JSON is refused."""
+    if value in (None, [], ()):
+        return ""
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{where}: expected tool_calls to be a list, got {value!r:.60}")
+    calls = []
+    for i, call in enumerate(value):
+        here = f"{where}: tool call {i}"
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
             raise ValueError(
-                f"{where}: turn {i}: expected a role of system, user or assistant and content, got {turn!r:.80}"
+                f'{here}: expected {{"type": "function", "function": {{"name", "arguments"}}}}, got {call!r:.80}'
             )
-        turns.append(Message(role=turn["role"], content=_text(turn.get("content"), f"{where}: turn {i}")))
-    if turns[-1].role != "assistant":
-        raise ValueError(
-            f"{where}: expected the last turn to be the assistant's answer, got a turn of {turns[-1].role}"
+        name, arguments = text(function.get("name"), f"{here}: name"), function.get("arguments")
+        given = parsed(arguments, f"{here}: arguments") if isinstance(arguments, str) else arguments
+        if not isinstance(given, Mapping):
+            raise ValueError(
+                f"{here}: expected arguments to be a JSON object, got {arguments!r:.60}; "
+                "write {} for a call without arguments"
+            )
+        known = {} if call.get("id") is None else {"id": text(call["id"], f"{here}: id")}
+        calls.append(
+            {**known, "type": "function", "function": {"name": name, "arguments": _dumped(given, f"{here}: arguments")}}
         )
-    return FreeForm(id=id, messages=tuple(turns[:-1]), response=turns[-1].content)
+    return _dumped(calls, where)
+
+
+def tool_schemas(value: object, where: str) -> str:
+    """The tools a row offers, as one JSON text: a list of schemas, given as such or as JSON text."""
+    if value in (None, "", [], ()):
+        return ""
+    given = parsed(value, f"{where}: tools") if isinstance(value, str) else value
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"{where}: expected tools to be a list of schemas, got {value!r:.60}")
+    for i, tool in enumerate(given):
+        text(tool_name(tool), f"{where}: tool {i}: name")
+    return _dumped(given, f"{where}: tools") if given else ""
+
+
+def tool_name(tool: object) -> object:
+    """The name in a tool's schema, which may stand in `function` or bare."""
+    if not isinstance(tool, Mapping):
+        return None
+    function = tool.get("function", tool)
+    return function.get("name") if isinstance(function, Mapping) else None
+
+
+def parsed(value: str, where: str) -> Any:
+    """The value of a JSON text."""
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is no JSON")
+
+    try:
+        return json.loads(value, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: expected JSON, but it does not parse: {error}") from error
+
+
+def _dumped(value: object, where: str) -> str:
+    """JSON in the order of keys as given: chat templates write it so."""
+    try:
+        dumped = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: expected JSON values, got {value!r:.60}") from error
+    return text(dumped, where)

@@ -7,17 +7,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cplus.data.examples import Example
-from cplus.data.readers import to_examples
+from cplus.data.readers import Found, collect
 
 PREFIX = "lm-eval:"
 MISSING = "this needs lm-evaluation-harness: pip install 'cplus[lm-eval]'"
 
 
-def read(name: str) -> list[Example]:
+def read(name: str) -> Found:
     """The rows that the harness asks for a task, a group or a task's YAML file; zero-shot, in its order."""
     rows = ((f"{PREFIX}{task.task_name}: row {i}", row) for task in _tasks(name) for i, row in _rows(task))
-    return to_examples(rows, name=Path(name).stem, source=f"{PREFIX}{name}")
+    return collect(rows, name=Path(name).stem, source=f"{PREFIX}{name}")
 
 
 def question(text: str) -> str:

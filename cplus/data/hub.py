@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
-from cplus.data.examples import Example
-from cplus.data.readers import DATA_EXTRA, to_examples
+from cplus.data.readers import DATA_EXTRA, Columns, Found, collect, renamed
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -39,25 +39,32 @@ def parse(name: str) -> Hub:
     return Hub(path=path, config=config or None, split=split or None)
 
 
-def read(hub: Hub, *, name: str) -> list[Example]:
-    """Fetch a data set of the hub, or open a `datasets` folder, and read its rows."""
+def read(hub: Hub, *, name: str, columns: Columns | None = None, requests: bool = False) -> Found:
+    """Fetch a data set of the hub, or open a folder that `datasets` loads or has saved, and read its rows."""
     try:
         import datasets
     except ImportError as error:
         raise ValueError(f"{hub.path}: reading the hub needs the datasets package: {DATA_EXTRA}") from error
     try:
-        found = datasets.load_dataset(hub.path, hub.config, split=hub.split)
+        if any((Path(hub.path) / mark).is_file() for mark in _SAVED):
+            found = datasets.load_from_disk(hub.path)
+        else:
+            found = datasets.load_dataset(hub.path, hub.config, split=hub.split)
     except OSError as error:
         raise ValueError(
             f"could not read the data set {hub.path!r}: {error}; check its name and the network, or give a file instead"
         ) from error
-    if hub.split is None:
-        if len(found) != 1:
+    if isinstance(found, dict):
+        if (hub.split is None and len(found) != 1) or (hub.split is not None and hub.split not in found):
             raise ValueError(
                 f"{hub.path} has the splits {', '.join(found)}; choose one, e.g. {hub.path}@{next(iter(found))}"
             )
-        (found,) = found.values()
-    return to_examples(_rows(found, hub), name=name, source=hub.path)
+        found = found[hub.split or next(iter(found))]
+    rows = renamed(_rows(found, hub), columns)
+    return collect(rows, name=name, source=hub.path, requests=requests)
+
+
+_SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` writes beside the rows
 
 
 def _rows(found: Any, hub: Hub) -> Iterator[tuple[str, Row]]:

@@ -1,36 +1,72 @@
-"""Files of examples: JSONL, JSON, CSV and Parquet in one schema; what is wrong is named by file and line."""
+"""Files of examples: JSONL, JSON, CSV, TSV and Parquet; what is wrong is named by file and line."""
 
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from cplus.data.examples import Choice, Example, from_row
+from cplus.data.examples import Choice, Example
+from cplus.data.formats import FIELDS, Detected, Format, read_row, recognise
 
-Rows: TypeAlias = Iterable[tuple[str, Mapping[str, Any]]]  # (where the row stands, the row)
+Rows: TypeAlias = Iterable[tuple[str, Mapping[str, Any]]]  # (where the row is, the row)
+Columns: TypeAlias = Mapping[str, str]
+"""Names of a format's fields, each with the name it has in the file."""
 
 DATA_EXTRA = "pip install 'cplus[data]'"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The examples of a file or a data set, and the format they were read from."""
+
+    examples: tuple[Example, ...]
+    detected: Detected
+
+
 def read_file(path: Path) -> list[Example]:
-    """Every example of a file; its ending says the format."""
-    if path.suffix not in _READERS:
-        raise ValueError(f"{path}: expected a file ending in {', '.join(_READERS)}, got {path.suffix or 'no ending'!r}")
+    """Every example of a file; its ending tells the kind of file, its keys the format of the rows."""
+    return list(read_rows(path).examples)
+
+
+def read_rows(path: Path, *, columns: Columns | None = None, requests: bool = False) -> Found:
+    """The examples of a file and their format; `requests` admits rows without a response."""
+    packed = path.suffix == ".gz"
+    plain = path.with_suffix("") if packed else path
+    if plain.suffix not in _READERS or (packed and plain.suffix == ".parquet"):
+        got = "".join(path.suffixes[-2:]) if packed else path.suffix
+        raise ValueError(
+            f"{path}: expected a file ending in {', '.join(_READERS)}, or in one of the text formats and .gz, "
+            f"got {got or 'no ending'!r}"
+        )
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
-    return to_examples(_READERS[path.suffix](path), name=path.stem, source=str(path))
+    rows = renamed(_READERS[plain.suffix](path), columns)
+    if plain.suffix in _DELIMITERS:
+        rows = ((where, {key: _cell(key, value, where) for key, value in row.items()}) for where, row in rows)
+    return collect(rows, name=plain.stem, source=str(path), requests=requests)
 
 
 def to_examples(rows: Rows, *, name: str, source: str) -> list[Example]:
-    """Rows as examples of one kind with distinct ids; a row without an id is called by `name` and its number."""
+    """Rows as examples of one format with distinct ids; a row without an id is called by `name` and its number."""
+    return list(collect(rows, name=name, source=source).examples)
+
+
+def collect(rows: Rows, *, name: str, source: str, requests: bool = False) -> Found:
+    """Rows as examples, and the format they were found to have."""
     examples: list[Example] = []
     seen: dict[str, str] = {}
+    formats: dict[str, Format] = {}
+    keys: dict[str, None] = {}
     for number, (where, row) in enumerate(rows, start=1):
-        example = from_row(row, where=where, id=f"{name}-{number:04d}")
+        own = recognise(row, where=where, requests=requests)
+        example = read_row(row, own, where=where, id=f"{name}-{number:04d}", requests=requests)
         if example.id in seen:
             raise ValueError(f"{where}: the id {example.id!r} was given before, at {seen[example.id]}; ids must differ")
         if isinstance(example, Choice) and len(example.choices) < 2:
@@ -40,15 +76,75 @@ def to_examples(rows: Rows, *, name: str, source: str) -> list[Example]:
                 f"{where}: expected one kind of row in a file, but this one is {type(example).__name__} "
                 f"and the first is {type(examples[0]).__name__}; put them in two files"
             )
+        first = next(iter(formats.values()), own)
+        if own.family != first.family:
+            raise ValueError(
+                f"{where}: expected one format in a file, but this row is {own.name} and the first is {first.name}; "
+                "put them in two files"
+            )
+        formats[own.name] = own
+        keys |= dict.fromkeys(map(str, row))
         seen[example.id] = where
         examples.append(example)
     if not examples:
         raise ValueError(f"{source}: expected at least one example, but it is empty")
-    return examples
+    known = dict.fromkeys(key for one in formats.values() for key in one.known)
+    detected = Detected(
+        format=" and ".join(formats),
+        keys=tuple(key for key in known if key in keys),
+        rows=len(examples),
+        requests=sum(not isinstance(example, Choice) and not example.answered for example in examples),
+        unused=tuple(key for key in keys if key not in known and key != "id"),
+        note=first.note,
+    )
+    return Found(examples=tuple(examples), detected=detected)
+
+
+def renamed(rows: Rows, columns: Columns | None) -> Rows:
+    """The rows with the names that formats have for their columns.
+
+    >>> list(renamed([("row 1", {"question": "2 + 2?", "answer": "4"})], {"prompt": "question", "response": "answer"}))
+    [('row 1', {'prompt': '2 + 2?', 'response': '4'})]
+    """
+    if not columns:
+        return rows
+    unknown = [name for name in columns if name not in FIELDS]
+    if unknown:
+        raise ValueError(f"expected columns to name some of {', '.join(FIELDS)}, got {', '.join(unknown)}")
+    return ((where, _renamed(row, columns, where)) for where, row in rows)
+
+
+def _renamed(row: object, columns: Columns, where: str) -> Mapping[str, Any]:
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
+    for name, source in columns.items():
+        if source not in row:
+            found = ", ".join(sorted(map(str, row))) or "none"
+            raise ValueError(f"{where}: expected the column {source!r} for {name}, found {found}; correct columns")
+    rest = {key: value for key, value in row.items() if key not in columns and key not in columns.values()}
+    return {**rest, **{name: row[source] for name, source in columns.items()}}
+
+
+def parse_columns(text: str) -> dict[str, str]:
+    """Columns as the command line takes them.
+
+    >>> parse_columns("prompt=question,response=answer")
+    {'prompt': 'question', 'response': 'answer'}
+    """
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    names = [name.strip() for name, _, _ in pairs]
+    if not all(name.strip() and source.strip() for name, _, source in pairs) or len(set(names)) < len(names):
+        raise ValueError(f"expected columns as prompt=question,response=answer, each name once, got {text!r}")
+    return {name.strip(): source.strip() for name, _, source in pairs}
 
 
 def _text(path: Path) -> str:
     raw = path.read_bytes()
+    if path.suffix == ".gz":
+        try:
+            raw = gzip.decompress(raw)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path}: expected a gzip file, but it does not unpack: {error}") from error
     try:
         return raw.decode("utf-8-sig")  # spreadsheets put a byte-order mark in front
     except UnicodeDecodeError as error:
@@ -73,25 +169,32 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
     rows = _parse(_text(path), str(path))
     if not isinstance(rows, list):
-        raise ValueError(f"{path}: expected a list of rows, got {type(rows).__name__}; one row a line is .jsonl")
+        raise ValueError(f"{path}: expected a list of rows, got {type(rows).__name__}; one row per line is .jsonl")
     yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-def _csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Cells of `choices` and `messages` hold JSON lists; those of `answer` hold the index."""
-    reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True)
+def _table(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows of CSV or TSV, every cell a text."""
+    kind = Path(path.name.removesuffix(".gz")).suffix
+    reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True, delimiter=_DELIMITERS[kind])
     try:
         for cells in reader:
             where = f"{path}:{reader.line_num}"
             if None in cells or None in cells.values():
                 raise ValueError(f"{where}: expected {len(reader.fieldnames or ())} cells, as in the header")
-            yield where, {key: _cell(key, value, where) for key, value in cells.items()}
+            yield where, cells
     except csv.Error as error:
-        raise ValueError(f"{path}:{reader.line_num}: expected CSV, but it does not parse: {error}") from error
+        raise ValueError(
+            f"{path}:{reader.line_num}: expected {kind[1:].upper()}, but it does not parse: {error}"
+        ) from error
+
+
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
 def _cell(key: str, value: str, where: str) -> Any:
-    return _parse(value, f"{where}: {key}") if key in ("choices", "messages", "answer") else value
+    """The value of a table's cell: lists and the index of an answer are JSON."""
+    return _parse(value, f"{where}: {key}") if key in ("choices", "messages", "answer", "conversations") else value
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -109,7 +212,8 @@ def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 _READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
     ".jsonl": _jsonl,
     ".json": _json,
-    ".csv": _csv,
+    ".csv": _table,
+    ".tsv": _table,
     ".parquet": _parquet,
 }
-ENDINGS = tuple(_READERS)
+ENDINGS = (*_READERS, ".gz")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Literal, TypeAlias
 
 from cplus.data import harness, hub
 from cplus.data.examples import Choice, Example, fingerprint
-from cplus.data.readers import ENDINGS, read_file
+from cplus.data.formats import Detected
+from cplus.data.readers import ENDINGS, Columns, Found, read_rows
 from cplus.toy import world
 
 InterfaceName: TypeAlias = Literal["letter", "cloze", "freeform"]
@@ -60,13 +62,15 @@ TASKS: dict[str, Known] = {**PAPER, **EXTERNAL, **TRAINING, **FREEFORM}
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Examples with the name they go by and the way they are usually asked."""
+    """Examples with their name and the interface they usually have."""
 
     name: str
     examples: tuple[Example, ...]
     interface: InterfaceName
     wording: str
     source: str
+    detected: Detected | None = None
+    """The format of the rows; None for those that are built in."""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -74,21 +78,35 @@ class Task:
         return fingerprint(self.examples)
 
 
-def load_task(name: str, data_dir: Path | None = None) -> Task:
-    """A named task from `data_dir`, CPLUS_DATA or the hub; a toy domain; a file; a `datasets` set; lm-eval:NAME."""
+def load_task(
+    name: str, data_dir: Path | None = None, *, columns: Columns | None = None, requests: bool = False
+) -> Task:
+    """A named task from `data_dir`, CPLUS_DATA or the hub; a toy domain; a file; a `datasets` set; lm-eval:NAME.
+
+    `columns` maps the names of a file's or a data set's columns; `requests` admits rows there without a response.
+    """
+    path = Path(name).expanduser()
+    if path.suffix in ENDINGS and not name.startswith(harness.PREFIX):
+        return _task(name, read_rows(path, columns=columns, requests=requests), source=str(path))
+    place = hub.parse(str(path))
+    named = name.startswith(harness.PREFIX) or name in TASKS or name in world.DOMAINS
+    if not named and (Path(place.path).is_dir() or ("/" in name and not name.startswith((".", "~", "/")))):
+        found = hub.read(place, name=place.path.rpartition("/")[2], columns=columns, requests=requests)
+        return _task(name, found, source=place.path)
+    if columns:
+        raise ValueError(f"{name}: columns are mapped for a file or a data set of your own, not for a named task")
+    return _named(name, data_dir)
+
+
+def _named(name: str, data_dir: Path | None) -> Task:
     if name.startswith(harness.PREFIX):
         found = harness.read(name.removeprefix(harness.PREFIX))
-        return _task(name, found, source=name, known=_BY_TEXT if isinstance(found[0], Choice) else _BY_RESPONSE)
-    path = Path(name).expanduser()
-    if path.suffix in ENDINGS:
-        return _task(name, read_file(path), source=str(path))
+        return _task(name, found, source=name, known=_BY_TEXT if _closed(found.examples) else _BY_RESPONSE)
     if name in TASKS:
         return _known(name, data_dir)
     if name in world.DOMAINS:
-        return _task(name, list(world.examples(name)), source="toy", known=_BY_TEXT)
-    place = hub.parse(str(path))
-    if Path(place.path).is_dir() or ("/" in name and not name.startswith((".", "~", "/"))):
-        return _task(name, hub.read(place, name=place.path.rpartition("/")[2]), source=place.path)
+        facts = tuple(world.examples(name))
+        return Task(name=name, examples=facts, interface="cloze", wording="standard", source="toy")
     names = [*TASKS, *world.DOMAINS]
     near = difflib.get_close_matches(name, names, n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known names are {', '.join(names)}."
@@ -103,8 +121,8 @@ def _known(name: str, data_dir: Path | None) -> Task:
     if folder is not None:
         path = folder / f"{name}.jsonl"
         if not path.is_file():
-            raise ValueError(f"{path}: task {name!r} is not there; expected one JSON row a line. {_remedy(name)}")
-        return _task(name, read_file(path), source=str(path), known=TASKS[name])
+            raise ValueError(f"{path}: task {name!r} is not there; expected one JSON row per line. {_remedy(name)}")
+        return _task(name, read_rows(path), source=str(path), known=TASKS[name])
     if name not in hub.BENCHMARKS:
         raise ValueError(f"task {name!r} is not on the hub in a readable form. {_remedy(name)}")
     place = hub.BENCHMARKS[name]
@@ -116,13 +134,17 @@ def _remedy(name: str) -> str:
     return f"{give}, or neither to fetch it from the hub" if name in hub.BENCHMARKS else give
 
 
-def _task(name: str, examples: list[Example], *, source: str, known: Known | None = None) -> Task:
-    choice = isinstance(examples[0], Choice)
-    known = known or Known(interface="letter" if choice else "freeform")
+def _closed(examples: Sequence[Example]) -> bool:
+    return isinstance(examples[0], Choice)
+
+
+def _task(name: str, found: Found, *, source: str, known: Known | None = None) -> Task:
+    known = known or Known(interface="letter" if _closed(found.examples) else "freeform")
     return Task(
         name=name,
-        examples=tuple(examples),
+        examples=found.examples,
         interface=known.interface,
         wording=known.wording,
         source=source,
+        detected=found.detected,
     )

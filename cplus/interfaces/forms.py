@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import TemplateError
 
 from cplus.data.examples import Message
+from cplus.interfaces.tool_text import as_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,18 +20,27 @@ _MARK = "ANSWER-STANDS-HERE"
 
 
 class Form(Protocol):
-    """How a conversation is laid out before the model's turn."""
+    """How a conversation is written as one text."""
 
     lead: str
-    """What stands between the prompt and the answer."""
+    """The text between the prompt and the answer."""
 
     @property
     def end(self) -> str:
         """The text that ends the model's turn."""
         ...
 
-    def text(self, messages: Sequence[Message]) -> str:
-        """The conversation up to where the model begins to speak."""
+    @property
+    def knows_tools(self) -> bool:
+        """Whether it has a way of its own to write tools; else they are written as text."""
+        ...
+
+    def text(self, messages: Sequence[Message], tools: str = "") -> str:
+        """The conversation up to where the model's turn begins."""
+        ...
+
+    def turns(self, messages: Sequence[Message], tools: str = "") -> list[tuple[str, str]]:
+        """The whole conversation, one pair for each assistant turn: the text before it, and the turn with its end."""
         ...
 
     def tokens(self, text: str) -> tuple[int, ...]:
@@ -48,13 +60,34 @@ class Chat:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 f"expected a tokenizer with a chat template, but {tokenizer.name_or_path or 'this one'} has none; "
-                "ask in plain text instead: chat=False, or --plain on the command line"
+                "use plain text instead: chat=False, or --plain on the command line"
             )
         self._tokenizer = tokenizer
 
-    def text(self, messages: Sequence[Message]) -> str:
+    def text(self, messages: Sequence[Message], tools: str = "") -> str:
         """The templated conversation with the generation prompt."""
-        return self._render(messages, asks=True)
+        return self._render(*self._written(messages, tools), asks=True)
+
+    def turns(self, messages: Sequence[Message], tools: str = "") -> list[tuple[str, str]]:
+        """Exactly what the template writes for the whole conversation; what it writes after the last turn is left out.
+
+        A mark in place of one turn's words shows where they begin and end, also where the template trims them, takes
+        thoughts out of earlier turns or calls the assistant by another name.
+        """
+        messages, tools = self._written(messages, tools)
+        whole = self._render(messages, tools)
+        pairs, read = [], 0
+        for i, message in enumerate(messages):
+            if message.role == "tool":
+                self._surroundings(messages, tools, i, whole)  # refused if the template leaves it out
+            if message.role != "assistant":
+                continue
+            start, end = self._span(messages, tools, i, whole)
+            # A template that writes no end leaves it to the end of the text, as after a single answer.
+            unended = i == len(messages) - 1 and not whole[start:end].endswith(self.end)
+            pairs.append((whole[read:start], whole[start:end] + (self.end if unended else "")))
+            read = end
+        return pairs
 
     def tokens(self, text: str) -> tuple[int, ...]:
         """Tokens of a templated text, which already holds its special tokens."""
@@ -64,19 +97,90 @@ class Chat:
     def end(self) -> str:
         """What the template writes after the model's words, up to its first special token."""
         turns = (Message(role="user", content="?"), Message(role="assistant", content=_MARK))
-        rest = self._render(turns, asks=False).rpartition(_MARK)[2]
+        rest = self._render(turns).rpartition(_MARK)[2]
         ends = [rest.index(token) + len(token) for token in special_texts(self._tokenizer) if token in rest]
         end = rest[: min(ends)] if ends else rest.rstrip()
         return end or _end_of_text(self._tokenizer)
 
-    def _render(self, messages: Sequence[Message], *, asks: bool) -> str:
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+    @cached_property
+    def knows_tools(self) -> bool:
+        """Whether the template writes tools and their calls."""
+        call = {"name": "some_tool", "arguments": '{"some_argument": "value"}'}
+        turns = (
+            Message(role="user", content="?"),
+            Message(role="assistant", content="", calls=json.dumps([{"id": "a1b2c3d4e", "function": call}])),
+            Message(role="tool", content="result", call_id="a1b2c3d4e", name="some_tool"),
+        )
+        offer = {"name": "some_tool", "description": "?", "parameters": {"type": "object", "properties": {}}}
+        try:
+            offered = self._render(turns[:1], json.dumps([{"type": "function", "function": offer}]))
+            called = self._render(turns)
+        except ValueError:
+            return False
+        return "some_tool" in offered and "some_argument" in called and "result" in called
+
+    def _written(self, messages: Sequence[Message], tools: str) -> tuple[Sequence[Message], str]:
+        """The conversation as the template can write it."""
+        if not (tools or any(turn.calls or turn.role == "tool" for turn in messages)) or self.knows_tools:
+            return messages, tools
+        return as_text(messages, tools), ""
+
+    def _span(self, messages: Sequence[Message], tools: str, i: int, whole: str) -> tuple[int, int]:
+        """Where an assistant turn's words begin in the whole text, and where the turn ends."""
+        before, after = self._surroundings(messages, tools, i, whole)
+        start = self._start(messages, tools, i, whole, before)
+        if not messages[i].calls:
+            end = len(whole) - len(after)
+            if end < start or not whole.endswith(after):
+                raise _unfound(i, "the words after it depend on its own")
+            return start, end + (len(self.end) if after.startswith(self.end) else 0)
+        found = whole.find(self.end, start)
+        limit = len(whole)
+        if i + 1 < len(messages):
+            following, _ = self._surroundings(messages, tools, i + 1, whole)
+            limit = self._start(messages, tools, i + 1, whole, following)
+        if not start <= found < limit:
+            raise _unfound(i, f"its tool calls do not end with {self.end!r}")
+        return start, found + len(self.end)
+
+    def _start(self, messages: Sequence[Message], tools: str, i: int, whole: str, before: str) -> int:
+        if whole.startswith(before):
+            return len(before)
+        if i > 0:  # the words begin with a thought, which the template writes otherwise than an empty one
+            for thinking in (False, True):
+                asked = self._render(messages[:i], tools, asks=True, thinking=thinking)
+                if whole.startswith(asked):
+                    return len(asked)
+        raise _unfound(i, "the words before it depend on its own")
+
+    def _surroundings(self, messages: Sequence[Message], tools: str, i: int, whole: str) -> tuple[str, str]:
+        """What the template writes before and after the words of a turn."""
+        mark = _MARK
+        while mark in whole:
+            mark += "-"
+        marked = [*messages[:i], replace(messages[i], content=mark), *messages[i + 1 :]]
+        before, found, after = self._render(marked, tools).partition(mark)
+        if not found or mark in after:
+            raise _unfound(i, "it is left out" if not found else "it is written twice")
+        return before, after
+
+    def _render(
+        self, messages: Sequence[Message], tools: str = "", *, asks: bool = False, thinking: bool = False
+    ) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=asks, enable_thinking=False
+                [_as_dict(message) for message in messages],
+                tools=json.loads(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=asks,
+                enable_thinking=thinking,
             )
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses this conversation: {error}") from error
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            roles = ", ".join(message.role for message in messages)
+            raise ValueError(
+                f"the chat template refuses this conversation of {roles}: {error}; change or remove the turn it cannot "
+                "write, or use plain text: chat=False, or --plain on the command line"
+            ) from error
         return str(text)
 
 
@@ -84,14 +188,27 @@ class Plain:
     """Named turns in plain text, for a model without a chat template."""
 
     lead = " "
+    knows_tools = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
 
-    def text(self, messages: Sequence[Message]) -> str:
-        """One paragraph a turn, the last one open."""
-        turns = [f"{message.role.capitalize()}: {message.content}" for message in messages]
+    def text(self, messages: Sequence[Message], tools: str = "") -> str:
+        """One paragraph per turn, the last one open."""
+        turns = [f"{message.role.capitalize()}: {message.content}" for message in as_text(messages, tools)]
         return "\n\n".join([*turns, "Assistant:"])
+
+    def turns(self, messages: Sequence[Message], tools: str = "") -> list[tuple[str, str]]:
+        """The same paragraphs; only the last turn ends the text."""
+        messages = as_text(messages, tools)
+        pairs, read = [], 0
+        for i, message in enumerate(messages):
+            if message.role == "assistant":
+                whole = self.text(messages[:i])
+                answer = f"{self.lead}{message.content}"
+                pairs.append((whole[read:], answer + (self.end if i == len(messages) - 1 else "")))
+                read = len(whole) + len(answer)
+        return pairs
 
     def tokens(self, text: str) -> tuple[int, ...]:
         """Tokens of a text from its beginning."""
@@ -101,6 +218,24 @@ class Plain:
     def end(self) -> str:
         """The tokenizer's end of text."""
         return _end_of_text(self._tokenizer)
+
+
+def _as_dict(message: Message) -> dict[str, Any]:
+    """A message as chat templates read it, the arguments of tool calls as objects."""
+    row: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.calls:
+        row["tool_calls"] = json.loads(message.calls)
+        for call in row["tool_calls"]:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    row |= {key: value for key, value in (("tool_call_id", message.call_id), ("name", message.name)) if value}
+    return row
+
+
+def _unfound(turn: int, reason: str) -> ValueError:
+    return ValueError(
+        f"the chat template writes turn {turn} so that its tokens cannot be told from the others ({reason}); train on "
+        "the last turn alone: turns=last"
+    )
 
 
 def opening(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
@@ -116,7 +251,7 @@ def following(form: Form, tokenizer: PreTrainedTokenizerBase, prompt: str, answe
     before, joint = form.tokens(prompt), form.tokens(prompt + answer)
     if joint[: len(before)] == before and len(joint) > len(before):
         return joint[len(before) :]
-    # The tokenizer merges across the border. The prompt's tokens stand, so the answer is spelled on its own.
+    # The tokenizer merges across the border. The prompt's tokens are fixed, so the answer is tokenised on its own.
     return tuple(tokenizer.encode(answer, add_special_tokens=False))
 
 

@@ -1,10 +1,11 @@
-"""A conversation answered in the model's own words: only the response is trained on and scored."""
+"""A conversation answered in the model's own words: only the assistant's turns are trained on and scored."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from cplus.data.encoded import Encoded
 from cplus.data.examples import Example, FreeForm, Message
@@ -16,16 +17,23 @@ from cplus.interfaces.reading import flaw
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Turns: TypeAlias = Literal["all", "last"]
+
 _HEAD = "Request:"
 _RULE = "\n\n---\n\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Freeform:
-    """The response and the end of the turn follow the conversation."""
+    """The assistant's turns, each with its end, are learned and scored; the rest of the conversation is read.
+
+    A text without a conversation is learned from its first token on, in no form but its own.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     form: Form
+    turns: Turns = "all"
+    """Which assistant turns are targets."""
     name: str = "freeform"
 
     @property
@@ -34,15 +42,59 @@ class Freeform:
         return (self.form.end,)
 
     def prompt(self, example: Example) -> tuple[int, ...]:
-        """The conversation up to the response."""
-        return self.form.tokens(self.form.text(_free(example).messages))
+        """The conversation up to the last response."""
+        example = _free(example)
+        if example.is_text:
+            return self._text(example).prompt
+        with _named(example):
+            return self.form.tokens(self.form.text(example.messages, example.tools))
 
     def encode(self, example: Example) -> Encoded:
-        """The conversation, and the response with the end of its turn."""
+        """The conversation up to the first target, and what follows up to the end of the last response."""
         example = _free(example)
-        text = self.form.text(example.messages)
-        answer = f"{self.form.lead}{example.response}{self.form.end}"
-        return Encoded(self.form.tokens(text), following(self.form, self.tokenizer, text, answer))
+        if example.is_text:
+            return self._text(example)
+        with _named(example):
+            if not example.answered:
+                raise ValueError("this request has no response yet; answer it first with with_answer")
+            earlier = self.turns == "all" and any(
+                turn.role == "assistant" and turn.trained for turn in example.messages
+            )
+            if earlier or example.calls:
+                return self._conversation(example)
+            text = self.form.text(example.messages, example.tools)
+            answer = f"{self.form.lead}{example.response}{self.form.end}"
+            return Encoded(self.form.tokens(text), following(self.form, self.tokenizer, text, answer))
+
+    def _conversation(self, example: FreeForm) -> Encoded:
+        """The tokens of the whole conversation; those of the assistant's turns are scored."""
+        trained = [turn.trained for turn in example.turns if turn.role == "assistant"]
+        if self.turns == "last":
+            trained = [False] * (len(trained) - 1) + [True]
+        pieces, read = [], ""
+        for (before, answer), learned in zip(self.form.turns(example.turns, example.tools), trained, strict=True):
+            read += before
+            if learned:
+                pieces += [read, answer]
+                read = ""
+            else:
+                read += answer
+        prompt, *rest = pieces
+        tokens: list[int] = []
+        scored: list[bool] = []
+        text = prompt
+        for number, piece in enumerate(rest):
+            own = following(self.form, self.tokenizer, text, piece)
+            tokens += own
+            scored += [number % 2 == 0] * len(own)
+            text += piece
+        return Encoded(self.form.tokens(prompt), tuple(tokens), () if all(scored) else tuple(scored))
+
+    def _text(self, example: FreeForm) -> Encoded:
+        tokens = opening(self.tokenizer, example.response)
+        if len(tokens) < 2:
+            raise ValueError(f"{example.id}: expected a text of at least two tokens, got {example.response!r:.60}")
+        return Encoded(tokens[:1], tokens[1:])
 
     def candidates(self, example: Example) -> tuple[tuple[int, ...], ...]:
         """None: the answer is free."""
@@ -79,7 +131,7 @@ class Freeform:
         """The conversation with that response."""
         if not isinstance(answer, str) or not answer.strip():
             raise ValueError(f"{example.id}: expected a response in words, got {answer!r:.60}")
-        return replace(_free(example), response=answer)
+        return replace(_free(example), response=answer, calls="")
 
 
 def _free(example: Example) -> FreeForm:
@@ -89,8 +141,20 @@ def _free(example: Example) -> FreeForm:
 
 
 def _asked(example: Example) -> str:
-    """The last thing the user said."""
-    return next(turn.content for turn in reversed(_free(example).messages) if turn.role == "user")
+    """The last user turn's words."""
+    asked = [turn.content for turn in _free(example).messages if turn.role == "user"]
+    if not asked:
+        raise ValueError(f"{example.id}: expected a conversation with a user turn to write others like it")
+    return asked[-1]
+
+
+@contextmanager
+def _named(example: FreeForm) -> Iterator[None]:
+    """Errors that begin with the row's id."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{example.id}: {error}") from error
 
 
 def _common_system(shots: Sequence[Example]) -> tuple[Message, ...]:

@@ -74,7 +74,7 @@ def read_targets(model: nn.Module, rows: Sequence[Encoded], *, what: str = "scor
         totals = tokens.masked_fill(labels < 0, 0.0).sum(1).tolist()
         likeliest = ((logits.argmax(2) == labels) | (labels < 0)).all(1).tolist()
         for index, total, repeats in zip(batch, totals, likeliest, strict=True):
-            readings[index] = Reading(Score(total, len(rows[index].target)), repeats)
+            readings[index] = Reading(Score(total, rows[index].num_scored), repeats)
     return readings
 
 

@@ -72,8 +72,10 @@ def fitting(interface: Interface, examples: Sequence[Example], window: int, poli
     """The examples that fit the window with their longest answer; longer ones are refused or excluded."""
     rows = []
     for example in examples:
-        own = interface.candidates(example) or (interface.encode(example).target,)
-        rows.append(Encoded(interface.prompt(example), max(own, key=len)))
+        if own := interface.candidates(example):
+            rows.append(Encoded(interface.prompt(example), max(own, key=len)))
+        else:
+            rows.append(interface.encode(example))
     return [examples[i] for i in fit(rows, window, policy).kept]
 
 
