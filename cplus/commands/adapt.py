@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from cplus.job import Outcome
 
 _NOT_KEPT = 2
+FLAGS = {"validation": "--validate"}
+"""Options whose name is not that of their setting."""
 
 
 def adapt(
@@ -77,7 +79,10 @@ def options(left_out: Collection[str] = ()) -> list[inspect.Parameter]:
                 if field.default in (None, ()) or field.default is False
                 else f" [dim]\\[default: {field.default}][/dim]"
             )
-            option = typer.Option(help=f"{field.description}{default}", rich_help_panel=group, show_default=False)
+            flags = (FLAGS[name],) if name in FLAGS else ()
+            option = typer.Option(
+                *flags, help=f"{field.description}{default}", rich_help_panel=group, show_default=False
+            )
             kind: Any = Annotated[_plain(field.annotation) | None, option]
             made.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
     return made

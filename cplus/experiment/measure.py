@@ -25,6 +25,8 @@ class Answers:
 
     predictions: tuple[Prediction, ...]
     scores: tuple[Score, ...] = ()
+    base_answers: tuple[Score | None, ...] = ()
+    """Free text: the log-likelihoods of the base model's own answers; None for an empty one."""
 
 
 def evaluate(
@@ -62,14 +64,19 @@ def learned(table: Sequence[Flip]) -> float | None:
     return acquisition(table).percent if any(flip.kind in ("gained", "still_wrong") for flip in table) else None
 
 
-_SHARES = {"acquisition": ("acquisition", "new_nll", learned), "retention": ("retention", "past_nll", kept)}
+_FIGURES = {
+    "acquisition": ("acquisition", "new_nll", learned),
+    "validation": ("validation", "validation_nll", learned),
+    "retention": ("retention", "past_nll", kept),
+}
+"""The names of a group's share and loss in a curve, and how the share is computed."""
 
 
 def look(model: nn.Module, groups: Sequence[Group], before: dict[str, Answers]) -> dict[str, float]:
     """What is learned and lost so far: shares where the answers are choices, the responses' loss where they are not."""
     found: dict[str, float] = {}
     for group in groups:
-        share, loss, rate = _SHARES[group.part]
+        share, loss, rate = _FIGURES[group.part]
         if not group.closed:
             found[loss] = loss_of(log_likelihoods(model, group.encoded(), what=f"so far: {group.name}"))
             continue

@@ -12,7 +12,7 @@ from cplus.data.predictions import Prediction
 from cplus.interfaces import Interface
 from cplus.probes.texts import input_key
 
-Part: TypeAlias = Literal["acquisition", "retention", "external"]
+Part: TypeAlias = Literal["acquisition", "validation", "retention", "external"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,8 @@ class Rows:
     new: Group
     anchors: Group | None
     past: Group | None
+    validation: Group | None = None
+    """New rows held out of training."""
     external: tuple[Group, ...] = ()
     kept: tuple[Group, ...] = ()
     """The anchors of earlier jobs, each a past task of its own."""
@@ -60,7 +62,7 @@ class Rows:
     def evaluated(self, max_free_text: int, seed: int) -> tuple[Group, ...]:
         """The groups evaluated before and after: new rows, past rows or else the anchors, and the external tasks."""
         kept = self.past or self.anchors
-        groups = [self.new, *([kept] if kept else []), *self.external]
+        groups = [self.new, *filter(None, (self.validation, kept)), *self.external]
         return tuple(group if group.closed else group.drawn(max_free_text, seed) for group in groups)
 
 

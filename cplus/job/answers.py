@@ -1,8 +1,9 @@
-"""The base model's answers to a job's rows, kept in a file so that a resumed job need not compute them again."""
+"""A job's answers before and after; those of the base model are kept in a file, so that a resumed job has them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,43 +12,101 @@ from torch import nn
 from cplus import files
 from cplus.data import predictions
 from cplus.data.examples import fingerprint
+from cplus.data.predictions import Prediction
+from cplus.evaluation.answers import score_answers
 from cplus.evaluation.judges import judge
+from cplus.evaluation.statistics import noise_floor
 from cplus.experiment.measure import Answers, evaluate
 from cplus.experiment.rows import Group
 from cplus.job.settings import AdaptConfig
+from cplus.models import Loaded
+from cplus.probes.engine import Request, Sampling, request_seed
+from cplus.probes.local import LocalEngine
 from cplus.scoring import Score, log_likelihoods
 
+_FLOOR_ROWS = 16
+_FLOOR_TOKENS = 96
 
-def ask(model: nn.Module, group: Group, config: AdaptConfig, when: str) -> Answers:
-    """A group's answers by the job's judge; what a split already knows of the base model is not computed again."""
+
+@dataclass(frozen=True, kw_only=True)
+class Before:
+    """The base model's answers by group, and the difference in loss that sampling its answers alone explains."""
+
+    answers: Mapping[str, Answers]
+    noise_floor: float | None = None
+
+
+def ask(
+    model: nn.Module, group: Group, config: AdaptConfig, when: str, base: Sequence[Prediction] | None = None
+) -> Answers:
+    """A group's answers; free text also has the scores of the base model's answers, `base`, by default its own."""
     what = f"{when}: {group.name}"
     if group.known and when == "before":
         scores = () if group.closed else tuple(log_likelihoods(model, group.encoded(), what=what))
-        return Answers(predictions=group.known, scores=scores)
-    return evaluate(model, group, judge=judge(config.judge), max_new_tokens=config.max_new_tokens, what=what)
+        found = Answers(predictions=group.known, scores=scores)
+    else:
+        found = evaluate(model, group, judge=judge(config.judge), max_new_tokens=config.max_new_tokens, what=what)
+    if group.closed:
+        return found
+    texts = [str(answer.answer) for answer in (base or found.predictions)]
+    own = score_answers(model, group.interface, group.examples, texts, what=f"{what}: the base model's answers")
+    return replace(found, base_answers=tuple(own))
 
 
-def ask_once(
-    path: Path, model: nn.Module, groups: Sequence[Group], config: AdaptConfig, model_fingerprint: str
-) -> dict[str, Answers]:
-    """The base model's answers to every group, kept in a file so that a resumed job need not ask again."""
-    identity = {group.name: fingerprint(group.examples) for group in groups} | {"model": model_fingerprint}
+def ask_once(path: Path, base: Loaded, groups: Sequence[Group], config: AdaptConfig) -> Before:
+    """The base model's answers to every group, from the file or computed now and written to it."""
+    identity = {group.name: fingerprint(group.examples) for group in groups} | {"model": base.fingerprint}
     if path.is_file():
         stored = files.read_json(path)
         if stored["identity"] != identity:
             changed = [name for name in identity if stored["identity"].get(name) != identity[name]]
             raise ValueError(f"the {' and '.join(changed)} changed since the job began; begin a new one")
-        return {name: _from_row(row) for name, row in stored["answers"].items()}
-    answers = {group.name: ask(model, group, config, "before") for group in groups}
+        answers = {name: _from_row(row) for name, row in stored["answers"].items()}
+        return Before(answers=answers, noise_floor=stored["noise_floor"])
+    answers = {group.name: ask(base.model, group, config, "before") for group in groups}
+    past = [group for group in groups if group.part == "retention" and not group.closed]
+    floor = sampling_noise(base, past[0], config) if past and judge(config.judge) is None else None
     rows = {name: _to_row(own) for name, own in answers.items()}
-    files.write_json(path, {"identity": identity, "answers": rows})
-    return answers
+    files.write_json(path, {"identity": identity, "answers": rows, "noise_floor": floor})
+    return Before(answers=answers, noise_floor=floor)
+
+
+def sampling_noise(base: Loaded, group: Group, config: AdaptConfig) -> float | None:
+    """The noise floor of the past loss: two sampled answers of the base model to each of a few rows, compared.
+
+    None where fewer than two rows are answered twice.
+    """
+    few = group.drawn(_FLOOR_ROWS, config.seed)
+    limit = min(config.max_new_tokens, _FLOOR_TOKENS)
+    sampling = Sampling(temperature=config.temperature, max_new_tokens=limit, stop=few.interface.answer_stop)
+    engine = LocalEngine(base.model, base.tokenizer)
+    drawn = []
+    for number in range(2):
+        requests = [
+            Request(index=i, prompt=few.interface.prompt(example), seed=request_seed(config.seed + number, i))
+            for i, example in enumerate(few.examples)
+        ]
+        texts = {sample.index: _answer(sample.text, sampling.stop) for sample in engine.sample(requests, sampling)}
+        own = [texts[i] for i in range(len(few.examples))]
+        drawn.append(score_answers(base.model, few.interface, few.examples, own, what="noise floor"))
+    pairs = [(one, other) for one, other in zip(*drawn, strict=True) if one is not None and other is not None]
+    if len(pairs) < 2:
+        return None
+    first, second = zip(*pairs, strict=True)
+    return noise_floor([(s.total, s.num_tokens) for s in first], [(s.total, s.num_tokens) for s in second])
+
+
+def _answer(text: str, stop: Sequence[str]) -> str:
+    for end in stop:
+        text = text.removesuffix(end)
+    return text.strip()
 
 
 def _to_row(answers: Answers) -> dict[str, Any]:
     return {
         "predictions": [predictions.to_row(prediction) for prediction in answers.predictions],
         "scores": [[score.total, score.num_tokens] for score in answers.scores],
+        "base_answers": [None if own is None else [own.total, own.num_tokens] for own in answers.base_answers],
     }
 
 
@@ -55,4 +114,5 @@ def _from_row(row: dict[str, Any]) -> Answers:
     return Answers(
         predictions=tuple(predictions.from_row(own) for own in row["predictions"]),
         scores=tuple(Score(total, count) for total, count in row["scores"]),
+        base_answers=tuple(None if own is None else Score(*own) for own in row["base_answers"]),
     )

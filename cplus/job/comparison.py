@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cplus import files
 from cplus.data.examples import fingerprint
 from cplus.experiment.rows import Group
 from cplus.job.folder import Folder
-from cplus.receipts.receipt import Point, read_receipt
+from cplus.receipts.receipt import Comparison, read_receipt
 
 
 def row_hashes(groups: Sequence[Group]) -> dict[str, str]:
@@ -17,9 +18,9 @@ def row_hashes(groups: Sequence[Group]) -> dict[str, str]:
     return {group.part: fingerprint(group.examples) for group in groups if group.part != "external"}
 
 
-def curves(places: Sequence[Path], groups: Sequence[Group], own: str) -> dict[str, tuple[Point, ...]]:
+def curves(places: Sequence[Path], groups: Sequence[Group], own: str) -> dict[str, Comparison]:
     """The curves of finished jobs by method; a method that comes twice is told apart by its folder."""
-    found: dict[str, tuple[Point, ...]] = {}
+    found: dict[str, Comparison] = {}
     for place in places:
         method, curve = _curve(place, row_hashes(groups))
         name = method if method not in (own, *found) else f"{method} ({place.name})"
@@ -27,7 +28,7 @@ def curves(places: Sequence[Path], groups: Sequence[Group], own: str) -> dict[st
     return found
 
 
-def _curve(place: Path, expected: Mapping[str, str]) -> tuple[str, tuple[Point, ...]]:
+def _curve(place: Path, expected: Mapping[str, str]) -> tuple[str, Comparison]:
     folder = Folder(place)
     if not folder.record.is_file():
         raise ValueError(f"{place}: expected the folder of a finished job to compare with; it holds no record.json")
@@ -37,4 +38,5 @@ def _curve(place: Path, expected: Mapping[str, str]) -> tuple[str, tuple[Point, 
         raise ValueError(
             f"{place}: its {' and '.join(different)} rows are others than this job's; compare jobs on the same"
         )
-    return record["settings"]["method"], read_receipt(place).curve
+    settings: dict[str, Any] = record["settings"]
+    return settings["method"], Comparison(curve=read_receipt(place).curve, settings=settings)

@@ -10,12 +10,12 @@ from typing import Any
 from cplus import files, models
 from cplus.data.examples import lines
 from cplus.diagnostics.gateshares import layer_shares
-from cplus.evaluation import Rate
+from cplus.evaluation.requirements import Measured, possible
 from cplus.experiment.driver import Training
 from cplus.experiment.measure import Answers
 from cplus.experiment.rows import Group
 from cplus.job import bank as banks
-from cplus.job.answers import ask, ask_once
+from cplus.job.answers import Before, ask, ask_once
 from cplus.job.folder import Folder, asked, begin, check_free, claimed
 from cplus.job.interruption import Interrupted, Interruption
 from cplus.job.outputs import Finished, write_model, write_outputs
@@ -74,8 +74,8 @@ def _work(job: Job, interruption: Interruption) -> Outcome:
     tracked = tracker(config.report_to, folder.root, config.model_dump(mode="json"))
     try:
         with models.computing(config.compute_dtype, job.base.device):
-            before = ask_once(folder.answers, job.base.model, job.groups, config, job.base.fingerprint)
-        check_requirements(config, job.groups, before)
+            before = ask_once(folder.answers, job.base, job.groups, config)
+        check_requirements(config, job.groups, before.answers)
         if job.rows.anchors is not None:
             files.write_text(folder.anchors, lines(job.rows.anchors.examples))
         bank = _bank(job)
@@ -90,22 +90,22 @@ def _work(job: Job, interruption: Interruption) -> Outcome:
 
 
 def check_requirements(config: AdaptConfig, groups: tuple[Group, ...], before: Mapping[str, Answers]) -> None:
-    """Refuse a requirement that no result could meet, before the training and not after it."""
-    for required in config.requirements:
-        state = "right" if required.metric == "retention" else "wrong"
-        answers = [p for g in groups if g.part == required.metric for p in before[g.name].predictions]
-        count = sum(p.correct == (state == "right") for p in answers)
-        if not count:
-            raise ValueError(
-                f"{required.metric} is required, but none of {len(answers)} rows was answered {state}ly by the base "
-                f"model (judge: {config.judge}); give other rows or another judge, or leave it out"
-            )
-        best = Rate(count, count).interval()[0] / 100
-        if best < required.at_least:
-            raise ValueError(
-                f"{required.metric}>={required.at_least:g} cannot be met: it is held against the lower 95 % bound, and "
-                f"that is {best:.3f} when all {count} rows are right; give more rows or ask for less"
-            )
+    """Refuse a requirement that these rows cannot judge or no result could meet, before the training."""
+    parts = [
+        Measured(
+            kind=group.part,
+            rows=len(group.examples),
+            right=None
+            if any(p.correct is None for p in before[group.name].predictions)
+            else sum(p.right for p in before[group.name].predictions),
+            scored=0 if group.closed else len(group.examples),
+            anchors=group.name == "anchors",
+        )
+        for group in groups
+    ]
+    for requirement in config.requirements:
+        if (problem := possible(requirement, parts)) is not None:
+            raise ValueError(problem)
 
 
 def _bank(job: Job) -> Bank | None:
@@ -115,7 +115,7 @@ def _bank(job: Job) -> Bank | None:
     return banks.sealed(job.folder.bank, job.settings.probes, job.base, job.rows.anchors, given)
 
 
-def _finish(job: Job, before: Mapping[str, Answers], bank: Bank | None, training: Training) -> dict[str, Any]:
+def _finish(job: Job, before: Before, bank: Bank | None, training: Training) -> dict[str, Any]:
     """Ask again, then write; the record comes last and the work folder goes after it."""
     config, folder, guard = job.config, job.folder, training.prepared.guard
     layers = layer_shares(guard)
@@ -123,8 +123,11 @@ def _finish(job: Job, before: Mapping[str, Answers], bank: Bank | None, training
     trainable = sum(p.numel() for p in training.model.parameters() if p.requires_grad)
     model = training.finish()
     with models.computing(config.compute_dtype, job.base.device):
-        after = {group.name: ask(model, group, config, "after") for group in job.groups}
-    write_model(folder, model, job.base.tokenizer)
+        after = {
+            group.name: ask(model, group, config, "after", before.answers[group.name].predictions)
+            for group in job.groups
+        }
+    write_model(folder, model, job.base.tokenizer, config.save_dtype)
     done = Finished(
         config=config,
         base=job.base,

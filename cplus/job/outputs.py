@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import datetime
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from cplus.environment import environment
 from cplus.experiment.driver import Ledger
 from cplus.experiment.measure import Answers, loss_of
 from cplus.experiment.rows import Group, Rows
+from cplus.job.answers import Before
 from cplus.job.comparison import row_hashes
 from cplus.job.folder import Folder
 from cplus.job.settings import AdaptConfig
@@ -25,19 +27,26 @@ from cplus.models.loading import without_bars
 from cplus.probes.audit import ComparedRows, audit
 from cplus.probes.bank import Bank
 from cplus.receipts.receipt import (
+    Comparison,
     GateShare,
     Losses,
     ModelId,
     Point,
     Receipt,
-    Requirement,
     RowSet,
     bank_audit,
     rows,
     write_receipt,
 )
+from cplus.scoring import Score
 
 SCHEMA = 1
+_STARTS = {
+    "acquisition": ("acquisition", "new_nll", 0.0),
+    "validation": ("validation", "validation_nll", 0.0),
+    "retention": ("retention", "past_nll", 100.0),
+}
+"""A group's share and loss in the curve, and the share of the base model."""
 _POINT = tuple(f.name for f in dataclasses.fields(Point))
 
 
@@ -50,12 +59,12 @@ class Finished:
     after_fingerprint: str
     rows: Rows
     groups: Sequence[Group]
-    before: Mapping[str, Answers]
+    before: Before
     after: Mapping[str, Answers]
     ledger: Ledger
     bank: Bank | None
     layers: Sequence[LayerShare]
-    comparisons: Mapping[str, tuple[Point, ...]]
+    comparisons: Mapping[str, Comparison]
     parameters: int
     trainable: int
 
@@ -67,10 +76,11 @@ class Finished:
         return {**works, "seconds": ledger.seconds, "extra_bytes": ledger.extra_bytes}
 
 
-def write_model(folder: Folder, model: Any, tokenizer: Any) -> None:
-    """Safetensors and tokenizer, for plain transformers."""
+def write_model(folder: Folder, model: Any, tokenizer: Any, dtype: str) -> None:
+    """Safetensors and tokenizer, for plain transformers; the model in memory keeps its precision."""
+    written = model if dtype == "float32" else copy.deepcopy(model).to(getattr(torch, dtype))
     with files.replacing_folder(folder.model) as part, without_bars():
-        model.save_pretrained(part)
+        written.save_pretrained(part)
         tokenizer.save_pretrained(part)
 
 
@@ -118,7 +128,11 @@ def receipt(done: Finished) -> Receipt:
         before=ModelId(name=config.model, fingerprint=done.base.fingerprint),
         after=ModelId(name=f"{config.out.name}/model", fingerprint=done.after_fingerprint),
         method=config.method,
-        sets=tuple(_row_set(group, done.before[group.name], done.after[group.name]) for group in done.groups),
+        sets=tuple(
+            _row_set(config, group, done.before.answers[group.name], done.after[group.name]) for group in done.groups
+        ),
+        followed=_followed(done),
+        noise_floor=done.before.noise_floor,
         settings=config.model_dump(mode="json"),
         environment=environment(threads=torch.get_num_threads(), device=str(done.base.device)),
         curve=(_start(done), *(_point(point) for point in done.ledger.curve)),
@@ -134,7 +148,7 @@ def receipt(done: Finished) -> Receipt:
         ),
         audit=None if done.bank is None else bank_audit(audit(done.bank, _sources(done))),
         cost=done.cost,
-        requirements=tuple(Requirement(metric=r.metric, at_least=r.at_least) for r in config.requirements),
+        requirements=config.requirements,
         notes=(*done.rows.notes, *_notes(done)),
     )
 
@@ -154,14 +168,37 @@ def _sources(done: Finished) -> list[ComparedRows]:
     return [ComparedRows(name=group.name, examples=group.examples) for group in groups if group is not None]
 
 
-def _row_set(group: Group, before: Answers, after: Answers) -> RowSet:
+def _row_set(config: AdaptConfig, group: Group, before: Answers, after: Answers) -> RowSet:
+    compared = rows(
+        group.examples,
+        before.predictions,
+        after.predictions,
+        interface=group.interface.name,
+        losses=[_losses(was, now) for was, now in zip(before.scores, after.scores, strict=True)],
+        answers=[
+            None if was is None or now is None else _losses(was, now)
+            for was, now in zip(before.base_answers, after.base_answers, strict=True)
+        ],
+    )
+    return RowSet(
+        name=group.name,
+        kind=group.part,
+        interface=group.interface.name,
+        rows=compared,
+        judge=None if group.closed else config.judge,
+        anchors=group.name == "anchors",
+    )
+
+
+def _losses(before: Score, after: Score) -> Losses:
     # A likelihood of 1 may round to a loss below 0.
-    losses = [
-        Losses(before=max(0.0, -was.mean), after=max(0.0, -now.mean), tokens=was.num_tokens)
-        for was, now in zip(before.scores, after.scores, strict=True)
-    ]
-    made = rows(group.examples, before.predictions, after.predictions, interface=group.interface.name, losses=losses)
-    return RowSet(name=group.name, kind=group.part, interface=group.interface.name, rows=made)
+    return Losses(before=max(0.0, -before.mean), after=max(0.0, -after.mean), tokens=before.num_tokens)
+
+
+def _followed(done: Finished) -> dict[str, int]:
+    """The number of rows behind each point of the curve."""
+    count, seed = done.config.evaluate_rows, done.config.seed
+    return {g.name: len(g.drawn(count, seed).examples) for g in done.groups if g.part != "external"}
 
 
 def _start(done: Finished) -> Point:
@@ -170,14 +207,14 @@ def _start(done: Finished) -> Point:
     for group in done.groups:
         if group.part == "external":
             continue
-        new = group.part == "acquisition"
+        share, nll, start = _STARTS[group.part]
         if group.closed:
-            known |= {"acquisition": 0.0} if new else {"retention": 100.0}
+            known[share] = start
             continue
         seen = {example.id for example in group.drawn(done.config.evaluate_rows, done.config.seed).examples}
-        scores = zip(group.examples, done.before[group.name].scores, strict=True)
+        scores = zip(group.examples, done.before.answers[group.name].scores, strict=True)
         loss = loss_of([score for example, score in scores if example.id in seen])
-        known["new_nll" if new else "past_nll"] = max(0.0, loss)
+        known[nll] = max(0.0, loss)
     return _point({"epoch": 0.0, **known})
 
 

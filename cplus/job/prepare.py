@@ -18,7 +18,7 @@ from cplus.job.settings import AdaptConfig, paper
 from cplus.methods import Method
 from cplus.models import Loaded
 from cplus.probes.own_answers import own_answers
-from cplus.receipts.receipt import Point
+from cplus.receipts.receipt import Comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Job:
     base: Loaded
     rows: Rows
     groups: tuple[Group, ...]
-    comparisons: Mapping[str, tuple[Point, ...]]
+    comparisons: Mapping[str, Comparison]
 
     @property
     def settings(self) -> Settings:

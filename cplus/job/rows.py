@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cplus import interfaces
-from cplus.data.examples import Choice, Example
+from cplus.data.examples import Choice, Example, FreeForm
 from cplus.data.predictions import Prediction
 from cplus.data.split import cached_split, draw_anchors, stack
 from cplus.data.tasks import Task, load_task
@@ -19,7 +19,12 @@ from cplus.job.folder import Folder
 from cplus.job.settings import AdaptConfig
 from cplus.methods import Method
 from cplus.models import Loaded
+from cplus.probes.texts import input_key
 from cplus.scoring import fitting, predict
+
+_TAKEN = ("new", "validation", "past", "anchors")
+HELD_OUT_FROM = 50
+"""New rows from which on a tenth is held out of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +34,7 @@ class Tasks:
     new: Task | None
     anchors: Task | None
     past: Task | None
+    validation: Task | None
     split: Task | None
     external: tuple[Task, ...]
     kept: tuple[Task, ...] = ()
@@ -38,16 +44,24 @@ def read(config: AdaptConfig, method: Method, home: Path) -> Tasks:
     """Read every file and task; what the method cannot do without is asked for now, not after an hour."""
     if config.split is None and config.anchors is None and not config.kept and set(method.needs) != {"new"}:
         raise ValueError(f"method {method.name!r} needs anchors: rows the model should keep; give some as anchors")
-    new, anchors, past, split = (
-        None if name is None else load_task(located(name, home), config.data_dir)
-        for name in (config.new, config.anchors, config.past, config.split)
-    )
+
+    def load(name: str | None, *, requests: bool = False) -> Task | None:
+        if name is None:
+            return None
+        place = located(name, home)
+        columns = config.columns if Path(place).exists() else None
+        return load_task(place, config.data_dir, columns=columns, requests=requests)
+
+    own = config.own_answers
+    new, split = load(config.new), load(config.split)
+    anchors, past = load(config.anchors, requests=own), load(config.past, requests=own)
+    validation = None if config.validation == "none" else load(config.validation)
     external = tuple(load_task(located(name, home), config.data_dir) for name in config.external)
     names = [task.name for task in external]
-    if len({*names, "new", "past", "anchors"}) != len(names) + 3:
-        raise ValueError(f"expected external tasks of different names, none called new, past or anchors, got {names}")
+    if len({*names, *_TAKEN}) != len(names) + len(_TAKEN):
+        raise ValueError(f"expected external tasks of different names, none called {', '.join(_TAKEN)}, got {names}")
     kept = tuple(_anchors_of(Folder(Path(located(str(place), home)))) for place in config.kept)
-    return Tasks(new=new, anchors=anchors, past=past, split=split, external=external, kept=kept)
+    return Tasks(new=new, anchors=anchors, past=past, validation=validation, split=split, external=external, kept=kept)
 
 
 def _anchors_of(folder: Folder) -> Task:
@@ -73,7 +87,8 @@ def gather(config: AdaptConfig, tasks: Tasks, base: Loaded) -> Rows:
             for name, task in (("anchors", tasks.anchors), ("past", tasks.past))
         }
         new = group_of(config, tasks.new, base, name="new", part="acquisition")
-        rows = Rows(new=new, anchors=known["anchors"], past=known["past"])
+        new, validation = _held_out(config, tasks.validation, base, new)
+        rows = Rows(new=new, anchors=known["anchors"], past=known["past"], validation=validation)
     external = tuple(_external(config, task, base) for task in tasks.external)
     kept = tuple(
         group_of(config, task, base, name=f"kept {number}", part="retention")
@@ -81,6 +96,33 @@ def gather(config: AdaptConfig, tasks: Tasks, base: Loaded) -> Rows:
     )
     rows = replace(rows, external=external, kept=kept)
     return replace(rows, notes=notes(config, rows))
+
+
+def _held_out(config: AdaptConfig, task: Task | None, base: Loaded, new: Group) -> tuple[Group, Group | None]:
+    """New rows to train on and new rows held out: those of the setting, or a tenth drawn by the seed."""
+    if task is not None:
+        held = group_of(config, task, base, name="validation", part="validation")
+        if both := overlap(held, new):
+            raise ValueError(
+                f"{task.name}: {both} of {len(held.examples)} validation rows are also new rows, the first is "
+                f"{_first_shared(held, new)!r}; remove them from one of the two, because trained rows measure no learning"
+            )
+        return new, held
+    count = len(new.examples) // 10
+    if config.validation == "none" or config.preset == "paper" or len(new.examples) < HELD_OUT_FROM:
+        return new, None
+    held = new.drawn(count, config.seed)
+    # A row that occurs twice would be trained on by its other copy.
+    asked = {input_key(example, options=False) for example in held.examples}
+    copies = [example for example in new.examples if input_key(example, options=False) in asked]
+    ids = {example.id for example in copies}
+    trained = tuple(example for example in new.examples if example.id not in ids)
+    return replace(new, examples=trained), replace(new, name="validation", part="validation", examples=tuple(copies))
+
+
+def _first_shared(some: Group, others: Group) -> str:
+    known = {input_key(example, options=False) for example in others.examples}
+    return next(example.id for example in some.examples if input_key(example, options=False) in known)
 
 
 def notes(config: AdaptConfig, rows: Rows) -> tuple[str, ...]:
@@ -96,6 +138,9 @@ def notes(config: AdaptConfig, rows: Rows) -> tuple[str, ...]:
         said.append(f"{both} of {len(rows.past.examples)} past rows are anchors, which the method has seen.")
     if rows.past is not None and config.split is None and (both := overlap(rows.past, rows.new)):
         said.append(f"{both} of {len(rows.past.examples)} past rows also stand in the new data.")
+    if rows.validation is not None:
+        held, count = len(rows.validation.examples), len(rows.new.examples)
+        said.append(f"{held} new rows are held out to measure learning; {count} are trained on.")
     if rows.kept:
         count = sum(len(group.examples) for group in rows.kept)
         said.append(f"Earlier past tasks are kept as well: {len(rows.kept)}, with {count} anchors in all.")
@@ -112,7 +157,13 @@ def bind(config: AdaptConfig, task: Task, base: Loaded) -> Interface:
         if config.interface == "freeform":
             raise ValueError(f"{task.name} has multiple-choice rows; expected the interface letter or cloze for them")
         own = config.interface or own
-    return interfaces.build(own, base.tokenizer, wording=task.wording, chat=not config.plain)
+    chat = not config.plain and not _is_text(task)
+    return interfaces.build(own, base.tokenizer, wording=task.wording, chat=chat, turns=config.turns)
+
+
+def _is_text(task: Task) -> bool:
+    first = task.examples[0]
+    return isinstance(first, FreeForm) and first.is_text
 
 
 def group_of(config: AdaptConfig, task: Task, base: Loaded, *, name: str, part: Part) -> Group:

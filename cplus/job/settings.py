@@ -3,48 +3,32 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from cplus.adapters import Lora
+from cplus.data.readers import parse_columns
+from cplus.evaluation.judges import NAMES
+from cplus.evaluation.requirements import Requirement, parse
 from cplus.experiment.settings import Settings
 
-Metric: TypeAlias = Literal["retention", "acquisition"]
 Positive: TypeAlias = Annotated[int, Field(ge=1)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
-
-_REQUIREMENT = re.compile(r"(retention|acquisition)\s*>=\s*(\d*\.?\d+)")
-
-
-class Requirement(NamedTuple):
-    """A figure and the least share of it that is accepted."""
-
-    metric: Metric
-    at_least: float
-
-
-def requirement(text: str) -> Requirement:
-    """Read `retention>=0.9`.
-
-    >>> requirement("retention >= 0.9")
-    Requirement(metric='retention', at_least=0.9)
-    """
-    match = _REQUIREMENT.fullmatch(text.strip())
-    if match is None or not 0 <= float(match[2]) <= 1:
-        raise ValueError(f"expected retention>=SHARE or acquisition>=SHARE with a share from 0 to 1, got {text!r}")
-    return Requirement("retention" if match[1] == "retention" else "acquisition", float(match[2]))
 
 
 def _checked(text: object) -> object:
     if isinstance(text, str):
-        requirement(text)
+        parse(text)
     return text
+
+
+def _columns(value: object) -> object:
+    return parse_columns(value) if isinstance(value, str) else value
 
 
 def _lora(value: object) -> object:
@@ -68,6 +52,11 @@ class AdaptConfig(BaseModel):
     new: str | None = Field(None, description="New rows to learn: a file, a named task or owner/name on the hub.")
     anchors: str | None = Field(None, description="Rows the model must keep, used as evidence: a file or a named task.")
     past: str | None = Field(None, description="Held-out past rows to measure Retention on; default: the anchors.")
+    validation: str | None = Field(
+        None,
+        description="Held-out new rows to measure learning on: a file or a task; none for none. Default: a tenth of 50 "
+        "or more new rows, drawn by the seed.",
+    )
     kept: tuple[Path, ...] = Field(
         (), description="Finished job whose anchors and bank are protected as one more past task; repeatable."
     )
@@ -85,10 +74,12 @@ class AdaptConfig(BaseModel):
     own_answers: bool = Field(
         False, description="Free text: replace the answers of anchors and past rows by the base model's own."
     )
-    judge: str = Field(
-        "exact",
-        description="How free text is judged: exact, json, regex:PATTERN, schema:FILE or python:module:function.",
+    judge: str = Field("none", description=f"How free text is judged: {NAMES}. none: by losses and changed answers.")
+    turns: Literal["all", "last"] = Field("all", description="Conversations: assistant turns to learn.")
+    columns: Annotated[dict[str, str] | None, BeforeValidator(_columns)] = Field(
+        None, description="Names of the columns where they differ: prompt=question,response=answer."
     )
+    chat_template: Path | None = Field(None, description="File with a chat template to use instead of the model's.")
     max_new_tokens: Positive = Field(256, description="Free text: maximum number of tokens per answer.")
     too_long: Literal["refuse", "exclude"] = Field(
         "refuse", description="What to do with rows longer than the model's context window."
@@ -151,7 +142,14 @@ class AdaptConfig(BaseModel):
     evaluate_rows: Positive = Field(64, description="Rows per evaluation during training; the final one uses all.")
     require: tuple[Annotated[str, BeforeValidator(_checked)], ...] = Field(
         (),
-        description="retention>=0.9 or acquisition>=0.9; exit code 2 if the lower 95 % bound is below it. Repeatable.",
+        description="retention>=0.9, acquisition>=0.9, past-loss<=+0.05 or new-loss<=1; exit code 2 if its 95 % bound "
+        "misses it. Repeatable.",
+    )
+    keep_best: bool = Field(
+        False, description="Write the weights of the epoch with the best figures on past and new rows, not the last."
+    )
+    save_dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Precision of the written weights; training stays in float32."
     )
     compare: tuple[Path, ...] = Field(
         (), description="Finished job on the same rows to show in the receipt beside this one; repeatable."
@@ -212,13 +210,14 @@ class AdaptConfig(BaseModel):
     @property
     def requirements(self) -> tuple[Requirement, ...]:
         """What is required, read."""
-        return tuple(requirement(text) for text in self.require)
+        return tuple(parse(text) for text in self.require)
 
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "What is learned and kept": (
-        "new", "anchors", "past", "kept", "split", "num_anchors", "num_new", "external", "external_limit", "interface",
-        "plain", "own_answers", "judge", "max_new_tokens", "too_long", "data_dir",
+        "new", "anchors", "past", "validation", "kept", "split", "num_anchors", "num_new", "external", "external_limit",
+        "interface", "plain", "chat_template", "turns", "columns", "own_answers", "judge", "max_new_tokens", "too_long",
+        "data_dir",
     ),
     "How it is kept": (
         "preset", "method", "anchor_weight", "beta", "bank", "num_probes", "shots", "temperature", "topics",
@@ -228,8 +227,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "clip_norm", "lora", "compute_dtype", "gradient_checkpointing", "seed",
     ),
     "What is watched and written": (
-        "out", "max_asked", "evaluate_every", "evaluate_rows", "require", "compare", "report_to", "checkpoint_minutes",
-        "checkpoint_steps",
+        "out", "max_asked", "evaluate_every", "evaluate_rows", "require", "keep_best", "save_dtype", "compare",
+        "report_to", "checkpoint_minutes", "checkpoint_steps",
     ),
     "Machine": ("device", "revision", "trust_remote_code"),
 }  # fmt: skip

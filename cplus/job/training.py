@@ -9,9 +9,10 @@ from cplus import files, models
 from cplus.data.examples import fingerprint
 from cplus.experiment.driver import Training, begin, updates_per_epoch
 from cplus.experiment.material import Kept
-from cplus.experiment.measure import Answers, look, says_every_token
+from cplus.experiment.measure import look, says_every_token
 from cplus.health import Exploded
 from cplus.job import bank as banks
+from cplus.job.answers import Before
 from cplus.job.checkpoint import Checkpoints
 from cplus.job.interruption import Interrupted, Interruption
 from cplus.job.prepare import Job
@@ -43,9 +44,7 @@ def past_tasks(job: Job, bank: Bank | None) -> list[Kept]:
     ]
 
 
-def train(
-    job: Job, before: Mapping[str, Answers], bank: Bank | None, interruption: Interruption, tracked: Tracker
-) -> Training:
+def train(job: Job, before: Before, bank: Bank | None, interruption: Interruption, tracked: Tracker) -> Training:
     """Train from the last checkpoint, or the beginning, to the end; every stop on the way is one to go on from."""
     config = job.config
     past = past_tasks(job, bank)
@@ -116,11 +115,11 @@ def _last(kept: Checkpoints, job: Job) -> str:
 class _Watch:
     """Looks on the way, and whether everything is learned."""
 
-    def __init__(self, job: Job, before: Mapping[str, Answers], training: Training) -> None:
-        self._config, self._training, self._before = job.config, training, dict(before)
+    def __init__(self, job: Job, before: Before, training: Training) -> None:
+        self._config, self._training, self._before = job.config, training, dict(before.answers)
         self._device = job.base.device
-        self._new, *kept = [group for group in job.groups if group.part != "external"]
-        self._kept = [group.drawn(job.config.evaluate_rows, job.config.seed) for group in kept]
+        self._new, *others = [group for group in job.groups if group.part != "external"]
+        self._others = [group.drawn(job.config.evaluate_rows, job.config.seed) for group in others]
         self._encoded = training.prepared.material.new
 
     def look(self, epoch: int) -> dict[str, float]:
@@ -128,7 +127,7 @@ class _Watch:
         every, decides = self._config.evaluate_every, self._config.stop == "learned" and self._new.closed
         due = every > 0 and epoch % every == 0
         new = self._new if decides else self._new.drawn(self._config.evaluate_rows, self._config.seed)
-        groups = [*([new] if due or decides else []), *(self._kept if due else [])]
+        groups = [*([new] if due or decides else []), *(self._others if due else [])]
         with models.computing(self._config.compute_dtype, self._device):
             return look(self._training.model, groups, self._before)
 

@@ -31,16 +31,21 @@ Labeller: TypeAlias = Callable[[Sequence[Example]], list[Label | Rejected]]
 
 
 def label(
-    model: nn.Module, engine: LocalEngine, interface: Interface, examples: Sequence[Example]
+    model: nn.Module,
+    engine: LocalEngine,
+    interface: Interface,
+    examples: Sequence[Example],
+    *,
+    max_tokens: int | None = None,
 ) -> list[Label | Rejected]:
     """The most likely candidate if there are candidates, otherwise greedily decoded text.
 
     Paper: y_j = h_theta0(x_j) in App. C.1. Confidence is the softmax over the candidates, or the geometric mean
-    probability of the text's tokens.
+    probability of the text's tokens. `max_tokens` replaces the interface's limit on the length of a text.
     """
     closed = [example for example in examples if interface.candidates(example)]
     chosen = iter(predict(model, interface, closed, what="labelling"))
-    written = iter(_written(model, engine, interface, [e for e in examples if not interface.candidates(e)]))
+    written = iter(_written(model, engine, interface, [e for e in examples if not interface.candidates(e)], max_tokens))
     labels: list[Label | Rejected] = []
     for example in examples:
         if interface.candidates(example):
@@ -52,10 +57,14 @@ def label(
 
 
 def _written(
-    model: nn.Module, engine: LocalEngine, interface: Interface, examples: Sequence[Example]
+    model: nn.Module,
+    engine: LocalEngine,
+    interface: Interface,
+    examples: Sequence[Example],
+    max_tokens: int | None,
 ) -> list[Label | Rejected]:
     prompts = [interface.prompt(example) for example in examples]
-    limit = MAX_ANSWER_TOKENS[interface.name]
+    limit = max_tokens or MAX_ANSWER_TOKENS[interface.name]
     rows = engine.greedy(prompts, max_new_tokens=limit, stop=interface.answer_stop)
     scores = log_likelihoods(model, [Encoded(row.prompt, tuple(row.tokens)) for row in rows], what="confidence")
     return [

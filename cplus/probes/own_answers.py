@@ -9,8 +9,11 @@ from cplus.data.examples import Example, fingerprint, from_row, to_row
 from cplus.files import cache_folder
 from cplus.interfaces import Interface, Rejected
 from cplus.models import Loaded
-from cplus.probes.label import Label, label
+from cplus.probes.label import MAX_ANSWER_TOKENS, Label, label
 from cplus.probes.local import LocalEngine
+
+LONGER = 4
+"""How many times the usual limit an answer may have that did not end within it."""
 
 
 def own_answers(base: Loaded, interface: Interface, examples: Sequence[Example], *, name: str) -> tuple[Example, ...]:
@@ -35,4 +38,9 @@ def own_answers(base: Loaded, interface: Interface, examples: Sequence[Example],
 def _answered(base: Loaded, interface: Interface, examples: Sequence[Example]) -> list[Example | None]:
     engine = LocalEngine(base.model, base.tokenizer)
     labels: list[Label | Rejected] = label(base.model, engine, interface, examples)
+    open_ended = [i for i, own in enumerate(labels) if isinstance(own, Rejected) and own.reason == "answer without end"]
+    limit = LONGER * MAX_ANSWER_TOKENS[interface.name]
+    again = label(base.model, engine, interface, [examples[i] for i in open_ended], max_tokens=limit)
+    for i, own in zip(open_ended, again, strict=True):
+        labels[i] = own
     return [own.example if isinstance(own, Label) else None for own in labels]

@@ -28,7 +28,10 @@ def words(text: str) -> frozenset[str]:
 
 
 def input_text(example: Example, *, options: bool) -> str:
-    """The input of an example: its question, with the options if these are part of the input, or its conversation."""
+    """The input of an example: its question, with the options if these are part of the input, its
+    conversation, or its text."""
+    if not isinstance(example, Choice) and example.is_text:
+        return example.response
     if not isinstance(example, Choice):
         return "\n".join(message.content for message in example.messages)
     if not options or len(example.choices) < 2:

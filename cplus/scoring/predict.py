@@ -74,6 +74,8 @@ def fitting(interface: Interface, examples: Sequence[Example], window: int, poli
     for example in examples:
         if own := interface.candidates(example):
             rows.append(Encoded(interface.prompt(example), max(own, key=len)))
+        elif isinstance(example, FreeForm) and not example.answered:
+            rows.append(Encoded(interface.prompt(example), (0,)))
         else:
             rows.append(interface.encode(example))
     return [examples[i] for i in fit(rows, window, policy).kept]
