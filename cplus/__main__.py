@@ -1,6 +1,18 @@
-"""`python -m cplus`: the command line, where its script is not on the path."""
+"""`cplus` and `python -m cplus`: the command line, whose own imports may be interrupted too."""
 
-from cplus.cli import main
+import sys
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C ends it with exit code 130 and no traceback, even while it is being imported."""
+    try:
+        from cplus.cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
+
 
 if __name__ == "__main__":
     main()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
+from cplus import __version__
 from cplus.terminal import clean, console
 
 app = typer.Typer(
@@ -15,6 +18,43 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Fine-tune a language model without breaking it.",
 )
+
+
+class Command(TyperCommand):
+    """A command that knows the option names of other trainers and names its own instead."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from cplus.job.settings import OTHER_NAMES
+
+        known = {option for parameter in self.params for option in parameter.opts}
+        for option in (arg.partition("=")[0] for arg in args if arg.startswith("--") and arg != "--"):
+            own = {**OTHER_NAMES, **_OTHER_OPTIONS}.get(option[2:].replace("-", "_"))
+            if option in known or own is None:
+                continue
+            if f"--{own.replace('_', '-')}" in known:
+                raise typer.BadParameter(f"there is no option {option}; did you mean --{own.replace('_', '-')}?")
+            if own in known:
+                raise typer.BadParameter(f"there is no option {option}; give the {own} as an argument, without a name")
+        return super().parse_args(ctx, args)
+
+
+_OTHER_OPTIONS = {"model": "model", "resume_from_checkpoint": "resume", "overwrite_output_dir": "force"}
+"""Options of other trainers that are no settings here."""
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"cplus {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 def register() -> None:
@@ -51,18 +91,18 @@ def register() -> None:
         report,
         doctor,
     ):
-        app.command()(command)
+        app.command(cls=Command)(command)
     app.add_typer(ledger, name="ledger")
 
 
 def main() -> None:
     """Run the command line; an expected error is one sentence on standard error and exit code 1."""
-    register()
-    if os.environ.get("CPLUS_DEBUG"):
-        app()
     try:
+        register()
         app()
     except (ValueError, TypeError, OSError, ArithmeticError, ImportError) as error:
+        if os.environ.get("CPLUS_DEBUG"):
+            raise
         console.print("error:", style="bold red", end=" ")
         console.print(clean(str(error)), markup=False, soft_wrap=True)
         sys.exit(1)

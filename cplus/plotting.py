@@ -59,7 +59,7 @@ def retention_bars(summary: Mapping[str, Mapping[str, Mapping[str, float]]], ste
     methods: Sequence[str] = list(summary)
     for axis, (metric, title) in zip(axes, titles.items(), strict=True):
         means = [summary[m][metric]["mean"] for m in methods]
-        errors = [summary[m][metric]["se"] for m in methods]
+        errors = [summary[m][metric]["se"] for m in methods if "se" in summary[m][metric]] or None  # none for one seed
         colours = [COLOURS.get(m, OTHER) for m in methods]
         bars = axis.bar([label(m) for m in methods], means, yerr=errors, color=colours, capsize=3, width=0.65)
         axis.bar_label(bars, fmt="%.0f" if many else "%.1f", padding=3, fontsize=6 if many else 8)

@@ -1,11 +1,13 @@
-"""Terminal output: logs and progress on standard error, results on standard output."""
+"""What a person sees: messages and progress on standard error, results on standard output."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +18,7 @@ from rich.progress import (
     ProgressColumn,
     SpinnerColumn,
     Task,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -24,6 +27,8 @@ from rich.text import Text
 
 console = Console(stderr=True, highlight=False)
 output = Console(highlight=False)
+
+_SECONDS = 30  # between two lines of progress where there is no terminal
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -48,9 +53,43 @@ class _Rate(ProgressColumn):
         return Text("" if speed is None else f"{speed:,.1f}/s", style="cyan")
 
 
+class _Lines(Progress):
+    """Where there is no terminal: a plain line about a bar every 30 seconds at most, none for a short one."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__(
+            console=console, disable=True, auto_refresh=False, speed_estimate_period=20 * _SECONDS, get_time=clock
+        )
+        self._printed = clock()
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        """Change a bar."""
+        super().update(task_id, **changes)
+        self._print(self._tasks[task_id])
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """Move a bar on."""
+        super().advance(task_id, advance)
+        self._print(self._tasks[task_id])
+
+    def _print(self, task: Task) -> None:
+        now = self.get_time()
+        if now - self._printed < _SECONDS or task.finished:
+            return
+        self._printed = now
+        total = "" if task.total is None else f" of {task.total:,.0f}"
+        left = "" if task.time_remaining is None else f", about {timedelta(seconds=int(task.time_remaining))} left"
+        elapsed = timedelta(seconds=int(task.elapsed or 0))
+        text = f"{task.description}: {task.completed:,.0f}{total} after {elapsed}{left}"
+        console.print(clean(text), markup=False, soft_wrap=True)
+
+
 @contextmanager
-def progress() -> Iterator[Progress]:
-    """Progress bars on standard error with rate and time left; none if it is not a terminal."""
+def progress(clock: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
+    """Progress on standard error with rate and time left: bars in a terminal, occasional lines elsewhere."""
+    if not console.is_terminal:
+        yield _Lines(clock)
+        return
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),  # file names are not markup
@@ -60,7 +99,7 @@ def progress() -> Iterator[Progress]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bars:
+    with Progress(*columns, console=console, transient=True) as bars:
         yield bars
 
 

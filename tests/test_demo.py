@@ -106,9 +106,27 @@ def test_json_is_one_object_on_standard_output(tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert [row["method"] for row in report["rows"]] == ["sft", "replay", "cpl", "cplus"]
     assert set(report["rows"][0]) == {"method", "seed", "retention", "acquisition", "external", "seconds"}
-    assert set(report["summary"]["cplus"]["retention"]) == {"mean", "se"}
+    assert set(report["summary"]["cplus"]["retention"]) == {"mean"}  # one seed has no standard error
     assert (tmp_path / "demo.png").stat().st_size > 5_000
     assert len(list((tmp_path / "records").glob("*.json"))) == 4
+
+
+def test_errors_are_shown_for_several_seeds_only(result: RunResult, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [dataclasses.replace(result, spec=short(method)) for method in ("sft", "cplus")]
+    demo.show(runs, demo.summary(runs))
+    shown = capsys.readouterr().out
+    assert "±" not in shown
+    assert "One seed;" in shown
+    other = [
+        dataclasses.replace(run, spec=dataclasses.replace(run.spec, seed=1), retention=run.retention - 2)
+        for run in runs
+    ]
+    table = demo.summary([*runs, *other])
+    assert table["cplus"]["retention"]["se"] == pytest.approx(1.0)
+    demo.show([*runs, *other], table)
+    shown = capsys.readouterr().out
+    assert "± 1.0" in shown
+    assert "Mean ± standard error over 2 seeds" in shown
 
 
 def test_the_verdict_says_who_did_not_learn() -> None:

@@ -1,9 +1,13 @@
-"""`cplus doctor` says what works and what to install, and its exit code says whether anything is bad."""
+"""`cplus doctor` reports what works and what to install; its exit code tells whether anything is bad."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from email.message import Message
+from io import BytesIO
 from pathlib import Path
+from urllib.error import HTTPError, URLError
 
 import pytest
 from typer.testing import CliRunner
@@ -25,6 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("cplus.kernels.can_compile", lambda device: True)  # seconds, and its own tests try it
     monkeypatch.setattr(doctor, "_TIMED", (2, 1000))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # tests need no network
     return tmp_path / "cache"
 
 
@@ -34,13 +39,15 @@ def test_a_whole_installation_is_good_in_words_and_in_json() -> None:
     assert code == 0, said
     assert report["good"] is True
     areas = {one["area"] for one in report["findings"]}
-    assert areas == {"packages", "devices", "precision", "speed", "disk", "cache", "extras", "engines", "work"}
+    assert areas == {"packages", "devices", "kernels", "disk", "hub", "optional", "training"}
+    names = {one["name"] for one in report["findings"]}
+    assert {"cplus", "torch", "transformers", "cpu", "cache", "cplus[data]", "wandb"} <= names
     for one in report["findings"]:
-        if one["state"] in ("absent", "bad") and one["area"] in ("extras", "engines"):
+        if one["state"] == "absent" and one["area"] == "optional":
             assert one["do"].startswith("pip install"), one
     code, said = run()
     assert code == 0
-    assert "Everything needed works." in said
+    assert "Everything required works." in said
 
 
 def test_the_gated_step_is_measured_with_the_width_of_the_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +57,9 @@ def test_the_gated_step_is_measured_with_the_width_of_the_vectors(monkeypatch: p
     assert step["measured"]["vector_bits"] == native.vector()[0]
     assert f"{native.vector()[0]}-bit vectors" in step["says"]
     monkeypatch.setattr("cplus.kernels.can_compile", lambda device: False)
-    assert doctor._step().state == "absent"
+    [plain] = doctor.kernels()
+    assert plain.state == "note"
+    assert "C++ compiler" in plain.do
 
 
 def test_a_missing_package_is_bad_and_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +90,26 @@ def test_a_model_that_does_not_load_is_a_finding_and_not_a_crash(monkeypatch: py
     assert "no weights" in said
 
 
-def test_other_versions_than_the_tested_ones_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_constraints", lambda: {"gguf": "0.0.1"})
-    notes = [one for one in doctor.packages() if one.state == "note"]
-    assert len(notes) == 1
-    assert "(tested: 0.0.1)" in notes[0].says
+def only(check: Iterator[doctor.Finding]) -> doctor.Finding:
+    [found] = check
+    return found
+
+
+def test_the_hub_is_reachable_unreachable_or_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(doctor.hub()).name == "offline"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+    def refused(*args: object, **rest: object) -> None:
+        raise URLError("no route to host")
+
+    monkeypatch.setattr("urllib.request.urlopen", refused)
+    found = only(doctor.hub())
+    assert (found.name, found.state) == ("unreachable", "note")
+    assert "no route to host" in found.says
+
+    def answered(*args: object, **rest: object) -> None:
+        raise HTTPError("", 405, "not allowed", Message(), None)
+
+    for answer in (answered, lambda *args, **rest: BytesIO()):
+        monkeypatch.setattr("urllib.request.urlopen", answer)
+        assert only(doctor.hub()).name == "reachable"

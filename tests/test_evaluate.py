@@ -282,7 +282,7 @@ def test_the_command_scores_free_text_and_several_tasks(saved: Path, tmp_path: P
     assert first["responses"]["log_likelihood_per_token"] < 0
     accuracies = [first["accuracy"]["percent"], second["accuracy"]["percent"]]
     assert report["average"] == pytest.approx(sum(accuracies) / 2)
-    assert "nats a token" in run(saved, "--task", free, "--max-new-tokens", 4)["text"]
+    assert "nats per token" in run(saved, "--task", free, "--max-new-tokens", 4)["text"]
 
 
 def test_the_command_counts_rows_that_are_too_long(saved: Path, tmp_path: Path) -> None:

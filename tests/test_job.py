@@ -474,7 +474,7 @@ def test_resume_refuses_changed_rows_other_settings_and_a_damaged_checkpoint(
     with pytest.raises(pytest.fail.Exception, match="the end"):
         cplus.adapt(asked(here, method="sft", epochs=1))
     run = CliRunner().invoke(app, ["adapt", "--resume", str(here / "out"), "--lr", "1"])
-    assert "--resume goes on with the settings the job began with" in str(run.exception)
+    assert "--resume uses the settings the job started with" in str(run.exception)
     with pytest.raises(ValueError, match="there is no job to resume"):
         jobs.resume(here)
     new = (here / "new.jsonl").read_text()

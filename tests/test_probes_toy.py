@@ -115,7 +115,7 @@ def test_two_seeds_write_two_banks(base: models.Loaded) -> None:
     ("arguments", "message"),
     [
         ({"model": None}, "expected a model to probe"),
-        ({"model": "toy", "anchors": "8"}, "but from what"),
+        ({"model": "toy", "anchors": "8"}, "expected a task to draw 8 anchors from"),
         ({"model": "toy", "anchors": "99999", "task": "harbours", "limit": "40"}, "asked for 99999"),
     ],
 )

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cplus.commands import names
+from cplus.commands.options import DataDir, Json
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -15,13 +18,21 @@ def audit(
     bank: Annotated[Path, typer.Argument(help="Folder of a sealed bank.")],
     against: Annotated[
         list[str] | None,
-        typer.Option(help="File or task to look for copies in, such as the evaluation set; may be given again."),
+        typer.Option(
+            help="File or task to search for copies, such as the evaluation set; repeatable.",
+            autocompletion=names.tasks,
+        ),
     ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of the named tasks.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the audit as one page.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    data_dir: DataDir = None,
+    html: Annotated[Path | None, typer.Option(help="Write the audit as one HTML page.")] = None,
+    json: Json = False,
 ) -> None:
-    """Look into a probe bank: copies, leaks, confidence, labels, words, topics, yield."""
+    """Report on a probe bank: copies, leaks, confidence, labels, words, topics, yield.
+
+    The anchors are read from `anchors.jsonl` beside the bank, where 'cplus adapt' writes them.
+    """
+    names.check({"task": against})
+
     from cplus.data.tasks import load_task
     from cplus.files import write_text
     from cplus.probes import audit as figures
@@ -30,7 +41,10 @@ def audit(
     from cplus.terminal import console, output, print_json
 
     sealed = Bank.load(bank)
+    beside = bank.resolve().parent / "anchors.jsonl"
     sources = [figures.ComparedRows(name=name, examples=load_task(name, data_dir).examples) for name in against or ()]
+    if beside.is_file():
+        sources.append(figures.ComparedRows(name=beside.name, examples=load_task(str(beside)).examples))
     found = figures.audit(sealed, sources)
     if html is not None:
         write_text(html, render(found, name=bank.name))
@@ -53,7 +67,7 @@ def _table(found: dict[str, Any]) -> Table:
     confidence, counts, labels = found["confidence"], found["counts"], found["labels"]
     rejected = ", ".join(f"{reason} {n}" for reason, n in sorted(counts["rejected"].items(), key=lambda item: -item[1]))
     shares = ", ".join(f"{clean(answer)} {share:.0%}" for answer, share in list(labels["shares"].items())[:6])
-    apart = "anchors unknown" if labels["divergence"] is None else f"{labels['divergence']:.3f} bits from the anchors"
+    apart = "anchors not found" if labels["divergence"] is None else f"{labels['divergence']:.3f} bits from the anchors"
     rows = [
         ("unique inputs", f"{found['unique']} of {found['probes']}"),
         (
@@ -62,7 +76,7 @@ def _table(found: dict[str, Any]) -> Table:
         ),
         ("yield", f"{found['yield']:.1%} of {counts['requests']} requests; rejected: {rejected or 'none'}"),
         ("answers", f"{labels['distinct']} different ({shares}); {apart}"),
-        ("words", f"{found['lengths']['mean']} an input; {found['vocabulary']['distinct']} different"),
+        ("words", f"{found['lengths']['mean']} per input; {found['vocabulary']['distinct']} different"),
         (
             "topics",
             f"{found['topics']['covered']} of {found['topics']['areas']}" if found["topics"]["areas"] else "no cue",

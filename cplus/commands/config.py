@@ -1,4 +1,4 @@
-"""`cplus config`: what can be set, for people and for editors."""
+"""`cplus config`: the settings, as JSON Schema or as a YAML file to start from."""
 
 from __future__ import annotations
 

@@ -1,27 +1,33 @@
-"""`cplus demo`: see on your own machine that CPLUS keeps what plain fine-tuning forgets."""
+"""`cplus demo`: see on your machine that CPLUS keeps what plain fine-tuning forgets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
+
+from cplus.commands.options import Json
 
 if TYPE_CHECKING:
     from cplus.experiment.record import RunResult
     from cplus.experiment.settings import RunSpec
 
 
+Summary: TypeAlias = dict[str, dict[str, dict[str, float]]]
+"""`mean` and, for more than one seed, `se` by method and metric."""
+
+
 def demo(
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds to run; each draws its own rows and bank.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds; each draws its own rows and bank.")] = 3,
     methods: Annotated[
-        str, typer.Option(help="Methods to compare, separated by commas; 'all' takes every row of 'cplus methods'.")
+        str, typer.Option(help="Methods to compare, separated by commas; 'all' for every row of 'cplus methods'.")
     ] = "sft,replay,cpl,cplus",
-    out: Annotated[Path, typer.Option(help="Where the picture and the run records go.")] = Path("runs/demo"),
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the figure and the run records.")] = Path("runs/demo"),
+    json: Json = False,
 ) -> None:
-    """Adapt the built-in language model by several methods and show what each learned and lost."""
+    """Adapt the built-in language model with several methods and show what each learned and lost."""
     from cplus.files import write_json
     from cplus.plotting import retention_bars
     from cplus.terminal import console, print_json
@@ -35,11 +41,11 @@ def demo(
         print_json(report)
     else:
         show(results, table)
-    console.print(f"records and picture: {out}/demo.json, {pictures[1]}", markup=False)
+    console.print(f"records and figure: {out}/demo.json, {pictures[1]}", markup=False)
 
 
 def base_spec(method: str, seed: int) -> RunSpec:
-    """The demo's setting: the first domain's unknown facts are taught, its known facts are the past."""
+    """The demo's settings: the first domain's unknown facts are new rows, its known facts are past rows."""
     from cplus.experiment.settings import RunSpec
     from cplus.toy.world import DOMAINS
 
@@ -64,7 +70,7 @@ def base_spec(method: str, seed: int) -> RunSpec:
 
 
 def named(methods: str) -> list[str]:
-    """The methods asked for; SFT and CPLUS are always among them, because the verdict compares them."""
+    """The chosen methods; SFT and CPLUS are always included, because the verdict compares them."""
     from cplus.methods import METHODS
     from cplus.selection import method
 
@@ -75,29 +81,27 @@ def named(methods: str) -> list[str]:
 
 
 def compare(methods: Sequence[str], seeds: int, out: Path) -> list[RunResult]:
-    """Every method on the same split, anchors, bank and seeds, with live progress; each run is kept when it ends."""
+    """Every method on the same split, anchors, bank and seeds, with progress; each run is saved when it ends."""
     import torch
 
     from cplus import models
-    from cplus.experiment import run
-    from cplus.experiment.comparison import set_up
+    from cplus.experiment import comparison, run, task_split
     from cplus.experiment.record import save_result
-    from cplus.experiment.task_split import split_task
     from cplus.loop import EpochEnded, Event
     from cplus.terminal import console, progress
 
-    torch.set_num_threads(1)  # a model this small loses more to threads that wait for each other than it gains
+    torch.set_num_threads(1)  # threads waiting for each other cost a model this small more than they gain
     base = models.load("toy")
     first = base_spec("sft", 0)
-    console.print(f"base model: toy; new facts and past facts: {first.task}; outside: {', '.join(first.external)}")
-    found = split_task(base, first.task, first.interface)
-    console.print(f"it answers {len(found[1].past)} of {len(found[1].predictions)} questions correctly")
+    console.print(f"base model: toy; new and past facts: {first.task}; other domains: {', '.join(first.external)}")
+    split = task_split.split_task(base, first.task, first.interface)
+    console.print(f"it answers {len(split[1].past)} of {len(split[1].predictions)} questions correctly")
     results = []
     with progress() as bars:
         bar = bars.add_task("adapting", total=seeds * len(methods) * first.epochs)
         for seed in range(seeds):
             bars.update(bar, description=f"seed {seed}: the frozen model writes {first.num_probes} probes")
-            given = set_up(base_spec("sft", seed), base, found, out / "banks")
+            given = comparison.set_up(base_spec("sft", seed), base, split, out / "banks")
             for method in methods:
                 bars.update(bar, description=f"seed {seed}: {method}")
 
@@ -122,22 +126,22 @@ def row(result: RunResult) -> dict[str, Any]:
     }
 
 
-def summary(results: Sequence[RunResult]) -> dict[str, dict[str, dict[str, float]]]:
-    """Mean and standard error over the seeds, by method."""
+def summary(results: Sequence[RunResult]) -> Summary:
+    """Mean and standard error over the seeds; one seed has no error."""
     from cplus.evaluation import estimate
 
-    table: dict[str, dict[str, dict[str, float]]] = {}
+    table: Summary = {}
     for method in dict.fromkeys(result.spec.method for result in results):
         mine = [row(result) for result in results if result.spec.method == method]
         table[method] = {}
         for metric in ("retention", "acquisition", "external"):
             found = estimate([float(r[metric]) for r in mine])
-            table[method][metric] = {"mean": found.mean, "se": found.error or 0.0}
+            table[method][metric] = {"mean": found.mean} | ({} if found.error is None else {"se": found.error})
     return table
 
 
-def show(results: Sequence[RunResult], table: dict[str, dict[str, dict[str, float]]]) -> None:
-    """The table and the sentence a person reads."""
+def show(results: Sequence[RunResult], table: Summary) -> None:
+    """Print the table and the verdict."""
     from rich.table import Table
 
     from cplus.evaluation import estimate
@@ -149,7 +153,7 @@ def show(results: Sequence[RunResult], table: dict[str, dict[str, dict[str, floa
         grid.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for method, metrics in table.items():
         mine = [result for result in results if result.spec.method == method]
-        cells = [f"{metrics[m]['mean']:.1f} ± {metrics[m]['se']:.1f}" for m in ("retention", "acquisition", "external")]
+        cells = [_cell(**metrics[metric]) for metric in ("retention", "acquisition", "external")]
         seconds = estimate([result.seconds for result in mine]).mean
         style = "bold" if method == "cplus" else None
         extra = f"{mine[0].extra_bytes / mine[0].counts['parameters']:.0f} bytes/param"
@@ -158,15 +162,24 @@ def show(results: Sequence[RunResult], table: dict[str, dict[str, dict[str, floa
     counts, seeds = results[0].counts, len({result.spec.seed for result in results})
     overlap = estimate([result.counts["overlap"] for result in results]).mean
     output.print(
-        f"\nMean ± standard error over {seeds} seed{'s' * (seeds > 1)}; {counts['new']} new facts, {counts['past']} "
-        f"past facts, {counts['anchors']} anchors, {counts['probes']} probes; on average {overlap:.0f} past facts "
-        "stand in the bank."
+        f"\n{f'Mean ± standard error over {seeds} seeds' if seeds > 1 else 'One seed'}; {counts['new']} new facts, "
+        f"{counts['past']} past facts, {counts['anchors']} anchors, {counts['probes']} probes; the bank contains "
+        f"{overlap:.0f} of the past facts on average."
     )
     output.print(verdict(table), style="bold")
 
 
-def verdict(table: dict[str, dict[str, dict[str, float]]]) -> str:
-    """What the table says, in one sentence."""
+def _cell(mean: float, se: float | None = None) -> str:
+    """A mean with its error, where there is one.
+
+    >>> _cell(99.25, 0.5), _cell(99.25)
+    ('99.2 ± 0.5', '99.2')
+    """
+    return f"{mean:.1f}" if se is None else f"{mean:.1f} ± {se:.1f}"
+
+
+def verdict(table: Summary) -> str:
+    """The result in one sentence."""
     slowest = min(table, key=lambda method: table[method]["acquisition"]["mean"])
     learned = table[slowest]["acquisition"]["mean"]
     lost = {method: 100 - table[method]["retention"]["mean"] for method in ("sft", "cplus")}

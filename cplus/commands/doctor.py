@@ -1,31 +1,25 @@
-"""`cplus doctor`: what works here, what does not, and what to install."""
+"""`cplus doctor`: whether this machine and this installation will work."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import typer
 
+from cplus.commands.options import Json
+
 State: TypeAlias = Literal["good", "note", "absent", "bad"]
-_MARKS: dict[State, tuple[str, str]] = {
-    "good": ("ok", "green"),
-    "note": ("note", "yellow"),
-    "absent": ("-", "dim"),
-    "bad": ("BAD", "bold red"),
-}
+_MARKS: dict[State, str] = {"good": "[green]ok", "note": "[yellow]note", "absent": "[dim]-", "bad": "[bold red]BAD"}
+_OPTIONAL = ("vllm", "bitsandbytes", "tensorboard", "wandb", "trackio")  # used if installed, in no extra of ours
 _TIMED = (16, 1_000_000)  # tensors and coordinates each: more than any cache holds
 _LEAST_FREE = 2_000_000_000  # bytes: a checkpoint and a model of a hundred million parameters
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, how it is, and what to do about it.
-
-    `absent` is optional and not installed, `note` works with a limit; only `bad` keeps cplus from working.
-    """
+    """One line of the report: `absent` is optional, `note` works with a limit, `bad` keeps cplus from working."""
 
     area: str
     name: str
@@ -35,72 +29,53 @@ class Finding:
     measured: dict[str, Any] = field(default_factory=dict)
 
 
-def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
-) -> None:
-    """Check installation, devices, precision, compiler, disk, cache and optional engines.
+def doctor(json: Json = False) -> None:
+    """Check packages, devices, compiled kernels, disk, cache, hub and optional parts.
 
-    Exit code 0: everything needed works. 1: something does not, and the line says what to do.
+    Exit code 0: everything required works. 1: something does not, and its line says what to do.
     """
     from cplus.terminal import print_json
 
-    found = list(findings())
+    checks = (packages, devices, kernels, storage, hub, optional, training)
+    found = [finding for check in checks for finding in _guarded(check)]
     good = not any(one.state == "bad" for one in found)
     print_json({"good": good, "findings": [asdict(one) for one in found]}) if json else _show(found, good)
     if not good:
         raise typer.Exit(1)
 
 
-def findings() -> Iterator[Finding]:
-    """Everything that is looked at, in order; the model is loaded last, when its packages are known to be there."""
-    yield from packages()
-    yield from devices()
-    yield from _guarded("precision", "bfloat16", _bfloat16)
-    yield from _guarded("speed", "compiled gate", _compiler)
-    yield from _guarded("speed", "gated step", _step)
-    yield from storage()
-    yield from engines()
-    yield from _guarded("work", "built-in model", _toy)
-
-
-def _guarded(area: str, name: str, look: Callable[[], Finding]) -> Iterator[Finding]:
-    """A look that fails is a finding, not an end of the looking."""
+def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """The findings of a check; its failure is a finding too, and the other checks still run."""
     try:
-        yield look()
+        yield from check()
     except (ImportError, RuntimeError, ValueError, OSError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        yield Finding(area=area, name=name, state="bad", says=first[:200], do="install cplus again: pip install cplus")
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        yield Finding(check.__name__, "failed", "bad", reason, "reinstall cplus: pip install --force-reinstall cplus")
 
 
 def packages() -> Iterator[Finding]:
-    """Python and every required package against the range the package asks for."""
+    """Python and every required package against its version range."""
     import platform
-    from importlib.metadata import requires, version
+
+    system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    yield Finding("packages", "cplus", "good", f"{_installed('cplus')} on {system}")
+    for need in _requirements(""):
+        have = _installed(need.name) or "nothing"
+        if not _fits(need):
+            says = f"{need.specifier} required, {have} is installed"
+            yield Finding("packages", need.name, "bad", says, f"pip install '{need.name}{need.specifier}'")
+        elif need.name in ("torch", "transformers"):
+            yield Finding("packages", need.name, "good", have)
+
+
+def _requirements(extra: str) -> list[Any]:
+    """What the package requires, or what this extra adds to it."""
+    from importlib.metadata import requires
 
     from packaging.requirements import Requirement
 
-    where = f"cplus {version('cplus')} on Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-    yield Finding(area="packages", name="cplus", state="good", says=where)
     wanted = [Requirement(text) for text in requires("cplus") or ()]
-    core = [need for need in wanted if need.marker is None or need.marker.evaluate({"extra": ""})]
-    tested = _constraints()
-    other = []
-    for need in core:
-        have = _installed(need.name)
-        if have is None or not need.specifier.contains(have, prereleases=True):
-            says = "not installed" if have is None else f"{have} is installed"
-            do = f"pip install '{need.name}{need.specifier}'"
-            yield Finding(area="packages", name=need.name, state="bad", says=f"{need.specifier} needed, {says}", do=do)
-        elif (
-            tested.get(need.name.lower(), have).partition("+")[0] != have.partition("+")[0]
-        ):  # +cpu is a build, not a version
-            other.append(f"{need.name} {have} (tested: {tested[need.name.lower()]})")
-    if other:
-        says = f"other versions than the tested ones: {', '.join(other)}"
-        do = "pip install --constraint constraints.txt --editable ."
-        yield Finding(area="packages", name="versions", state="note", says=says, do=do)
-    else:
-        yield Finding(area="packages", name="versions", state="good", says=f"{len(core)} packages in their ranges")
+    return [n for n in wanted if (n.marker.evaluate({"extra": extra}) if n.marker else not extra)]
 
 
 def _installed(name: str) -> str | None:
@@ -112,90 +87,47 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _constraints() -> dict[str, str]:
-    """The versions the tests run with; known in a source checkout only."""
-    path = Path(__file__).parents[2] / "constraints.txt"
-    if not path.is_file():
-        return {}
-    pairs = (line.partition("==") for line in path.read_text(encoding="utf-8").splitlines() if "==" in line)
-    return {name.strip().lower(): pinned.strip() for name, _, pinned in pairs}
+def _fits(need: Any) -> bool:
+    have = _installed(need.name)
+    return have is not None and need.specifier.contains(have, prereleases=True)
 
 
 def devices() -> Iterator[Finding]:
-    """Processor and accelerators, with their memory."""
+    """Processor and accelerators, with their free memory."""
     import os
 
     import psutil  # type: ignore[import-untyped]
     import torch
 
-    free = psutil.virtual_memory().available
-    says = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads, {free / 1e9:.1f} GB free"
-    yield Finding(area="devices", name="cpu", state="good", says=says)
+    free = psutil.virtual_memory().available / 1e9
+    says = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads used, {free:.1f} GB free"
+    yield Finding("devices", "cpu", "good", says)
     for index in range(torch.cuda.device_count()):
         left, whole = torch.cuda.mem_get_info(index)
         says = f"{torch.cuda.get_device_name(index)}, {left / 1e9:.1f} of {whole / 1e9:.1f} GB free"
-        yield Finding(area="devices", name=f"cuda:{index}", state="good", says=says)
+        yield Finding("devices", f"cuda:{index}", "good", says)
     if torch.backends.mps.is_available():
-        yield Finding(area="devices", name="mps", state="good", says="Metal is available")
+        yield Finding("devices", "mps", "good", "Metal is available")
     elif not torch.cuda.is_available():
-        built = "this torch is built without CUDA" if torch.version.cuda is None else "no CUDA device is visible"
-        yield Finding(
-            area="devices", name="accelerator", state="absent", says=f"none: {built}; training runs on the CPU"
-        )
+        why = "this torch is built without CUDA" if torch.version.cuda is None else "no CUDA device is visible"
+        yield Finding("devices", "accelerator", "absent", f"{why}; training runs on the CPU")
 
 
-def _bfloat16() -> Finding:
-    """Whether bfloat16 computes what it should, and on which hardware."""
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    ones = torch.ones(32, 32, device=device)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        right = bool(((ones @ ones).float() == 32.0).all())
-    if not right:
-        return Finding(
-            area="precision", name="bfloat16", state="bad", says="32 ones do not add up to 32", do="use float32"
-        )
-    fast = torch.cuda.is_bf16_supported(including_emulation=False) if device == "cuda" else _bfloat16_cpu()
-    says = f"on {device}, {'in hardware' if fast else 'emulated: correct, and slower than float32'}"
-    return Finding(area="precision", name="bfloat16", state="good" if fast else "note", says=says)
-
-
-def _bfloat16_cpu() -> bool:
-    import torch
-
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
-def _compiler() -> Finding:
-    """Whether the gate compiles into one pass over memory."""
-    import warnings
-
-    from cplus import kernels
-
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        works = kernels.can_compile("cpu")
-    if works:
-        return Finding(area="speed", name="compiled gate", state="good", says="kernels are built here")
-    says = str(said[0].message) if said else "no kernels are built; the plain gate gives the same numbers"
-    return Finding(area="speed", name="compiled gate", state="note", says=says, do="install a C++ compiler, e.g. g++")
-
-
-def _step() -> Finding:
-    """This machine's gated AdamW step, times torch's fused one."""
+def kernels() -> Iterator[Finding]:
+    """Whether the gate compiles, and what its AdamW step costs compared with torch's fused one."""
     from cplus import kernels, native
 
     if not kernels.can_compile("cpu"):
-        return Finding(area="speed", name="gated step", state="absent", says="not measured: no compiled gate")
-    ratio, bits = _ratio(), native.vector()[0]
-    says = f"{ratio:.2f} times torch's fused AdamW step ({bits}-bit vectors, {native.processor()})"
-    measured = {"ratio": ratio, "vector_bits": bits, "processor": native.processor()}
-    return Finding(area="speed", name="gated step", state="good", says=says, measured=measured)
+        says = "not compiled; the plain gate gives the same numbers, more slowly"
+        yield Finding("kernels", "gated step", "note", says, "install a C++ compiler, e.g. g++")
+        return
+    measured = {"ratio": _ratio(), "vector_bits": native.vector()[0], "processor": native.processor()}
+    says = "compiled; {ratio:.2f} times torch's fused AdamW step ({vector_bits}-bit vectors, {processor})"
+    yield Finding("kernels", "gated step", "good", says.format_map(measured), measured=measured)
 
 
 def _ratio(rounds: int = 7) -> float:
-    """The median over rounds in which both steps run, one after the other."""
+    """Median over rounds in which both steps run, one after the other; the first round warms up."""
     from statistics import median
     from time import perf_counter
 
@@ -221,66 +153,65 @@ def _ratio(rounds: int = 7) -> float:
 
 
 def storage() -> Iterator[Finding]:
-    """Free space here and in the cache, and whether the cache can be written."""
-    import os
+    """Free disk space here and in the cache, and whether the cache is writable."""
     import shutil
     import tempfile
+    from pathlib import Path
 
     from cplus.files import cache_folder
 
     cache = cache_folder()
     there = next(place for place in (cache, *cache.parents) if place.exists())
-    for name, place in (("here", Path.cwd()), ("cache", there)):
+    for name, shown, place in (("here", Path.cwd(), Path.cwd()), ("cache", cache, there)):
         free = shutil.disk_usage(place).free
-        enough = free >= _LEAST_FREE
-        do = "" if enough else "make room; a job says beforehand how much it needs: cplus adapt --plan"
-        says = f"{free / 1e9:.1f} GB free in {place}"
-        yield Finding(area="disk", name=name, state="good" if enough else "note", says=says, do=do)
+        do = "free some space; 'cplus adapt --plan' prints what a job needs" if free < _LEAST_FREE else ""
+        yield Finding("disk", name, "note" if do else "good", f"{free / 1e9:.1f} GB free in {shown}", do)
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        do = "set CPLUS_CACHE to a folder that can be written"
-        yield Finding(area="cache", name="writable", state="bad", says=f"{there}: {error.strerror}", do=do)
+        yield Finding("disk", "writable", "bad", f"{there}: {error.strerror}", "set CPLUS_CACHE to a writable folder")
+
+
+def hub() -> Iterator[Finding]:
+    """Whether models and data can be fetched; without the hub, local files and the cache still work."""
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
+    from huggingface_hub import constants
+
+    do = "use a folder, a GGUF file or what is cached"
+    if constants.HF_HUB_OFFLINE:
+        yield Finding("hub", "offline", "note", "HF_HUB_OFFLINE is set", do)
         return
-    kept = {kind: len(list((cache / kind).glob("[!.]*"))) for kind in ("models", "banks", "splits")}
-    source = "CPLUS_CACHE" if os.environ.get("CPLUS_CACHE") else "the default"
-    held = ", ".join(f"{count} {kind}" for kind, count in kept.items())
-    yield Finding(area="cache", name="writable", state="good", says=f"{cache} ({source}): {held}")
+    try:
+        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=5).close()
+    except HTTPError:
+        pass  # an answer, if not the page
+    except OSError as error:
+        says = f"{constants.ENDPOINT} is not reachable: {getattr(error, 'reason', error)}"
+        yield Finding("hub", "unreachable", "note", says, f"check network and proxy, or {do}")
+        return
+    yield Finding("hub", "reachable", "good", str(constants.ENDPOINT))
 
 
-_ENGINES = {
-    "vllm": ("faster probes: cplus probe --vllm", "pip install vllm"),
-    "bitsandbytes": ("8-bit optimizers", "pip install bitsandbytes"),
-    "tensorboard": ("--report-to tensorboard", "pip install tensorboard"),
-    "wandb": ("--report-to wandb", "pip install wandb"),
-    "trackio": ("--report-to trackio", "pip install trackio"),
-}
+def optional() -> Iterator[Finding]:
+    """The optional parts, each with the command that installs it."""
+    from importlib.metadata import metadata
+
+    extras = sorted(set(metadata("cplus").get_all("Provides-Extra") or ()) - {"dev", "fuzz"})
+    lacking = {f"cplus[{extra}]": [n.name for n in _requirements(extra) if not _fits(n)] for extra in extras}
+    lacking |= {name: [] if _installed(name) else [name] for name in _OPTIONAL}
+    for name, missing in lacking.items():
+        if missing:
+            says = f"{', '.join(missing)} not installed"
+            yield Finding("optional", name, "absent", says, f"pip install '{name}'")
+        else:
+            yield Finding("optional", name, "good", "installed")
 
 
-def engines() -> Iterator[Finding]:
-    """The extras of the package, and what else it can use, each by the line that installs it."""
-    from importlib.metadata import metadata, requires
-
-    from packaging.requirements import Requirement
-
-    wanted = [Requirement(text) for text in requires("cplus") or ()]
-    for extra in sorted(set(metadata("cplus").get_all("Provides-Extra") or ()) - {"dev"}):
-        needs = [n for n in wanted if n.marker and n.marker.evaluate({"extra": extra}) and n.name != "cplus"]
-        lacking = [n.name for n in needs if (have := _installed(n.name)) is None or not n.specifier.contains(have)]
-        names = ", ".join(n.name for n in needs)
-        do = f"pip install 'cplus[{extra}]'" if lacking else ""
-        says = names if not lacking else f"{', '.join(lacking)} not installed"
-        yield Finding(area="extras", name=extra, state="absent" if lacking else "good", says=says, do=do)
-    for name, (purpose, line) in _ENGINES.items():
-        have = _installed(name)
-        says = purpose if have is None else f"{have}: {purpose}"
-        do = line if have is None else ""
-        yield Finding(area="engines", name=name, state="absent" if have is None else "good", says=says, do=do)
-
-
-def _toy() -> Finding:
-    """The shortest proof that it all works together: one protected step on the built-in model."""
+def training() -> Iterator[Finding]:
+    """One protected step on the built-in model, the shortest proof that the parts work together."""
     import torch
 
     from cplus import models
@@ -288,29 +219,26 @@ def _toy() -> Finding:
     from cplus.data.encoded import Encoded
 
     loaded = models.load("toy-s", device="cpu")
-    rows = [Encoded((3, 4, 5), (6,))]
     optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=1e-3)
-    with protect(optimizer, loaded.model, anchors=rows) as guard:
+    with protect(optimizer, loaded.model, anchors=[Encoded((3, 4, 5), (6,))]) as guard:
         guard.refresh()
         ids = torch.tensor([[3, 4, 5, 7]])
         loaded.model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
-    return Finding(area="work", name="built-in model", state="good", says="toy-s loads and takes a protected step")
+    yield Finding("training", "built-in model", "good", "toy-s loads and takes a protected step")
 
 
 def _show(found: list[Finding], good: bool) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     from cplus.terminal import clean, output
 
-    table = Table(box=None, show_header=False)
-    for column in ("area", "name", "state", "says"):
-        table.add_column(column, overflow="fold", style="bold" if column == "area" else None)
-    last = ""
+    table = Table("area", "name", "state", "says", box=None, show_header=False)
     for one in found:
-        word, style = _MARKS[one.state]
-        text = clean(one.says + (f"  ->  {one.do}" if one.do else "")).replace("[", "\\[")
-        table.add_row("" if one.area == last else one.area, one.name, f"[{style}]{word}[/{style}]", text)
-        last = one.area
+        text = one.says + (f"  ->  {one.do}" if one.do else "")
+        table.add_row(f"[bold]{one.area}", escape(one.name), _MARKS[one.state], escape(clean(text)))
     output.print(table)
-    output.print("Everything needed works." if good else "Something needed does not work: see the lines marked BAD.")
+    output.print(
+        "Everything required works." if good else "Something required does not work: see the lines marked BAD."
+    )

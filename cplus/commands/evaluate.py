@@ -7,46 +7,58 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from cplus.commands import names
+from cplus.commands.options import (
+    ComputeDtype,
+    DataDir,
+    Device,
+    InterfaceName,
+    Json,
+    Judge,
+    MaxNewTokens,
+    Model,
+    Plain,
+    TooLong,
+)
+
 if TYPE_CHECKING:
     from cplus.evaluation.task import BoundTask
     from cplus.models import Loaded
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="Hub id, folder, GGUF file or built-in name.")],
+    model: Model,
     task: Annotated[
-        list[str], typer.Option(help="A named task, a file, owner/name on the hub or lm-eval:NAME; may be repeated.")
+        list[str],
+        typer.Option(
+            help="A named task, a file, owner/name on the hub or lm-eval:NAME; repeatable.",
+            autocompletion=names.tasks,
+        ),
     ],
-    interface: Annotated[
-        str | None, typer.Option(help="letter, cloze or freeform; the task's own if not given.")
-    ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the named tasks; else CPLUS_DATA, else the hub.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first examples of each task.")] = None,
+    interface: InterfaceName = None,
+    data_dir: DataDir = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first rows of each task.")] = None,
     permute_options: Annotated[
-        bool, typer.Option("--permute-options", help="Letters: ask also with every cyclic permutation of the options.")
+        bool, typer.Option("--permute-options", help="Letters: also evaluate every cyclic permutation of the options.")
     ] = False,
-    judge: Annotated[
-        str, typer.Option(help="Free text: exact, json, regex:PATTERN, schema:FILE or python:module:function.")
-    ] = "exact",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Free text: where an answer is cut off.")] = 256,
+    judge: Judge = "exact",
+    max_new_tokens: MaxNewTokens = 256,
     against: Annotated[
         Path | None, typer.Option(help="Predictions stored by 'cplus split': print what was kept, lost and gained.")
     ] = None,
     through: Annotated[
         Literal["cplus", "lm-eval"],
-        typer.Option(help="lm-eval: score cloze by lm-evaluation-harness, and lm-eval:NAME its own way."),
+        typer.Option(help="lm-eval: score cloze with lm-evaluation-harness, and lm-eval:NAME with its own metrics."),
     ] = "cplus",
-    plain: Annotated[bool, typer.Option("--plain", help="Ask in plain text, without a chat template.")] = False,
-    too_long: Annotated[
-        Literal["refuse", "exclude"], typer.Option(help="What to do with rows longer than the model's window.")
-    ] = "refuse",
-    device: Annotated[str, typer.Option(help="auto, cuda, mps or cpu.")] = "auto",
-    compute_dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    plain: Plain = False,
+    too_long: TooLong = "refuse",
+    device: Device = "auto",
+    compute_dtype: ComputeDtype = "float32",
+    json: Json = False,
 ) -> None:
-    """Ask a model the questions of one or more tasks and report accuracy, intervals, labels and changes."""
+    """Evaluate a model on one or more tasks: accuracy with intervals, answers given and changes."""
+    names.check({"model": model, "task": task})
+
     from cplus import interfaces, models
     from cplus.data import harness
     from cplus.data.tasks import load_task
@@ -161,7 +173,7 @@ def _show_details(each: dict[str, Any]) -> None:
         )
     if "responses" in each:
         output.print(
-            f"given responses: {each['responses']['log_likelihood_per_token']:.3f} nats a token "
+            f"given responses: {each['responses']['log_likelihood_per_token']:.3f} nats per token "
             f"(perplexity {each['responses']['perplexity']:.1f}, {each['responses']['tokens']:,} tokens)"
         )
     if "harness" in each:

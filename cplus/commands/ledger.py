@@ -1,4 +1,4 @@
-"""`cplus ledger`: look at the stages of an updated model, check them, take one out."""
+"""`cplus ledger`: show, verify or restore the stages of an updated model."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Annotated
 
 import typer
 
+from cplus.commands.options import Json
+
 _CHANGED = 2
 
-ledger = typer.Typer(no_args_is_help=True, help="Show, verify or restore the stages that 'cplus update' made.")
+ledger = typer.Typer(no_args_is_help=True, help="Show, verify or restore the stages of 'cplus update'.")
 
 Root = Annotated[Path, typer.Argument(help="Folder of the ledger.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 
 @ledger.command("show")
 def show_stages(root: Root, json: Json = False) -> None:
-    """Accuracy of every task after every stage, average, backward transfer and survival."""
+    """Print the accuracy of every task after every stage, its average, backward transfer and survival."""
     from cplus.commands.update import show
     from cplus.ledger.chain import read
     from cplus.ledger.history import report
@@ -29,7 +30,7 @@ def show_stages(root: Root, json: Json = False) -> None:
 
 @ledger.command("verify")
 def verify(root: Root, json: Json = False) -> None:
-    """Check every file and the chain of stages. Exit code 0: as it was sealed. 2: something was changed."""
+    """Check every file and the chain of stages. Exit code 0: unchanged. 2: something was changed."""
     from cplus.ledger.chain import problems, read
     from cplus.terminal import clean, output, print_json
 
@@ -52,7 +53,7 @@ def restore_stage(
     stage: Annotated[int, typer.Argument(help="Number of the stage, from 1.")],
     out: Annotated[Path, typer.Option(help="A new folder for the stage's model.")],
 ) -> None:
-    """Copy the model of a stage, if it is as it was sealed, into a folder that plain transformers loads."""
+    """Copy the model of an unchanged stage into a folder that plain transformers loads."""
     from cplus.ledger.chain import read, restore
     from cplus.terminal import console
 

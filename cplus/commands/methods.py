@@ -6,15 +6,24 @@ from typing import Annotated
 
 import typer
 
+from cplus.commands import names
+from cplus.commands.options import Json
+
 
 def methods(
     costs: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Measure each method's extra memory on this model, e.g. 'toy'."),
+        typer.Option(
+            metavar="MODEL",
+            help="Measure each method's extra memory on this model, e.g. 'toy'.",
+            autocompletion=names.models,
+        ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    json: Json = False,
 ) -> None:
-    """List every method: what it does, what data it sees, where it comes from."""
+    """List every method: what it does, which rows it uses and which paper it is from."""
+    names.check({"model": costs})
+
     from rich.table import Table
     from rich.text import Text
 
@@ -59,7 +68,7 @@ def methods(
 
 
 def _costs(model: str, *, json: bool) -> None:
-    """Rows an epoch by formula; extra bytes a parameter as the method says and as measured inside a step."""
+    """Rows per epoch by formula; extra bytes per parameter as the method reports and as measured in a step."""
     from dataclasses import asdict
 
     from rich.table import Table
@@ -81,4 +90,4 @@ def _costs(model: str, *, json: bool) -> None:
     for row in table:
         grid.add_row(row.method, row.rows, f"{row.reported:.2f}", f"{row.measured:.2f}")
     output.print(grid)
-    output.print("n new rows, A anchors, N probes; a row costs 6 P L FLOPs. Memory is what is alive inside a step.")
+    output.print("n new rows, A anchors, N probes; a row costs 6 P L FLOPs. Memory is what is allocated within a step.")

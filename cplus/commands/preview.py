@@ -1,44 +1,31 @@
-"""`cplus preview`: where plain fine-tuning would hurt, before any training."""
+"""`cplus preview`: where plain fine-tuning would do damage, before any training."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import typer
+from cplus.commands import names
+from cplus.commands.options import Json, Model, given, with_settings
 
 if TYPE_CHECKING:
     from cplus.diagnostics.preview import Forecast
 
 
-def preview(
-    model: Annotated[str, typer.Argument(help="Alias, hub id, folder or GGUF file.")],
-    new: Annotated[str | None, typer.Option(help="Rows to learn: a file, a named task or owner/name.")] = None,
-    anchors: Annotated[str | None, typer.Option(help="Rows to keep: a file or a named task.")] = None,
-    split: Annotated[
-        str | None, typer.Option(help="In place of both: a task the model parts into right and wrong rows.")
-    ] = None,
-    num_anchors: Annotated[int, typer.Option(min=1, help="With --split: how many anchors to draw.")] = 8,
-    num_new: Annotated[int | None, typer.Option(min=1, help="With --split: how many wrong rows to learn.")] = None,
-    bank: Annotated[Path | None, typer.Option(help="A sealed bank: the evidence is then the blend.")] = None,
-    anchor_weight: Annotated[float, typer.Option(min=0, max=1, help="With --bank: weight of the anchors.")] = 0.5,
-    interface: Annotated[
-        Literal["letter", "cloze", "freeform"] | None, typer.Option(help="How multiple choice is asked.")
-    ] = None,
-    optimizer: Annotated[Literal["adamw", "sgd"], typer.Option(help="What proposes the update.")] = "adamw",
-    lr: Annotated[float, typer.Option(help="Learning rate; changes of the loss are in proportion to it.")] = 3e-5,
-    weight_decay: Annotated[float, typer.Option(min=0, help="Part of the proposed update.")] = 0.0,
-    plain: Annotated[bool, typer.Option("--plain", help="Ask in plain text, without a chat template.")] = False,
-    too_long: Annotated[
-        Literal["refuse", "exclude"], typer.Option(help="What to do with rows longer than the model's window.")
-    ] = "refuse",
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of the named tasks.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cuda, mps or cpu.")] = "auto",
-    compute_dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Precision of the passes.")] = "float32",
-    seed: Annotated[int, typer.Option(min=0, help="Of the draw of anchors.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
-) -> None:
-    """Show, layer by layer, how much of the first plain update works against the rows to keep."""
+_SETTINGS = (
+    "new", "anchors", "split", "num_anchors", "num_new", "bank", "anchor_weight", "interface", "optimizer", "lr",
+    "weight_decay", "plain", "too_long", "data_dir", "device", "compute_dtype", "seed",
+)  # fmt: skip
+
+
+@with_settings(_SETTINGS)
+def preview(model: Model, json: Json = False, **options: Any) -> None:
+    """Show for each layer how much of the first plain update works against the rows to keep."""
+    from cplus.job.settings import settings
+
+    config = settings(given(options, model=model), where="preview")
+    names.check(config.model_dump())
+
     from dataclasses import asdict
 
     from cplus import models
@@ -50,22 +37,15 @@ def preview(
     from cplus.job.settings import settings
     from cplus.terminal import print_json
 
-    asked = {
-        "model": model, "new": new, "anchors": anchors, "split": split, "num_anchors": num_anchors, "num_new": num_new,
-        "bank": bank, "interface": interface, "optimizer": optimizer, "lr": lr, "weight_decay": weight_decay,
-        "plain": plain, "too_long": too_long, "data_dir": data_dir, "device": device, "compute_dtype": compute_dtype,
-        "seed": seed, "anchor_weight": anchor_weight, "method": "cplus",
-    }  # fmt: skip
-    config = settings(asked, where="preview")
     method = row_of(config)
     tasks = read(config, method, Path.cwd())
     base = load(config, Path.cwd())
     with models.computing(config.compute_dtype, base.device):
         rows = gather(config, tasks, base)
-        assert rows.anchors is not None, "the method needs anchors, and read() has asked for them"
+        assert rows.anchors is not None, "the method needs anchors, and read() requires them"
         probes: list[Any] = []
-        if bank is not None:
-            sealed = checked(bank, base, rows.anchors)
+        if config.bank is not None:
+            sealed = checked(config.bank, base, rows.anchors)
             probes = [rows.anchors.interface.encode(example) for example in sealed.examples]
         found = look(
             base.model,
@@ -73,7 +53,7 @@ def preview(
             new=rows.new.encoded(),
             anchors=rows.anchors.encoded(),
             probes=probes,
-            anchor_weight=anchor_weight,
+            anchor_weight=next(weight for weight, kind in method.evidence if kind == "anchors"),
         )
     report = {
         "model": model,
@@ -104,8 +84,8 @@ def _show(report: dict[str, Any], whole: Forecast, layers: tuple[Forecast, ...])
     output.print(
         f"First {report['optimizer']} update on {counts['new']} new rows at rate {report['lr']:g}, against "
         f"{counts['anchors']} anchors and {counts['probes']} probes. conflict, energy: the share of coordinates and of "
-        "squared update that the evidence speaks against. by SFT, gated: the change of the anchors' loss "
-        f"({report['loss']:.4f} now) to first order, by the whole update and by what the gate's mask leaves of it.",
+        "the squared update that the evidence opposes. by SFT, gated: the first-order change of the anchors' loss "
+        f"({report['loss']:.4f} now) from the whole update and from the part that the gate's mask admits.",
         markup=False,
     )
 

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cplus.commands import names
+from cplus.commands.options import DataDir, Device, InterfaceName, Json, OptionalModel, Plain, setting
+
 if TYPE_CHECKING:
     from cplus.data.examples import Example
     from cplus.data.tasks import Task
@@ -19,35 +22,47 @@ if TYPE_CHECKING:
 
 
 def probe(
-    model: Annotated[str | None, typer.Argument(help="Alias, hub id, folder or GGUF file.")] = None,
+    model: OptionalModel = None,
     out: Annotated[Path, typer.Option(help="Folder of the bank.")] = Path("bank"),
-    anchors: Annotated[str, typer.Option(help="File of anchors, or how many to draw from the task.")] = "8",
-    task: Annotated[str | None, typer.Option(help="Task to draw anchors from: a name or a file.")] = None,
-    interface: Annotated[str | None, typer.Option(help="letter, cloze or freeform; the task's own by default.")] = None,
-    num_probes: Annotated[int, typer.Option(help="How many probes the bank holds (N).")] = 512,
-    shots: Annotated[int, typer.Option(help="How many anchors each request shows (K).")] = 2,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature (T).")] = 0.8,
-    topics: Annotated[bool, typer.Option("--topics", help="Name one of 24 topic areas in each request.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the anchors' draw, the contexts and the sampling.")] = 0,
+    anchors: Annotated[
+        str, setting("anchors", help="File of anchors, or the number of anchors to draw from the task.")
+    ] = "8",
+    task: Annotated[
+        str | None, typer.Option(help="Task to draw anchors from: a name or a file.", autocompletion=names.tasks)
+    ] = None,
+    interface: InterfaceName = None,
+    num_probes: Annotated[int, setting("num_probes", help="Number of probes in the bank (N).")] = 512,
+    shots: Annotated[int, setting("shots")] = 2,
+    temperature: Annotated[float, setting("temperature")] = 0.8,
+    topics: Annotated[
+        bool, typer.Option("--topics", help="Name one of 24 topics in each request for a probe.")
+    ] = False,
+    seed: Annotated[int, setting("seed", help="Random seed for drawing anchors and sampling probes.")] = 0,
     domain: Annotated[
         str | None, typer.Option(help="Keep only probes of a domain: of the toy world, or re:PATTERN.")
     ] = None,
-    label_balanced: Annotated[bool, typer.Option("--label-balanced", help="As many probes for each letter.")] = False,
-    confidence_floor: Annotated[float, typer.Option(help="Drop probes the model answers less surely.")] = 0.0,
-    max_new_tokens: Annotated[int | None, typer.Option(help="How long a new input may get.")] = None,
-    min_yield: Annotated[float, typer.Option(help="Give up where fewer requests than this share succeed.")] = 0.02,
-    rows: Annotated[int, typer.Option(help="How many requests are sampled at a time.")] = 64,
-    vllm: Annotated[str | None, typer.Option(help="Sample on a vLLM server at this address.")] = None,
+    label_balanced: Annotated[
+        bool, typer.Option("--label-balanced", help="The same number of probes for each letter.")
+    ] = False,
+    confidence_floor: Annotated[
+        float, typer.Option(help="Drop probes that the model answers with less confidence.")
+    ] = 0.0,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens per probe.")] = None,
+    min_yield: Annotated[float, typer.Option(help="Stop if a smaller share of the requests succeeds.")] = 0.02,
+    rows: Annotated[int, typer.Option(help="Number of requests sampled at a time.")] = 64,
+    vllm: Annotated[str | None, typer.Option(help="Address of a vLLM server to sample on.")] = None,
     limit: Annotated[int | None, typer.Option(help="Draw anchors from the task's first rows only.")] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Ask in plain text, without a chat template.")] = False,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of the named tasks.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cuda, mps or cpu.")] = "auto",
-    verify: Annotated[Path | None, typer.Option(help="Check the seal of a bank and do nothing else.")] = None,
+    plain: Plain = False,
+    data_dir: DataDir = None,
+    device: Device = "auto",
+    verify: Annotated[Path | None, typer.Option(help="Only check the seal of this bank.")] = None,
     export: Annotated[Path | None, typer.Option(help="Also write the bank as a data set to publish.")] = None,
-    fetch: Annotated[str | None, typer.Option(help="Bring a published bank to --out and do nothing else.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    fetch: Annotated[str | None, typer.Option(help="Only fetch a published bank into --out.")] = None,
+    json: Json = False,
 ) -> None:
-    """Build a sealed probe bank; go on with an interrupted one; or verify one."""
+    """Build a sealed probe bank, resume an interrupted one, or verify one."""
+    names.check({"model": model, "task": task, "anchors": None if anchors.isdecimal() else anchors})
+
     import time
 
     from cplus.probes import publish
@@ -94,21 +109,21 @@ def probe(
 
 
 def _source(anchors: str, task: str | None, domain: str | None, data_dir: Path | None) -> Task:
-    """Where anchors come from: their own file, the task, or the domain of the toy world."""
+    """The source of the anchors: their own file, the task, or a domain of the toy world."""
     from cplus.data.tasks import load_task
 
     if not anchors.isdecimal():
         return load_task(anchors, data_dir)
     name = task or (domain if domain and not domain.startswith("re:") else None)
     if name is None:
-        raise ValueError(f"asked for {anchors} anchors, but from what? Name a --task, or a file of --anchors")
+        raise ValueError(f"expected a task to draw {anchors} anchors from; give --task, or a file with --anchors")
     return load_task(name, data_dir)
 
 
 def _anchors(
     anchors: str, source: Task, base: Loaded, interface: Interface, *, seed: int, limit: int | None
 ) -> tuple[Example, ...]:
-    """All rows of a file, or so many that the model answers rightly; of free-form rows, any."""
+    """All rows of a file, or this number of rows that the model answers correctly; of free text, any rows."""
     import random
 
     from cplus.data.split import cached_split, draw_anchors, stack
@@ -122,7 +137,7 @@ def _anchors(
         if count > len(examples):
             raise ValueError(f"asked for {count} anchors, but the task has {len(examples)} rows")
         return tuple(random.Random(seed).sample(examples, len(examples))[:count])
-    parted = cached_split(
+    split = cached_split(
         cache_folder() / "splits",
         examples,
         lambda: predict(base.model, interface, examples, what="what the model knows"),
@@ -130,12 +145,12 @@ def _anchors(
         interface=interface.name,
         stack=stack(device=base.device.type),
     )
-    return draw_anchors(parted, count, seed)
+    return draw_anchors(split, count, seed)
 
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[Sampled | Block], None]]:
-    """A bar of accepted probes, with what was rejected and why; a request counts before its block is judged."""
+    """A bar of accepted probes with the reasons of rejections; requests count before their block is judged."""
     from collections import Counter
 
     from cplus.probes.generate import Block, rejections

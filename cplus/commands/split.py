@@ -1,42 +1,52 @@
-"""`cplus split`: what a model already knows of a task, and what it does not."""
+"""`cplus split`: which rows of a task a model already answers correctly."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from cplus.commands import names
+from cplus.commands.options import (
+    ComputeDtype,
+    DataDir,
+    Device,
+    InterfaceName,
+    Json,
+    Judge,
+    MaxNewTokens,
+    Model,
+    Plain,
+    TooLong,
+)
+
 
 def split(
-    model: Annotated[str, typer.Argument(help="Hub id, folder, GGUF file or built-in name.")],
-    task: Annotated[str, typer.Option(help="A named task, a file or owner/name on the hub.")],
-    out: Annotated[Path, typer.Option(help="Where the predictions are stored, as JSON.")] = Path("split.json"),
-    interface: Annotated[
-        str | None, typer.Option(help="letter, cloze or freeform; the task's own if not given.")
-    ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the named tasks; else CPLUS_DATA, else the hub.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first examples.")] = None,
-    judge: Annotated[
-        str, typer.Option(help="Free text: exact, json, regex:PATTERN, schema:FILE or python:module:function.")
-    ] = "exact",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Free text: where an answer is cut off.")] = 256,
-    plain: Annotated[bool, typer.Option("--plain", help="Ask in plain text, without a chat template.")] = False,
-    too_long: Annotated[
-        Literal["refuse", "exclude"], typer.Option(help="What to do with rows longer than the model's window.")
-    ] = "refuse",
-    device: Annotated[str, typer.Option(help="auto, cuda, mps or cpu.")] = "auto",
-    compute_dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    model: Model,
+    task: Annotated[
+        str, typer.Option(help="A named task, a file or owner/name on the hub.", autocompletion=names.tasks)
+    ],
+    out: Annotated[Path, typer.Option(help="JSON file for the predictions.")] = Path("split.json"),
+    interface: InterfaceName = None,
+    data_dir: DataDir = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first rows.")] = None,
+    judge: Judge = "exact",
+    max_new_tokens: MaxNewTokens = 256,
+    plain: Plain = False,
+    too_long: TooLong = "refuse",
+    device: Device = "auto",
+    compute_dtype: ComputeDtype = "float32",
+    json: Json = False,
 ) -> None:
-    """Part a task into what the model answers rightly (past) and wrongly (new), and store its answers."""
+    """Split a task into rows the model answers correctly (past) and incorrectly (new), and store its answers."""
+    names.check({"model": model, "task": task})
+
     from collections import Counter
 
     from cplus import interfaces, models
     from cplus.data.split import save_split, stack
-    from cplus.data.split import split as part
+    from cplus.data.split import split as divide
     from cplus.data.tasks import load_task
     from cplus.evaluation import judges
     from cplus.scoring import fitting, predict
@@ -51,7 +61,7 @@ def split(
     with models.computing(compute_dtype, loaded.device):
         predicted = predict(loaded.model, bound, kept, judge=judged, max_new_tokens=max_new_tokens, what=found.name)
     precision = str(models.as_dtype(compute_dtype)).removeprefix("torch.")
-    made = part(
+    made = divide(
         kept,
         predicted,
         model_fingerprint=loaded.fingerprint,
@@ -75,6 +85,6 @@ def split(
     if json:
         print_json(report)
         return
-    output.print(f"past (answered rightly) {len(made.past)}, new (answered wrongly) {len(made.new)}")
-    output.print("answers given: " + ", ".join(f"{clean(text)} x {count}" for text, count in answers), markup=False)
+    output.print(f"past (correct) {len(made.past)}, new (incorrect) {len(made.new)}")
+    output.print("answers: " + ", ".join(f"{clean(text)} x {count}" for text, count in answers), markup=False)
     output.print(f"excluded as too long: {report['excluded']}; written to {out}", markup=False)

@@ -105,7 +105,7 @@ def _held_out(config: AdaptConfig, task: Task | None, base: Loaded, new: Group) 
         if both := overlap(held, new):
             raise ValueError(
                 f"{task.name}: {both} of {len(held.examples)} validation rows are also new rows, the first is "
-                f"{_first_shared(held, new)!r}; remove them from one of the two, because trained rows measure no learning"
+                f"{_first_shared(held, new)!r}; remove them from one of the two files"
             )
         return new, held
     count = len(new.examples) // 10

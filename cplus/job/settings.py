@@ -235,6 +235,21 @@ GROUPS: dict[str, tuple[str, ...]] = {
 """The settings besides the model, in the order they are shown."""
 
 
+OTHER_NAMES = {
+    "learning_rate": "lr", "lr_scheduler": "lr_schedule", "lr_scheduler_type": "lr_schedule", "optim": "optimizer",
+    "num_train_epochs": "epochs", "num_epochs": "epochs", "max_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size", "train_batch_size": "batch_size", "micro_batch_size": "batch_size",
+    "gradient_accumulation_steps": "batch_size", "warmup_ratio": "warmup_steps", "max_grad_norm": "clip_norm",
+    "output_dir": "out", "output": "out", "train_file": "new", "train_data": "new", "dataset": "new", "data": "new",
+    "dataset_name": "new", "dataset_path": "new", "data_path": "new", "model_name": "model",
+    "model_name_or_path": "model", "base_model": "model", "bf16": "compute_dtype", "fp16": "compute_dtype",
+    "dtype": "compute_dtype", "torch_dtype": "compute_dtype", "lora_r": "lora", "lora_rank": "lora",
+    "lora_alpha": "lora", "use_peft": "lora", "random_seed": "seed", "eval_steps": "evaluate_every",
+    "eval_strategy": "evaluate_every", "evaluation_strategy": "evaluate_every", "save_steps": "checkpoint_steps",
+}  # fmt: skip
+"""What other trainers call our settings."""
+
+
 def paper(model: object) -> dict[str, Any]:
     """The paper's protocol for a model; Phi-3.5 has its own learning rate there."""
     from cplus.models.presets import Preset
@@ -269,7 +284,11 @@ def settings(values: Mapping[str, Any], *, where: str = "settings") -> AdaptConf
 def _fault(fault: Mapping[str, Any]) -> str:
     name = ".".join(map(str, fault["loc"]))
     if fault["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name, AdaptConfig.model_fields, n=1)
+        near = (
+            [OTHER_NAMES[name]]
+            if name in OTHER_NAMES
+            else difflib.get_close_matches(name, AdaptConfig.model_fields, n=1)
+        )
         hint = f"did you mean {near[0]}?" if near else "'cplus config --schema' lists what there is"
         return f"{name!r} is not a setting; {hint}"
     if fault["type"] == "missing":

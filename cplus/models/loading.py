@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,12 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from cplus import files, toy
-from cplus.models import smollm
+from cplus.models import names, smollm
 from cplus.models.gguf import converted
 from cplus.models.identity import fingerprint
 from cplus.models.presets import PRESETS
-
-ALIASES = (*toy.NAMES, "smollm2-135m", *PRESETS)
 
 _DTYPES = {
     "float32": torch.float32,
@@ -67,8 +63,10 @@ def load(
                 where, dtype=as_dtype(dtype), output_loading_info=True, use_safetensors=True, **options
             )
     except OSError as error:
-        raise ValueError(f"could not load {str(name)!r}: {error}; built-in names are {', '.join(ALIASES)}") from error
-    # transformers would only warn and fill a missing weight with random numbers.
+        raise ValueError(
+            f"could not load {str(name)!r}: {error}; built-in names are {', '.join(names.ALIASES)}"
+        ) from error
+    # transformers would fill a weight the files lack with random numbers, and only warn.
     lacking = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if lacking:
         raise ValueError(
@@ -94,7 +92,8 @@ def of(model: Any, tokenizer: Any) -> Loaded:
 
 
 def resolve(name: str) -> Path | str:
-    """The local folder or hub id that a name refers to."""
+    """Where a name leads: a folder on this machine, or a hub id."""
+    names.check(name)
     path = Path(name).expanduser()
     if name in toy.NAMES:
         return toy.folder(name)
@@ -103,25 +102,8 @@ def resolve(name: str) -> Path | str:
     if name in PRESETS:
         return PRESETS[name].model
     if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ValueError(f"{name}: there is no such GGUF file")
         return converted(files.sha256_file(path), lambda: path)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"{name}: expected a model folder, but it has no config.json")
-        return path
-    return _hub_id(name)
-
-
-def _hub_id(name: str) -> str:
-    if name.startswith((".", "~", os.sep)) or name.count("/") > 1:
-        raise ValueError(f"{name}: there is no such model folder")
-    near = difflib.get_close_matches(name.lower(), ALIASES, n=3)
-    if "/" not in name and near:
-        raise ValueError(
-            f"unknown model {name!r}; did you mean {' or '.join(near)}? Otherwise give owner/name or a folder"
-        )
-    return name
+    return path if path.is_dir() else name
 
 
 def choose_device(device: str) -> torch.device:

@@ -1,0 +1,66 @@
+"""Names of models, methods and tasks: completed by the shell, and refused if misspelt before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+_TASKS = ("new", "anchors", "past", "split", "external", "task")
+
+
+def methods(incomplete: str) -> list[str]:
+    """Methods that begin like this."""
+    from cplus.methods import METHODS
+
+    return _beginning(METHODS, incomplete)
+
+
+def tasks(incomplete: str) -> list[str]:
+    """Named tasks that begin like this; the shell itself completes files."""
+    from cplus.data.tasks import TASKS
+    from cplus.toy.world import DOMAINS
+
+    return _beginning((*TASKS, *DOMAINS), incomplete)
+
+
+def models(incomplete: str) -> list[str]:
+    """Aliases of models that begin like this."""
+    from cplus.models.names import ALIASES
+
+    return _beginning(ALIASES, incomplete)
+
+
+COMPLETIONS = {"model": models, "method": methods, **dict.fromkeys(_TASKS, tasks)}
+"""What completes a setting's value, by the setting's name."""
+
+
+def _beginning(names: Iterable[str], incomplete: str) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def check(values: Mapping[str, Any]) -> None:
+    """Refuse a misspelt model, method or task among these settings; importing torch first would take seconds."""
+    from cplus.models.names import check as check_model
+    from cplus.selection import method
+
+    if isinstance(name := values.get("model"), str):
+        check_model(name)
+    if isinstance(name := values.get("method"), str) and not name.startswith("python:"):
+        method(name)
+    for setting in _TASKS:
+        found = values.get(setting) or ()
+        for name in (found,) if isinstance(found, str) else found:
+            _check_task(str(name))
+
+
+def _check_task(name: str) -> None:
+    """Let the loader refuse what is neither known nor there; a hub id is not looked up."""
+    from cplus.data.harness import PREFIX
+    from cplus.data.readers import ENDINGS
+    from cplus.data.tasks import load_task
+
+    path = Path(name).expanduser()
+    local = "/" not in name or name.startswith((".", "~", "/")) or path.suffix in ENDINGS
+    if local and not path.exists() and name not in tasks("") and not name.startswith(PREFIX):
+        load_task(name)

@@ -1,0 +1,84 @@
+"""Options that commands share, made from the schema of the settings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+import typer
+
+from cplus.commands.names import COMPLETIONS
+from cplus.job.settings import GROUPS, AdaptConfig
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+SETTINGS = {name: group for group, names in GROUPS.items() for name in names}
+"""Every setting besides the model, with the group it is shown in."""
+FLAGS = {"validation": "--validate"}
+"""Options that are not called as their setting."""
+
+
+def setting(name: str, **shown: Any) -> Any:
+    """An option described, and completed by the shell, as the setting of this name."""
+    shown = {"help": AdaptConfig.model_fields[name].description, **shown}
+    flags = (FLAGS[name],) if name in FLAGS else ()
+    return typer.Option(*flags, autocompletion=COMPLETIONS.get(name), **shown)
+
+
+ComputeDtype = Annotated[str, setting("compute_dtype", help="Precision of the computation: float32 or bfloat16.")]
+Config = Annotated[Path | None, typer.Option(help="YAML file of settings; command-line options override the file.")]
+DataDir = Annotated[Path | None, setting("data_dir")]
+Device = Annotated[str, setting("device")]
+InterfaceName = Annotated[Literal["letter", "cloze", "freeform"] | None, setting("interface")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+Judge = Annotated[str, setting("judge")]
+MaxNewTokens = Annotated[int, setting("max_new_tokens", min=1)]
+Model = Annotated[str, typer.Argument(help="Alias, hub id, folder or GGUF file.", autocompletion=COMPLETIONS["model"])]
+OptionalModel = Annotated[
+    str | None, typer.Argument(help="Alias, hub id, folder or GGUF file.", autocompletion=COMPLETIONS["model"])
+]
+Plain = Annotated[bool, typer.Option("--plain", help=AdaptConfig.model_fields["plain"].description)]
+TooLong = Annotated[Literal["refuse", "exclude"], setting("too_long")]
+
+
+def with_settings(names: Iterable[str]) -> Callable[[Command], Command]:
+    """Give a command one option for each of these settings; they arrive in its keyword arguments, None if not given."""
+
+    chosen = set(names)
+
+    def extended(command: Command) -> Command:
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        added = [_parameter(name) for name in SETTINGS if name in chosen]
+        command.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+        return command
+
+    return extended
+
+
+def given(options: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The settings that were given on the command line."""
+    return {name: value for name, value in {**options, **more}.items() if value is not None and value != []}
+
+
+def _parameter(name: str) -> inspect.Parameter:
+    field = AdaptConfig.model_fields[name]
+    hidden = field.default in (None, ()) or field.default is False
+    text = str(field.description) + ("" if hidden else f" [dim]\\[default: {field.default}][/dim]")
+    option = setting(name, help=text, rich_help_panel=SETTINGS[name], show_default=False)
+    kind: Any = Annotated[_plain(field.annotation) | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+
+
+def _plain(annotation: Any) -> Any:
+    """The type as the command line reads it; lists repeat, and the schema reads richer types from text."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is tuple:
+        return list[str]
+    if origin is Literal or annotation in (str, int, float, bool, Path):
+        return annotation
+    if origin is Annotated:
+        return _plain(inner[0])
+    found = [_plain(kind) for kind in inner if kind is not type(None)]
+    return found[0] if found else str

@@ -1,0 +1,192 @@
+"""The command line: its names are frozen, misspelt ones are refused at once, and Ctrl-C leaves no traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from cplus import __version__
+from cplus.cli import app, register
+from cplus.commands import names
+from cplus.commands.options import SETTINGS
+from cplus.job.settings import OTHER_NAMES, AdaptConfig, settings
+from cplus.methods import METHODS
+
+SURFACE = Path(__file__).parent / "data" / "cli.txt"
+SECONDS = 10  # importing torch and transformers alone takes five idle seconds here; a refusal takes less than one
+
+if not app.registered_commands:
+    register()
+
+
+def surface() -> str:
+    """Every command with its arguments and options, one a line."""
+
+    def walk(command: Any, name: str) -> list[str]:
+        if hasattr(command, "commands"):
+            return [line for inner in command.commands.values() for line in walk(inner, f"{name} {inner.name}")]
+        own = [" / ".join((*p.opts, *p.secondary_opts)) for p in command.params]
+        return [name, *(f"{name} {option}" for option in own)]
+
+    return "\n".join(sorted(walk(typer.main.get_command(app), "cplus"))) + "\n"
+
+
+def test_commands_and_options_are_the_ones_that_are_written_down() -> None:
+    changed = set(surface().splitlines()) ^ set(SURFACE.read_text().splitlines())
+    assert not changed, f"{sorted(changed)}; if this is meant: python {Path(__file__).relative_to(Path.cwd())}"
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"cplus {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("adapt toyy --new harbours --anchors harbours", "unknown model 'toyy'; did you mean toy"),
+        ("adapt toy --split harbors", "unknown task 'harbors'; did you mean harbours?"),
+        ("adapt toy --new harbours --external arc_eazy", "unknown task 'arc_eazy'; did you mean arc_easy or"),
+        ("adapt toy --new harbours --past nothere.jsonl", "nothere.jsonl"),
+        ("adapt toy --split harbours --method cpluss", "unknown method 'cpluss'; did you mean cplus"),
+        ("adapt toy --split harbours --interface leter", "'leter' is not one of 'letter', 'cloze', 'freeform'"),
+        ("adapt toy --split harbours --preset paper --method cpluss", "unknown method 'cpluss'"),
+        ("adapt --config run.yaml", "unknown method 'slt'; did you mean sft"),
+        ("update ledger --model toyy --new harbours", "unknown model 'toyy'"),
+        ("evaluate toy --task harbors", "unknown task 'harbors'; did you mean harbours?"),
+        ("evaluate toyy --task harbours", "unknown model 'toyy'"),
+        ("evaluate toy --task harbours --interface leter", "'leter' is not one of"),
+        ("split toyy --task harbours", "unknown model 'toyy'"),
+        ("split ./nothere --task harbours", "./nothere: there is no such model folder"),
+        ("preview toy --split harbors", "unknown task 'harbors'"),
+        ("probe toy --task harbors", "unknown task 'harbors'"),
+        ("probe nothere.gguf --task harbours", "there is no such GGUF file"),
+        ("audit bank --against harbors", "unknown task 'harbors'"),
+        ("methods --costs toyy", "unknown model 'toyy'"),
+        ("demo --methods sft,cpluss", "unknown method 'cpluss'"),
+    ],
+)
+def test_a_misspelt_name_is_refused_before_torch_is_imported(command: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model: toy\nsplit: harbours\nmethod: slt\n")
+    code = (
+        "import atexit, sys; from cplus.cli import main;"
+        "atexit.register(lambda: print('heavy:', sorted({'torch', 'transformers'} & set(sys.modules)))); main()"
+    )
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.split()],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert time.monotonic() - begun < SECONDS
+    assert done.returncode in (1, 2)
+    assert sentence in done.stderr
+    assert done.stdout == "heavy: []\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        ("adapt toy --learning-rate 1e-5", "there is no option --learning-rate; did you mean --lr?"),
+        ("adapt toy --num-train-epochs=3", "--num-train-epochs; did you mean --epochs?"),
+        ("adapt toy --num_train_epochs=3", "--num_train_epochs; did you mean --epochs?"),
+        ("adapt toy --per-device-train-batch-size 4", "did you mean --batch-size?"),
+        ("adapt toy --output-dir out", "did you mean --out?"),
+        ("adapt toy --train-file a.jsonl", "did you mean --new?"),
+        ("adapt toy --dataset a.jsonl", "did you mean --new?"),
+        ("adapt --model-name-or-path toy", "give the model as an argument"),
+        ("adapt --model toy", "give the model as an argument"),
+        ("adapt --resume-from-checkpoint out", "did you mean --resume?"),
+        ("update ledger --learning-rate 1", "did you mean --lr?"),
+        ("update ledger --base-model toy", "did you mean --model?"),
+        ("preview toy --learning-rate 1", "did you mean --lr?"),
+        ("evaluate --model toy", "give the model as an argument"),
+        ("split toy --learning-rate 1", "No such option: --learning-rate"),  # it has no such setting
+    ],
+)
+def test_other_trainers_options_are_answered_with_ours(command: str, hint: str) -> None:
+    done = CliRunner().invoke(app, command.split(), env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert hint in done.stderr
+
+
+def test_other_trainers_settings_are_answered_with_ours_in_a_file_too() -> None:
+    with pytest.raises(ValueError, match=r"'learning_rate' is not a setting; did you mean lr\?"):
+        settings({"model": "toy", "new": "a.jsonl", "learning_rate": 1e-5})
+    assert set(OTHER_NAMES.values()) <= set(AdaptConfig.model_fields)
+    assert not set(OTHER_NAMES) & set(AdaptConfig.model_fields)
+
+
+def completed(*words: str) -> set[str]:
+    """What bash would offer for the last of these words."""
+    asked = {"_CPLUS_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    done = CliRunner().invoke(app, [], prog_name="cplus", env=asked)
+    return set(done.stdout.split())
+
+
+def test_the_shell_completes_methods_tasks_and_models() -> None:
+    assert completed("cplus", "adapt", "toy", "--method", "cplus") == {m for m in METHODS if m.startswith("cplus")}
+    assert completed("cplus", "adapt", "toy", "--split", "harb") == {"harbours"}
+    assert completed("cplus", "adapt", "toy", "--external", "arc_e") == {"arc_easy", "arc_easy_train"}
+    assert completed("cplus", "evaluate", "toy", "--task", "gsm") == {"gsm8k"}
+    assert completed("cplus", "evaluate", "smol") == {"smollm2-135m"}
+    assert completed("cplus", "split", "toy", "--interface", "cl") == {"cloze"}
+    assert set(names.COMPLETIONS) - {"model", "task"} <= set(SETTINGS)
+
+
+def test_shared_options_have_the_defaults_of_the_settings() -> None:
+    defaults = {name: field.default for name, field in AdaptConfig.model_fields.items()}
+    shared = ("judge", "max_new_tokens", "too_long", "device", "compute_dtype", "plain", "interface", "data_dir")
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for command in ("evaluate", "split"):
+        own = {parameter.name: parameter.default for parameter in commands[command].params}
+        assert {name: own[name] for name in shared} == {name: defaults[name] for name in shared}
+
+
+WAITING = """
+import builtins, os, signal
+real = builtins.__import__
+def importing(name, *rest):
+    if name == {module!r}:
+        os.kill(os.getpid(), signal.SIGINT)
+    return real(name, *rest)
+builtins.__import__ = importing
+from cplus.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "cplus.commands.update", "cplus.methods", "torch"])
+def test_an_early_interruption_is_one_word_and_exit_code_130(module: str) -> None:
+    """Ctrl-C arrives while this module is being imported."""
+    command = [sys.executable, "-c", WAITING.format(module=module), "split", "toy", "--task", "harbours"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_an_interruption_while_reading_leaves_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    code = (
+        "import os, signal, cplus.data.tasks as tasks; from cplus.__main__ import main;"
+        "tasks.read_file = lambda path: os.kill(os.getpid(), signal.SIGINT); main()"
+    )
+    command = [sys.executable, "-c", code, "split", "toy", "--task", str(tmp_path / "rows.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+
+
+if __name__ == "__main__":
+    SURFACE.write_text(surface())
+    print(f"wrote {SURFACE}")
