@@ -25,7 +25,8 @@ from cplus.data.tasks import load_task
 from cplus.evaluation.matched import common_level, rise
 from cplus.experiment.rows import Group
 from cplus.files import read_json, read_sealed, write_json, write_text
-from cplus.job import adapt, resume
+from cplus.job.resume import resume
+from cplus.job.run import adapt
 from cplus.job.settings import AdaptConfig
 from cplus.methods import METHODS
 from cplus.plotting import COLOURS, label, new_figure, save

@@ -65,7 +65,7 @@ def soak(steps: int, every: int, folder: Path) -> list[Sample]:
     kept = Checkpoints(folder / "checkpoint.pt", "soak", minutes=1e9, steps=CHECKPOINT)
     own, samples, clock, last = psutil.Process(), [], time.process_time(), 0
     for event in training.run():
-        step = training.ledger.cursor.step
+        step = training.log.cursor.step
         if not isinstance(event, EpochEnded):
             continue
         if kept.due(step):

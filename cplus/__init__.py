@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cplus.api import receipt as receipt
     from cplus.attach import Guard as Guard
     from cplus.attach import protect as protect
-    from cplus.job import adapt as adapt
+    from cplus.job.run import adapt as adapt
     from cplus.job.settings import AdaptConfig as AdaptConfig
     from cplus.methods import METHODS as METHODS
     from cplus.methods import Method as Method
@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 # Each public name is imported on first use, so that `cplus --help` and the JAX side never load torch.
 _HOMES = {
     "AdaptConfig": "cplus.job.settings",
-    "adapt": "cplus.job",
+    "adapt": "cplus.job.run",
     "Guard": "cplus.attach",
     "protect": "cplus.attach",
     "METHODS": "cplus.methods",

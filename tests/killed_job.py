@@ -22,9 +22,10 @@ from toyjob import asked, write_files
 from transformers import PreTrainedTokenizerBase
 
 from cplus import evidence, models
-from cplus import job as jobs
-from cplus.job import measure
+from cplus.experiment import measure
 from cplus.job.folder import Folder
+from cplus.job.resume import resume
+from cplus.job.run import adapt
 from cplus.probes import build
 
 Patch = Callable[[random.Random], None]
@@ -132,7 +133,7 @@ def main(folder: Path, seed: int) -> None:
     # In this process, so that the children inherit the compiled kernels; from a cache of its own.
     cache = os.environ["CPLUS_CACHE"]
     os.environ["CPLUS_CACHE"] = f"{cache}-of-its-own"
-    jobs.adapt(config.model_copy(update={"out": folder / "whole"}))
+    adapt(config.model_copy(update={"out": folder / "whole"}))
     os.environ["CPLUS_CACHE"] = cache
     draw = random.Random(seed)
     out = folder / "out"
@@ -140,7 +141,7 @@ def main(folder: Path, seed: int) -> None:
     def attempt(patch: Patch | None) -> None:
         if patch is not None:
             patch(draw)
-        jobs.resume(out) if (out / "settings.json").exists() else jobs.adapt(config)
+        resume(out) if (out / "settings.json").exists() else adapt(config)
 
     ends = {}
     for name, patch in MOMENTS.items():

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import cplus
-from cplus import job as jobs
 from cplus import kernels
 from cplus.cli import app, register
 from cplus.data.examples import Choice, FreeForm, Message
@@ -31,6 +30,8 @@ from cplus.interfaces import Rejected
 from cplus.job import footprint
 from cplus.job.checkpoint import Checkpoints
 from cplus.job.folder import Folder, claimed
+from cplus.job.resume import resume
+from cplus.job.run import FinishedJob
 from cplus.loop import EpochEnded, Stepped, rate_factor
 from cplus.methods import METHODS
 from cplus.models import fingerprint, load
@@ -66,7 +67,7 @@ def here(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> jobs.Outcome:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedJob:
     folder = tmp_path_factory.mktemp("finished")
     write_files(folder)
     return cplus.adapt(asked(folder, require=["retention>=0.2"], external=["plants"], external_limit=8))
@@ -80,7 +81,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_finished_folder_is_whole_and_its_figures_are_the_receipts(finished: jobs.Outcome) -> None:
+def test_a_finished_folder_is_whole_and_its_figures_are_the_receipts(finished: FinishedJob) -> None:
     out = finished.folder
     names = {entry.name for entry in out.iterdir() if not entry.name.startswith(".")}
     kept = {"bank", "anchors.jsonl"}
@@ -109,7 +110,7 @@ def _given(record: dict[str, Any]) -> dict[str, Any]:
     return {name: record["settings"][name] for name in ("require", "external", "external_limit")}
 
 
-def test_the_model_loads_in_plain_transformers_and_is_the_one_that_was_measured(finished: jobs.Outcome) -> None:
+def test_the_model_loads_in_plain_transformers_and_is_the_one_that_was_measured(finished: FinishedJob) -> None:
     model = AutoModelForCausalLM.from_pretrained(finished.folder / "model")
     AutoTokenizer.from_pretrained(finished.folder / "model")
     assert fingerprint(model) == finished.record["model"]["after"] != finished.record["model"]["before"]
@@ -393,7 +394,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(
     assert not (here / "out" / "record.json").exists()
     monkeypatch.undo()
     whole = cplus.adapt(asked(here, method="cpl", out=here / "whole"))
-    assert same(weights(jobs.resume(here / "out").folder), weights(whole.folder))
+    assert same(weights(resume(here / "out").folder), weights(whole.folder))
 
 
 # Stopping and going on
@@ -427,7 +428,7 @@ def test_a_signal_saves_and_a_resumed_job_is_bitwise_the_whole_one(
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     with pytest.raises(ValueError, match="holds an unfinished job: --resume"):
         cplus.adapt(asked(here))
-    done = jobs.resume(here / "out")
+    done = resume(here / "out")
     assert same(weights(whole.folder), weights(done.folder))
     assert done.record["figures"] == whole.record["figures"]
     assert done.record["curve"] == whole.record["curve"]
@@ -457,14 +458,14 @@ def test_every_kind_of_method_goes_on_bitwise(
 
     def save(self: Checkpoints, training: Training) -> None:
         real(self, training)
-        if training.ledger.cursor.step == 4:
+        if training.log.cursor.step == 4:
             raise OSError("the power went out")
 
     monkeypatch.setattr(Checkpoints, "save", save)
     with pytest.raises(OSError, match="power"):
         cplus.adapt(config)
     monkeypatch.undo()
-    assert same(weights(whole.folder), weights(jobs.resume(here / "out").folder))
+    assert same(weights(whole.folder), weights(resume(here / "out").folder))
 
 
 def test_resume_refuses_changed_rows_other_settings_and_a_damaged_checkpoint(
@@ -476,16 +477,16 @@ def test_resume_refuses_changed_rows_other_settings_and_a_damaged_checkpoint(
     run = CliRunner().invoke(app, ["adapt", "--resume", str(here / "out"), "--lr", "1"])
     assert "--resume uses the settings the job started with" in str(run.exception)
     with pytest.raises(ValueError, match="there is no job to resume"):
-        jobs.resume(here)
+        resume(here)
     new = (here / "new.jsonl").read_text()
     write_rows(here / "new.jsonl", list(world.untaught("plants")[:12]))
     with pytest.raises(ValueError, match="the new changed since the job began"):
-        jobs.resume(here / "out")
+        resume(here / "out")
     (here / "new.jsonl").write_text(new)
     path = here / "out" / "work" / "checkpoint.pt"
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(ValueError, match="expected a whole checkpoint, but it does not read"):
-        jobs.resume(here / "out")
+        resume(here / "out")
 
 
 def test_a_job_goes_on_from_another_folder(here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> None:
@@ -496,7 +497,7 @@ def test_a_job_goes_on_from_another_folder(here: Path, monkeypatch: pytest.Monke
         with pytest.raises(pytest.fail.Exception):
             cplus.adapt(asked(here, method="sft", epochs=1, **relative))
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-    assert jobs.resume(here / "out").record["counts"]["new"] == 12
+    assert resume(here / "out").record["counts"]["new"] == 12
 
 
 # Parts

@@ -15,8 +15,9 @@ from cplus.experiment import run
 from cplus.experiment.comparison import Comparison, set_up
 from cplus.experiment.settings import RunSpec
 from cplus.experiment.task_split import split_task
-from cplus.job import adapt, resume
 from cplus.job.interruption import Interrupted
+from cplus.job.resume import resume
+from cplus.job.run import adapt
 from cplus.methods import METHODS
 
 SPEC = RunSpec(
@@ -115,8 +116,8 @@ def test_a_resumed_job_gives_the_studys_weights(
     with monkeypatch.context() as patch:
 
         def fifth(tracked: object, training: Any, event: Any, point: object) -> None:
-            seen.append(training.ledger.cursor.step)
-            if training.ledger.cursor.step == 5:
+            seen.append(training.log.cursor.step)
+            if training.log.cursor.step == 5:
                 raise Interrupted(2, "stopped")
 
         patch.setattr(phase, "_log", fifth)

@@ -17,7 +17,7 @@ from toyjob import asked, write_files
 
 import cplus
 from cplus import files, models, terminal
-from cplus import job as jobs
+from cplus.job.resume import resume
 from cplus.job.settings import AdaptConfig, read_yaml
 from cplus.models import smollm
 from cplus.receipts.html import environment
@@ -157,11 +157,11 @@ def test_an_altered_job_record_has_no_outcome_and_no_curve(tmp_path: Path, monke
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
     write_files(tmp_path)
     done = cplus.adapt(asked(tmp_path, method="sft", epochs=1, evaluate_every=0))
-    assert jobs.resume(done.folder).record == done.record
+    assert resume(done.folder).record == done.record
     path = done.folder / "record.json"
     path.write_text(path.read_text().replace('"steps": 3', '"steps": 4'))
     with pytest.raises(ValueError, match="altered after it was written"):
-        jobs.resume(done.folder)
+        resume(done.folder)
 
 
 def test_a_record_says_what_could_change_its_numbers(tmp_path: Path) -> None:

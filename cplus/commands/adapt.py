@@ -13,7 +13,7 @@ from cplus.commands import names
 from cplus.commands.options import SETTINGS, Config, Json, OptionalModel, given, with_settings
 
 if TYPE_CHECKING:
-    from cplus.job import Outcome
+    from cplus.job.run import FinishedJob
     from cplus.job.settings import AdaptConfig
 
 NOT_KEPT = 2
@@ -24,6 +24,9 @@ def adapt(
     model: OptionalModel = None,
     config: Config = None,
     resume: Annotated[Path | None, typer.Option(help="Resume the interrupted job in this folder.")] = None,
+    finish: Annotated[
+        Path | None, typer.Option(help="Write model and receipt from the last checkpoint of the job in this folder.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the job in the output folder.")] = False,
     plan: Annotated[bool, typer.Option("--plan", help="Print what the job will need, and stop.")] = False,
     json: Json = False,
@@ -34,23 +37,35 @@ def adapt(
     Exit code 0: done, every requirement met. 2: done, a requirement not met. 1: an error. 130, 143: stopped, saved.
     """
     chosen = given(options, model=model)
-    if resume is None:
+    if resume is None and finish is None:
         asked = _settings(config, chosen)
         names.check(asked.model_dump())
-    elif chosen or config is not None or force or plan:
-        raise ValueError("--resume uses the settings the job started with; leave out the others, or start a new job")
+    elif chosen.keys() - ({"epochs"} if finish is None else set()) or config is not None or force or plan:
+        raise ValueError(
+            "--resume and --finish use the settings the job started with; leave out the others (--resume accepts "
+            "--epochs), or start a new job"
+        )
+    elif resume is not None and finish is not None:
+        raise ValueError("expected either --resume or --finish, got both")
 
-    from cplus import job as jobs
+    from cplus.job import plan as planning
+    from cplus.job import resume as resuming
+    from cplus.job import run
     from cplus.terminal import output, print_json
 
     with interruptible():
         if plan:
-            planned = jobs.plan(asked)
+            planned = planning.plan(asked)
             print_json(planned.row()) if json else output.print(
                 "\n".join(planned.lines()), markup=False, soft_wrap=True
             )
             return
-        outcome = jobs.adapt(asked, force=force) if resume is None else jobs.resume(resume)
+        if finish is not None:
+            outcome = resuming.finish(finish)
+        elif resume is not None:
+            outcome = resuming.resume(resume, epochs=chosen.get("epochs"))
+        else:
+            outcome = run.adapt(asked, force=force)
     print_json(_row(outcome)) if json else _show(outcome)
     if not outcome.kept:
         raise typer.Exit(NOT_KEPT)
@@ -67,7 +82,7 @@ def _settings(config: Path | None, chosen: Mapping[str, Any]) -> AdaptConfig:
 @contextmanager
 def interruptible() -> Iterator[None]:
     """A stopped job is reported in one line and ends with the exit code of its signal."""
-    from cplus.job import Interrupted
+    from cplus.job.interruption import Interrupted
     from cplus.terminal import console
 
     try:
@@ -77,9 +92,11 @@ def interruptible() -> Iterator[None]:
         raise typer.Exit(stop.exit_code) from stop
 
 
-def _row(outcome: Outcome) -> dict[str, Any]:
+def _row(outcome: FinishedJob) -> dict[str, Any]:
     record = outcome.record
-    figures = {name: record["figures"][name] for name in ("retention", "acquisition", "requirements")}
+    figures = {
+        name: record["figures"][name] for name in ("retention", "acquisition", "validation", "free", "requirements")
+    }
     sets = [
         {k: own[k] for k in ("name", "kind", "rows", "before", "after", "nll")} for own in record["figures"]["sets"]
     ]
@@ -88,20 +105,19 @@ def _row(outcome: Outcome) -> dict[str, Any]:
         "kept": outcome.kept,
         **figures,
         "sets": sets,
-        **{name: record[name] for name in ("counts", "cost", "steps", "epochs", "notes")},
+        **{name: record[name] for name in ("counts", "cost", "steps", "epochs", "unfinished", "notes")},
     }
 
 
-def _show(outcome: Outcome) -> None:
+def _show(outcome: FinishedJob) -> None:
+    from cplus.evaluation.requirements import sentence
     from cplus.receipts.verdict import headline, sentences
     from cplus.terminal import clean, output
 
     figures: Mapping[str, Any] = outcome.record["figures"]
     output.print(clean(headline(figures)), style="bold", markup=False, soft_wrap=True)
-    for sentence in sentences(figures):
-        output.print(clean(sentence), markup=False, soft_wrap=True)
+    for line in sentences(figures):
+        output.print(clean(line), markup=False, soft_wrap=True)
     for required in figures["requirements"]:
-        bound = "not measured" if required["bound"] is None else f"{required['bound']:.3f}"
-        state = "met" if required["met"] else "NOT MET"
-        output.print(f"required {required['metric']} >= {required['at_least']:g}: {bound}, {state}", markup=False)
+        output.print(sentence(required), markup=False, soft_wrap=True)
     output.print(f"receipt: {outcome.folder / 'receipt.html'}", markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The driver: one training from its settings to its last update, with a ledger of what happened and a state to save.
+"""The driver: one training from its settings to its last update, with a log of what happened and a state to save.
 
 Studies, sequences and jobs all train through it; a job adds looks on the way, an early end and checkpoints.
 """
@@ -105,7 +105,7 @@ def start(settings: Settings, row: Method, model: nn.Module, material: Material)
 
 
 @dataclass(kw_only=True)
-class Ledger:
+class TrainingLog:
     """What has happened so far, all of it in every checkpoint."""
 
     cursor: Cursor = field(default_factory=Cursor)
@@ -119,6 +119,8 @@ class Ledger:
     seconds: float = 0.0
     extra_bytes: int = 0
     done: bool = False
+    learned: bool = False
+    """Whether it is done because everything was learned."""
     watch: Health = field(default_factory=Health)
 
     def to_state(self) -> dict[str, Any]:
@@ -126,11 +128,11 @@ class Ledger:
         return dataclasses.asdict(self)
 
     @staticmethod
-    def from_state(state: dict[str, Any]) -> Ledger:
+    def from_state(state: dict[str, Any]) -> TrainingLog:
         """Read what `to_state` wrote."""
         works = {name: Work(**state[name]) for name in ("training", "preservation")}
         own = {"cursor": Cursor(**state["cursor"]), "watch": Health(**state["watch"])}
-        return Ledger(**{**state, **works, **own, "counted": tuple(state["counted"])})
+        return TrainingLog(**{**state, **works, **own, "counted": tuple(state["counted"])})
 
 
 @dataclass(kw_only=True)
@@ -142,7 +144,7 @@ class Training:
     optimizer: Optimizer
     scheduler: LambdaLR
     prepared: Prepared
-    ledger: Ledger = field(default_factory=Ledger)
+    log: TrainingLog = field(default_factory=TrainingLog)
     judged: int = 0
     """The gate's step up to which its masks were looked at."""
 
@@ -150,18 +152,18 @@ class Training:
         """All that the next update depends on; frozen weights are the base model's and are not repeated."""
         guard = self.prepared.guard
         return {
-            "weights": self._moving(),
+            "weights": self.weights(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "guard": None if guard is None else guard.state_dict(),
             "random": torch.get_rng_state(),
             "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            "ledger": self.ledger.to_state(),
+            "log": self.log.to_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a kept state, bitwise; the model must still be the base model."""
-        here = self._moving()
+        here = self.weights()
         if state["weights"].keys() != here.keys():
             raise ValueError(
                 f"the checkpoint holds {len(state['weights'])} trained tensors, this model has {len(here)}"
@@ -175,10 +177,11 @@ class Training:
         torch.set_rng_state(state["random"])
         if state["random_cuda"]:
             torch.cuda.set_rng_state_all(state["random_cuda"])
-        self.ledger = Ledger.from_state(state["ledger"])
+        self.log = TrainingLog.from_state(state["log"])
         self.judged = 0 if self.prepared.guard is None else self.prepared.guard.steps
 
-    def _moving(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Tensor]:
+        """The state of everything that trains; frozen weights are the base model's."""
         frozen = {name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         return {name: value for name, value in self.model.state_dict().items() if name not in frozen}
 
@@ -195,9 +198,9 @@ class Training:
         return bool(torch.isfinite(torch.stack([norm.float() for norm in norms])).all())
 
     def run(self, look: Look = lambda epoch: {}, done: Done = lambda point: False) -> Iterator[Event]:
-        """Train on from where the ledger is, updating it; between two events everything may be saved."""
-        ledger = self.ledger
-        if ledger.done:
+        """Train on from where the log is, updating it; between two events everything may be saved."""
+        log = self.log
+        if log.done:
             return
         clock = time.perf_counter()
         events = adapt(
@@ -207,40 +210,40 @@ class Training:
             schedule=build_schedule(self.settings),
             seed=self.settings.seed,
             scheduler=self.scheduler,
-            start=ledger.cursor,
+            start=log.cursor,
         )
         for event in events:
-            ledger.seconds += time.perf_counter() - clock
+            log.seconds += time.perf_counter() - clock
             self._note(event)
             if isinstance(event, EpochEnded):
                 self._epoch(event, look, done)
             yield event
             clock = time.perf_counter()  # what the reader of the events does is not training
-            if ledger.done:
+            if log.done:
                 break
-        ledger.done = True
+        log.done = True
         self.optimizer.zero_grad(set_to_none=True)
 
     def _note(self, event: Event) -> None:
-        ledger = self.ledger
+        log = self.log
         if isinstance(event, Refreshed):
-            ledger.preservation += event.work
+            log.preservation += event.work
         elif isinstance(event, Stepped):
-            ledger.training += event.work
-            ledger.losses.append(event.loss)
-            ledger.cursor = Cursor(epoch=event.epoch, batch=event.batch, step=event.step)
+            log.training += event.work
+            log.losses.append(event.loss)
+            log.cursor = Cursor(epoch=event.epoch, batch=event.batch, step=event.step)
             if self.prepared.guard is not None:
                 held = self.prepared.guard.nbytes + self.prepared.guard.step_nbytes
-                ledger.extra_bytes = max(ledger.extra_bytes, held)
+                log.extra_bytes = max(log.extra_bytes, held)
         else:
-            ledger.cursor = Cursor(epoch=event.epoch + 1, batch=0, step=event.step)
+            log.cursor = Cursor(epoch=event.epoch + 1, batch=0, step=event.step)
 
     def tally(self) -> None:
         """Take over what the gate has counted since the last time; it waits for the device."""
         guard = self.prepared.guard
         if guard is not None and guard.gate is not None:
             admitted, offered = guard.gate.tally()
-            self.ledger.counted = (self.ledger.counted[0] + admitted, self.ledger.counted[1] + offered)
+            self.log.counted = (self.log.counted[0] + admitted, self.log.counted[1] + offered)
             self._watch_gate(guard, admitted / offered if offered else None)
 
     def _watch_gate(self, guard: Guard, admitted: float | None) -> None:
@@ -250,28 +253,28 @@ class Training:
             admitted = round(sum(own.admitted * own.coordinates for own in shares), 0)
             admitted /= sum(own.coordinates for own in shares)
         if admitted is not None and steps:
-            self.ledger.watch.gated(admitted, steps)
+            self.log.watch.gated(admitted, steps)
             self.judged = guard.steps
 
     @property
     def admitted(self) -> float | None:
         """The share of coordinates the mask admitted in this epoch, as far as it was counted."""
-        admitted, offered = self.ledger.counted
+        admitted, offered = self.log.counted
         return admitted / offered if offered else None
 
     def _epoch(self, event: EpochEnded, look: Look, done: Done) -> None:
         """Close an epoch: a point of the curve, and whether it was the last."""
-        ledger = self.ledger
+        log = self.log
         self.tally()
-        point = {"epoch": float(event.epoch), "loss": sum(ledger.losses) / len(ledger.losses)}
+        point = {"epoch": float(event.epoch), "loss": sum(log.losses) / len(log.losses)}
         if self.admitted is not None:
             point["admitted"] = self.admitted
         self.model.eval()
         point |= look(event.epoch)
-        ledger.done = done(point)
+        log.done = log.learned = done(point)
         self.model.train()
-        ledger.curve.append(point)
-        ledger.losses, ledger.counted = [], (0, 0)
+        log.curve.append(point)
+        log.losses, log.counted = [], (0, 0)
 
 
 def updates_per_epoch(num_new: int, batch_size: int) -> int:

@@ -44,7 +44,7 @@ def begun(spec: RunSpec, given: Comparison) -> Training:
 def run(spec: RunSpec, given: Comparison, *, watch: OnEvent = lambda event: None) -> RunResult:
     """Adapt a copy of the base model by the spec's method and measure what was learned and lost."""
     training = begun(spec, given)
-    model, prepared, ledger = training.model, training.prepared, training.ledger
+    model, prepared, log = training.model, training.prepared, training.log
     parameters = sum(p.numel() for p in model.parameters())
     audited = _audited(spec, given, prepared.material, model)
     observation = _observation(spec, given, prepared, build_schedule(training.settings))
@@ -65,9 +65,9 @@ def run(spec: RunSpec, given: Comparison, *, watch: OnEvent = lambda event: None
         diagnostics={**audited, **observation.report(), **_after_training(spec, given, model)},
         external={group.name: _external(model, group) for group in given.external},
         counts={"parameters": parameters, **_counts(given)},
-        cost=cost_row(parameters, training=ledger.training, preservation=ledger.preservation),
-        seconds=ledger.seconds - observation.seconds,
-        extra_bytes=ledger.extra_bytes,
+        cost=cost_row(parameters, training=log.training, preservation=log.preservation),
+        seconds=log.seconds - observation.seconds,
+        extra_bytes=log.extra_bytes,
         curve=curve,
         environment=environment(threads=torch.get_num_threads(), device=str(given.base.device)),
     )

@@ -136,9 +136,9 @@ def learn(
         current=current,
         answers=answers,
         figures=figures(number, task, new, before, answers),
-        training=training.ledger.training,
-        preservation=training.ledger.preservation,
-        seconds=training.ledger.seconds,
+        training=training.log.training,
+        preservation=training.log.preservation,
+        seconds=training.log.seconds,
     )
 
 

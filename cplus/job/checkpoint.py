@@ -63,7 +63,7 @@ class Checkpoints:
         if kept["numerics"] != _numerics():
             say(f"the job began with {kept['numerics']} and goes on with {_numerics()}: not to the last bit the same")
         training.load_state_dict(kept["state"])
-        self.step = training.ledger.cursor.step
+        self.step = training.log.cursor.step
         return True
 
     def due(self, step: int) -> bool:
@@ -75,13 +75,13 @@ class Checkpoints:
         """Write the state; weights that are not numbers are no state to go back to."""
         if not training.finite():
             raise FloatingPointError(
-                f"a weight is not finite after step {training.ledger.cursor.step}. Lower the learning rate or clip the "
+                f"a weight is not finite after step {training.log.cursor.step}. Lower the learning rate or clip the "
                 "gradient"
             )
         training.tally()
         body = {"format": FORMAT, "identity": self._identity, "numerics": _numerics()}
         files.write_state(self._path, {**body, "state": training.state_dict()})
-        self._written, self.step = time.monotonic(), training.ledger.cursor.step
+        self._written, self.step = time.monotonic(), training.log.cursor.step
 
 
 def check_whole(path: Path) -> None:

@@ -58,6 +58,11 @@ class Folder:
         return self.work / "checkpoint.pt"
 
     @property
+    def best(self) -> Path:
+        """The weights of the best epoch so far."""
+        return self.work / "best.pt"
+
+    @property
     def bank(self) -> Path:
         """The sealed probes."""
         return self.root / "bank"
@@ -121,8 +126,13 @@ def begin(folder: Folder, config: AdaptConfig, home: Path) -> None:
     for name in reversed(_OURS):
         path = folder.root / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    files.write_json(folder.settings, {"format": FORMAT, "settings": config.model_dump(mode="json")})
+    rewrite(folder, config)
     files.write_json(folder.home, str(home.absolute()))
+
+
+def rewrite(folder: Folder, config: AdaptConfig) -> None:
+    """Put other settings in the place of a begun job's."""
+    files.write_json(folder.settings, {"format": FORMAT, "settings": config.model_dump(mode="json")})
 
 
 def asked(folder: Folder) -> tuple[AdaptConfig, Path]:

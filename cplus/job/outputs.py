@@ -15,15 +15,17 @@ from cplus import files
 from cplus.cost import cost_row
 from cplus.diagnostics.gateshares import LayerShare
 from cplus.environment import environment
-from cplus.experiment.driver import Ledger
+from cplus.experiment.driver import TrainingLog, updates_per_epoch
 from cplus.experiment.measure import Answers, loss_of
 from cplus.experiment.rows import Group, Rows
+from cplus.interfaces import tokens_by_role
 from cplus.job.answers import Before
-from cplus.job.comparison import row_hashes
 from cplus.job.folder import Folder
+from cplus.job.other_jobs import row_hashes
 from cplus.job.settings import AdaptConfig
 from cplus.models import Loaded
 from cplus.models.loading import without_bars
+from cplus.models.names import origin
 from cplus.probes.audit import ComparedRows, audit
 from cplus.probes.bank import Bank
 from cplus.receipts.receipt import (
@@ -38,6 +40,7 @@ from cplus.receipts.receipt import (
     rows,
     write_receipt,
 )
+from cplus.receipts.verdict import headline, sentences
 from cplus.scoring import Score
 
 SCHEMA = 1
@@ -61,19 +64,28 @@ class Finished:
     groups: Sequence[Group]
     before: Before
     after: Mapping[str, Answers]
-    ledger: Ledger
+    log: TrainingLog
     bank: Bank | None
     layers: Sequence[LayerShare]
     comparisons: Mapping[str, Comparison]
     parameters: int
     trainable: int
+    best_epoch: int | None = None
+
+    @property
+    def unfinished(self) -> dict[str, int] | None:
+        """The updates done and planned, where training was ended before its last epoch and not by learning all."""
+        if self.log.done:
+            return None
+        planned = self.config.epochs * updates_per_epoch(len(self.rows.new.examples), self.config.batch_size)
+        return {"updates": self.log.cursor.step, "planned": planned}
 
     @property
     def cost(self) -> dict[str, int | float]:
         """Rows, tokens and FLOPs of training and of the evidence, seconds and the gate's bytes."""
-        ledger = self.ledger
-        works = cost_row(self.parameters, training=ledger.training, preservation=ledger.preservation)
-        return {**works, "seconds": ledger.seconds, "extra_bytes": ledger.extra_bytes}
+        log = self.log
+        works = cost_row(self.parameters, training=log.training, preservation=log.preservation)
+        return {**works, "seconds": log.seconds, "extra_bytes": log.extra_bytes}
 
 
 def write_model(folder: Folder, model: Any, tokenizer: Any, dtype: str) -> None:
@@ -91,14 +103,22 @@ def write_outputs(folder: Folder, done: Finished) -> dict[str, Any]:
         "schema": SCHEMA,
         "kind": "adapt",
         "settings": done.config.model_dump(mode="json"),
-        "model": {"name": done.config.model, "before": done.base.fingerprint, "after": done.after_fingerprint},
+        "model": {
+            "name": done.config.model,
+            "id": origin(done.config.model)[0],
+            "license": origin(done.config.model)[1],
+            "before": done.base.fingerprint,
+            "after": done.after_fingerprint,
+        },
         "figures": shown["figures"],
         "rows": row_hashes(done.groups),
         "counts": counts(done),
+        "tokens_by_role": tokens_by_role(done.rows.new.interface, done.rows.new.examples),
         "cost": done.cost,
-        "steps": done.ledger.cursor.step,
-        "epochs": len(done.ledger.curve),
-        "curve": done.ledger.curve,
+        "steps": done.log.cursor.step,
+        "epochs": len(done.log.curve),
+        "unfinished": done.unfinished,
+        "curve": done.log.curve,
         "bank": None if done.bank is None else dict(done.bank.manifest),
         "notes": shown["notes"],
         "receipt": shown["sha256"],
@@ -113,7 +133,12 @@ def write_outputs(folder: Folder, done: Finished) -> dict[str, Any]:
 
 def counts(done: Finished) -> dict[str, int]:
     """How many of each."""
-    groups = {"new": done.rows.new, "anchors": done.rows.anchors, "past": done.rows.past}
+    groups = {
+        "new": done.rows.new,
+        "anchors": done.rows.anchors,
+        "past": done.rows.past,
+        "validation": done.rows.validation,
+    }
     sizes = {name: 0 if group is None else len(group.examples) for name, group in groups.items()}
     probes = 0 if done.bank is None else len(done.bank.probes)
     return {**sizes, "probes": probes, "parameters": done.parameters, "trainable": done.trainable}
@@ -123,7 +148,7 @@ def receipt(done: Finished) -> Receipt:
     """The job as a receipt."""
     config = done.config
     return Receipt(
-        title=f"{config.model} adapted by {config.method}",
+        title=f"{config.model} adapted by {config.method}" + (" (unfinished)" if done.unfinished else ""),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         before=ModelId(name=config.model, fingerprint=done.base.fingerprint),
         after=ModelId(name=f"{config.out.name}/model", fingerprint=done.after_fingerprint),
@@ -135,7 +160,7 @@ def receipt(done: Finished) -> Receipt:
         noise_floor=done.before.noise_floor,
         settings=config.model_dump(mode="json"),
         environment=environment(threads=torch.get_num_threads(), device=str(done.base.device)),
-        curve=(_start(done), *(_point(point) for point in done.ledger.curve)),
+        curve=(_start(done), *(_point(point) for point in done.log.curve)),
         comparisons=dict(done.comparisons),
         gate=tuple(
             GateShare(
@@ -154,9 +179,13 @@ def receipt(done: Finished) -> Receipt:
 
 
 def _notes(done: Finished) -> list[str]:
-    said = list(done.ledger.watch.said)
-    if done.config.stop == "learned" and len(done.ledger.curve) < done.config.epochs:
-        said.append(f"Training ended after epoch {len(done.ledger.curve)}: every new row was learned.")
+    said = list(done.log.watch.said)
+    if (cut := done.unfinished) is not None:
+        said.append(f"UNFINISHED: training was ended after update {cut['updates']} of {cut['planned']}.")
+    if done.best_epoch is not None:
+        said.append(f"The weights are those of epoch {done.best_epoch}, the best on past and new rows.")
+    if done.config.stop == "learned" and len(done.log.curve) < done.config.epochs:
+        said.append(f"Training ended after epoch {len(done.log.curve)}: every new row was learned.")
     if done.trainable < done.parameters:
         share = 100 * done.trainable / done.parameters
         said.append(f"Only adapters were trained: {done.trainable:,} weights, {share:.2f} % of the model.")
@@ -231,4 +260,7 @@ def card(record: Mapping[str, Any]) -> str:
         loader=PackageLoader("cplus.job"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
-    return environment.get_template("card.md").render(record)
+    figures = record["figures"]
+    return environment.get_template("card.md").render(
+        {**record, "headline": headline(figures), "sentences": sentences(figures)}
+    )

@@ -10,8 +10,8 @@ from cplus import models
 from cplus.experiment.rows import Group, Rows
 from cplus.experiment.settings import Settings
 from cplus.job import footprint
-from cplus.job.comparison import curves
 from cplus.job.folder import Folder
+from cplus.job.other_jobs import curves
 from cplus.job.progress import say
 from cplus.job.rows import gather, located, read
 from cplus.job.settings import AdaptConfig, paper
@@ -62,6 +62,8 @@ def ready(config: AdaptConfig, folder: Folder, home: Path) -> Job:
     """Everything that can be refused is refused here, before a byte is written."""
     method = row_of(config)
     tasks = read(config, method, home)
+    for line in tasks.formats:
+        say(line)
     size, need = footprint.needs(config, method, tasks, home)
     for warning in footprint.check(need, size, config):
         say(f"warning: {warning}")
@@ -99,13 +101,19 @@ def answered(rows: Rows, base: Loaded) -> Rows:
 
 
 def load(config: AdaptConfig, home: Path) -> Loaded:
-    """The base model in float32."""
-    return models.load(
+    """The base model in float32, with the chat template of the settings."""
+    loaded = models.load(
         located(config.model, home),
         device=config.device,
         trust_remote_code=config.trust_remote_code,
         revision=config.revision,
     )
+    if config.chat_template is not None:
+        place = Path(located(str(config.chat_template), home))
+        if not place.is_file():
+            raise ValueError(f"{place}: expected a file with a chat template, but there is none")
+        loaded.tokenizer.chat_template = place.read_text(encoding="utf-8")
+    return loaded
 
 
 def with_own_answers(group: Group, base: Loaded) -> tuple[Group, str]:

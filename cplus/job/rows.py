@@ -39,6 +39,12 @@ class Tasks:
     external: tuple[Task, ...]
     kept: tuple[Task, ...] = ()
 
+    @property
+    def formats(self) -> list[str]:
+        """One line per file: the format that was detected and the number of rows."""
+        named = {"new": self.new, "validation": self.validation, "anchors": self.anchors, "past": self.past}
+        return [f"{name}: {task.detected}" for name, task in named.items() if task is not None and task.detected]
+
 
 def read(config: AdaptConfig, method: Method, home: Path) -> Tasks:
     """Read every file and task; what the method cannot do without is asked for now, not after an hour."""

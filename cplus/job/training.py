@@ -13,6 +13,7 @@ from cplus.experiment.measure import look, says_every_token
 from cplus.health import Exploded
 from cplus.job import bank as banks
 from cplus.job.answers import Before
+from cplus.job.best import Best
 from cplus.job.checkpoint import Checkpoints
 from cplus.job.interruption import Interrupted, Interruption
 from cplus.job.prepare import Job
@@ -44,7 +45,9 @@ def past_tasks(job: Job, bank: Bank | None) -> list[Kept]:
     ]
 
 
-def train(job: Job, before: Before, bank: Bank | None, interruption: Interruption, tracked: Tracker) -> Training:
+def train(
+    job: Job, before: Before, bank: Bank | None, interruption: Interruption, tracked: Tracker, *, train_on: bool = True
+) -> Training:
     """Train from the last checkpoint, or the beginning, to the end; every stop on the way is one to go on from."""
     config = job.config
     past = past_tasks(job, bank)
@@ -56,28 +59,35 @@ def train(job: Job, before: Before, bank: Bank | None, interruption: Interruptio
     )
     if kept.load(training):
         say(f"resumed after update {kept.step}")
+        if training.log.cursor.epoch <= config.epochs and not training.log.learned:
+            training.log.done = False  # more epochs are wanted than when it ended
+    if not train_on:
+        return training
+    best = Best(job.folder.best) if config.keep_best else None
     updates = updates_per_epoch(len(job.rows.new.examples), config.batch_size)
     begins = "training" if training.prepared.guard is None else "taking evidence"
-    view = training_view(epochs=config.epochs, updates=updates, done=training.ledger.cursor.step, begins=begins)
+    view = training_view(epochs=config.epochs, updates=updates, done=training.log.cursor.step, begins=begins)
     with interruption.patient(), view as shown:
-        watch, told = _Watch(job, before, training), len(training.ledger.watch.said)
+        watch, told = _Watch(job, before, training), len(training.log.watch.said)
         try:
             for event in training.run(watch.look, watch.done):
                 _notice(training, event)
                 ended = isinstance(event, EpochEnded)
-                point = training.ledger.curve[-1] if ended else None
+                point = training.log.curve[-1] if ended else None
+                if best is not None and point is not None:
+                    best.offer(training, point)
                 if isinstance(event, Stepped) and event.step % 10 == 0:
                     training.tally()
                 shown.show(event, training.admitted, point)
-                told = _tell(training.ledger.watch.said, told)
+                told = _tell(training.log.watch.said, told)
                 _log(tracked, training, event, point)
                 if isinstance(event, Refreshed):
                     continue  # a state in which the evidence is newer than the cursor is not one to go on from
                 if interruption.received is not None:
                     kept.save(training)
-                    step, total = training.ledger.cursor.step, config.epochs * updates
+                    step, total = training.log.cursor.step, config.epochs * updates
                     raise Interrupted(interruption.received, f"stopped after update {step} of {total}, and saved")
-                if training.ledger.done or kept.due(training.ledger.cursor.step):
+                if training.log.done or kept.due(training.log.cursor.step):
                     kept.save(training)
         except FloatingPointError as error:
             if training.finite():  # the step that failed changed nothing
@@ -85,18 +95,18 @@ def train(job: Job, before: Before, bank: Bank | None, interruption: Interruptio
             raise FloatingPointError(f"{error}; {_last(kept, job)}") from error
         except Exploded as error:  # the weights are numbers, but none to go on from
             raise Exploded(f"{error}; {_last(kept, job)}") from error
-        if kept.step != training.ledger.cursor.step or not training.ledger.done:
+        if kept.step != training.log.cursor.step or not training.log.done:
             kept.save(training)
     return training
 
 
 def _notice(training: Training, event: Event) -> None:
     """Watch the numbers: a loss that explodes ends the job, the rest becomes a warning."""
-    seen = training.ledger.watch
+    seen = training.log.watch
     if isinstance(event, Stepped):
         seen.stepped(event.step, event.loss)
     elif isinstance(event, EpochEnded):
-        seen.evaluated(training.ledger.curve[-1])
+        seen.evaluated(training.log.curve[-1])
     elif event.norm is not None:
         seen.refreshed(event.norm)
 

@@ -12,12 +12,14 @@ from typing import Any
 from safetensors import SafetensorError
 
 from cplus import files, models
-from cplus import job as jobs
 from cplus.data.examples import Choice, Example, lines
 from cplus.data.readers import read_file
 from cplus.data.tasks import Task, load_task
 from cplus.job.folder import Folder, claimed
+from cplus.job.interruption import Interrupted
 from cplus.job.progress import say
+from cplus.job.resume import resume
+from cplus.job.run import FinishedJob, adapt
 from cplus.job.settings import AdaptConfig, settings
 from cplus.ledger import DECIDED
 from cplus.ledger.chain import NAME, Ledger, Stage, append, exists, problems, read
@@ -48,7 +50,7 @@ class Updated:
     """A ledger with its new stage, and the outcome of the stage's job."""
 
     ledger: Ledger
-    outcome: jobs.Outcome
+    outcome: FinishedJob
 
 
 def update(root: Path, given: Mapping[str, Any], *, force: bool = False) -> Updated:
@@ -189,17 +191,17 @@ def _external(ledger: Ledger) -> list[tuple[str, Path]]:
     return [*([] if base is None else [(BASE, base)]), *tasks]
 
 
-def _worked(config: AdaptConfig, place: Stage) -> jobs.Outcome:
+def _worked(config: AdaptConfig, place: Stage) -> FinishedJob:
     if Folder(place.job).record.is_file():
-        return _whole(jobs.resume(place.job), place)
+        return _whole(resume(place.job), place)
     try:
-        return jobs.resume(place.job) if Folder(place.job).settings.is_file() else jobs.adapt(config)
-    except jobs.Interrupted as stop:
+        return resume(place.job) if Folder(place.job).settings.is_file() else adapt(config)
+    except Interrupted as stop:
         sentence = str(stop).rpartition(". ")[0]  # without the advice to resume the job by itself
-        raise jobs.Interrupted(stop.number, f"{sentence}. Resume it with the same command") from stop
+        raise Interrupted(stop.number, f"{sentence}. Resume it with the same command") from stop
 
 
-def _whole(outcome: jobs.Outcome, place: Stage) -> jobs.Outcome:
+def _whole(outcome: FinishedJob, place: Stage) -> FinishedJob:
     """The outcome of a job that finished before its stage was sealed, if its model and bank still match its record."""
     record, job = outcome.record, Folder(place.job)
     wrong = None
@@ -218,7 +220,7 @@ def _whole(outcome: jobs.Outcome, place: Stage) -> jobs.Outcome:
     return outcome
 
 
-def _sealed(ledger: Ledger, place: Stage, task: str, outcome: jobs.Outcome) -> Ledger:
+def _sealed(ledger: Ledger, place: Stage, task: str, outcome: FinishedJob) -> Ledger:
     """Write the outcome of each row, then the ledger entry, which completes the stage."""
     number = len(ledger.entries) + 1
     kept = set_name(number - 1) if number > 1 else BASE

@@ -6,6 +6,8 @@ import difflib
 import os
 from pathlib import Path
 
+import yaml
+
 from cplus import toy
 from cplus.models.presets import PRESETS
 
@@ -27,3 +29,36 @@ def check(name: str) -> None:
         raise ValueError(f"{name}: there is no such model folder")
     elif "/" not in name and (near := difflib.get_close_matches(name.lower(), ALIASES, n=3)):
         raise ValueError(f"unknown model {name!r}; did you mean {' or '.join(near)}? Else give owner/name, or a folder")
+
+
+HUB_IDS = {
+    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    **{alias: preset.model for alias, preset in PRESETS.items()},
+}
+
+
+def origin(name: str) -> tuple[str, str | None]:
+    """The hub id of a model, as far as it is known, and the licence its model card states; offline.
+
+    >>> origin("smollm2-135m"), origin("owner/name")
+    (('HuggingFaceTB/SmolLM2-135M-Instruct', 'apache-2.0'), ('owner/name', None))
+    """
+    if name == "smollm2-135m":
+        return HUB_IDS[name], "apache-2.0"
+    card = Path(name).expanduser() / "README.md"
+    front = _front_matter(card.read_text(encoding="utf-8")) if card.is_file() else {}
+    base = front.get("base_model")
+    found = base if isinstance(base, str) else HUB_IDS.get(name, name)
+    return found, str(front["license"]) if "license" in front else None
+
+
+def _front_matter(text: str) -> dict[str, object]:
+    """The YAML between the first two lines of dashes; empty where there is none that reads."""
+    parts = text.split("---\n")
+    if len(parts) < 3 or parts[0].strip():
+        return {}
+    try:
+        found = yaml.safe_load(parts[1])
+    except yaml.YAMLError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""From settings to a finished folder: load, ask, build the bank, train, ask again, write."""
+"""A job from its settings to its folder: load, evaluate, build the bank, train, evaluate again, write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from cplus.experiment.measure import Answers
 from cplus.experiment.rows import Group
 from cplus.job import bank as banks
 from cplus.job.answers import Before, ask, ask_once
-from cplus.job.folder import Folder, asked, begin, check_free, claimed
+from cplus.job.best import Best
+from cplus.job.folder import Folder, begin, check_free, claimed
 from cplus.job.interruption import Interrupted, Interruption
 from cplus.job.outputs import Finished, write_model, write_outputs
 from cplus.job.prepare import Job, ready
@@ -29,8 +30,8 @@ from cplus.probes.bank import Bank
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """A finished job: where it lies and its record."""
+class FinishedJob:
+    """The folder of a finished job and its record."""
 
     folder: Path
     record: Mapping[str, Any]
@@ -41,7 +42,7 @@ class Outcome:
         return all(requirement["met"] for requirement in self.record["figures"]["requirements"])
 
 
-def adapt(config: AdaptConfig, *, force: bool = False) -> Outcome:
+def adapt(config: AdaptConfig, *, force: bool = False) -> FinishedJob:
     """Fine-tune a model on new rows, keep what it could do, and write model, bank, record, card and receipt."""
     folder, home = Folder(config.out), Path.cwd()
     check_free(folder, force=force)
@@ -50,26 +51,11 @@ def adapt(config: AdaptConfig, *, force: bool = False) -> Outcome:
         with claimed(folder):
             check_free(folder, force=force)
             begin(folder, config, home)
-            return _work(job, interruption)
+            return work(job, interruption)
 
 
-def resume(out: Path) -> Outcome:
-    """Go on with an interrupted job as if it had never stopped; a finished one is read."""
-    folder = Folder(out)
-    config, home = asked(folder)
-    if folder.record.is_file():
-        say(f"{out}: this job is finished")
-        if folder.work.exists():  # a kill came between the record and this
-            with claimed(folder):
-                folder.clear_work()
-        return Outcome(folder=out, record=files.read_sealed(folder.record))
-    with Interruption().watching() as interruption:
-        job = ready(config, folder, home)
-        with claimed(folder):
-            return _work(job, interruption)
-
-
-def _work(job: Job, interruption: Interruption) -> Outcome:
+def work(job: Job, interruption: Interruption, *, train_on: bool = True) -> FinishedJob:
+    """Everything after the job is prepared; without `train_on` the last checkpoint is the result."""
     config, folder = job.config, job.folder
     tracked = tracker(config.report_to, folder.root, config.model_dump(mode="json"))
     try:
@@ -79,14 +65,17 @@ def _work(job: Job, interruption: Interruption) -> Outcome:
         if job.rows.anchors is not None:
             files.write_text(folder.anchors, lines(job.rows.anchors.examples))
         bank = _bank(job)
-        training = train(job, before, bank, interruption, tracked)
+        training = train(job, before, bank, interruption, tracked, train_on=train_on)
         record = _finish(job, before, bank, training)
     except Interrupted as stop:
-        raise Interrupted(stop.number, f"{stop}. Go on with: cplus adapt --resume {folder.root}") from stop
+        raise Interrupted(
+            stop.number,
+            f"{stop}. Continue with: cplus adapt --resume {folder.root} (or --finish {folder.root})",
+        ) from stop
     finally:
         tracked.finish()
     say(f"written to {folder.root}: model/, receipt.html, record.json, README.md")
-    return Outcome(folder=folder.root, record=record)
+    return FinishedJob(folder=folder.root, record=record)
 
 
 def check_requirements(config: AdaptConfig, groups: tuple[Group, ...], before: Mapping[str, Answers]) -> None:
@@ -119,6 +108,7 @@ def _finish(job: Job, before: Before, bank: Bank | None, training: Training) -> 
     """Ask again, then write; the record comes last and the work folder goes after it."""
     config, folder, guard = job.config, job.folder, training.prepared.guard
     layers = layer_shares(guard)
+    best = Best(folder.best).restore(training) if config.keep_best else None
     parameters = sum(p.numel() for p in training.model.parameters())
     trainable = sum(p.numel() for p in training.model.parameters() if p.requires_grad)
     model = training.finish()
@@ -136,12 +126,13 @@ def _finish(job: Job, before: Before, bank: Bank | None, training: Training) -> 
         groups=job.groups,
         before=before,
         after=after,
-        ledger=training.ledger,
+        log=training.log,
         bank=bank,
         layers=layers,
         comparisons=job.comparisons,
         parameters=parameters,
         trainable=trainable,
+        best_epoch=best,
     )
     record = write_outputs(folder, done)
     folder.clear_work()

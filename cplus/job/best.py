@@ -1,0 +1,60 @@
+"""The weights of the best epoch so far, kept beside the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cplus import files
+from cplus.experiment.driver import Training
+
+
+def badness(point: Mapping[str, float]) -> float | None:
+    """What an epoch's figures cost: the past loss plus the new loss, or the shares lost and not learned.
+
+    Held-out new rows count before trained ones. None where an evaluation lacks past or new rows.
+
+    >>> badness({"past_nll": 0.5, "new_nll": 2.0, "validation_nll": 2.5}), badness({"retention": 90.0})
+    (3.0, None)
+    >>> round(badness({"retention": 90.0, "acquisition": 100.0}), 3)
+    0.1
+    """
+    past = point.get("past_nll", _lost(point.get("retention")))
+    validation = point.get("validation_nll", _lost(point.get("validation")))
+    new = point.get("new_nll", _lost(point.get("acquisition"))) if validation is None else validation
+    return None if past is None or new is None else past + new
+
+
+def _lost(percent: float | None) -> float | None:
+    return None if percent is None else 1 - percent / 100
+
+
+class Best:
+    """Writes the weights of an epoch that is better than all before it, and restores them at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._badness = self._read()["badness"] if path.is_file() else float("inf")
+
+    def offer(self, training: Training, point: Mapping[str, float]) -> None:
+        """Keep the weights of this epoch if it is the best one."""
+        found = badness(point)
+        if found is not None and found < self._badness:
+            body = {"epoch": int(point["epoch"]), "badness": found, "weights": training.weights()}
+            files.write_state(self._path, body)
+            self._badness = found
+
+    def restore(self, training: Training) -> int | None:
+        """Load the best weights and return their epoch; None if no epoch was evaluated."""
+        if not self._path.is_file():
+            return None
+        kept = self._read()
+        training.model.load_state_dict(kept["weights"], strict=False)
+        return int(kept["epoch"])
+
+    def _read(self) -> dict[str, Any]:
+        kept: dict[str, Any] = torch.load(self._path, map_location="cpu", weights_only=True, mmap=True)
+        return kept
