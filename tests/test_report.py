@@ -1,4 +1,4 @@
-"""The studies' report: every figure and table, the same bytes again, without torch, honest about what is missing."""
+"""The studies' report: every figure and table, byte-identical when repeated, without torch, missing runs marked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SMOKE = SCALES["smoke"]
 DRAWINGS = {make.__name__: make for make in (OVERVIEW, *(make for own in FIGURES.values() for make in own))}
 TABULARS = {make.__name__: make for make in (INDEX, *(make for own in TABLES.values() for make in own))}
 HOSTILE = "<script>document.title = 'in'</script>"
-# The labels of the paper's figures and tables, as they stand in its source.
+# The labels of the paper's figures and tables, in the order of its source.
 LABELS = [
     "fig:problem-motivation",
     "fig:method-overview",
@@ -74,7 +74,7 @@ def results(smoke_results: tuple[Path, Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def report(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report, made in a process in which torch cannot be imported."""
+    """The report, written by a process in which torch cannot be imported."""
     out = tmp_path_factory.mktemp("report")
     code = "import sys; sys.modules['torch'] = None; sys.argv[0] = 'cplus'; from cplus.cli import main; main()"
     line = [sys.executable, "-c", code, "report", "--results", str(results), "--out", str(out), "--json"]
@@ -86,7 +86,7 @@ def report(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def spoiled(results: Path, tmp_path: Path) -> Path:
-    """A copy of the results to spoil."""
+    """A copy of the results to damage."""
     folder = tmp_path / "smoke"
     folder.mkdir()
     for path in results.glob("*.json"):
@@ -96,7 +96,7 @@ def spoiled(results: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page without the studies' figures, where they do not matter."""
+    """A page without the studies' figures, for tests that do not need them."""
     monkeypatch.setattr(studies_page, "FIGURES", {})
 
 
@@ -315,7 +315,7 @@ def test_the_readme_says_what_the_committed_results_give() -> None:
     assert markdown(found).replace(f" --out {DESK.parent}", "") == committed
 
 
-def test_the_layer_above_the_studies_imports_no_torch() -> None:
+def test_the_figures_import_no_torch() -> None:
     for path in (ROOT / "cplus" / "studies" / "figures").glob("*.py"):
         names = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
         assert not any((name or "").split(".")[0] == "torch" for name in names), path

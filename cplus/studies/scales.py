@@ -97,7 +97,7 @@ def same_family(model: str, other: str) -> bool:
 def seedless(spec: RunSpec | SequenceSpec) -> bool:
     """Whether the seed has no effect: a deterministic method on all new rows in file order, evaluated on all rows."""
     if spec.order != "file" or spec.num_new is not None or spec.method.startswith("python:"):
-        return False  # a user's own method cannot be imported when results are only read
+        return False  # a user's own method may not be importable where results are only read
     if method(spec.method).draws:
         return False
     if isinstance(spec, SequenceSpec):

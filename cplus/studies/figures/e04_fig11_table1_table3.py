@@ -20,13 +20,7 @@ from cplus.studies.figures.drawing import (
     points_by,
     seed_count,
 )
-from cplus.studies.figures.tables import (
-    ComparisonLine,
-    Table,
-    compare_methods,
-    published_numbers,
-    rows_by_method,
-)
+from cplus.studies.figures.tables import ComparisonLine, Table, compare_methods, published_numbers, rows_by_method
 from cplus.studies.summaries import learned, over_seeds, pick, retained
 
 

@@ -8,16 +8,7 @@ from cplus.evaluation.statistics import Estimate, estimate
 from cplus.experiment.record import SequenceResult
 from cplus.studies.collected import Collected
 from cplus.studies.e05 import METHODS, average
-from cplus.studies.figures.drawing import (
-    Picture,
-    Points,
-    estimates_of,
-    legend,
-    lines,
-    method_name,
-    panels,
-    seed_count,
-)
+from cplus.studies.figures.drawing import Picture, Points, estimates_of, legend, lines, method_name, panels, seed_count
 from cplus.studies.figures.tables import (
     Cell,
     ComparisonLine,

@@ -6,15 +6,7 @@ from cplus.evaluation.statistics import Estimate
 from cplus.studies.collected import Collected, CollectedStudy
 from cplus.studies.e07 import corrected, overall
 from cplus.studies.figures.drawing import seed_count
-from cplus.studies.figures.tables import (
-    Cell,
-    ComparisonLine,
-    Table,
-    cell,
-    joined,
-    joined_numbers,
-    published_numbers,
-)
+from cplus.studies.figures.tables import Cell, ComparisonLine, Table, cell, joined, joined_numbers, published_numbers
 from cplus.studies.summaries import Metric, over_seeds, pick, retained
 
 METRICS: dict[str, Metric] = {"Retention": retained, "Correction": corrected, "overall accuracy": overall}

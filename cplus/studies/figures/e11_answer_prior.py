@@ -5,16 +5,7 @@ from __future__ import annotations
 from cplus.evaluation.statistics import Estimate
 from cplus.studies.collected import Collected
 from cplus.studies.e11 import METHODS, METRICS, explained
-from cplus.studies.figures.drawing import (
-    PALETTE,
-    Picture,
-    legend,
-    line,
-    mark_not_run,
-    method_name,
-    panels,
-    seed_count,
-)
+from cplus.studies.figures.drawing import PALETTE, Picture, legend, line, mark_not_run, method_name, panels, seed_count
 from cplus.studies.figures.tables import ADDED_HERE, ComparisonLine, joined
 from cplus.studies.summaries import over_seeds, pick, retained
 
