@@ -471,7 +471,7 @@ def test_every_kind_of_method_goes_on_bitwise(
 def test_resume_refuses_changed_rows_other_settings_and_a_damaged_checkpoint(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cplus.job.job._finish", lambda *_: pytest.fail("the end"))
+    monkeypatch.setattr("cplus.job.run._finish", lambda *_: pytest.fail("the end"))
     with pytest.raises(pytest.fail.Exception, match="the end"):
         cplus.adapt(asked(here, method="sft", epochs=1))
     run = CliRunner().invoke(app, ["adapt", "--resume", str(here / "out"), "--lr", "1"])
@@ -493,7 +493,7 @@ def test_a_job_goes_on_from_another_folder(here: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(here)
     relative = {name: f"{name}.jsonl" for name in ("new", "past")} | {"anchors": "keep.jsonl", "out": "out"}
     with monkeypatch.context() as patch:
-        patch.setattr("cplus.job.job._finish", lambda *_: pytest.fail("the end"))
+        patch.setattr("cplus.job.run._finish", lambda *_: pytest.fail("the end"))
         with pytest.raises(pytest.fail.Exception):
             cplus.adapt(asked(here, method="sft", epochs=1, **relative))
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
