@@ -125,7 +125,7 @@ class MeanGradient:
         processes = where.world if where.sharded else 1
         weights = [source.weight / len(source.at(refresh)) * processes for source in self.sources]
         with borrowed_gradients(self.model, params):
-            for batch, counts in dealt(seen, where, self.max_tokens):
+            for batch, counts in local_batches(seen, where, self.max_tokens):
                 batch_rows = [row for _, row in batch]
                 losses = self.losses(self.model, batch_rows)
                 factors = losses.new_tensor([weights[i] * counts for i, _ in batch])
@@ -290,7 +290,7 @@ def example_losses(model: nn.Module, rows: Sequence[Encoded]) -> list[float]:
     return losses
 
 
-def dealt(
+def local_batches(
     seen: Sequence[tuple[int, Encoded]], where: Layout, max_tokens: int
 ) -> Iterator[tuple[list[tuple[int, Encoded]], float]]:
     """This process's batches with weight 1, then batches of weight 0 until all processes have run as many passes.

@@ -322,14 +322,14 @@ _ROWS = (
     ),
     Method(
         name="cpl",
-        summary="Blocks every coordinate of the update that the anchors' gradient says is harmful.",
+        summary="Blocks every coordinate of the update that is harmful according to the anchors' gradient.",
         paper=CPL_PAPER,
         evidence=((1.0, "anchors"),),
         gate=binary,
     ),
     Method(
         name="cplus",
-        summary="Scales down the coordinates that anchors and self-probes say are harmful, smoothed over steps.",
+        summary="Scales down coordinates that are harmful according to anchors and self-probes, smoothed over steps.",
         paper="Algorithm 1",
         evidence=BLEND,
         beta=0.9,

@@ -64,7 +64,7 @@ def configured(
         _check_use(row, "refresh", bool(row.evidence), "it uses no evidence", lambda other: bool(other.evidence))
         changes["refresh"] = refresh
     if memory is not None:
-        _check_use(row, "memory", remembers(row), "it never refreshes its evidence", remembers)
+        _check_use(row, "memory", remembers(row), "it does not refresh any evidence", remembers)
         changes["memory"] = memory
     return replace(row, **changes)
 

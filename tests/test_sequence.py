@@ -348,7 +348,7 @@ def test_any_stage_can_be_restored(made: Path, tmp_path: Path) -> None:
     for entry in ledger.entries:
         run("ledger", "restore", ledger.root, entry.stage, "--out", tmp_path / str(entry.stage))
         assert models.load(tmp_path / str(entry.stage), device="cpu").fingerprint == entry.after
-    for stage, out, words in ((4, "x", "from 1 to 3, got 4"), (1, "1", "nothing is written there")):
+    for stage, out, words in ((4, "x", "from 1 to 3, got 4"), (1, "1", "is not overwritten")):
         failed = CliRunner().invoke(
             app, ["ledger", "restore", str(ledger.root), str(stage), "--out", str(tmp_path / out)]
         )
@@ -422,7 +422,7 @@ def test_a_stage_that_was_damaged_before_its_seal_is_not_sealed(
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--new", "harbours.jsonl"], "needs the model to begin with"),
+        (["--new", "harbours.jsonl"], "the model to start from"),
         (["--model", "toy"], "expected new"),
         (["--model", "toy", "--new", "harbours.jsonl", "--interface", "cloze"], "needs anchors"),
         (["--model", "toy", "--new", "harbours.jsonl", "--lora", "r=4,merge=false"], "leave out merge=false"),

@@ -56,9 +56,8 @@ def live_bytes() -> int:
     """The storage of all live tensors, each counted once."""
     gc.collect()
     tensors = (thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter))
-    return stored_bytes(
-        tensor for tensor in tensors if tensor.device.type != "meta"
-    )  # meta tensors from tracing have no storage
+    # Meta tensors, which tracing leaves behind, have no storage.
+    return stored_bytes(tensor for tensor in tensors if tensor.device.type != "meta")
 
 
 def stored_bytes(tensors: Iterable[Tensor]) -> int:

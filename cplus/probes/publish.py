@@ -23,7 +23,7 @@ tags:
 # Self-probes of {model}
 
 {count} inputs written by {model} (weights {fingerprint}) through the {interface} interface, each with that model's own
-answer. The answers record how the model behaves; nobody has verified them. `{manifest}` holds settings and seal.
+answer. The answers record how the model behaves; nobody has verified them. `{manifest}` has the settings and the seal.
 
 ```python
 from datasets import load_dataset
