@@ -109,34 +109,36 @@ def _past(found: Mapping[str, Any]) -> list[str]:
 
 def _effect(past: Mapping[str, Any], floor: float | None) -> str:
     loss, effect = past["loss"], past["effect"]
-    most = past["answers"]["changed"] > past["rows"] / 2
-    what = "the given responses" if past["whole_task"] else "past answers"
-    where = " on the anchors it was protected by" if past["on_anchors"] else ""
+    what, where = "past answers", ""
+    if past["on_anchors"]:
+        what, where = "their answers", " on the anchors it was protected by"
+    elif past["whole_task"]:
+        what, where = "the given responses", " on these rows"
     verdict = {
-        "damaged": "The model got worse on these rows" if past["whole_task"] else f"Past behaviour was damaged{where}",
-        "slight": f"The loss of {what}{where} rose slightly",
-        "unclear": f"No clear change of {what}{where} was found",
-        "kept": f"No damage to {what}{where} was found",
+        "damaged": f"{'The model got worse' if past['whole_task'] else 'Past behaviour was damaged'}{where}",
+        "slight": f"Behaviour drifted slightly{where}",
+        "unclear": f"No clear change was found{where}",
+        "kept": f"No damage was found{where}",
     }[effect]
-    if most and effect != "damaged":
-        verdict = f"Most answers{where} changed, though the loss of {what} did not rise beyond noise"
+    if past["answers"]["changed"] > past["rows"] / 2 and effect != "damaged":
+        rise = "a rise of the loss within noise" if effect == "slight" else "no clear rise of the loss"
+        verdict = f"Most answers changed{where}, with {rise}"
+    verb = "went" if signed(loss["rise"]) == signed(0.0) else "rose" if loss["rise"] > 0 else "fell"
     interval = "one row gives no interval"
     if loss["low"] is not None:
         interval = f"95\u00a0% interval {signed(loss['low'])} to {signed(loss['high'])}"
-    verb = {True: "rose", False: "fell"}[loss["rise"] > 0] if signed(loss["rise"]) != "0.000" else "went"
-    change = (
-        f"loss {verb} from {loss['before']:.{_PLACES}f} to {loss['after']:.{_PLACES}f} nats per token "
-        f"({signed(loss['rise'])}, {interval}{_against(loss, effect, floor)})"
+    return (
+        f"{verdict}: the loss of {what} {verb} from {_moved(loss)} nats per token "
+        f"({signed(loss['rise'])}, {interval}; {_against(loss['rise'], floor)})."
     )
-    return f"{verdict}: {'their' if effect in ('unclear', 'kept') and not most else 'the'} {change}."
 
 
-def _against(loss: Mapping[str, Any], effect: str, floor: float | None) -> str:
+def _against(rise: float, floor: float | None) -> str:
     if floor is None:
-        return "; no noise floor was measured"
-    if loss["rise"] <= 0:
-        return f"; noise floor {floor:.{_PLACES}f}"
-    return f"; {'beyond' if loss['rise'] > floor else 'within'} the noise floor of {floor:.{_PLACES}f}"
+        return "no noise floor was measured"
+    if rise <= 0:
+        return f"noise floor {floor:.{_PLACES}f}"
+    return f"{'beyond' if rise > floor else 'within'} the noise floor of {floor:.{_PLACES}f}"
 
 
 def _plain(found: Mapping[str, Any]) -> list[str]:
