@@ -65,7 +65,7 @@ def spoken(count: int, *, seed: int = 0) -> tuple[RowComparison, ...]:
             input=f"How do I look after {draw.choice(_THINGS)}?",
             gold=said,
             before=said,
-            after="Slowly." if i % 3 else said,
+            after=("Slowly.", said, f"Sure! {said[84:]}")[i % 3],
             tokens=draw.randint(20, 90),
             nll_before=(was := round(draw.gauss(0.94, 0.1), 4)),
             nll_after=round(was + draw.gauss(0.28, 0.05), 4),

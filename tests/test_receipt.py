@@ -240,7 +240,7 @@ def said(made: Receipt) -> str:
 def test_the_headline_of_a_harmless_chat_job() -> None:
     text = said(chat(HARMLESS, DRIFT, new_after=2.87, noise_floor=0.05))
     assert text == (
-        "No damage was found: the loss of past answers fell from 0.586 to 0.579 nats per token (−0.007, 95 % interval "
+        "No damage was found. The loss of past answers fell from 0.586 to 0.579 nats per token (−0.007, 95 % interval "
         "−0.021 to +0.007; noise floor 0.050). Past answers: 6 the same, 8 reworded, 0 changed, of 14. "
         "New rows: loss 4.350 to 2.870 on the rows trained on."
     )
@@ -251,7 +251,7 @@ def test_the_headline_of_a_harmless_chat_job() -> None:
 def test_the_headline_of_a_damaged_chat_model_says_so() -> None:
     rises = tuple(1.3 + 8 * drift for drift in DRIFT)
     assert said(chat(DAMAGED, rises, new_after=0.4, noise_floor=0.05)) == (
-        "Past behaviour was damaged: the loss of past answers rose from 0.586 to 1.830 nats per token (+1.244, 95 % "
+        "Past behaviour was damaged. The loss of past answers rose from 0.586 to 1.830 nats per token (+1.244, 95 % "
         "interval +1.129 to +1.359; beyond the noise floor of 0.050). Past answers: 0 the same, 0 reworded, 14 "
         "changed, of 14. New rows: loss 4.350 to 0.400 on the rows trained on."
     )
@@ -260,12 +260,12 @@ def test_the_headline_of_a_damaged_chat_model_says_so() -> None:
 @pytest.mark.parametrize(
     ("rises", "floor", "expected"),
     [
-        ((0.04, 0.05) * 7, 0.1, "Behaviour drifted slightly: the loss of past answers rose from 0.586 to 0.631"),
+        ((0.04, 0.05) * 7, 0.1, "Behaviour drifted slightly. The loss of past answers rose from 0.586 to 0.631"),
         ((0.04, 0.05) * 7, 0.02, "Past behaviour was damaged"),
         ((0.04, 0.05) * 7, None, "Past behaviour was damaged"),
         ((0.004, 0.005) * 7, None, "drifted slightly"),
         ((0.5, -0.5) * 7, 0.1, "No clear change was found"),
-        ((-0.3, -0.2) * 7, None, "No damage was found: the loss of past answers fell"),
+        ((-0.3, -0.2) * 7, None, "No damage was found. The loss of past answers fell"),
     ],
 )
 def test_damage_is_a_rise_beyond_the_floor_whose_interval_excludes_zero(
@@ -278,7 +278,7 @@ def test_damage_is_a_rise_beyond_the_floor_whose_interval_excludes_zero(
 
 def test_answers_that_changed_are_not_hidden_by_an_unchanged_loss() -> None:
     text = said(chat(DAMAGED, DRIFT, new_after=2.0, noise_floor=0.05))
-    assert text.startswith("Most answers changed, with no clear rise of the loss: the loss of past answers fell")
+    assert text.startswith("Most answers changed, with no clear rise of the loss. The loss of past answers fell")
 
 
 def test_one_row_has_a_loss_but_no_interval_and_no_plus_minus() -> None:
@@ -291,9 +291,7 @@ def test_one_row_has_a_loss_but_no_interval_and_no_plus_minus() -> None:
 def test_anchors_are_never_called_what_it_knew() -> None:
     past = receipts.answered(HARMLESS, [(0.5, 0.5)] * 14)
     free = small(RowSet(name="anchors", kind="retention", interface="freeform", rows=past, anchors=True))
-    assert said(free).startswith(
-        "No damage was found on the anchors it was protected by: the loss of their answers went"
-    )
+    assert said(free).startswith("No damage was found on the anchors it was protected by. The loss of their answers")
     closed = RowSet(**{**vars(some("retention", {"kept": 9, "lost": 1}, name="anchors")), "anchors": True})
     assert said(small(closed)) == "Kept 90.0 % of its right answers on the anchors it was protected by."
     held_out = some("retention", {"kept": 5, "lost": 5}, name="past")

@@ -23,7 +23,7 @@ def lead(found: Mapping[str, Any]) -> list[str]:
 
 
 def sentences(found: Mapping[str, Any]) -> list[str]:
-    """What the headline is based on: counts, 95 % intervals, the exact test, losses, comparisons."""
+    """What the headline leaves out: counts, 95 % intervals, the exact test, other losses, comparisons."""
     said = []
     if kept := found["retention"]:
         said.append(f"{_counts(kept)} answers that were right before are still right{_bounds(kept)}.")
@@ -33,8 +33,8 @@ def sentences(found: Mapping[str, Any]) -> list[str]:
         said.append(f"{_counts(unseen)} held-out new answers that were wrong before are right now{_bounds(unseen)}.")
     if found["unselected"]:
         said.append(_changed(found["unselected"]))
-    said += [_loss(own) for own in found["sets"] if own["nll"]]
-    if found["matched"]:
+    said += [_loss(own) for own in found["sets"] if own["nll"] and not _in_lead(own)]
+    if found["matched"] and (len(found["matched"]["rows"]) > 2 or not (found["free"]["past"] and _plain(found))):
         said += _compared(found["matched"])
     said += [f"The runs compared have {sentence}." for sentence in found["unequal"]]
     return said
@@ -104,10 +104,10 @@ def _past(found: Mapping[str, Any]) -> list[str]:
         answers = f"Answers on the anchors: {others}, of {total:,}."
     if past["loss"] is None:
         return [answers]
-    return [_effect(past, found["noise_floor"]), *_plain(found), answers]
+    return [*_effect(past, found["noise_floor"]), *_plain(found), answers]
 
 
-def _effect(past: Mapping[str, Any], floor: float | None) -> str:
+def _effect(past: Mapping[str, Any], floor: float | None) -> list[str]:
     loss, effect = past["loss"], past["effect"]
     what, where = "past answers", ""
     if past["on_anchors"]:
@@ -127,10 +127,11 @@ def _effect(past: Mapping[str, Any], floor: float | None) -> str:
     interval = "one row gives no interval"
     if loss["low"] is not None:
         interval = f"95\u00a0% interval {signed(loss['low'])} to {signed(loss['high'])}"
-    return (
-        f"{verdict}: the loss of {what} {verb} from {_moved(loss)} nats per token "
-        f"({signed(loss['rise'])}, {interval}; {_against(loss['rise'], floor)})."
-    )
+    return [
+        f"{verdict}.",
+        f"The loss of {what} {verb} from {_moved(loss)} nats per token "
+        f"({signed(loss['rise'])}, {interval}; {_against(loss['rise'], floor)}).",
+    ]
 
 
 def _against(rise: float, floor: float | None) -> str:
@@ -197,6 +198,11 @@ def _loss(own: Mapping[str, Any]) -> str:
         f"{nll['after']:.{_PLACES}f} after ({signed(nll['rise'])}{interval}; {responses}, mean over {nll['tokens']:,} "
         "tokens)."
     )
+
+
+def _in_lead(own: Mapping[str, Any]) -> bool:
+    """Whether the headline gives the loss of a set: free text without a judge, but for external rows."""
+    return own["before"] is None and own["interface"] == "freeform" and own["kind"] != "external"
 
 
 def _compared(found: Mapping[str, Any]) -> list[str]:
