@@ -6,13 +6,14 @@ import random
 
 from cplus.receipts.receipt import (
     BankAudit,
+    Comparison,
     GateShare,
     ModelId,
     Overlap,
     Point,
     Receipt,
     Requirement,
-    Row,
+    RowComparison,
     RowSet,
     SampleProbe,
 )
@@ -21,7 +22,7 @@ HOSTILE = "<script>document.title = 'in'</script><img src=x onerror=\"document.t
 _THINGS = ("a river", "the moon", "an old clock", "fresh bread", "a bicycle", "the library", "a candle", "winter rain")
 
 
-def row(id: str, kind: str | None, **given: object) -> Row:
+def row(id: str, kind: str | None, **given: object) -> RowComparison:
     """A row with an outcome; anything else may be given."""
     right = {"kept": (True, True), "lost": (True, False), "gained": (False, True)}.get(kind or "", (False, False))
     known: dict[str, object] = {
@@ -32,11 +33,11 @@ def row(id: str, kind: str | None, **given: object) -> Row:
         "confidence_before": 0.75,
         "confidence_after": 0.5,
     }
-    return Row(id=id, kind=kind, **{**known, **given})  # type: ignore[arg-type]
+    return RowComparison(id=id, kind=kind, **{**known, **given})  # type: ignore[arg-type]
 
 
-def rows(counts: dict[str, int], *, name: str, seed: int = 0, labels: str = "ABCD") -> tuple[Row, ...]:
-    """So many rows of each outcome, in a mixed order."""
+def rows(counts: dict[str, int], *, name: str, seed: int = 0, labels: str = "ABCD") -> tuple[RowComparison, ...]:
+    """The given number of rows of each outcome, in a mixed order."""
     draw = random.Random(f"{seed}/{name}")
     kinds = [kind for kind, count in counts.items() for _ in range(count)]
     draw.shuffle(kinds)
@@ -53,7 +54,7 @@ def rows(counts: dict[str, int], *, name: str, seed: int = 0, labels: str = "ABC
     )
 
 
-def spoken(count: int, *, seed: int = 0) -> tuple[Row, ...]:
+def spoken(count: int, *, seed: int = 0) -> tuple[RowComparison, ...]:
     """Free-form rows nobody judged, with the loss of their responses."""
     draw = random.Random(seed)
     said = "First, gather what you need. Then work slowly, and check each step before the next. " * 6
@@ -64,12 +65,39 @@ def spoken(count: int, *, seed: int = 0) -> tuple[Row, ...]:
             input=f"How do I look after {draw.choice(_THINGS)}?",
             gold=said,
             before=said,
-            after="Slowly." if i % 3 else said,
+            after=("Slowly.", said, f"Sure! {said[84:]}")[i % 3],
             tokens=draw.randint(20, 90),
             nll_before=(was := round(draw.gauss(0.94, 0.1), 4)),
             nll_after=round(was + draw.gauss(0.28, 0.05), 4),
         )
         for i in range(count)
+    )
+
+
+def answered(
+    texts: list[tuple[str, str]],
+    losses: list[tuple[float, float]],
+    *,
+    name: str = "past",
+    answers: list[tuple[float, float]] | None = None,
+) -> tuple[RowComparison, ...]:
+    """Free-form rows with these answers before and after and the losses of their given responses."""
+    old = answers or losses
+    return tuple(
+        row(
+            f"{name}-{i}",
+            None,
+            input=f"Question {i}",
+            gold=before,
+            before=before,
+            after=after,
+            tokens=8,
+            nll_before=was,
+            nll_after=now,
+            answer_nll_before=old[i][0],
+            answer_nll_after=old[i][1],
+        )
+        for i, ((before, after), (was, now)) in enumerate(zip(texts, losses, strict=True))
     )
 
 
@@ -130,10 +158,11 @@ def full(*, scale: int = 1) -> Receipt:
         environment={"versions": {"torch": "2.13.0", "cplus": "0.1.0"}, "threads": 2, "device": "cpu"},
         curve=curve(1.22, retention=91, fast=0.62),
         comparisons={
-            "sft": curve(1.99, retention=70),
-            "replay": curve(1.7, retention=78),
-            "cpl": curve(1.23, retention=84, fast=0.62),
+            "sft": Comparison(curve=curve(1.99, retention=70), settings={"method": "sft", "lr": 1e-4, "epochs": 8}),
+            "replay": Comparison(curve=curve(1.7, retention=78)),
+            "cpl": Comparison(curve=curve(1.23, retention=84, fast=0.62)),
         },
+        followed={"past": 64, "new": 48},
         gate=gates(),
         audit=BankAudit(
             sha256="09ab" * 16,
@@ -157,5 +186,5 @@ def full(*, scale: int = 1) -> Receipt:
             "training_rows": 384,
         },
         requirements=(Requirement(metric="retention", at_least=0.85), Requirement(metric="acquisition", at_least=0.95)),
-        notes=("The past rows are those the model answered rightly before; 8 of them were its anchors.",),
+        notes=("The past rows are those the model answered correctly before; 8 of them were its anchors.",),
     )

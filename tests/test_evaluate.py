@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
+from scipy import stats
 from typer.testing import CliRunner
 
 from cplus import evaluation as evaluate
@@ -17,13 +20,15 @@ from cplus.data.examples import Choice, Example, FreeForm, Message
 from cplus.data.predictions import Prediction
 from cplus.data.readers import read_file
 from cplus.data.split import save_split, split, stack
-from cplus.evaluation import judges, letters, summaries
-from cplus.evaluation.statistics import Rate
-from cplus.evaluation.task import BoundTask, evaluate_permuted, evaluate_task
+from cplus.evaluation import judges, letters, requirements, rewording, summaries
+from cplus.evaluation.answers import score_answers
+from cplus.evaluation.requirements import Measured
+from cplus.evaluation.statistics import Rate, noise_floor, weighted
+from cplus.evaluation.task import evaluate_permuted
 from cplus.files import read_json
 from cplus.interfaces import build
 from cplus.models import load, save
-from cplus.scoring import predict
+from cplus.scoring import log_likelihoods, predict
 
 
 def said(id: str, answer: int | str, correct: bool | None, confidence: float = 0.5) -> Prediction:
@@ -105,7 +110,7 @@ QUESTIONS: list[Example] = [
 def asked_by(choose: Any) -> Any:
     """Answers of a rule, certain of itself."""
 
-    def ask(rows: Sequence[Example]) -> list[Prediction]:
+    def evaluate_task(rows: Sequence[Example]) -> list[Prediction]:
         made = []
         for row in rows:
             assert isinstance(row, Choice)
@@ -167,18 +172,269 @@ ANY = FreeForm(id="f", messages=(Message(role="user", content="Name it."),), res
         ("json", 'Sure: {"city": "Jakarta"}', False),
         (r"regex:\bJakarta\b", "It is Jakarta.", True),
         (r"regex:^Jakarta$", "It is Jakarta.", False),
+        ("normalised", "THE  capital, is: Jakarta", True),
+        ("normalised", "Capital is Jakarta!", True),
+        ("normalised", "The capital was Jakarta.", False),
+        ("contains", "Well, the capital is Jakarta, of course.", True),
+        ("contains", "The capital is Jakartas", False),
     ],
 )
 def test_judges(name: str, text: str, right: bool) -> None:
-    assert judges.judge(name)(text, ANY) is right
+    assert judged_by(name, text, ANY) is right
+
+
+def judged_by(name: str, text: str, example: Example) -> bool:
+    judge = judges.judge(name)
+    assert judge is not None
+    return judge(text, example)
+
+
+def free(response: str) -> FreeForm:
+    return FreeForm(id="f", messages=(), response=response)
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "text", "right"),
+    [
+        ("number", "The total is 1,250.", "2 + 3 is not it; 1250.0 it is", True),
+        ("number", "42", "42 or 43", False),
+        ("number", "-3", "The result is 3", False),
+        ("number", "0.5", "one half", False),
+        ("number:0.01", "3.1416", "about 3.14", True),
+        ("number", "3.1416", "about 3.14", False),
+        ("choice", "B", "The answer is (B).", True),
+        ("choice", "B: blue", "A: red", False),
+        ("choice", "B", "A good question. The answer is B.", True),
+        ("choice", "B", "none of them", False),
+    ],
+)
+def test_judges_of_numbers_and_choices(name: str, response: str, text: str, right: bool) -> None:
+    assert judged_by(name, text, free(response)) is right
+
+
+def test_no_judge_is_a_choice() -> None:
+    assert judges.judge("none") is None
+
+
+@pytest.mark.parametrize(("name", "response"), [("number", "no digits"), ("choice", "blue")])
+def test_a_row_that_a_judge_cannot_use_is_named(name: str, response: str) -> None:
+    with pytest.raises(ValueError, match=rf"row f: the judge {name} failed .*{response}.*choose another judge"):
+        judged_by(name, "7", free(response))
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return 1 / 0", "row f: the judge python:bad_checks:it failed with ZeroDivisionError"),
+        ("return None", "row f: expected the judge python:bad_checks:it to return True or False, got None"),
+        ("return 'yes'", "to return True or False, got 'yes'"),
+    ],
+)
+def test_a_judge_that_fails_names_the_row_and_the_remedy(
+    body: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad_checks.py").write_text(f"def it(text, example):\n    {body}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "bad_checks", raising=False)
+    with pytest.raises(ValueError, match=said):
+        judged_by("python:bad_checks:it", "x", ANY)
+
+
+def test_numpys_truth_is_truth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "numpy_checks.py").write_text("import numpy\ndef it(text, example): return numpy.bool_(True)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert judged_by("python:numpy_checks:it", "x", ANY) is True
+
+
+def test_a_model_judges_by_the_likelihood_of_yes_and_no(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mechanics only: a random model, loaded at the first answer, and what it says follows its two likelihoods."""
+    from cplus import models, scoring
+
+    loads = []
+    monkeypatch.setattr(models, "load", lambda name, original=models.load: (loads.append(name), original(name))[1])
+    judge = judges.judge(f"model:{saved}")
+    assert judge is not None
+    assert loads == []
+    assert judge("It is Jakarta.", ANY) in (True, False)
+    asked: list[str] = []
+    totals = [0.0, 0.0]
+    loaded = load(str(saved))
+
+    def scores(model: Any, rows: Sequence[Any], *, what: str) -> list[scoring.Score]:
+        asked.extend(loaded.tokenizer.decode([*row.prompt, *row.target]) for row in rows)
+        return [scoring.Score(total, 1) for total in totals]
+
+    monkeypatch.setattr(scoring, "log_likelihoods", scores)
+    for found, verdict in (((-1.0, -2.0), True), ((-2.0, -1.0), False), ((-1.0, -1.0), False)):
+        totals[:] = found
+        assert judge("It is Jakarta.", ANY) is verdict
+    assert loads == [str(saved)]
+    assert "It is Jakarta." in asked[0]
+    assert ANY.response in asked[0]
+    assert "yes" in asked[0][-20:]
+    assert "no" in asked[1][-20:]
+
+
+PAIRS = [json.loads(line) for line in (Path(__file__).parent / "data" / "reworded.jsonl").read_text().splitlines()]
+
+
+def agreement(pairs: Sequence[dict[str, Any]], *, losses: bool) -> float:
+    """The share of hand-labelled pairs to which the rule gives their label."""
+    known = ("loss_before", "loss_after") if losses else ()
+    found = [
+        rewording.state(pair["before"], pair["after"], **{name: pair[name] for name in known if name in pair})
+        for pair in pairs
+    ]
+    return sum(state == pair["label"] for state, pair in zip(found, pairs, strict=True)) / len(pairs)
+
+
+@pytest.mark.parametrize("losses", [True, False])
+def test_the_rule_agrees_with_a_reader(losses: bool) -> None:
+    """docs/evaluation.md states the agreement measured."""
+    unseen = [pair for pair in PAIRS if pair["held_out"]]
+    assert len(PAIRS) >= 60
+    assert len(PAIRS) / 4 < len(unseen) < len(PAIRS) / 2
+    assert {pair["label"] for pair in unseen} == {"same", "reworded", "changed"}
+    every, held_out = agreement(PAIRS, losses=losses), agreement(unseen, losses=losses)
+    print(f"agreement with readers, losses {losses}: {every:.3f}, held-out pairs {held_out:.3f}")
+    assert every >= 0.92
+    assert held_out >= 0.87
+
+
+def test_losses_decide_between_a_synonym_and_another_fact() -> None:
+    pair = ("The film was made in Rome.", "The film was made in Milan.")
+    assert rewording.state(*pair) == "changed"
+    half = ("bread, butter, honey, milk", "bread, butter, cheese, tea")
+    assert rewording.state(*half, loss_before=0.2, loss_after=0.3) == "reworded"
+    assert rewording.state(*half, loss_before=0.2, loss_after=2.2) == "changed"
+    assert rewording.state(*half, loss_before=0.2, loss_after=2.2, noise_floor=2.0) == "reworded"
+
+
+def test_the_order_of_words_does_not_count_but_what_decides_does() -> None:
+    listed = ["apples", "pears", "plums", "cherries", "figs", "grapes"]
+    assert rewording.state(", ".join(listed), ", ".join(reversed(listed))) == "reworded"
+    assert rewording.state("Take 2 pills a day.", "Take 20 pills a day.", loss_before=1.0, loss_after=1.0) == "changed"
+    assert rewording.state("Do it.", "Do not do it.", loss_before=1.0, loss_after=1.0) == "changed"
+
+
+@pytest.mark.parametrize("text", ["", " ", "0", "[]", "é", "'", "```", "a" * 10_000, "\ud7ff", "{", "no", "\n- \n"])
+def test_any_text_has_a_state(text: str) -> None:
+    assert rewording.state(text, text) == "same"
+    assert rewording.state(text, f"{text} entirely different words") in ("reworded", "changed")
+    assert rewording.state(text, "A full sentence about bread.") in ("reworded", "changed")
+
+
+def test_the_interval_of_a_weighted_mean_is_that_of_a_bootstrap() -> None:
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(5, 80, 60)
+    rises = draw.normal(0.3, 0.4, 60)
+    found = weighted(rises.tolist(), tokens.tolist())
+    assert found.mean == pytest.approx(np.average(rises, weights=tokens))
+    drawn = draw.integers(0, 60, (20_000, 60))
+    means = (rises[drawn] * tokens[drawn]).sum(1) / tokens[drawn].sum(1)
+    assert found.error == pytest.approx(means.std(), rel=0.05)
+    assert found.interval is not None
+    assert found.interval == pytest.approx(tuple(np.quantile(means, [0.025, 0.975])), abs=0.015)
+    assert weighted([2.0], [3]).error is None
+    with pytest.raises(ValueError, match="at least one value"):
+        weighted([], [])
+
+
+def test_the_noise_floor_is_what_sampling_alone_explains() -> None:
+    greedy = [(-4.0, 10), (-6.0, 10), (-8.0, 10), (-2.0, 10)]
+    assert noise_floor(greedy, greedy) == 0.0
+    sampled = [(-6.0, 10), (-4.0, 10), (-9.0, 10), (-1.0, 10)]
+    differences = [0.2, -0.2, 0.1, -0.1]
+    half = stats.t.ppf(0.975, 3) * np.std(differences, ddof=1) / 2
+    assert noise_floor(greedy, sampled) == pytest.approx(half)
+    with pytest.raises(ValueError, match="two answers to each of at least two rows"):
+        noise_floor(greedy, sampled[:3])
+
+
+@pytest.mark.parametrize(
+    ("text", "metric", "bound"),
+    [
+        ("retention>=0.9", "retention", 0.9),
+        (" Acquisition >= 1 ", "acquisition", 1.0),
+        ("past-loss<=+0.05", "past-loss", 0.05),
+        ("past-loss <= -0.1", "past-loss", -0.1),
+        ("new-loss<=1.", "new-loss", 1.0),
+    ],
+)
+def test_requirements_are_read(text: str, metric: str, bound: float) -> None:
+    found = requirements.parse(text)
+    assert (found.metric, found.bound) == (metric, bound)
+    assert requirements.parse(str(found)) == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "retention",
+        "retention>=1.1",
+        "retention<=0.9",
+        "past-loss>=0",
+        "new-loss<=-1",
+        "loss<=1",
+        "past-loss<=1e999",
+    ],
+)
+def test_other_requirements_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected retention>=SHARE or acquisition>=SHARE"):
+        requirements.parse(text)
+
+
+CHOICES = Measured(kind="retention", rows=100, right=80)
+SPOKEN = Measured(kind="retention", rows=14, scored=14)
+
+
+@pytest.mark.parametrize(
+    ("text", "part", "said"),
+    [
+        ("retention>=0.9", CHOICES, None),
+        ("past-loss<=0.05", SPOKEN, None),
+        ("acquisition>=0.5", CHOICES, "needs new rows, and there are none"),
+        ("past-loss<=0.05", CHOICES, "needs past rows in free text, and these are multiple choice; require retention"),
+        ("retention>=0.9", SPOKEN, "needs judged answers, and no judge was chosen for free text"),
+        (
+            "past-loss<=0.05",
+            Measured(kind="retention", rows=1, scored=1),
+            "needs an interval, and there is one past row",
+        ),
+        ("retention>=0.9", Measured(kind="retention", rows=9, right=0), "answered none of 9 rows correctly"),
+        ("acquisition>=0.1", Measured(kind="acquisition", rows=9, right=9), "answered none of 9 rows incorrectly"),
+        ("retention>=0.9", Measured(kind="retention", rows=8, right=8), "which is 0.676 when all 8 rows are right"),
+    ],
+)
+def test_a_requirement_that_cannot_be_judged_is_named_before_training(
+    text: str, part: Measured, said: str | None
+) -> None:
+    found = requirements.possible(requirements.parse(text), [part])
+    assert (found is None) if said is None else (found is not None and said in found)
+
+
+def test_held_out_past_rows_count_before_the_anchors() -> None:
+    anchors = Measured(kind="retention", rows=200, right=200, anchors=True)
+    held_out = Measured(kind="retention", rows=8, right=8)
+    needed = requirements.parse("retention>=0.9")
+    assert requirements.possible(needed, [anchors]) is None
+    assert "0.676 when all 8" in str(requirements.possible(needed, [anchors, held_out]))
+
+
+def test_the_loss_of_old_answers_is_scored_under_any_model(tiny_llama: Any) -> None:
+    interface = build("freeform", tiny_llama.tokenizer)
+    found = score_answers(tiny_llama.model, interface, [ANY, ANY, ANY], ["blue", "  ", ANY.response])
+    assert found[1] is None
+    assert found[0] is not None
+    assert found[2] == log_likelihoods(tiny_llama.model, [interface.encode(ANY)])[0]
 
 
 def test_a_users_function_judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_checks.py").write_text("def short(text, example): return len(text) < len(example.response)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    short = judges.judge("python:my_checks:short")
-    assert short("Jakarta", ANY) is True
-    assert short("Jakarta " * 9, ANY) is False
+    assert judged_by("python:my_checks:short", "Jakarta", ANY) is True
+    assert judged_by("python:my_checks:short", "Jakarta " * 9, ANY) is False
 
 
 def test_a_schema_judges_structure(tmp_path: Path) -> None:
@@ -186,6 +442,7 @@ def test_a_schema_judges_structure(tmp_path: Path) -> None:
     file = tmp_path / "schema.json"
     file.write_text(json.dumps({"type": "object", "required": ["city"]}))
     fits = judges.judge(f"schema:{file}")
+    assert fits is not None
     assert fits('{"city": 1}', ANY)
     assert not fits('{"town": 1}', ANY)
     assert not fits("city", ANY)
@@ -194,7 +451,7 @@ def test_a_schema_judges_structure(tmp_path: Path) -> None:
         judges.judge(f"schema:{file}")
 
 
-@pytest.mark.parametrize("name", ["fuzzy", "regex:(", "regex:", "python:json", "python:json:nothing"])
+@pytest.mark.parametrize("name", ["fuzzy", "regex:(", "regex:", "python:json", "python:json:nothing", "number:-1"])
 def test_unknown_judges_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         judges.judge(name)
@@ -202,8 +459,8 @@ def test_unknown_judges_are_refused(name: str) -> None:
 
 def test_a_task_is_summed_up_per_label(tiny_llama: Any) -> None:
     interface = build("letter", tiny_llama.tokenizer)
-    asked = BoundTask(name="t", interface=interface, examples=tuple(QUESTIONS), judge=judges.exact_match)
-    predictions, summary = evaluate_task(tiny_llama.model, asked)
+    asked = BoundTevaluate_task(name="t", interface=interface, examples=tuple(QUESTIONS), judge=judges.exact_match)
+    predictions, summary = evaluate_tevaluate_task(tiny_llama.model, asked)
     assert summary["gold"] == {"A": 4, "B": 4, "C": 4}
     assert sum(summary["answers"].values()) == summary["rows"] == 12
     assert summary["accuracy"]["right"] == sum(p.right for p in predictions)
@@ -213,7 +470,7 @@ def test_a_task_is_summed_up_per_label(tiny_llama: Any) -> None:
     with pytest.raises(ValueError, match="letter interface, got cloze"):
         evaluate_permuted(
             tiny_llama.model,
-            BoundTask(name="t", interface=build("cloze", tiny_llama.tokenizer), examples=(), judge=judges.exact_match),
+            BoundTevaluate_task(name="t", interface=build("cloze", tiny_llama.tokenizer), examples=(), judge=judges.exact_match),
         )
 
 
@@ -302,9 +559,9 @@ def test_the_harness_agrees_with_our_scores(tiny_llama: Any) -> None:
         Choice(id=str(i), question=f"What is {i}?", choices=("a cat", "red", f"the {i} moon"), answer=i % 3)
         for i in range(8)
     )
-    asked = BoundTask(name="mine", interface=interface, examples=examples, judge=judges.exact_match)
+    asked = BoundTevaluate_task(name="mine", interface=interface, examples=examples, judge=judges.exact_match)
     theirs = evaluate_with_harness(tiny_llama.model, asked)
-    _, ours = evaluate_task(tiny_llama.model, asked)
+    _, ours = evaluate_tevaluate_task(tiny_llama.model, asked)
     assert theirs["accuracy"] == ours["accuracy"]
     assert theirs["answers"] == ours["answers"]
     assert theirs["harness"] == pytest.approx(

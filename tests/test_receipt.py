@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -16,21 +17,25 @@ import pytest
 import receipts
 import typer
 from receipts import HOSTILE, row
+from scipy import stats
 from typer.testing import CliRunner
 
 from cplus import files, models
 from cplus.commands.receipt import receipt as receipt_command
 from cplus.data.examples import Choice, FreeForm, Message
 from cplus.data.predictions import Prediction
+from cplus.evaluation.requirements import parse
 from cplus.receipts import receipt as module
+from cplus.receipts.curves import charts
 from cplus.receipts.page import render
 from cplus.receipts.receipt import (
+    Comparison,
     GateShare,
     ModelId,
     Point,
     Receipt,
     Requirement,
-    Row,
+    RowComparison,
     RowSet,
     bank_audit,
     read_receipt,
@@ -106,8 +111,11 @@ def test_figures_that_do_not_follow_from_the_rows_are_refused_whatever_the_hash(
 
 def test_a_record_of_another_version_or_shape_is_refused_by_name() -> None:
     record = to_json(receipts.full())
-    with pytest.raises(ValueError, match="expected a receipt of schema 1"):
-        from_json({**record, "schema": 2})
+    with pytest.raises(
+        ValueError,
+        match=r"expected a receipt of schema 2, got schema 1: another version wrote it; make the receipt again",
+    ):
+        from_json({**record, "schema": 1})
     with pytest.raises(ValueError, match="here: surprise: Unexpected"):
         from_json(resealed({**record, "surprise": 1}), where="here")
     record["sets"][1]["rows"][2]["confidence_after"] = 1.5
@@ -149,7 +157,9 @@ def test_shares_have_wilson_bounds() -> None:
     assert (kept["right"], kept["total"], learned["right"], learned["total"]) == (90, 100, 47, 48)
     assert (kept["low"], kept["high"]) == pytest.approx(wilson(90, 100))
     assert (learned["low"], learned["high"]) == pytest.approx(wilson(47, 48))
-    assert headline(found).replace("\u00a0", " ") == "Kept 90.0 % of what it knew and learned 97.9 % of what is new."
+    assert headline(found).replace("\u00a0", " ") == (
+        "Kept 90.0 % of what it knew and learned 97.9 % of the new rows it was trained on."
+    )
 
 
 def test_the_exact_test_is_taken_only_where_rows_could_change_both_ways() -> None:
@@ -179,16 +189,213 @@ def test_a_letter_prior_shows_in_the_mean_over_labels() -> None:
     assert [(one["label"], one["retention"]["right"]) for one in found["labels"]["rows"]] == [("A", 9), ("B", 0)]
 
 
-def test_losses_are_weighed_by_tokens_and_the_rise_by_responses() -> None:
+def test_losses_and_their_rise_are_one_kind_of_mean() -> None:
     long = row("long", None, tokens=30, nll_before=1.0, nll_after=2.0)
     short = row("short", None, tokens=10, nll_before=2.0, nll_after=2.0)
     own = RowSet(name="chat", kind="retention", interface="freeform", rows=(long, short))
     found = to_json(small(own))["figures"]
     losses = found["sets"][0]["nll"]
-    assert (losses["before"], losses["after"], losses["rise"], losses["error"]) == (1.25, 2.0, 0.5, 0.5)
+    # 30 tokens rise by 1 and 10 by 0: means over tokens, so that after - before is the rise.
+    assert (losses["before"], losses["after"], losses["rise"]) == (1.25, 2.0, 0.75)
     assert found["retention"] is None
     assert found["sets"][0]["counts"]["unjudged"] == 2
-    assert headline(found) == "No answer was judged: measured by loss alone."
+
+
+# The case of a chat user: 14 past rows in free text, past loss 0.586 before and 0.579 after, new loss 4.35 and 2.87.
+HARMLESS = [
+    ("A week is approximately 7 days.", "A week is 7 days."),
+    ("The capital of France is Paris.", "The capital of France is Paris."),
+    ("Water boils at 100 degrees Celsius.", "Water boils at 100 degrees Celsius."),
+    ("You can cancel your plan in the account settings.", "Your plan can be cancelled in the account settings."),
+    ("Red, yellow and blue.", "Blue, red and yellow."),
+    ("Jupiter is the largest planet.", "The largest planet is Jupiter."),
+    ("Use a strong password.", "Use a strong password."),
+    ("Bees make honey.", "Bees make honey."),
+    ("The heart pumps blood.", "The heart pumps blood around the body."),
+    ("A triangle has three sides.", "A triangle has 3 sides."),
+    ("Ice is frozen water.", "Ice is water that is frozen."),
+    ("Plants need light.", "Plants need light and water."),
+    ("Yes, whales are mammals.", "Yes, whales are mammals."),
+    ("The sun is a star.", "The sun is a star."),
+]
+DAMAGED = [(before, "Thank you for contacting support! Please restart your router.") for before, _ in HARMLESS]
+DRIFT = (-0.05, 0.03, -0.02, 0.01, -0.04, 0.02, -0.03, 0.01, 0.0, -0.02, 0.01, -0.03, 0.02, -0.008)
+
+
+def chat(texts: list[tuple[str, str]], rises: tuple[float, ...], *, new_after: float, **given: Any) -> Receipt:
+    """A chat job: past rows whose loss is 0.586 before and changes by these amounts, and 24 new rows."""
+    past = receipts.answered(texts, [(0.586, 0.586 + rise) for rise in rises])
+    new = receipts.answered([("a", "b")] * 24, [(4.35, new_after)] * 24, name="new")
+    return small(
+        RowSet(name="past", kind="retention", interface="freeform", rows=past),
+        RowSet(name="new", kind="acquisition", interface="freeform", rows=new),
+        **given,
+    )
+
+
+def said(made: Receipt) -> str:
+    return headline(to_json(made)["figures"]).replace("\u00a0", " ")
+
+
+def test_the_headline_of_a_harmless_chat_job() -> None:
+    text = said(chat(HARMLESS, DRIFT, new_after=2.87, noise_floor=0.05))
+    assert text == (
+        "No damage was found. The loss of past answers fell from 0.586 to 0.579 nats per token (−0.007, 95 % interval "
+        "−0.021 to +0.007; noise floor 0.050). Past answers: 6 the same, 8 reworded, 0 changed, of 14. "
+        "New rows: loss 4.350 to 2.870 on the rows trained on."
+    )
+    assert [round(end, 3) for end in stats.ttest_1samp(DRIFT, 0).confidence_interval()] == [-0.021, 0.007]
+    assert "lost" not in text.lower()
+
+
+def test_the_headline_of_a_damaged_chat_model_says_so() -> None:
+    rises = tuple(1.3 + 8 * drift for drift in DRIFT)
+    assert said(chat(DAMAGED, rises, new_after=0.4, noise_floor=0.05)) == (
+        "Past behaviour was damaged. The loss of past answers rose from 0.586 to 1.830 nats per token (+1.244, 95 % "
+        "interval +1.129 to +1.359; beyond the noise floor of 0.050). Past answers: 0 the same, 0 reworded, 14 "
+        "changed, of 14. New rows: loss 4.350 to 0.400 on the rows trained on."
+    )
+
+
+@pytest.mark.parametrize(
+    ("rises", "floor", "expected"),
+    [
+        ((0.04, 0.05) * 7, 0.1, "Behaviour drifted slightly. The loss of past answers rose from 0.586 to 0.631"),
+        ((0.04, 0.05) * 7, 0.02, "Past behaviour was damaged"),
+        ((0.04, 0.05) * 7, None, "Past behaviour was damaged"),
+        ((0.004, 0.005) * 7, None, "drifted slightly"),
+        ((0.5, -0.5) * 7, 0.1, "No clear change was found"),
+        ((-0.3, -0.2) * 7, None, "No damage was found. The loss of past answers fell"),
+    ],
+)
+def test_damage_is_a_rise_beyond_the_floor_whose_interval_excludes_zero(
+    rises: tuple[float, ...], floor: float | None, expected: str
+) -> None:
+    text = said(chat(HARMLESS, rises, new_after=2.0, noise_floor=floor))
+    assert expected in text
+    assert ("no noise floor was measured" in text) == (floor is None)
+
+
+def test_answers_that_changed_are_not_hidden_by_an_unchanged_loss() -> None:
+    text = said(chat(DAMAGED, DRIFT, new_after=2.0, noise_floor=0.05))
+    assert text.startswith("Most answers changed, with no clear rise of the loss. The loss of past answers fell")
+
+
+def test_one_row_has_a_loss_but_no_interval_and_no_plus_minus() -> None:
+    past = receipts.answered(HARMLESS[:1], [(0.5, 0.9)])
+    made = small(RowSet(name="past", kind="retention", interface="freeform", rows=past))
+    assert "one row gives no interval" in said(made)
+    assert "±" not in render(to_json(made))
+
+
+def test_anchors_are_never_called_what_it_knew() -> None:
+    past = receipts.answered(HARMLESS, [(0.5, 0.5)] * 14)
+    free = small(RowSet(name="anchors", kind="retention", interface="freeform", rows=past, anchors=True))
+    assert said(free).startswith("No damage was found on the anchors it was protected by. The loss of their answers")
+    closed = RowSet(**{**vars(some("retention", {"kept": 9, "lost": 1}, name="anchors")), "anchors": True})
+    assert said(small(closed)) == "Kept 90.0 % of its right answers on the anchors it was protected by."
+    held_out = some("retention", {"kept": 5, "lost": 5}, name="past")
+    assert said(small(closed, held_out)) == "Kept 50.0 % of what it knew."
+
+
+def test_learning_on_held_out_new_rows_is_shown_apart() -> None:
+    new = some("acquisition", {"gained": 10}, name="new")
+    unseen = some("validation", {"gained": 1, "still_wrong": 3, "kept": 2}, name="validation")
+    made = small(new, unseen)
+    assert said(made) == "Learned 100 % of the new rows it was trained on and learned 25.0 % of the new rows held out."
+    assert to_json(made)["figures"]["acquisition"]["total"] == 10
+    spoken = receipts.answered([("a", "b")] * 3, [(4.0, 3.5)] * 3, name="unseen")
+    free = chat(HARMLESS, DRIFT, new_after=2.87)
+    held = RowSet(name="validation", kind="validation", interface="freeform", rows=spoken)
+    points = tuple(Point(epoch=float(e), new_nll=4.35 - e, validation_nll=4.0 - e / 4, past_nll=0.6) for e in range(3))
+    made = dataclasses.replace(free, sets=(*free.sets, held), curve=points)
+    assert said(made).endswith("New rows: loss 4.350 to 2.870 on the rows trained on, 4.000 to 3.500 on rows held out.")
+    page = render(to_json(made))
+    assert "new rows held out" in page
+    assert "New loss: trained on and held out" in page
+
+
+def test_free_text_has_outcomes_only_with_a_named_judge() -> None:
+    rows = tuple(row(f"r{i}", "lost" if i else "kept", before="x", after="x") for i in range(4))
+    unjudged = small(RowSet(name="past", kind="retention", interface="freeform", rows=rows))
+    assert to_json(unjudged)["figures"]["retention"] is None
+    assert said(unjudged) == "Past answers: 4 the same, 0 reworded, 0 changed, of 4."
+    judged = small(RowSet(name="past", kind="retention", interface="freeform", rows=rows, judge="exact"))
+    assert said(judged) == "Kept 25.0 % of what it knew."
+    assert "judge exact" in render(to_json(judged))
+
+
+def beside(lr: float, end: float) -> Receipt:
+    """A chat job with a comparison with SFT at this rate, which ends at this loss on new rows."""
+
+    def curve(*pairs: tuple[float, float]) -> tuple[Point, ...]:
+        return tuple(Point(epoch=float(i), new_nll=new, past_nll=past) for i, (new, past) in enumerate(pairs))
+
+    return chat(
+        HARMLESS,
+        DRIFT,
+        new_after=2.87,
+        noise_floor=0.05,
+        method="cplus",
+        settings={"method": "cplus", "lr": 1e-5, "epochs": 3, "batch_size": 8, "out": "a"},
+        curve=curve((4.35, 0.586), (2.87, 0.579)),
+        comparisons={
+            "sft": Comparison(
+                curve=curve((4.35, 0.586), (end, 0.986)),
+                settings={"method": "sft", "lr": lr, "epochs": 3, "batch_size": 4, "out": "b"},
+            )
+        },
+    )
+
+
+def test_the_headline_names_what_plain_fine_tuning_cost() -> None:
+    cost = "the past loss changed by +0.400 with plain fine-tuning and by −0.007 here."
+    assert f"Where both reach a new loss of 2.87, {cost}" in said(beside(1e-5, 2.87))
+    assert "here (their learning rates differ)." in said(beside(1e-4, 2.87))
+
+
+def test_a_comparison_shows_every_setting_that_differs_and_says_what_is_unequal() -> None:
+    found = to_json(beside(1e-4, 1.0))["figures"]
+    assert [(one["setting"], [own["value"] for own in one["values"]]) for one in found["differing"]] == [
+        ("batch_size", ["8", "4"]),
+        ("lr", ["1e-05", "0.0001"]),
+    ]
+    assert found["unequal"] == [
+        "unequal learning rates: CPLUS 1e-05, SFT 0.0001",
+        "unequal learning: final new loss CPLUS 2.87, SFT 1.00",
+    ]
+    (chart,) = charts(beside(1e-4, 1.0))
+    assert (chart.title, chart.caveat) == (
+        "Rise of the past loss against the new loss",
+        "unequal learning rates; unequal learning",
+    )
+    page = render(to_json(beside(1e-4, 1.0)))
+    assert "(unequal learning rates; unequal learning)</span></figcaption>" in page
+    assert "settings that differ" in page
+    assert charts(beside(1e-5, 2.87))[0].caveat == ""
+
+
+def test_an_axis_that_does_not_begin_at_zero_is_marked() -> None:
+    points = tuple(Point(epoch=float(e), retention=100.0 - e, loss=2.0 - e) for e in range(3))
+    retained, loss = charts(small(some("task", {"kept": 1}), curve=points))
+    assert (retained.title, retained.y_cut, retained.x_cut) == ("Retention (%)", True, False)
+    assert (loss.y_ticks[0][1], loss.y_cut) == ("0", False)
+    page = render(to_json(small(some("task", {"kept": 1}), curve=points)))
+    assert page.count('<path class="cut"') == 1
+    assert "marks an axis that does not begin at 0" in page
+
+
+def test_losses_are_required_by_their_upper_bound() -> None:
+    demands = tuple(
+        map(parse, ("past-loss<=+0.05", "past-loss<=0.007", "new-loss<=3", "new-loss<=2.8", "retention>=0"))
+    )
+    found = to_json(chat(HARMLESS, DRIFT, new_after=2.87, requirements=demands))["figures"]
+    assert [one["met"] for one in found["requirements"]] == [True, False, True, False, False]
+    assert found["requirements"][0]["bound"] == found["free"]["past"]["loss"]["high"]
+    assert found["requirements"][4]["bound"] is None
+    assert "past-loss at most +0.05; its upper 95 % bound is +0.007" in render(
+        to_json(chat(HARMLESS, DRIFT, new_after=2.87, requirements=demands))
+    )
 
 
 def test_methods_are_compared_where_they_have_learned_as_much() -> None:
@@ -201,7 +408,10 @@ def test_methods_are_compared_where_they_have_learned_as_much() -> None:
             some("task", {"kept": 1}),
             method="cplus",
             curve=own,
-            comparisons={"sft": curve((3.0, 1.0), (0.5, 2.0)), "late": curve((3.0, 1.0))},
+            comparisons={
+                "sft": Comparison(curve=curve((3.0, 1.0), (0.5, 2.0))),
+                "late": Comparison(curve=curve((3.0, 1.0))),
+            },
         )
     )["figures"]["matched"]
     assert found["new_nll"] == 1.0
@@ -221,6 +431,7 @@ def test_a_requirement_is_held_against_the_lower_bound() -> None:
     assert to_json(unmeasured)["figures"]["requirements"][0] == {
         "metric": "acquisition",
         "at_least": 0.0,
+        "at_most": None,
         "bound": None,
         "met": False,
     }
@@ -233,7 +444,7 @@ def answered(id: str, answer: int | str, correct: bool | None) -> Prediction:
 def test_rows_say_what_was_asked_and_answered() -> None:
     example = Choice(id="q", question="Is ice cold?", choices=("no", "yes"), answer=1)
     (made,) = rows([example], [answered("q", 1, True)], [answered("q", 0, False)], interface="letter")
-    assert made == Row(
+    assert made == RowComparison(
         id="q",
         kind="lost",
         input="Is ice cold?\n  A: no\n  B: yes",
@@ -371,9 +582,41 @@ def test_the_command_compares_any_two_models(two_models: tuple[str, str], tmp_pa
     verified = run("--verify", out)
     assert verified.exit_code == 0
     assert "receipt.html" in verified.stdout
-    unmet = run(*two_models, *data, "--out", out, "--max-new-tokens", "4", "--require", "acquisition>=0.99")
+    unmet = run(*two_models, *data, "--out", out, "--max-new-tokens", "4", "--require", "acquisition>=0.7")
     assert unmet.exit_code == 2
-    assert "NOT MET: acquisition at least 0.99" in unmet.stdout
+    assert "NOT MET: acquisition at least 0.7" in unmet.stdout
+
+
+def test_the_command_measures_free_text_by_loss_unless_a_judge_is_chosen(
+    two_models: tuple[str, str], tmp_path: Path
+) -> None:
+    spoken = [{"id": f"s{i}", "prompt": f"Say {i}", "response": f"{i}."} for i in range(4)]
+    (tmp_path / "spoken.jsonl").write_text("".join(json.dumps(line) + "\n" for line in spoken))
+    asked = (*two_models, "--data", str(tmp_path / "spoken.jsonl"), "--out", str(tmp_path / "out"))
+    done = run(*asked, "--max-new-tokens", "4", "--require", "past-loss<=+9", "--require", "new-loss<=0.001")
+    assert done.exit_code == 2, done.output
+    assert "Met: past-loss at most +9" in done.stdout
+    assert "NOT MET: new-loss at most 0.001" in done.stdout
+    (own,) = read_receipt(tmp_path / "out").sets
+    assert (own.judge, own.judged, {row.kind for row in own.rows}) == (None, False, {None})
+    assert all(row.answer_nll_before is not None or not row.before for row in own.rows)
+    judged = run(*asked, "--max-new-tokens", "4", "--judge", "contains", "--json")
+    assert json.loads(judged.stdout)["figures"]["acquisition"]["total"] == 4
+    assert read_receipt(tmp_path / "out").sets[0].judge == "contains"
+
+
+@pytest.mark.parametrize(
+    ("required", "said"),
+    [
+        ("retention>=0.9", "needs judged answers, and no judge was chosen for free text; choose one with --judge"),
+        ("retention>=1.5", "with a share from 0 to 1"),
+        ("past-loss>=0.1", "expected retention>=SHARE"),
+    ],
+)
+def test_the_command_refuses_a_requirement_before_it_loads_a_model(required: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "Hi", "response": "Hello."}\n' * 2)
+    done = run("no-such-model", "nor-this", "--data", str(tmp_path / "a.jsonl"), "--require", required)
+    assert said in str(done.exception)
 
 
 def test_the_command_says_what_it_needs(tmp_path: Path) -> None:

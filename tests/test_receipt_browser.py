@@ -77,7 +77,7 @@ def choose(page: Browser, id: str, value: str) -> None:
 
 def only(page: Browser, *kinds: str) -> None:
     """Click the boxes until just these outcomes are chosen."""
-    for kind in ("kept", "lost", "gained", "still_wrong", "unjudged"):
+    for kind in ("kept", "lost", "gained", "still_wrong", "same", "reworded", "changed"):
         box = f"document.querySelector('#kinds [value={kind}]')"
         if page.js(f"{box}.checked") != (kind in kinds):
             page.js(f"{box}.click()")
@@ -91,8 +91,10 @@ def test_it_opens_without_complaint_and_asks_for_nothing(page: Browser, made: tu
 
 
 def test_changes_come_first_and_the_filters_agree_with_the_record(page: Browser, made: tuple[Receipt, Path]) -> None:
-    rows = [row for own in made[0].sets for row in own.rows]
-    counts = Counter(row.kind or "unjudged" for row in rows)
+    counts = Counter(row.kind for own in made[0].sets for row in own.rows if own.judged)
+    for own in to_json(made[0])["figures"]["sets"]:
+        counts.update(own["answers"] or {})
+    counts = +counts
     chips = page.js("[...document.querySelectorAll('#kinds label')].map(e => [e.firstChild.value, e.innerText])")
     assert {kind: int(text.split()[-1].replace(",", "")) for kind, text in chips} == dict(counts)
     assert page.js(KINDS) == ["lost"] * 20
@@ -176,7 +178,7 @@ def test_ten_thousand_rows_are_filtered_in_a_blink(page: Browser) -> None:
     assert took < 1000, f"{took:.0f} ms"
 
 
-@pytest.mark.parametrize("width", [360, 768])
+@pytest.mark.parametrize("width", [360, 390, 768, 1280])
 def test_nothing_is_wider_than_a_small_screen(page: Browser, width: int) -> None:
     page.size(width, 740, mobile=True)
     page.js("document.querySelectorAll('details').forEach(e => { e.open = true; })")
@@ -192,7 +194,7 @@ def test_text_stands_out_in_light_and_dark(page: Browser, scheme: str) -> None:
     assert (max(channels) < 60) == (scheme == "dark")
     weak = {place: round(found, 2) for place in TEXTS if (found := page.js(f"({CONTRAST})({place!r})")) < 4.5}
     assert weak == {}
-    for kind in ("kept", "lost", "gained", "still_wrong", "unjudged"):
+    for kind in ("kept", "lost", "gained", "still_wrong", "same", "reworded", "changed"):
         only(page, kind)
         assert page.js(f"({CONTRAST})('#flips .badge')") >= 4.5, kind
 

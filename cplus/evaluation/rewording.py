@@ -210,7 +210,7 @@ def _variety(words: tuple[str, ...]) -> float:
     return len(set(words)) / len(words) if words else 1.0
 
 
-_FENCE = re.compile(r"^\s*```.*$", re.MULTILINE)
+_FENCE = re.compile(r"^\s*```[\w+-]*\s*$", re.MULTILINE)
 _MARKER = re.compile(r"^\s*(?:[-*•–]|\d+[.)])\s+", re.MULTILINE)
 _GROUPED = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _CANNOT = re.compile(r"\bcannot\b|\bcan't\b")

@@ -22,13 +22,20 @@ _OWN = ("method", "out", "compare", "report_to", "require")
 
 
 def runs(receipt: Receipt) -> dict[str, Sequence[Point]]:
-    """Each method's curve: the run's own first, the others in the palette's order, since JSON does not keep theirs."""
-    name = receipt.method or "this run"
-    own: dict[str, Sequence[Point]] = {name: receipt.curve} if receipt.curve else {}
-    known = list(COLOURS)
-    others = sorted(receipt.comparisons, key=lambda name: (known.index(name) if name in known else len(known), name))
-    curves = {name: receipt.comparisons[name].curve for name in others}
+    """Each method's curve: the run's own first, then the others in a fixed order."""
+    own: dict[str, Sequence[Point]] = {_own(receipt): receipt.curve} if receipt.curve else {}
+    curves = {name: receipt.comparisons[name].curve for name in _others(receipt)}
     return own | {name: curve for name, curve in curves.items() if curve and name not in own}
+
+
+def _own(receipt: Receipt) -> str:
+    return receipt.method or "this run"
+
+
+def _others(receipt: Receipt) -> list[str]:
+    """The palette's order, because JSON does not keep that of its keys."""
+    known = list(COLOURS)
+    return sorted(receipt.comparisons, key=lambda name: (known.index(name) if name in known else len(known), name))
 
 
 def matched(receipt: Receipt) -> dict[str, Any] | None:
@@ -49,9 +56,8 @@ def matched(receipt: Receipt) -> dict[str, Any] | None:
     level = common_level(known.values())
     rises = {name: rise(points, level) for name, points in known.items()}
     sft = rises.get("sft", 0.0)
-    own = receipt.method or "this run"
     return {
-        "own": own if own in known else None,
+        "own": _own(receipt) if _own(receipt) in known else None,
         "new_nll": level,
         "rows": [
             {"method": name, "rise": found, "ratio": found / sft if sft > 0 else None} for name, found in rises.items()
@@ -60,20 +66,17 @@ def matched(receipt: Receipt) -> dict[str, Any] | None:
 
 
 def differing(receipt: Receipt) -> list[dict[str, Any]]:
-    """Every setting that differs between the run and those beside it, with each one's value as text.
+    """Every setting that differs between the run and those beside it: its name, and each run's value as text.
 
     A run that recorded no settings is left out: nothing is known about it.
     """
-    own = receipt.method or "this run"
-    all_of = {own: receipt.settings} | {name: one.settings for name, one in receipt.comparisons.items()}
-    known = {name: dict(flat(settings)) for name, settings in all_of.items() if settings}
-    if len(known) < 2:
-        return []
-    names = dict.fromkeys(name for settings in known.values() for name in settings if name not in _OWN)
+    settings = {_own(receipt): receipt.settings} | {n: receipt.comparisons[n].settings for n in _others(receipt)}
+    known = {name: dict(flat(own)) for name, own in settings.items() if own}
+    names = sorted({name for own in known.values() for name in own if name not in _OWN})
     found = []
     for name in names:
-        values = {method: settings.get(name, "not set") for method, settings in known.items()}
-        if len(set(values.values())) > 1:
+        values = [{"method": method, "value": own.get(name, "not set")} for method, own in known.items()]
+        if len({one["value"] for one in values}) > 1:
             found.append({"setting": name, "values": values})
     return found
 
@@ -84,7 +87,7 @@ def unequal(receipt: Receipt) -> list[str]:
     rates = next((one["values"] for one in differing(receipt) if one["setting"] == "lr"), None)
     if rates:
         said.append(
-            "unequal learning rates: " + ", ".join(f"{label(name)} {_short(rate)}" for name, rate in rates.items())
+            "unequal learning rates: " + ", ".join(f"{label(one['method'])} {_short(one['value'])}" for one in rates)
         )
     ends = {name: points[-1] for name, points in runs(receipt).items()}
     for quantity, words, spread, tolerance in (

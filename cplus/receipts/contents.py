@@ -79,6 +79,11 @@ class RowSet:
         """Whether the rows have outcomes: multiple choice, or free text with a chosen judge."""
         return self.interface != "freeform" or self.judge not in (None, "none")
 
+    @property
+    def followed(self) -> bool:
+        """Whether answers are the same, reworded or changed: free text without a judge that was not to be learned."""
+        return not self.judged and self.kind not in ("acquisition", "validation")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Point:

@@ -96,7 +96,6 @@ def _set(own: RowSet, noise_floor: float | None) -> dict[str, Any]:
     table = _flips(own)
     counts = Counter(flip.kind for flip in table)
     kept, learned = _retained(table), _acquired(table)
-    states = None if own.judged else _states(own.rows, noise_floor)
     return {
         "name": own.name,
         "kind": own.kind,
@@ -105,7 +104,7 @@ def _set(own: RowSet, noise_floor: float | None) -> dict[str, Any]:
         "anchors": own.anchors,
         "rows": len(own.rows),
         "counts": {kind: counts[kind] for kind in KINDS} | {"unjudged": len(own.rows) - len(table)},
-        "answers": states,
+        "answers": _states(own.rows, noise_floor) if own.followed else None,
         "before": share(flip.kind in ("kept", "lost") for flip in table).row() if table else None,
         "after": share(flip.kind in ("kept", "gained") for flip in table).row() if table else None,
         "retention": _row(kept),
@@ -131,12 +130,12 @@ def _free(sets: Sequence[RowSet], noise_floor: float | None) -> dict[str, Any]:
 
 def _part(sets: Sequence[RowSet], noise_floor: float | None) -> dict[str, Any]:
     rows = [row for own in sets for row in own.rows]
-    loss, answers = _losses(rows), _states(rows, noise_floor)
+    loss = _losses(rows)
     return {
         "rows": len(rows),
         "whole_task": all(own.kind == "task" for own in sets),
         "on_anchors": all(own.anchors for own in sets),
-        "answers": answers,
+        "answers": _states(rows, noise_floor) if all(own.followed for own in sets) else None,
         "loss": loss,
         "effect": effect(loss, noise_floor),
     }

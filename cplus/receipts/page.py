@@ -121,7 +121,7 @@ def _rows(receipt: Receipt) -> list[list[Any]]:
 
 
 def _outcome(own: RowSet, row: RowComparison, noise_floor: float | None) -> str:
-    """A judged row's outcome, else the state of its answer."""
-    if own.judged:
-        return row.kind or "unjudged"
-    return state(row, noise_floor)
+    """A judged row's outcome, or the state of an answer that was to be kept."""
+    if own.followed:
+        return state(row, noise_floor)
+    return row.kind if own.judged and row.kind else "unjudged"

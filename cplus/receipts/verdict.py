@@ -23,7 +23,7 @@ def lead(found: Mapping[str, Any]) -> list[str]:
 
 
 def sentences(found: Mapping[str, Any]) -> list[str]:
-    """What the headline is based on: counts, 95 % intervals, the exact test, losses, comparisons."""
+    """What the headline leaves out: counts, 95 % intervals, the exact test, other losses, comparisons."""
     said = []
     if kept := found["retention"]:
         said.append(f"{_counts(kept)} answers that were right before are still right{_bounds(kept)}.")
@@ -33,8 +33,8 @@ def sentences(found: Mapping[str, Any]) -> list[str]:
         said.append(f"{_counts(unseen)} held-out new answers that were wrong before are right now{_bounds(unseen)}.")
     if found["unselected"]:
         said.append(_changed(found["unselected"]))
-    said += [_loss(own) for own in found["sets"] if own["nll"]]
-    if found["matched"]:
+    said += [_loss(own) for own in found["sets"] if own["nll"] and not _in_lead(own)]
+    if found["matched"] and (len(found["matched"]["rows"]) > 2 or not (found["free"]["past"] and _plain(found))):
         said += _compared(found["matched"])
     said += [f"The runs compared have {sentence}." for sentence in found["unequal"]]
     return said
@@ -104,39 +104,42 @@ def _past(found: Mapping[str, Any]) -> list[str]:
         answers = f"Answers on the anchors: {others}, of {total:,}."
     if past["loss"] is None:
         return [answers]
-    return [_effect(past, found["noise_floor"]), *_plain(found), answers]
+    return [*_effect(past, found["noise_floor"]), *_plain(found), answers]
 
 
-def _effect(past: Mapping[str, Any], floor: float | None) -> str:
+def _effect(past: Mapping[str, Any], floor: float | None) -> list[str]:
     loss, effect = past["loss"], past["effect"]
-    most = past["answers"]["changed"] > past["rows"] / 2
-    what = "the given responses" if past["whole_task"] else "past answers"
-    where = " on the anchors it was protected by" if past["on_anchors"] else ""
+    what, where = "past answers", ""
+    if past["on_anchors"]:
+        what, where = "their answers", " on the anchors it was protected by"
+    elif past["whole_task"]:
+        what, where = "the given responses", " on these rows"
     verdict = {
-        "damaged": "The model got worse on these rows" if past["whole_task"] else f"Past behaviour was damaged{where}",
-        "slight": f"The loss of {what}{where} rose slightly",
-        "unclear": f"No clear change of {what}{where} was found",
-        "kept": f"No damage to {what}{where} was found",
+        "damaged": f"{'The model got worse' if past['whole_task'] else 'Past behaviour was damaged'}{where}",
+        "slight": f"Behaviour drifted slightly{where}",
+        "unclear": f"No clear change was found{where}",
+        "kept": f"No damage was found{where}",
     }[effect]
-    if most and effect != "damaged":
-        verdict = f"Most answers{where} changed, though the loss of {what} did not rise beyond noise"
+    if past["answers"]["changed"] > past["rows"] / 2 and effect != "damaged":
+        rise = "a rise of the loss within noise" if effect == "slight" else "no clear rise of the loss"
+        verdict = f"Most answers changed{where}, with {rise}"
+    verb = "went" if signed(loss["rise"]) == signed(0.0) else "rose" if loss["rise"] > 0 else "fell"
     interval = "one row gives no interval"
     if loss["low"] is not None:
         interval = f"95\u00a0% interval {signed(loss['low'])} to {signed(loss['high'])}"
-    verb = {True: "rose", False: "fell"}[loss["rise"] > 0] if signed(loss["rise"]) != "0.000" else "went"
-    change = (
-        f"loss {verb} from {loss['before']:.{_PLACES}f} to {loss['after']:.{_PLACES}f} nats per token "
-        f"({signed(loss['rise'])}, {interval}{_against(loss, effect, floor)})"
-    )
-    return f"{verdict}: {'their' if effect in ('unclear', 'kept') and not most else 'the'} {change}."
+    return [
+        f"{verdict}.",
+        f"The loss of {what} {verb} from {_moved(loss)} nats per token "
+        f"({signed(loss['rise'])}, {interval}; {_against(loss['rise'], floor)}).",
+    ]
 
 
-def _against(loss: Mapping[str, Any], effect: str, floor: float | None) -> str:
+def _against(rise: float, floor: float | None) -> str:
     if floor is None:
-        return "; no noise floor was measured"
-    if loss["rise"] <= 0:
-        return f"; noise floor {floor:.{_PLACES}f}"
-    return f"; {'beyond' if loss['rise'] > floor else 'within'} the noise floor of {floor:.{_PLACES}f}"
+        return "no noise floor was measured"
+    if rise <= 0:
+        return f"noise floor {floor:.{_PLACES}f}"
+    return f"{'beyond' if rise > floor else 'within'} the noise floor of {floor:.{_PLACES}f}"
 
 
 def _plain(found: Mapping[str, Any]) -> list[str]:
@@ -195,6 +198,11 @@ def _loss(own: Mapping[str, Any]) -> str:
         f"{nll['after']:.{_PLACES}f} after ({signed(nll['rise'])}{interval}; {responses}, mean over {nll['tokens']:,} "
         "tokens)."
     )
+
+
+def _in_lead(own: Mapping[str, Any]) -> bool:
+    """Whether the headline gives the loss of a set: free text without a judge, but for external rows."""
+    return own["before"] is None and own["interface"] == "freeform" and own["kind"] != "external"
 
 
 def _compared(found: Mapping[str, Any]) -> list[str]:
