@@ -30,6 +30,8 @@ def words(text: str) -> frozenset[str]:
 def input_text(example: Example, *, options: bool) -> str:
     """What an example asks: its question, with the options where they are part of the input, or its conversation."""
     if not isinstance(example, Choice):
+        if example.is_text:
+            return example.response
         return "\n".join(message.content for message in example.messages)
     if not options or len(example.choices) < 2:
         return example.question
