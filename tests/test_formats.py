@@ -319,10 +319,15 @@ def test_parquet_and_saved_folders_with_absent_fields(tmp_path: Path) -> None:
     for name in ("parts", "parts@dev"):
         with pytest.raises(ValueError, match="has the splits train, test; choose one"):
             load_task(str(tmp_path / name))
+    with pytest.raises(ValueError, match="was saved without splits; leave @train out"):
+        load_task(str(tmp_path / "saved@train"))
     alpaca = datasets.Dataset.from_list([{"q": "a", "a": "b"}])
     alpaca.save_to_disk(tmp_path / "named")
     mapped = load_task(str(tmp_path / "named"), columns={"instruction": "q", "output": "a"})
     assert said(mapped.examples[0]) == [("user", "a"), ("assistant", "b")]  # type: ignore[arg-type]
+    (tmp_path / "named" / "state.json").write_text("{")
+    with pytest.raises(ValueError, match=r"could not read the data set '.*named'"):
+        load_task(str(tmp_path / "named"))
 
 
 # Requests

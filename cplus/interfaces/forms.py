@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import TemplateError
@@ -252,6 +253,16 @@ def following(form: Form, tokenizer: PreTrainedTokenizerBase, prompt: str, answe
         return joint[len(before) :]
     # The tokenizer merges across the border. The prompt's tokens are fixed, so the answer is tokenised on its own.
     return tuple(tokenizer.encode(answer, add_special_tokens=False))
+
+
+def sequence(form: Form, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    """The tokens of each text after those before it: together, the tokens of the whole wherever it can be cut there."""
+    first, *rest = texts
+    alone = [form.tokens(first), *(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in rest)]
+    if tuple(chain.from_iterable(alone)) == form.tokens("".join(texts)):
+        return alone
+    before = accumulate(texts)
+    return [alone[0], *(following(form, tokenizer, read, text) for read, text in zip(before, rest, strict=False))]
 
 
 def special_texts(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
