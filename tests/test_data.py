@@ -353,9 +353,9 @@ def test_split_is_stored_and_never_mixed(tmp_path):
     path = tmp_path / "split.json"
     save_split(made, path)
     assert load_split(path, EXAMPLES, model_fingerprint=MODEL) == made
-    with pytest.raises(ValueError, match=r"made for another model \(ffffffffffff, expected 0000"):
+    with pytest.raises(ValueError, match=r"split of another model \(ffffffffffff, expected 0000"):
         load_split(path, EXAMPLES, model_fingerprint="0" * 64)
-    with pytest.raises(ValueError, match="made for another data"):
+    with pytest.raises(ValueError, match="split of another data set"):
         load_split(path, EXAMPLES[::-1], model_fingerprint=MODEL)
     path.write_text('{"model_fingerprint": 1}')
     with pytest.raises(ValueError, match="expected a stored split"):
@@ -408,7 +408,7 @@ def test_anchors_are_nested_and_seeded():
     assert set(budgets[2]) <= set(made.past)
     assert len(set(draw_anchors(made, 20, seed=3))) == 20
     assert draw_anchors(made, 16, seed=4) != budgets[2]
-    with pytest.raises(ValueError, match="asked for 21 initially correct examples as anchors, but there are 20"):
+    with pytest.raises(ValueError, match="asked for 21 initially correct examples as anchors, but there are 20; draw"):
         draw_anchors(made, 21, seed=3)
 
 

@@ -1,4 +1,4 @@
-"""Tokens of one example: what the model reads and what it is asked to say."""
+"""Tokens of one example: what the model reads and what it learns to write."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _SHORTEST_PREFIX = 8
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A prompt and its target; the loss is taken at the target's tokens only.
+    """A prompt and its target; the loss is computed at the target's tokens only.
 
-    `scored` picks tokens of the target, for conversations of several turns; none given, all are scored.
+    `scored` selects tokens of the target, for conversations of several turns; if it is empty, all are scored.
 
     >>> Encoded((1, 2), (3, 4, 5), (True, False, True)).labels
     (3, -100, 5)
@@ -71,7 +71,7 @@ class Fitted:
 
 
 def fit(rows: Sequence[Encoded], window: int, policy: Literal["refuse", "exclude"] = "refuse") -> Fitted:
-    """Count the rows longer than the window; refuse them all, or say which to leave out.
+    """Count the rows longer than the window; refuse them, or list which to leave out.
 
     >>> fit([Encoded((1, 2), (3,)), Encoded((1, 2, 3), (4,))], window=2, policy="exclude")
     Fitted(kept=(0,), excluded=(1,))

@@ -1,4 +1,4 @@
-"""What a task is made of: multiple-choice and free-form examples, and their JSON rows."""
+"""The examples of a task, multiple-choice and free-form, and their JSON rows."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def tool_schemas(value: object, where: str) -> str:
 
 
 def tool_name(tool: object) -> object:
-    """The name in a tool's schema, which may stand in `function` or bare."""
+    """The name in a tool's schema, inside `function` or at its top level."""
     if not isinstance(tool, Mapping):
         return None
     function = tool.get("function", tool)

@@ -148,7 +148,7 @@ def _preferred(row: Row, where: str, id: str, requests: bool) -> FreeForm:
         opening = next(turn.content for turn in answer if turn.role == "user")
         if prompt not in (None, [], opening):
             raise ValueError(
-                f"{where}: expected chosen to be the answer to prompt alone, got {opening!r:.60} in it too"
+                f"{where}: expected chosen to hold the answer alone, got {opening!r:.60} beside a prompt; remove one"
             )
         turns = [*_untrained(answer[:-1]), answer[-1]]
     elif prompt is None:

@@ -14,7 +14,7 @@ MISSING = "this needs lm-evaluation-harness: pip install 'cplus[lm-eval]'"
 
 
 def read(name: str) -> Found:
-    """The rows that the harness asks for a task, a group or a task's YAML file; zero-shot, in its order."""
+    """The rows that the harness evaluates for a task, a group or a task's YAML file; zero-shot, in its order."""
     rows = ((f"{PREFIX}{task.task_name}: row {i}", row) for task in _tasks(name) for i, row in _rows(task))
     return collect(rows, name=Path(name).stem, source=f"{PREFIX}{name}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -45,12 +46,13 @@ def read(hub: Hub, *, name: str, columns: Columns | None = None, requests: bool 
         import datasets
     except ImportError as error:
         raise ValueError(f"{hub.path}: reading the hub needs the datasets package: {DATA_EXTRA}") from error
+    saved = any((Path(hub.path) / mark).is_file() for mark in _SAVED)
     try:
-        if any((Path(hub.path) / mark).is_file() for mark in _SAVED):
+        if saved:
             found = datasets.load_from_disk(hub.path)
         else:
             found = datasets.load_dataset(hub.path, hub.config, split=hub.split)
-    except OSError as error:
+    except (OSError, json.JSONDecodeError) as error:
         raise ValueError(
             f"could not read the data set {hub.path!r}: {error}; check its name and the network, or give a file instead"
         ) from error
@@ -60,6 +62,8 @@ def read(hub: Hub, *, name: str, columns: Columns | None = None, requests: bool 
                 f"{hub.path} has the splits {', '.join(found)}; choose one, e.g. {hub.path}@{next(iter(found))}"
             )
         found = found[hub.split or next(iter(found))]
+    elif saved and hub.split is not None:
+        raise ValueError(f"{hub.path} was saved without splits; leave @{hub.split} out")
     rows = renamed(_rows(found, hub), columns)
     return collect(rows, name=name, source=hub.path, requests=requests)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One answer: the index of a choice, or free text; `correct` is None where nothing says what is right.
+    """One answer: the index of a choice, or free text; `correct` is None where the right answer is not known.
 
     `scores` are the candidates' mean token log-likelihoods and `confidence` the softmax over them at the answer; for
     free text `scores` holds the answer's own and `confidence` is its geometric mean token probability.

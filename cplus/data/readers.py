@@ -88,10 +88,10 @@ def collect(rows: Rows, *, name: str, source: str, requests: bool = False) -> Fo
         examples.append(example)
     if not examples:
         raise ValueError(f"{source}: expected at least one example, but it is empty")
-    known = dict.fromkeys(key for one in formats.values() for key in one.known)
+    known = {key for one in formats.values() for key in one.known}
     detected = Detected(
         format=" and ".join(formats),
-        keys=tuple(key for key in known if key in keys),
+        keys=tuple(key for key in keys if key in known),
         rows=len(examples),
         requests=sum(not isinstance(example, Choice) and not example.answered for example in examples),
         unused=tuple(key for key in keys if key not in known and key != "id"),

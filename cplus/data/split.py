@@ -1,4 +1,4 @@
-"""What the base model knew before: its past and the new, and the anchors drawn from them."""
+"""Rows that the base model answers correctly (past) and incorrectly (new), and the anchors drawn from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STACK = ("torch", "transformers", "tokenizers")
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Examples the base model answers rightly (past) and wrongly (new), and under what this was found.
+    """Examples that the base model answers correctly (past) and incorrectly (new), and the setting of that evaluation.
 
     Paper: Experimental Setting (D_new and the past data). It depends on the numerics: protocol section 5.
     """
@@ -48,7 +48,7 @@ def split(
     interface: str,
     stack: Mapping[str, str],
 ) -> Split:
-    """Part the examples by whether the base model's predictions are right, each part in the examples' order."""
+    """Split the examples by whether the base model's predictions are right; both parts keep the examples' order."""
     by_id = {prediction.id: prediction for prediction in predicted}
     if len(by_id) != len(predicted) or set(by_id) != {example.id for example in examples}:
         raise ValueError(
@@ -87,11 +87,11 @@ def load_split(path: Path, examples: Sequence[Example], *, model_fingerprint: st
         raise ValueError(f"{path}: expected a stored split with {', '.join(sorted(_KEYS))}; split again")
     for what, expected, remedy in (
         ("model", model_fingerprint, "split again with this model"),
-        ("data", fingerprint(examples), "split again with these examples"),
+        ("data set", fingerprint(examples), "split again with these examples"),
     ):
-        found = str(record[f"{what}_fingerprint"])
+        found = str(record[f"{what.split()[0]}_fingerprint"])
         if found != expected:
-            raise ValueError(f"{path}: made for another {what} ({found[:12]}, expected {expected[:12]}); {remedy}")
+            raise ValueError(f"{path}: a split of another {what} ({found[:12]}, expected {expected[:12]}); {remedy}")
     try:
         return split(
             examples,
@@ -120,7 +120,7 @@ def cached_split(
     if path.exists():
         return load_split(path, examples, model_fingerprint=model_fingerprint)
     with locks.holding(locks.beside(path), wait=math.inf, notify=lambda sentence: console.print(clean(sentence))):
-        if path.exists():  # the one who was waited for has made it
+        if path.exists():  # the other process has created it
             return load_split(path, examples, model_fingerprint=model_fingerprint)
         files.tidy(folder, path.name)
         made = split(examples, predict(), model_fingerprint=model_fingerprint, interface=interface, stack=stack)
@@ -129,7 +129,7 @@ def cached_split(
 
 
 def draw_anchors(split: Split, num_anchors: int, seed: int) -> tuple[Example, ...]:
-    """The first `num_anchors` of one seeded permutation of the past, so that a larger budget holds the smaller.
+    """The first `num_anchors` of one seeded permutation of the past rows; a larger budget contains a smaller one.
 
     Paper: the anchor set P_A, Experimental Setting.
     """
@@ -137,7 +137,7 @@ def draw_anchors(split: Split, num_anchors: int, seed: int) -> tuple[Example, ..
 
 
 def draw_mixture(split: Split, *, correct: int, wrong: int, seed: int) -> tuple[Example, ...]:
-    """Anchors of which `correct` were answered rightly and `wrong` wrongly, each a prefix of its own permutation.
+    """`correct` anchors that were answered correctly and `wrong` that were not, each a prefix of its own permutation.
 
     Paper: App. "Anchor Composition Across Tasks" (E7).
     """
@@ -149,5 +149,5 @@ def draw_mixture(split: Split, *, correct: int, wrong: int, seed: int) -> tuple[
 
 def _prefix(pool: tuple[Example, ...], count: int, seed: int, kind: str) -> list[Example]:
     if not 0 <= count <= len(pool):
-        raise ValueError(f"asked for {count} {kind} examples as anchors, but there are {len(pool)}")
+        raise ValueError(f"asked for {count} {kind} examples as anchors, but there are {len(pool)}; draw fewer")
     return random.Random(seed).sample(pool, len(pool))[:count]

@@ -21,7 +21,7 @@ InterfaceName: TypeAlias = Literal["letter", "cloze", "freeform"]
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """What the table says of a named task: its usual interface and the wording its letter prompt ends with."""
+    """A named task's usual interface and the wording that its letter prompt ends with."""
 
     interface: InterfaceName
     wording: str = "standard"
@@ -33,7 +33,7 @@ PAPER: dict[str, Known] = {
     "mmlu": Known(interface="letter"),
     "medqa": Known(interface="letter", wording="medqa"),
 }
-# Half of the external sets are sentences to be ended, which lettered options turn into something else.
+# Half of the external sets are sentences to complete; with lettered options they would be another task.
 _BY_TEXT = Known(interface="cloze")
 EXTERNAL: dict[str, Known] = {
     "hellaswag": _BY_TEXT,
@@ -112,7 +112,7 @@ def _named(name: str, data_dir: Path | None) -> Task:
     hint = f"did you mean {' or '.join(near)}?" if near else f"known names are {', '.join(names)}."
     raise ValueError(
         f"unknown task {name!r}; {hint} "
-        "A task may also be a file (.jsonl, .csv, .parquet), owner/name on the hub, or lm-eval:NAME"
+        "A task may also be a file (.jsonl, .json, .csv, .tsv, .parquet), owner/name on the hub, or lm-eval:NAME"
     )
 
 

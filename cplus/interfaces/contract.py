@@ -1,4 +1,4 @@
-"""What an interface is: how a task asks, answers, is scored, and is written anew."""
+"""The interface of a task: how its rows become prompts, targets, candidate answers and requests for new rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ class Interface(Protocol):
         ...
 
     def encode(self, example: Example) -> Encoded:
-        """The prompt and the right target's tokens: what training and evidence see."""
+        """The prompt and the right target's tokens: what training and evidence see.
+
+        For a conversation of several turns the target begins at the first one that is learned, so that this prompt may
+        be shorter than `prompt`.
+        """
         ...
 
     def candidates(self, example: Example) -> tuple[tuple[int, ...], ...]:
@@ -51,7 +55,7 @@ class Interface(Protocol):
         ...
 
     def request(self, shots: Sequence[Example], topic: str | None) -> tuple[int, ...]:
-        """The tokens that ask the frozen model for one new input like the shots."""
+        """The tokens that prompt the frozen model for one new input like the shots."""
         ...
 
     def stop(self, shots: Sequence[Example]) -> tuple[str, ...]:

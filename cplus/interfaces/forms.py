@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import TemplateError
@@ -79,7 +81,7 @@ class Chat:
         pairs, read = [], 0
         for i, message in enumerate(messages):
             if message.role == "tool":
-                self._surroundings(messages, tools, i, whole)  # refused if the template leaves it out
+                self._start(messages, tools, i, whole)  # refused if the template leaves it out
             if message.role != "assistant":
                 continue
             start, end = self._span(messages, tools, i, whole)
@@ -127,42 +129,40 @@ class Chat:
 
     def _span(self, messages: Sequence[Message], tools: str, i: int, whole: str) -> tuple[int, int]:
         """Where an assistant turn's words begin in the whole text, and where the turn ends."""
-        before, after = self._surroundings(messages, tools, i, whole)
-        start = self._start(messages, tools, i, whole, before)
-        if not messages[i].calls:
-            end = len(whole) - len(after)
-            if end < start or not whole.endswith(after):
-                raise _unfound(i, "the words after it depend on its own")
-            return start, end + (len(self.end) if after.startswith(self.end) else 0)
-        found = whole.find(self.end, start)
-        limit = len(whole)
-        if i + 1 < len(messages):
-            following, _ = self._surroundings(messages, tools, i + 1, whole)
-            limit = self._start(messages, tools, i + 1, whole, following)
-        if not start <= found < limit:
-            raise _unfound(i, f"its tool calls do not end with {self.end!r}")
-        return start, found + len(self.end)
+        start = self._start(messages, tools, i, whole)
+        if messages[i].calls:
+            end = whole.find(self.end, start)
+            limit = self._start(messages, tools, i + 1, whole) if i + 1 < len(messages) else len(whole)
+            if not start <= end < limit:
+                raise _unfound(i, f"its tool calls do not end with {self.end!r}")
+            return start, end + len(self.end)
+        before, after = self._around(messages, tools, i, whole)
+        end = len(whole) - len(after)
+        if not before or end < start or not whole.endswith(after):
+            raise _unfound(i, "the words after it depend on its own")
+        return start, end + (len(self.end) if after.startswith(self.end) else 0)
 
-    def _start(self, messages: Sequence[Message], tools: str, i: int, whole: str, before: str) -> int:
-        if whole.startswith(before):
+    def _start(self, messages: Sequence[Message], tools: str, i: int, whole: str) -> int:
+        """Where a turn's words begin: after what the template writes before a mark, or before the model's turn."""
+        before, _ = self._around(messages, tools, i, whole)
+        if before and whole.startswith(before):
             return len(before)
-        if i > 0:  # the words begin with a thought, which the template writes otherwise than an empty one
+        if i > 0 and messages[i].role == "assistant":  # it begins with a thought, or has calls and no place for words
             for thinking in (False, True):
-                asked = self._render(messages[:i], tools, asks=True, thinking=thinking)
-                if whole.startswith(asked):
-                    return len(asked)
-        raise _unfound(i, "the words before it depend on its own")
+                with suppress(ValueError):  # the whole was written, so it is no matter if a part of it cannot be
+                    asked = self._render(messages[:i], tools, asks=True, thinking=thinking)
+                    if whole.startswith(asked):
+                        return len(asked)
+        raise _unfound(i, "the words before it depend on its own" if before else "its words are left out")
 
-    def _surroundings(self, messages: Sequence[Message], tools: str, i: int, whole: str) -> tuple[str, str]:
-        """What the template writes before and after the words of a turn."""
+    def _around(self, messages: Sequence[Message], tools: str, i: int, whole: str) -> tuple[str, str]:
+        """What the template writes before and after the words of a turn; nothing where it leaves them out."""
         mark = _MARK
         while mark in whole:
             mark += "-"
         marked = [*messages[:i], replace(messages[i], content=mark), *messages[i + 1 :]]
         before, found, after = self._render(marked, tools).partition(mark)
-        if not found or mark in after:
-            raise _unfound(i, "it is left out" if not found else "it is written twice")
-        return before, after
+        return (before, after) if found else ("", "")
 
     def _render(
         self, messages: Sequence[Message], tools: str = "", *, asks: bool = False, thinking: bool = False
@@ -253,6 +253,16 @@ def following(form: Form, tokenizer: PreTrainedTokenizerBase, prompt: str, answe
         return joint[len(before) :]
     # The tokenizer merges across the border. The prompt's tokens are fixed, so the answer is tokenised on its own.
     return tuple(tokenizer.encode(answer, add_special_tokens=False))
+
+
+def sequence(form: Form, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    """The tokens of each text after those before it: together, the tokens of the whole wherever it can be cut there."""
+    first, *rest = texts
+    alone = [form.tokens(first), *(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in rest)]
+    if tuple(chain.from_iterable(alone)) == form.tokens("".join(texts)):
+        return alone
+    before = accumulate(texts)
+    return [alone[0], *(following(form, tokenizer, read, text) for read, text in zip(before, rest, strict=False))]
 
 
 def special_texts(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from cplus.data.encoded import Encoded
 from cplus.data.examples import Example, FreeForm, Message
 from cplus.files import fingerprint
 from cplus.interfaces.contract import Rejected
-from cplus.interfaces.forms import Form, following, opening, special_texts
+from cplus.interfaces.forms import Form, following, opening, sequence, special_texts
 from cplus.interfaces.reading import flaw
 
 if TYPE_CHECKING:
@@ -79,16 +80,9 @@ class Freeform:
                 read = ""
             else:
                 read += answer
-        prompt, *rest = pieces
-        tokens: list[int] = []
-        scored: list[bool] = []
-        text = prompt
-        for number, piece in enumerate(rest):
-            own = following(self.form, self.tokenizer, text, piece)
-            tokens += own
-            scored += [number % 2 == 0] * len(own)
-            text += piece
-        return Encoded(self.form.tokens(prompt), tuple(tokens), () if all(scored) else tuple(scored))
+        prompt, *target = sequence(self.form, self.tokenizer, pieces)
+        scored = [number % 2 == 0 for number, tokens in enumerate(target) for _ in tokens]
+        return Encoded(prompt, tuple(chain.from_iterable(target)), () if all(scored) else tuple(scored))
 
     def _text(self, example: FreeForm) -> Encoded:
         tokens = opening(self.tokenizer, example.response)
@@ -103,7 +97,7 @@ class Freeform:
     def request(self, shots: Sequence[Example], topic: str | None) -> tuple[int, ...]:
         """The shots' requests as a list that breaks off where the next one begins.
 
-        Plain text even for a chat model: asked to write a request, small models answer it or chat about it.
+        Plain text even for a chat model: a small one, told to write a request, answers it or chats about it.
         """
         entries = [f"{_HEAD} {_asked(shot)}{_RULE}" for shot in shots]
         about = "" if topic is None else f"Topic: {topic}\n"

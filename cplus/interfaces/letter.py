@@ -74,7 +74,7 @@ class Letter:
         return Encoded(self.prompt(example), self._token(example.answer))
 
     def candidates(self, example: Example) -> tuple[tuple[int, ...], ...]:
-        """The token of each letter that stands for a choice."""
+        """The token of each choice's letter."""
         return tuple(self._token(index) for index in range(len(_choice(example).choices)))
 
     def request(self, shots: Sequence[Example], topic: str | None) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ def as_text(messages: Sequence[Message], tools: str) -> list[Message]:
             written.append(replace(message, content="\n".join([*parts, *calls]), calls=""))
     if tools:
         offer = _OFFER.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in json.loads(tools)))
-        if written[0].role == "system":
+        if written and written[0].role == "system":
             written[0] = replace(written[0], content=f"{written[0].content}\n\n{offer}")
         else:
             written.insert(0, Message(role="system", content=offer))

@@ -33,6 +33,8 @@ def input_text(example: Example, *, options: bool) -> str:
     if not isinstance(example, Choice) and example.is_text:
         return example.response
     if not isinstance(example, Choice):
+        if example.is_text:
+            return example.response
         return "\n".join(message.content for message in example.messages)
     if not options or len(example.choices) < 2:
         return example.question
