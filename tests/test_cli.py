@@ -120,7 +120,7 @@ def test_other_trainers_options_are_answered_with_ours(command: str, hint: str) 
 
 
 def test_other_trainers_settings_are_answered_with_ours_in_a_file_too() -> None:
-    with pytest.raises(ValueError, match="'learning_rate' is not a setting; did you mean lr?"):
+    with pytest.raises(ValueError, match=r"'learning_rate' is not a setting; did you mean lr\?"):
         settings({"model": "toy", "new": "a.jsonl", "learning_rate": 1e-5})
     assert set(OTHER_NAMES.values()) <= set(AdaptConfig.model_fields)
     assert not set(OTHER_NAMES) & set(AdaptConfig.model_fields)
