@@ -24,7 +24,7 @@ from cplus.evaluation import judges, letters, requirements, rewording, summaries
 from cplus.evaluation.answers import score_answers
 from cplus.evaluation.requirements import Measured
 from cplus.evaluation.statistics import Rate, noise_floor, weighted
-from cplus.evaluation.task import evaluate_permuted
+from cplus.evaluation.task import BoundTask, evaluate_permuted, evaluate_task
 from cplus.files import read_json
 from cplus.interfaces import build
 from cplus.models import load, save
@@ -110,7 +110,7 @@ QUESTIONS: list[Example] = [
 def asked_by(choose: Any) -> Any:
     """Answers of a rule, certain of itself."""
 
-    def evaluate_task(rows: Sequence[Example]) -> list[Prediction]:
+    def ask(rows: Sequence[Example]) -> list[Prediction]:
         made = []
         for row in rows:
             assert isinstance(row, Choice)
@@ -459,8 +459,8 @@ def test_unknown_judges_are_refused(name: str) -> None:
 
 def test_a_task_is_summed_up_per_label(tiny_llama: Any) -> None:
     interface = build("letter", tiny_llama.tokenizer)
-    asked = BoundTevaluate_task(name="t", interface=interface, examples=tuple(QUESTIONS), judge=judges.exact_match)
-    predictions, summary = evaluate_tevaluate_task(tiny_llama.model, asked)
+    asked = BoundTask(name="t", interface=interface, examples=tuple(QUESTIONS), judge=judges.exact_match)
+    predictions, summary = evaluate_task(tiny_llama.model, asked)
     assert summary["gold"] == {"A": 4, "B": 4, "C": 4}
     assert sum(summary["answers"].values()) == summary["rows"] == 12
     assert summary["accuracy"]["right"] == sum(p.right for p in predictions)
@@ -470,7 +470,7 @@ def test_a_task_is_summed_up_per_label(tiny_llama: Any) -> None:
     with pytest.raises(ValueError, match="letter interface, got cloze"):
         evaluate_permuted(
             tiny_llama.model,
-            BoundTevaluate_task(name="t", interface=build("cloze", tiny_llama.tokenizer), examples=(), judge=judges.exact_match),
+            BoundTask(name="t", interface=build("cloze", tiny_llama.tokenizer), examples=(), judge=judges.exact_match),
         )
 
 
@@ -559,9 +559,9 @@ def test_the_harness_agrees_with_our_scores(tiny_llama: Any) -> None:
         Choice(id=str(i), question=f"What is {i}?", choices=("a cat", "red", f"the {i} moon"), answer=i % 3)
         for i in range(8)
     )
-    asked = BoundTevaluate_task(name="mine", interface=interface, examples=examples, judge=judges.exact_match)
+    asked = BoundTask(name="mine", interface=interface, examples=examples, judge=judges.exact_match)
     theirs = evaluate_with_harness(tiny_llama.model, asked)
-    _, ours = evaluate_tevaluate_task(tiny_llama.model, asked)
+    _, ours = evaluate_task(tiny_llama.model, asked)
     assert theirs["accuracy"] == ours["accuracy"]
     assert theirs["answers"] == ours["answers"]
     assert theirs["harness"] == pytest.approx(

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from browser import browser, executable
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -159,6 +160,45 @@ def test_the_command_prints_one_object(tmp_path: Path, capsys: pytest.CaptureFix
     assert "4 of 5" in told
     assert "1 exact (20.00%), 2 near (40.00%)" in told
     assert "\x1b" not in told
+
+
+def test_the_command_finds_the_anchors_beside_the_bank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from cplus.commands.audit import audit as command
+    from cplus.probes.bank import seal
+
+    def report() -> dict[str, Any]:
+        command(tmp_path / "bank", None, None, None, True)
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    seal(tmp_path / "bank", PLANTED.probes, PLANTED.manifest)
+    assert report()["labels"]["divergence"] is None
+    beside = tmp_path / "anchors.jsonl"
+    beside.write_text("".join(json.dumps(to_row(row)) + "\n" for row in ANCHORS))
+    found = report()
+    assert found["labels"]["anchor_shares"] == {"A": 0.5, "B": 0.5}
+    assert list(found["against"]) == ["anchors.jsonl"]
+    beside.write_text(json.dumps(to_row(EVALUATION[0])) + "\n")  # anchors of another bank
+    assert report()["against"] == {}
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(executable() is None, reason="no Chromium: apt-get install chromium")
+def test_the_tables_fit_a_phone(tmp_path: Path) -> None:
+    long = [choice(f"p{n}", f"Why {'Donaudampfschifffahrtsgesellschaft' * 2} {n}?", n % 4) for n in range(4)]
+    topics = {"topics": ["law", "everything that belongs to natural philosophy"]}
+    sources = [*AGAINST, audit.Source(name="a/long/folder/of/evaluation/questions.jsonl", examples=EVALUATION)]
+    found = audit.audit(bank(*long, choice("p5", HOSTILE), settings=topics), sources)
+    found["labels"]["shares"] |= {"an answer of several words and a" + "a" * 60: 0.1}
+    path = tmp_path / "audit.html"
+    path.write_text(render(found, name="bank"))
+    with browser() as page:
+        page.size(390, 740, mobile=True)
+        page.open(path)
+        assert page.js("document.querySelectorAll('.scroll').length") == 6
+        assert page.js("[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth)") == []
+        assert page.js("document.documentElement.scrollWidth") == 390
+        assert page.complaints() == []
 
 
 # The vLLM engine, against a server that answers as vLLM does

@@ -43,8 +43,9 @@ def audit(
     sealed = Bank.load(bank)
     beside = bank.resolve().parent / "anchors.jsonl"
     sources = [figures.ComparedRows(name=name, examples=load_task(name, data_dir).examples) for name in against or ()]
-    if beside.is_file():
-        sources.append(figures.ComparedRows(name=beside.name, examples=load_task(str(beside)).examples))
+    if beside.is_file() and not figures.sealed_anchors(sealed, sources):
+        anchors = figures.ComparedRows(name=beside.name, examples=load_task(str(beside)).examples)
+        sources += [anchors] if figures.sealed_anchors(sealed, [anchors]) else []
     found = figures.audit(sealed, sources)
     if html is not None:
         write_text(html, render(found, name=bank.name))
