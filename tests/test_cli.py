@@ -145,7 +145,7 @@ def test_the_shell_completes_methods_tasks_and_models() -> None:
 
 def test_shared_options_have_the_defaults_of_the_settings() -> None:
     defaults = {name: field.default for name, field in AdaptConfig.model_fields.items()}
-    shared = ("judge", "max_new_tokens", "too_long", "device", "compute_dtype", "plain", "interface", "data_dir")
+    shared = ("max_new_tokens", "too_long", "device", "compute_dtype", "plain", "interface", "data_dir")
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for command in ("evaluate", "split"):
         own = {parameter.name: parameter.default for parameter in commands[command].params}
@@ -179,7 +179,7 @@ def test_an_interruption_while_reading_leaves_no_traceback(tmp_path: Path) -> No
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
     code = (
         "import os, signal, cplus.data.tasks as tasks; from cplus.__main__ import main;"
-        "tasks.read_file = lambda path: os.kill(os.getpid(), signal.SIGINT); main()"
+        "tasks.read_rows = lambda path, **_: os.kill(os.getpid(), signal.SIGINT); main()"
     )
     command = [sys.executable, "-c", code, "split", "toy", "--task", str(tmp_path / "rows.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True)
