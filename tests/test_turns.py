@@ -202,6 +202,20 @@ def test_thoughts_are_learned_where_the_template_writes_them(tokenizer: Any) -> 
     assert [*row.prompt, *row.target] == whole(own, example)[: len(row)]
 
 
+def test_thinking_is_off_unless_it_is_kept(tokenizer: Any) -> None:
+    own = tokenizer("qwen3")
+    thought = "<think>\nWell.\n</think>\n\n"
+    with_thought, without = (talk(("user", "Hi."), ("assistant", f"{words}Bye.")) for words in (thought, ""))
+    kept, off = build("freeform", own, thinking="keep"), build("freeform", own)
+    assert own.decode(kept.prompt(without)).endswith("<|im_start|>assistant\n")
+    assert own.decode(off.prompt(without)).endswith("<think>\n\n</think>\n\n")
+    assert learned(own, kept.encode(with_thought)) == [f"{thought}Bye.<|im_end|>"]
+    assert kept.encode(with_thought).prompt == kept.prompt(with_thought)
+    assert kept.encode(without) == off.encode(without)  # the template writes an empty thought, which is not learned
+    with pytest.raises(ValueError, match="expected thinking to be off or keep, got 'on'"):
+        build("freeform", own, thinking="on")
+
+
 def test_words_that_a_template_trims_are_learned_trimmed(tokenizer: Any) -> None:
     own = tokenizer("gemma2")
     example = talk(("user", "Hi."), ("assistant", " \n Hello. \n"), ("user", "And?"), ("assistant", "Bye.\n"))

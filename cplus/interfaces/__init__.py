@@ -16,10 +16,11 @@ from cplus.interfaces.letter import WORDINGS, Letter
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["NAMES", "TURNS", "WORDINGS", "Interface", "Rejected", "build", "tokens_by_role"]
+__all__ = ["NAMES", "THINKING", "TURNS", "WORDINGS", "Interface", "Rejected", "build", "tokens_by_role"]
 
 NAMES = ("letter", "cloze", "freeform")
 TURNS: tuple[str, ...] = get_args(Turns)
+THINKING = ("off", "keep")
 
 
 def build(
@@ -29,20 +30,24 @@ def build(
     wording: str = "standard",
     chat: bool = True,
     turns: str = "all",
+    thinking: str = "off",
 ) -> Interface:
     """The interface of that name, bound to a tokenizer.
 
-    `wording` is the letter's, `turns` the free form's: which assistant turns are targets. Cloze is always plain text.
+    `wording` is the letter's. `turns` and `thinking` are the free form's: which assistant turns are targets, and
+    whether a model that thinks does so (`keep`) or is told not to (`off`). Cloze is always plain text.
     """
     if wording not in WORDINGS:
         raise ValueError(f"expected a wording of {', '.join(WORDINGS)}, got {wording!r}")
     if turns not in TURNS:
         raise ValueError(f"expected turns to be {' or '.join(TURNS)}, got {turns!r}")
+    if thinking not in THINKING:
+        raise ValueError(f"expected thinking to be {' or '.join(THINKING)}, got {thinking!r}")
     if name == "cloze":
         return Cloze(tokenizer=tokenizer, form=Plain(tokenizer))
     if name not in NAMES:
         raise ValueError(f"expected an interface of {', '.join(NAMES)}, got {name!r}")
-    form = Chat(tokenizer) if chat else Plain(tokenizer)
+    form = Chat(tokenizer, thinking=thinking == "keep" and name == "freeform") if chat else Plain(tokenizer)
     if name == "letter":
         return Letter(tokenizer=tokenizer, form=form, wording=wording)
     return Freeform(tokenizer=tokenizer, form=form, turns=cast(Turns, turns))

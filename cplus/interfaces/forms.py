@@ -26,6 +26,8 @@ class Form(Protocol):
 
     lead: str
     """The text between the prompt and the answer."""
+    thinking: bool
+    """Whether the model may think before it answers."""
 
     @property
     def end(self) -> str:
@@ -51,20 +53,21 @@ class Form(Protocol):
 
 
 class Chat:
-    """The tokenizer's own chat template, thinking off.
+    """The tokenizer's own chat template, thinking off by default.
 
     Paper: protocol section 1.
     """
 
     lead = ""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, thinking: bool = False) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 f"expected a tokenizer with a chat template, but {tokenizer.name_or_path or 'this one'} has none; "
                 "use plain text instead: chat=False, or --plain on the command line"
             )
         self._tokenizer = tokenizer
+        self.thinking = thinking
 
     def text(self, messages: Sequence[Message], tools: str = "") -> str:
         """The templated conversation with the generation prompt."""
@@ -165,7 +168,7 @@ class Chat:
         return (before, after) if found else ("", "")
 
     def _render(
-        self, messages: Sequence[Message], tools: str = "", *, asks: bool = False, thinking: bool = False
+        self, messages: Sequence[Message], tools: str = "", *, asks: bool = False, thinking: bool | None = None
     ) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
@@ -173,7 +176,7 @@ class Chat:
                 tools=json.loads(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=asks,
-                enable_thinking=thinking,
+                enable_thinking=self.thinking if thinking is None else thinking,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             roles = ", ".join(message.role for message in messages)
@@ -188,6 +191,7 @@ class Plain:
     """Named turns in plain text, for a model without a chat template."""
 
     lead = " "
+    thinking = False
     knows_tools = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -58,10 +58,8 @@ class Freeform:
         with _named(example):
             if not example.answered:
                 raise ValueError("this request has no response yet; answer it first with with_answer")
-            earlier = self.turns == "all" and any(
-                turn.role == "assistant" and turn.trained for turn in example.messages
-            )
-            if earlier or example.calls:
+            earlier = any(turn.role == "assistant" and turn.trained for turn in example.messages)
+            if (earlier and self.turns == "all") or example.calls or self.form.thinking:
                 return self._conversation(example)
             text = self.form.text(example.messages, example.tools)
             answer = f"{self.form.lead}{example.response}{self.form.end}"
