@@ -67,7 +67,7 @@ def probe(
     It is sealed in the folder `banks`, by default in the cache, and read from there the next time;
     `encode(bank.examples, tokenizer)` makes the rows that `protect` takes.
     """
-    from cplus.experiment.bank import cached_bank
+    from cplus.experiment.bank_cache import cached_bank
     from cplus.interfaces import build
     from cplus.models import of
     from cplus.probes.settings import Settings

@@ -147,18 +147,6 @@ def adapt(
     optimizer.zero_grad(set_to_none=True)
 
 
-def rate_factor(step: int, *, total: int, warmup: int, course: str) -> float:
-    """The factor on the learning rate for the update after `step` others; it is above 0 from the first update on.
-
-    >>> [rate_factor(s, total=4, warmup=2, course="linear") for s in range(4)]
-    [0.3333333333333333, 0.6666666666666666, 1.0, 0.5]
-    """
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    done = (step - warmup) / max(1, total - warmup)
-    return {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}[course]
-
-
 def due(method: Method, *, step: int, batch: int) -> bool:
     """Whether the evidence is refreshed before this batch; never for a method without evidence."""
     if not method.evidence:

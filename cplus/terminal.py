@@ -53,12 +53,30 @@ class _Rate(ProgressColumn):
         return Text("" if speed is None else f"{speed:,.1f}/s", style="cyan")
 
 
+def _columns() -> tuple[ProgressColumn, ...]:
+    return (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),  # names of files are no markup
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        _Rate(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+
+
 class _Lines(Progress):
     """Where there is no terminal: a plain line about a bar every 30 seconds at most, none for a short one."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        period = 20 * _SECONDS  # rich's own would forget a slow bar between two lines
         super().__init__(
-            console=console, disable=True, auto_refresh=False, speed_estimate_period=20 * _SECONDS, get_time=clock
+            *_columns(),
+            console=console,
+            disable=True,
+            auto_refresh=False,
+            speed_estimate_period=period,
+            get_time=clock,
         )
         self._printed = clock()
 
@@ -87,20 +105,11 @@ class _Lines(Progress):
 @contextmanager
 def progress(clock: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
     """Progress on standard error with rate and time left: bars in a terminal, occasional lines elsewhere."""
-    if not console.is_terminal:
+    if console.is_terminal:
+        with Progress(*_columns(), console=console, transient=True) as bars:
+            yield bars
+    else:
         yield _Lines(clock)
-        return
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),  # file names are not markup
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        _Rate(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bars:
-        yield bars
 
 
 def track(items: Iterable[Any], description: str, *, total: int | None = None) -> Iterator[Any]:

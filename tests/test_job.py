@@ -26,13 +26,14 @@ from cplus.cli import app, register
 from cplus.data.examples import Choice, FreeForm, Message
 from cplus.experiment.driver import Training
 from cplus.experiment.measure import says_every_token
+from cplus.experiment.schedule import rate_factor
 from cplus.interfaces import Rejected
 from cplus.job import footprint
 from cplus.job.checkpoint import Checkpoints
 from cplus.job.folder import Folder, claimed
 from cplus.job.resume import resume
 from cplus.job.run import FinishedJob
-from cplus.loop import EpochEnded, Stepped, rate_factor
+from cplus.loop import EpochEnded, Stepped
 from cplus.methods import METHODS
 from cplus.models import fingerprint, load
 from cplus.probes import own_answers as own
@@ -511,7 +512,7 @@ def test_the_rate_rises_and_falls_as_its_course_says() -> None:
         ("linear", 0.1),
         ("cosine", (1 + torch.cos(torch.tensor(0.9 * torch.pi))) / 2),
     ):
-        factors = [rate_factor(step, total=14, warmup=4, course=course) for step in range(14)]
+        factors = [rate_factor(step, total=14, warmup=4, kind=course) for step in range(14)]
         assert factors[:5] == [0.2, 0.4, 0.6, 0.8, 1.0]
         assert factors[-1] == pytest.approx(float(last))
         assert sorted(factors[4:], reverse=True) == factors[4:]

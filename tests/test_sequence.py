@@ -443,7 +443,9 @@ def test_a_folder_that_is_no_ledger_is_left_alone(tmp_path: Path, made: Path) ->
     (tmp_path / "mine.txt").write_text("x")
     failed = CliRunner().invoke(app, ["update", str(tmp_path), "--model", "toy", "--new", str(made / "plants.jsonl")])
     assert "it is not a ledger" in str(failed.exception)
-    again = CliRunner().invoke(app, ["update", str(made / "led"), "--model", "toy", "--new", "x.jsonl"])
+    again = CliRunner().invoke(
+        app, ["update", str(made / "led"), "--model", "toy", "--new", str(made / "plants.jsonl")]
+    )
     assert "leave the model out" in str(again.exception)
 
 

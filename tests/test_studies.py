@@ -26,8 +26,8 @@ from cplus import algorithm, attach, cli, evidence, files, models
 from cplus.data.examples import Choice
 from cplus.data.predictions import Prediction
 from cplus.evaluation.prior import answer_prior
-from cplus.experiment.driver import build_scheduler
 from cplus.experiment.record import RunResult
+from cplus.experiment.schedule import build_scheduler
 from cplus.experiment.settings import RunSpec
 from cplus.experiment.task_split import split_task
 from cplus.methods import METHODS

@@ -7,19 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cplus.commands import names
-from cplus.commands.options import (
-    ComputeDtype,
-    DataDir,
-    Device,
-    InterfaceName,
-    Json,
-    Judge,
-    MaxNewTokens,
-    Model,
-    Plain,
-    TooLong,
-)
+from cplus.commands import names, options
 
 if TYPE_CHECKING:
     from cplus.evaluation.task import BoundTask
@@ -27,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    model: Model,
+    model: options.Model,
     task: Annotated[
         list[str],
         typer.Option(
@@ -35,14 +23,14 @@ def evaluate(
             autocompletion=names.tasks,
         ),
     ],
-    interface: InterfaceName = None,
-    data_dir: DataDir = None,
+    interface: options.InterfaceName = None,
+    data_dir: options.DataDir = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first rows of each task.")] = None,
     permute_options: Annotated[
         bool, typer.Option("--permute-options", help="Letters: also evaluate every cyclic permutation of the options.")
     ] = False,
-    judge: Judge = "exact",
-    max_new_tokens: MaxNewTokens = 256,
+    judge: options.Judge = "exact",
+    max_new_tokens: options.MaxNewTokens = 256,
     against: Annotated[
         Path | None, typer.Option(help="Predictions stored by 'cplus split': print what was kept, lost and gained.")
     ] = None,
@@ -50,11 +38,11 @@ def evaluate(
         Literal["cplus", "lm-eval"],
         typer.Option(help="lm-eval: score cloze with lm-evaluation-harness, and lm-eval:NAME with its own metrics."),
     ] = "cplus",
-    plain: Plain = False,
-    too_long: TooLong = "refuse",
-    device: Device = "auto",
-    compute_dtype: ComputeDtype = "float32",
-    json: Json = False,
+    plain: options.Plain = False,
+    too_long: options.TooLong = "refuse",
+    device: options.Device = "auto",
+    compute_dtype: options.ComputeDtype = "float32",
+    json: options.Json = False,
 ) -> None:
     """Evaluate a model on one or more tasks: accuracy with intervals, answers given and changes."""
     names.check({"model": model, "task": task})
@@ -63,7 +51,7 @@ def evaluate(
     from cplus.data import harness
     from cplus.data.tasks import load_task
     from cplus.evaluation import judges
-    from cplus.evaluation.outcomes import average_task_accuracy
+    from cplus.evaluation.retention_acquisition import average_task_accuracy
     from cplus.evaluation.task import BoundTask
     from cplus.scoring import fitting
     from cplus.terminal import print_json

@@ -7,37 +7,25 @@ from typing import Annotated
 
 import typer
 
-from cplus.commands import names
-from cplus.commands.options import (
-    ComputeDtype,
-    DataDir,
-    Device,
-    InterfaceName,
-    Json,
-    Judge,
-    MaxNewTokens,
-    Model,
-    Plain,
-    TooLong,
-)
+from cplus.commands import names, options
 
 
 def split(
-    model: Model,
+    model: options.Model,
     task: Annotated[
         str, typer.Option(help="A named task, a file or owner/name on the hub.", autocompletion=names.tasks)
     ],
     out: Annotated[Path, typer.Option(help="JSON file for the predictions.")] = Path("split.json"),
-    interface: InterfaceName = None,
-    data_dir: DataDir = None,
+    interface: options.InterfaceName = None,
+    data_dir: options.DataDir = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first rows.")] = None,
-    judge: Judge = "exact",
-    max_new_tokens: MaxNewTokens = 256,
-    plain: Plain = False,
-    too_long: TooLong = "refuse",
-    device: Device = "auto",
-    compute_dtype: ComputeDtype = "float32",
-    json: Json = False,
+    judge: options.Judge = "exact",
+    max_new_tokens: options.MaxNewTokens = 256,
+    plain: options.Plain = False,
+    too_long: options.TooLong = "refuse",
+    device: options.Device = "auto",
+    compute_dtype: options.ComputeDtype = "float32",
+    json: options.Json = False,
 ) -> None:
     """Split a task into rows the model answers correctly (past) and incorrectly (new), and store its answers."""
     names.check({"model": model, "task": task})

@@ -1,6 +1,6 @@
 """What was kept, lost and learned: pure functions of predictions, without torch. `evaluate.task` asks a model."""
 
-from cplus.evaluation.outcomes import (
+from cplus.evaluation.retention_acquisition import (
     Flip,
     acquisition,
     average_task_accuracy,

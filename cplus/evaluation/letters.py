@@ -15,7 +15,7 @@ from typing import Any
 
 from cplus.data.examples import Choice, Example
 from cplus.data.predictions import Prediction
-from cplus.evaluation.outcomes import Flip, Kind, acquisition, retention
+from cplus.evaluation.retention_acquisition import Flip, Kind, acquisition, retention
 from cplus.evaluation.statistics import Rate, share
 
 

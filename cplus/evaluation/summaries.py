@@ -10,7 +10,7 @@ from typing import Any
 from cplus.data.examples import Choice, Example
 from cplus.data.predictions import Prediction
 from cplus.evaluation import letters
-from cplus.evaluation.outcomes import Flip, acquisition, retention
+from cplus.evaluation.retention_acquisition import Flip, acquisition, retention
 from cplus.evaluation.statistics import Rate, mcnemar, share
 
 

@@ -15,7 +15,7 @@ from cplus.data.examples import Choice, Example, fingerprint
 from cplus.data.predictions import Prediction
 from cplus.evaluation import letters, summaries
 from cplus.evaluation.judges import Judge
-from cplus.evaluation.outcomes import flips
+from cplus.evaluation.retention_acquisition import flips
 from cplus.files import read_json
 from cplus.interfaces import Interface
 from cplus.scoring import log_likelihoods, predict

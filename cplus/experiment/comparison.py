@@ -12,7 +12,7 @@ from cplus.data.examples import Choice, Example
 from cplus.data.harness import PREFIX
 from cplus.data.split import Split, draw_mixture
 from cplus.data.tasks import EXTERNAL, load_task
-from cplus.experiment.bank import cached_bank
+from cplus.experiment.bank_cache import cached_bank
 from cplus.experiment.material import Kept
 from cplus.experiment.rows import Group, Part
 from cplus.experiment.settings import RunSpec

@@ -6,7 +6,6 @@ Studies, sequences and jobs all train through it; a job adds looks on the way, a
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from cplus.data.encoded import Encoded
 from cplus.diagnostics.gateshares import layer_shares
 from cplus.experiment.material import Kept, material
 from cplus.experiment.precision import in_precision
+from cplus.experiment.schedule import build_schedule, build_scheduler
 from cplus.experiment.settings import Settings
 from cplus.health import UNIFORM, Health
 from cplus.loop import (
@@ -33,11 +33,9 @@ from cplus.loop import (
     Event,
     Prepared,
     Refreshed,
-    Schedule,
     Stepped,
     adapt,
     prepare,
-    rate_factor,
 )
 from cplus.methods import Material, Method
 from cplus.models import Loaded
@@ -54,23 +52,6 @@ def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
     if settings.optimizer == "sgd":
         return SGD(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     return AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
-
-
-def build_scheduler(settings: Settings, optimizer: Optimizer, num_new: int) -> LambdaLR:
-    """The learning-rate schedule over all epochs, whether or not training stops early."""
-    total = settings.epochs * updates_per_epoch(num_new, settings.batch_size)
-    warmup = settings.warmup_steps or round(settings.warmup_share * total)
-    return LambdaLR(optimizer, lambda step: rate_factor(step, total=total, warmup=warmup, course=settings.lr_schedule))
-
-
-def build_schedule(settings: Settings) -> Schedule:
-    """How the rows are batched."""
-    return Schedule(
-        epochs=settings.epochs,
-        batch_size=settings.batch_size,
-        order=settings.order,
-        clip_norm=settings.clip_norm or None,
-    )
 
 
 def begin(settings: Settings, base: Loaded, new: Sequence[Encoded], past: Sequence[Kept]) -> Training:
@@ -275,12 +256,3 @@ class Training:
         self.model.train()
         log.curve.append(point)
         log.losses, log.counted = [], (0, 0)
-
-
-def updates_per_epoch(num_new: int, batch_size: int) -> int:
-    """How often the parameters move in an epoch.
-
-    >>> updates_per_epoch(10, 4)
-    3
-    """
-    return math.ceil(num_new / batch_size)

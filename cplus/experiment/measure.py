@@ -12,7 +12,7 @@ from cplus.data.batching import batched
 from cplus.data.encoded import Encoded
 from cplus.data.predictions import Prediction
 from cplus.evaluation import acquisition, flips, retention
-from cplus.evaluation.outcomes import Flip
+from cplus.evaluation.retention_acquisition import Flip
 from cplus.evaluation.statistics import token_loss
 from cplus.experiment.rows import Group
 from cplus.losses import target_logits

@@ -21,10 +21,11 @@ from cplus.evaluation.letters import permuted
 from cplus.evaluation.prior import answer_prior
 from cplus.evaluation.statistics import token_loss
 from cplus.experiment.comparison import Comparison
-from cplus.experiment.driver import Training, begin, build_optimizer, build_schedule
+from cplus.experiment.driver import Training, begin, build_optimizer
 from cplus.experiment.measure import answered, changes
 from cplus.experiment.record import RunResult
 from cplus.experiment.rows import Group
+from cplus.experiment.schedule import build_schedule
 from cplus.experiment.settings import RunSpec
 from cplus.loop import EpochEnded, Event, Prepared, Schedule, epoch_batches
 from cplus.methods import METHODS, Material

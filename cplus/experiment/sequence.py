@@ -20,7 +20,7 @@ from cplus.data.split import Split, draw_anchors, split, stack
 from cplus.data.tasks import load_task
 from cplus.environment import environment
 from cplus.evaluation import acquisition, flips, percent, retention
-from cplus.evaluation.outcomes import Flip
+from cplus.evaluation.retention_acquisition import Flip
 from cplus.evaluation.sequences import average_accuracy, backward_transfer, survival
 from cplus.experiment.comparison import bank, new_rows
 from cplus.experiment.driver import begin

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from cplus import files
-from cplus.experiment.bank import bank_folder, cached_bank
+from cplus.experiment.bank_cache import bank_folder, cached_bank
 from cplus.experiment.rows import Group
 from cplus.job.folder import Folder
 from cplus.job.progress import bank_view, say

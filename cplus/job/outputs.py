@@ -15,9 +15,10 @@ from cplus import files
 from cplus.cost import cost_row
 from cplus.diagnostics.gateshares import LayerShare
 from cplus.environment import environment
-from cplus.experiment.driver import TrainingLog, updates_per_epoch
+from cplus.experiment.driver import TrainingLog
 from cplus.experiment.measure import Answers, loss_of
 from cplus.experiment.rows import Group, Rows
+from cplus.experiment.schedule import updates_per_epoch
 from cplus.interfaces import tokens_by_role
 from cplus.job.answers import Before
 from cplus.job.folder import Folder

@@ -10,9 +10,10 @@ from typing import Any
 
 from cplus.data.batching import batched, measured
 from cplus.data.encoded import Encoded
-from cplus.experiment.driver import adapted, updates_per_epoch
+from cplus.experiment.driver import adapted
 from cplus.experiment.material import past_rows
 from cplus.experiment.rows import Rows
+from cplus.experiment.schedule import updates_per_epoch
 from cplus.job import bank as banks
 from cplus.job import footprint, timing
 from cplus.job.footprint import Footprint, Shape, giga

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from cplus import files, models
 from cplus.data.examples import fingerprint
-from cplus.experiment.driver import Training, begin, updates_per_epoch
+from cplus.experiment.driver import Training, begin
 from cplus.experiment.material import Kept
 from cplus.experiment.measure import look, says_every_token
+from cplus.experiment.schedule import updates_per_epoch
 from cplus.health import Exploded
 from cplus.job import bank as banks
 from cplus.job.answers import Before

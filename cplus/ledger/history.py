@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 from cplus import files
-from cplus.evaluation.outcomes import Kind
+from cplus.evaluation.retention_acquisition import Kind
 from cplus.evaluation.sequences import average_accuracy, backward_transfer, lifetime, survival
 from cplus.ledger.chain import Ledger, Stage
 from cplus.receipts.receipt import RowSet, read_receipt

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field
 
-from cplus.evaluation.outcomes import Kind
 from cplus.evaluation.requirements import Requirement
+from cplus.evaluation.retention_acquisition import Kind
 
 SetKind: TypeAlias = Literal["retention", "acquisition", "validation", "task", "external"]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from cplus.evaluation import requirements, rewording
 from cplus.evaluation.letters import acquisition_by_label, macro, retention_by_label
-from cplus.evaluation.outcomes import Flip, Kind, acquisition, retention
 from cplus.evaluation.requirements import new_parts, past_parts
+from cplus.evaluation.retention_acquisition import Flip, Kind, acquisition, retention
 from cplus.evaluation.rewording import State
 from cplus.evaluation.statistics import Rate, mcnemar, share, weighted
 from cplus.receipts.comparisons import differing, matched, unequal

@@ -8,7 +8,7 @@ from string import ascii_uppercase
 
 from cplus.data.examples import Choice, Example
 from cplus.data.predictions import Prediction
-from cplus.evaluation.outcomes import Kind, flips
+from cplus.evaluation.retention_acquisition import Kind, flips
 from cplus.receipts.contents import RowComparison
 
 
