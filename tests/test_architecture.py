@@ -137,3 +137,23 @@ def test_the_paper_map_names_every_claim_where_it_stands() -> None:
 
 def test_the_core_is_short() -> None:
     assert len((PACKAGE / "algorithm.py").read_text().splitlines()) <= 125
+
+
+def test_the_architecture_page_has_at_most_25_steps_and_names_files_that_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    steps = re.findall(r"^\| (\d+) \| .+ \| `(cplus/[\w/]+\.py)` \|$", text, re.M)
+    assert [int(number) for number, _ in steps] == list(range(1, len(steps) + 1))
+    assert 20 <= len(steps) <= 25
+    for name in re.findall(r"`(cplus/[\w/]+\.py)`", text):
+        assert (ROOT / name).is_file(), name
+
+
+def test_the_architecture_page_names_the_layers_of_this_table() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text().split("## Layers")[1].split("## Rules")[0]
+    shown = {
+        line.split(" | ")[0].removeprefix("| "): set(re.findall(r"`([\w]+)/?`", line.split(" | ")[1]))
+        for line in text.splitlines()
+        if line.startswith("| ") and "`" in line
+    }
+    for layer, names in LAYERS.items():
+        assert {name for name in names.split() if "." not in name and name != "__main__"} <= shown[layer], layer
