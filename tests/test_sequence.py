@@ -289,6 +289,21 @@ def test_a_ledger_tells_every_task_after_every_stage(made: Path, monkeypatch: py
     assert "backward transfer" in run("ledger", "show", "led").stdout
 
 
+def test_free_text_in_a_ledger_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
+    rows = {"new": world.untaught("harbours")[:6], "keep": world.taught("harbours")[:3]}
+    for name, facts in rows.items():
+        lines = [json.dumps({"prompt": row.question, "response": row.right}) for row in facts]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    options = ["--plain", "--method", "cpl", "--epochs", 1, "--max-new-tokens", 4, "--device", "cpu"]
+    run("update", "led", "--model", "toy-s", "--new", "new.jsonl", "--anchors", "keep.jsonl", *options)
+    record = json.loads((tmp_path / "led" / "stages" / "001" / "job" / "record.json").read_text())
+    assert record["settings"]["judge"] == "exact"
+    assert {own["judge"] for own in record["figures"]["sets"]} == {"exact"}
+    assert all(own["after"] is not None for own in record["figures"]["sets"])
+
+
 def test_a_stage_is_a_job_that_keeps_every_task_before_it(made: Path) -> None:
     ledger = read(made / "led")
     records = [json.loads(ledger.place(n).record.read_text()) for n in (1, 2, 3)]

@@ -34,6 +34,7 @@ OF_ONE_STAGE = frozenset(
         "new",
         "anchors",
         "past",
+        "validation",
         "external",
         "require",
         "report_to",
@@ -162,6 +163,7 @@ def _config(
     own = new.interface if isinstance(new.examples[0], Choice) else None
     config = settings(
         {
+            "judge": "exact",  # a ledger counts right answers
             **values,
             "model": str(last.model) if number else values["model"],
             "out": place.job,
