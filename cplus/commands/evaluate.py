@@ -28,7 +28,11 @@ def evaluate(
         bool, typer.Option("--permute-options", help="Letters: ask also with every cyclic permutation of the options.")
     ] = False,
     judge: Annotated[
-        str, typer.Option(help="Free text: exact, json, regex:PATTERN, schema:FILE or python:module:function.")
+        str,
+        typer.Option(
+            help="Free text: exact, normalised, contains, number, choice, json, schema:FILE, regex:PATTERN, "
+            "python:module:function or model:NAME."
+        ),
     ] = "exact",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Free text: where an answer is cut off.")] = 256,
     against: Annotated[
@@ -60,7 +64,7 @@ def evaluate(
         raise ValueError(f"--against compares one task with stored predictions of it, got {len(task)} tasks")
     if through == "lm-eval" and (against is not None or permute_options):
         raise ValueError("--through lm-eval reports accuracies only; leave out --against and --permute-options")
-    judged = judges.judge(judge)
+    judged = judges.chosen(judge)
     own = [name for name in task if through == "lm-eval" and name.startswith(harness.PREFIX)]
     found = [load_task(name, data_dir) for name in task if name not in own]
     loaded = models.load(model, device=device)

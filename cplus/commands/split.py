@@ -20,7 +20,11 @@ def split(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first examples.")] = None,
     judge: Annotated[
-        str, typer.Option(help="Free text: exact, json, regex:PATTERN, schema:FILE or python:module:function.")
+        str,
+        typer.Option(
+            help="Free text: exact, normalised, contains, number, choice, json, schema:FILE, regex:PATTERN, "
+            "python:module:function or model:NAME."
+        ),
     ] = "exact",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Free text: where an answer is cut off.")] = 256,
     plain: Annotated[bool, typer.Option("--plain", help="Ask in plain text, without a chat template.")] = False,
@@ -42,7 +46,7 @@ def split(
     from cplus.scoring import fitting, predict
     from cplus.terminal import clean, output, print_json
 
-    judged = judges.judge(judge)
+    judged = judges.chosen(judge)
     found = load_task(task, data_dir)
     loaded = models.load(model, device=device)
     bound = interfaces.build(interface or found.interface, loaded.tokenizer, wording=found.wording, chat=not plain)
