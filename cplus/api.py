@@ -101,12 +101,12 @@ def evaluate(
     max_new_tokens: int = 256,
 ) -> Evaluation:
     """Ask a model every row; free text is right by the judge, and also scored by its responses' loss."""
-    from cplus.evaluation.judges import judge as judge_named
+    from cplus.evaluation.judges import chosen
     from cplus.evaluation.task import BoundTask, evaluate_task
     from cplus.interfaces import build
 
     bound = build(interface, tokenizer, chat=chat)
-    asked = BoundTask(name="rows", interface=bound, examples=tuple(read(rows)), judge=judge_named(judge))
+    asked = BoundTask(name="rows", interface=bound, examples=tuple(read(rows)), judge=chosen(judge))
     with evaluating(model):
         predictions, summary = evaluate_task(model, asked, max_new_tokens=max_new_tokens)
     return Evaluation(summary=summary, predictions=predictions)

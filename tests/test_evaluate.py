@@ -214,6 +214,8 @@ def test_judges_of_numbers_and_choices(name: str, response: str, text: str, righ
 
 def test_no_judge_is_a_choice() -> None:
     assert judges.judge("none") is None
+    with pytest.raises(ValueError, match=r"expected a judge of free text: exact, normalised.*got none"):
+        judges.chosen("none")
 
 
 @pytest.mark.parametrize(("name", "response"), [("number", "no digits"), ("choice", "blue")])
@@ -288,26 +290,28 @@ def agreement(pairs: Sequence[dict[str, Any]], *, losses: bool) -> float:
     return sum(state == pair["label"] for state, pair in zip(found, pairs, strict=True)) / len(pairs)
 
 
-@pytest.mark.parametrize("losses", [True, False])
-def test_the_rule_agrees_with_a_reader(losses: bool) -> None:
-    """docs/evaluation.md states the agreement measured."""
-    unseen = [pair for pair in PAIRS if pair["held_out"]]
-    assert len(PAIRS) >= 60
-    assert len(PAIRS) / 4 < len(unseen) < len(PAIRS) / 2
-    assert {pair["label"] for pair in unseen} == {"same", "reworded", "changed"}
-    every, held_out = agreement(PAIRS, losses=losses), agreement(unseen, losses=losses)
-    print(f"agreement with readers, losses {losses}: {every:.3f}, held-out pairs {held_out:.3f}")
-    assert every >= 0.92
-    assert held_out >= 0.87
+@pytest.mark.parametrize(("losses", "line"), [(False, "texts alone"), (True, "with losses")])
+def test_the_rule_agrees_with_a_reader(losses: bool, line: str) -> None:
+    """docs/evaluation.md states the agreement measured; the floors leave room for a few pairs."""
+    written = [pair for pair in PAIRS if pair["topic"] != "measured"]
+    measured = [pair for pair in PAIRS if pair["topic"] == "measured"]
+    groups = [written, measured]
+    groups += [[pair for pair in group if pair["held_out"]] for group in groups]
+    assert [len(group) for group in groups] == [101, 38, 33, 20]
+    assert {pair["label"] for pair in groups[2]} == {"same", "reworded", "changed"}
+    found = [agreement(group, losses=losses) for group in (PAIRS, *groups)]
+    stated = (Path(__file__).parent.parent / "docs" / "evaluation.md").read_text()
+    assert f"| {line} | {' | '.join(f'{100 * share:.1f} %' for share in found)} |" in stated
+    assert all(share >= floor for share, floor in zip(found, (0.87, 0.92, 0.7, 0.82, 0.7), strict=True)), found
 
 
-def test_losses_decide_between_a_synonym_and_another_fact() -> None:
+def test_a_risen_loss_asks_for_more_similarity() -> None:
     pair = ("The film was made in Rome.", "The film was made in Milan.")
     assert rewording.state(*pair) == "changed"
-    half = ("bread, butter, honey, milk", "bread, butter, cheese, tea")
-    assert rewording.state(*half, loss_before=0.2, loss_after=0.3) == "reworded"
-    assert rewording.state(*half, loss_before=0.2, loss_after=2.2) == "changed"
-    assert rewording.state(*half, loss_before=0.2, loss_after=2.2, noise_floor=2.0) == "reworded"
+    most = ("bread, butter, honey", "bread, butter, tea")
+    assert rewording.state(*most, loss_before=0.2, loss_after=0.3) == "reworded"
+    assert rewording.state(*most, loss_before=0.2, loss_after=2.2) == "changed"
+    assert rewording.state(*most, loss_before=0.2, loss_after=2.2, noise_floor=2.0) == "reworded"
 
 
 def test_the_order_of_words_does_not_count_but_what_decides_does() -> None:

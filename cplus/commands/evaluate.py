@@ -60,7 +60,7 @@ def evaluate(
         raise ValueError(f"--against compares one task with stored predictions of it, got {len(task)} tasks")
     if through == "lm-eval" and (against is not None or permute_options):
         raise ValueError("--through lm-eval reports accuracies only; leave out --against and --permute-options")
-    judged = judges.judge(judge)
+    judged = judges.chosen(judge)
     own = [name for name in task if through == "lm-eval" and name.startswith(harness.PREFIX)]
     found = [load_task(name, data_dir) for name in task if name not in own]
     loaded = models.load(model, device=device)

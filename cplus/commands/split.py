@@ -40,7 +40,7 @@ def split(
     from cplus.scoring import fitting, predict
     from cplus.terminal import clean, output, print_json
 
-    judged = judges.judge(judge)
+    judged = judges.chosen(judge)
     found = load_task(task, data_dir)
     loaded = models.load(model, device=device)
     bound = interfaces.build(interface or found.interface, loaded.tokenizer, wording=found.wording, chat=not plain)

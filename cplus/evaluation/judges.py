@@ -185,6 +185,14 @@ def judge(name: str) -> Judge | None:
     raise ValueError(f"expected {NAMES}, got {name!r}")
 
 
+def chosen(name: str) -> Judge:
+    """The judge of a name, where answers must be right or wrong: `none` is refused."""
+    found = judge(name)
+    if found is None:
+        raise ValueError(f"expected a judge of free text: {NAMES.removeprefix('none, ')}, got none")
+    return found
+
+
 def checked(judge: Judge, name: str) -> Judge:
     """The judge, which must answer True or False: anything else is an error that names the row."""
 

@@ -8,11 +8,11 @@ not count, nor does the order of keys in JSON. It is **changed** if something th
 - yes became no, a negation appeared or vanished among words that are otherwise alike, or a word became its opposite;
 - JSON became another value or no JSON at all.
 
-Else it is **reworded** if the old answer's content words are found again in the new one, and **changed** if not. The
-measure is the F2 score of the two multisets of content words, which is free of order and weighs what is missing more
-than what was added. How much must be found depends on the losses: a new model that gives the old answer about the loss
-it had before still holds it, so little is needed; each nat per token by which the loss rose beyond the noise floor asks
-for more. Code, a replaced proper name, and the same sentence with another content word in it ask for more as well.
+Else it is **reworded** if all of the old answer's content words are found again in the new one, or enough of them, and
+**changed** if not. The measure is the F2 score of the two multisets of content words, which is free of order and weighs
+what is missing more than what was added. A model that still holds the old answer gives it about the loss it had before;
+each nat per token by which that loss rose beyond the noise floor asks for more similarity. Code, a replaced name, and
+the same sentence with another content word in it ask for more as well.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from cplus.evaluation.vocabulary import FUNCTION, NEGATIONS, NUMBER_WORDS, OPPOS
 
 State: TypeAlias = Literal["same", "reworded", "changed"]
 
-NEEDED = 0.5
-"""The similarity that a reworded answer needs where no loss is known."""
-NEEDED_AT_BEST, NEEDED_PER_NAT, NEEDED_AT_MOST = 0.35, 0.35, 0.9
-"""With losses: the similarity needed where the loss did not rise, what each nat per token adds, and the most."""
+NEEDED = 0.55
+"""The similarity that a reworded answer needs."""
+NEEDED_PER_NAT, NEEDED_AT_MOST = 0.2, 0.9
+"""What each nat per token adds by which the old answer's loss rose beyond the noise floor, and the most."""
 SUBSTITUTED = 0.3
 """What code, a replaced name, or a replaced word in an unchanged sentence adds to the similarity needed."""
 ALIKE = 0.55
@@ -61,7 +61,8 @@ def state(
         return "same"
     if contradicts(was, now):
         return "changed"
-    if was.refuses:
+    missing = was.content - now.content if was.content else was.stems - now.stems
+    if was.refuses or not missing:
         return "reworded"
     return "reworded" if similarity(was, now) >= needed(was, now, loss_before, loss_after, noise_floor) else "changed"
 
@@ -72,8 +73,7 @@ def needed(
     """The similarity from which on an answer counts as reworded."""
     found = NEEDED
     if loss_before is not None and loss_after is not None:
-        excess = max(0.0, loss_after - loss_before - (noise_floor or 0.0))
-        found = NEEDED_AT_BEST + NEEDED_PER_NAT * excess
+        found += NEEDED_PER_NAT * max(0.0, loss_after - loss_before - (noise_floor or 0.0))
     if was.is_code or now.is_code or _renamed(was, now) or _substituted(was, now):
         found += SUBSTITUTED
     return min(found, NEEDED_AT_MOST)
