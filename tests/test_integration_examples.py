@@ -97,8 +97,8 @@ def test_a_row_of_ones_own_runs_in_the_workers_of_a_study(tmp_path: Path) -> Non
     ("name", "sentence"),
     [
         ("python:own_method", "expected python:module:ROW, got 'python:own_method'"),
-        ("python:no_such_module:ROW", "the module 'no_such_module' does not import: No module named"),
-        ("python:broken:ROW", "the module 'broken' does not import"),
+        ("python:no_such_module:ROW", "the module 'no_such_module' cannot be imported: No module named"),
+        ("python:broken:ROW", "the module 'broken' cannot be imported"),
         ("python:own_method:ROW", "expected ROW in own_method to be a cplus.methods.Method, got nothing"),
         ("python:own_method:soft", "expected soft in own_method to be a cplus.methods.Method, got a function"),
     ],
