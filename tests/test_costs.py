@@ -13,8 +13,8 @@ def test_reported_memory_is_what_is_measured() -> None:
     model = tiny.lm()
     rows = tiny.rows(4, longest_target=1)
     for cost in costs(model, rows):
-        # Packing rounds up to a byte a tensor and a few scalars are alive: below 0.05 bytes a parameter here.
-        assert cost.measured == pytest.approx(cost.reported, abs=0.05), cost.method
+        # Packing rounds up to a byte per tensor, and a few scalars and small vectors of PEFT stay alive.
+        assert cost.measured == pytest.approx(cost.reported, abs=0.08), cost.method
 
 
 def test_every_row_has_a_formula() -> None:
