@@ -159,7 +159,7 @@ def test_the_runner_does_a_free_form_run(spec: RunSpec, tmp_path: Path) -> None:
     assert work.execute(short, tmp_path) == "done"
     # What was kept by the model's own answers is now to be learned by the file's, of which it says none.
     other = replace(spec, task=spec.anchor_task, anchor_task=spec.task, num_new=9)
-    with pytest.raises(ValueError, match="asked for 9 new rows, but only 8 were initially wrong"):
+    with pytest.raises(ValueError, match="num_new is 9, but only 8 rows were initially wrong"):
         work.execute(other, tmp_path)
 
 
