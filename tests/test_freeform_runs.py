@@ -119,9 +119,10 @@ def test_what_is_kept_are_the_models_own_answers_and_what_is_learned_is_terse(gi
 def test_a_request_without_an_end_is_left_out(
     world: Path, spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cplus.probes import label
+    from cplus.probes import label, own_answers
 
     monkeypatch.setitem(label.MAX_ANSWER_TOKENS, "freeform", 2)  # every taught answer is longer
+    monkeypatch.setattr(own_answers, "LONGER", 1)
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match=r"none of the 8 .*keep\.jsonl rows was answered before the token limit"):
         split_kept_task(models.load(spec.model, device="cpu"), spec.anchor_task, "freeform")

@@ -253,7 +253,7 @@ def test_the_models_own_answers_take_the_place_of_the_files(here: Path, monkeypa
     assert [row.gold for row in past.rows] == ["slate q2", "slate q4", "slate q5"]
     notes = done.record["notes"]
     assert "The anchors rows hold the base model's own answers." in notes
-    assert "The past rows hold the base model's own answers; 1 rows without a complete answer are left out." in notes
+    assert "The past rows hold the base model's own answers; left out without a complete answer: 1." in notes
     monkeypatch.setattr(own, "label", lambda *_: pytest.fail("asked again"))
     cplus.adapt(asked(here, method="cpl", epochs=1, own_answers=True, plain=True, max_new_tokens=4, out=here / "two"))
 

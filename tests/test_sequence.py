@@ -129,7 +129,7 @@ def test_anchors_are_right_now_and_a_bank_is_of_the_model_that_learned_the_task(
         seen.append((list(kept), current))
         return material(method, new, kept, current)
 
-    monkeypatch.setattr(sequence, "material", caught)
+    monkeypatch.setattr(driver, "material", caught)
     run_sequence(spec(), base, tmp_path)
     [(none, _), (one, second), (two, third)] = seen
     assert none == []
@@ -172,10 +172,10 @@ def test_the_benchmark_compares_methods_from_one_checkpoint(tmp_path: Path, monk
     stages: list[Stage] = []
     seen: Counter[str] = Counter()
     energy = {"proposed": 0.0, "applied": 0.0}
-    learn, prepare = sequence.learn, driver.prepare
+    run_stage, prepare = sequence.run_stage, driver.prepare
 
     def kept(*given: Any) -> Stage:
-        stages.append(learn(*given))
+        stages.append(run_stage(*given))
         return stages[-1]
 
     def watched(*given: Any, **options: Any) -> Any:
@@ -195,7 +195,7 @@ def test_the_benchmark_compares_methods_from_one_checkpoint(tmp_path: Path, monk
             guard.observers.append(observe)
         return prepared
 
-    monkeypatch.setattr(sequence, "learn", kept)
+    monkeypatch.setattr(sequence, "run_stage", kept)
     monkeypatch.setattr(driver, "prepare", watched)
     benchmark.write_tasks(tmp_path, 24)
     small = dataclasses.replace(benchmark.SPEC, num_anchors=4, num_probes=8, epochs=2, batch_size=8)
@@ -213,7 +213,7 @@ def test_the_benchmark_compares_methods_from_one_checkpoint(tmp_path: Path, monk
     for result, *own in zip(results, later[::2], later[1::2], strict=True):
         for number, (line, stage, last) in enumerate(zip(result.accuracy[2:], own, (first, own[0]), strict=True), 2):
             assert stage.figures["new"] == sum(not p.right for p in last.answers[number - 1])
-            again = sequence.ask_all(stage.current, tasks)
+            again = sequence.answer_all(stage.current, tasks)
             assert again == stage.answers
             assert line == [percent(answers) for answers in again]
         assert (result.cost["preservation_rows"] > 0) == (result.spec.method in ("cpl", "cplus"))

@@ -40,6 +40,8 @@ class Checkpoints:
         self._written = time.monotonic()
         self.step: int | None = None
         """The update after which the last checkpoint was written."""
+        self.done = False
+        """Whether the last checkpoint is that of a training at its end."""
 
     def load(self, training: Training) -> bool:
         """Restore the last state, if there is one."""
@@ -63,7 +65,7 @@ class Checkpoints:
         if kept["numerics"] != _numerics():
             say(f"the job began with {kept['numerics']} and continues with {_numerics()}: the last bits may differ")
         training.load_state_dict(kept["state"])
-        self.step = training.log.cursor.step
+        self.step, self.done = training.log.cursor.step, training.log.done
         return True
 
     def due(self, step: int) -> bool:
@@ -81,7 +83,7 @@ class Checkpoints:
         training.tally()
         body = {"format": FORMAT, "identity": self._identity, "numerics": _numerics()}
         files.write_state(self._path, {**body, "state": training.state_dict()})
-        self._written, self.step = time.monotonic(), training.log.cursor.step
+        self._written, self.step, self.done = time.monotonic(), training.log.cursor.step, training.log.done
 
 
 def check_whole(path: Path) -> None:

@@ -121,6 +121,6 @@ def with_own_answers(group: Group, base: Loaded) -> tuple[Group, str]:
     examples = own_answers(base, group.interface, group.examples, name=group.name)
     lost = len(group.examples) - len(examples)
     note = f"The {group.name} rows hold the base model's own answers" + (
-        f"; {lost} rows without a complete answer are left out" * bool(lost)
+        f"; left out without a complete answer: {lost}" * bool(lost)
     )
     return replace(group, examples=examples), f"{note}."

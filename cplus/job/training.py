@@ -96,7 +96,7 @@ def train(
             raise FloatingPointError(f"{error}; {_last(kept, job)}") from error
         except Exploded as error:  # the weights are finite, but useless
             raise Exploded(f"{error}; {_last(kept, job)}") from error
-        if kept.step != training.log.cursor.step or not training.log.done:
+        if kept.step != training.log.cursor.step or not kept.done:
             kept.save(training)
     return training
 
