@@ -24,12 +24,14 @@ from cplus.data.predictions import Prediction
 from cplus.data.readers import read_file
 from cplus.data.split import load_split, save_split, split
 from cplus.evaluation.judges import is_json
+from cplus.evaluation.requirements import parse
 from cplus.experiment.record import RunResult, load_result, save_result
 from cplus.experiment.settings import RunSpec
 from cplus.interfaces import Rejected
 from cplus.job.checkpoint import Checkpoints
-from cplus.job.folder import Folder, asked
-from cplus.job.settings import AdaptConfig, read_yaml, requirement
+from cplus.job.folder import Folder
+from cplus.job.folder import read_settings as read_job
+from cplus.job.settings import AdaptConfig, read_yaml
 from cplus.job.settings import settings as read_settings
 from cplus.models.gguf import _pre_tokenizer
 from cplus.probes.bank import Bank, Probe, seal
@@ -436,14 +438,12 @@ def _settings_targets(folder: Path) -> Iterator[Target]:
 
     def begun(value: bytes) -> str:
         _written(job.settings, value)
-        return refusing(lambda: asked(job))
+        return refusing(lambda: read_job(job))
 
     yield Target(name="job settings", inputs=edited(json.dumps(kept).encode()) | odd, check=begun)
     words = st.sampled_from(["retention", "acquisition", ">=", "0.9", " "]) | st.text(max_size=6)
     demands = st.lists(words, max_size=5) | st.floats().map(lambda bound: ["retention", ">=", str(bound)])
-    yield Target(
-        name="requirement", inputs=demands.map("".join), check=lambda text: refusing(lambda: requirement(text))
-    )
+    yield Target(name="requirement", inputs=demands.map("".join), check=lambda text: refusing(lambda: parse(text)))
 
 
 def _gguf_target(folder: Path) -> Target:

@@ -92,7 +92,7 @@ def test_more_rows_than_there_are_is_an_error(setting: Comparison, base: models.
     parted = (setting.past.interface, setting.split)
     with pytest.raises(ValueError, match="asked for 100000 initially correct examples as anchors"):
         set_up(dataclasses.replace(short("sft"), num_anchors=100_000), base, parted, tmp_path)
-    with pytest.raises(ValueError, match="asked for 100000 new rows"):
+    with pytest.raises(ValueError, match="num_new is 100000, but only"):
         set_up(dataclasses.replace(short("sft"), num_new=100_000, num_probes=0), base, parted, tmp_path)
 
 

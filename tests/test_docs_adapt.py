@@ -64,6 +64,8 @@ def test_every_option_the_page_names_exists() -> None:
     known = {name.replace("_", "-") for name in AdaptConfig.model_fields} | {
         "config",
         "resume",
+        "finish",
+        "validate",
         "force",
         "plan",
         "json",

@@ -119,9 +119,10 @@ def test_what_is_kept_are_the_models_own_answers_and_what_is_learned_is_terse(gi
 def test_a_request_without_an_end_is_left_out(
     world: Path, spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cplus.probes import label
+    from cplus.probes import label, own_answers
 
     monkeypatch.setitem(label.MAX_ANSWER_TOKENS, "freeform", 2)  # every taught answer is longer
+    monkeypatch.setattr(own_answers, "LONGER", 1)
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match=r"none of the 8 .*keep\.jsonl rows was answered before the token limit"):
         split_kept_task(models.load(spec.model, device="cpu"), spec.anchor_task, "freeform")
@@ -159,7 +160,7 @@ def test_the_runner_does_a_free_form_run(spec: RunSpec, tmp_path: Path) -> None:
     assert work.execute(short, tmp_path) == "done"
     # What was kept by the model's own answers is now to be learned by the file's, of which it says none.
     other = replace(spec, task=spec.anchor_task, anchor_task=spec.task, num_new=9)
-    with pytest.raises(ValueError, match="asked for 9 new rows, but only 8 were initially wrong"):
+    with pytest.raises(ValueError, match="num_new is 9, but only 8 rows were initially wrong"):
         work.execute(other, tmp_path)
 
 

@@ -25,7 +25,7 @@ from cplus import kernels
 from cplus.cli import app, register
 from cplus.data.examples import Choice, FreeForm, Message
 from cplus.experiment.driver import Training
-from cplus.experiment.measure import says_every_token
+from cplus.experiment.measure import repeats_every_token
 from cplus.experiment.schedule import rate_factor
 from cplus.interfaces import Rejected
 from cplus.job import footprint
@@ -195,7 +195,7 @@ def test_a_receipt_shows_the_curves_of_other_jobs_on_the_same_rows(here: Path) -
     assert shown["sft"].curve == read_receipt(sft.folder).curve
     assert shown["sft"].settings["method"] == "sft"
     write_rows(here / "past.jsonl", list(world.taught("plants")[:5]))
-    with pytest.raises(ValueError, match="sft: its retention rows are others than this job's"):
+    with pytest.raises(ValueError, match="sft: its retention rows differ from this job's"):
         cplus.adapt(asked(here, method="cpl", compare=[here / "sft"], out=here / "two"))
     with pytest.raises(ValueError, match="expected the folder of a finished job to compare with"):
         cplus.adapt(asked(here, method="cpl", compare=[here], out=here / "two"))
@@ -235,7 +235,7 @@ def test_free_form_rows_are_scored_by_likelihood_and_judged(here: Path) -> None:
     seen = [rows[example.id] for example in random.Random("0/new").sample(list(rows.values()), 3)]
     tokens = sum(row.tokens or 0 for row in seen)
     start = sum((row.nll_before or 0) * (row.tokens or 0) for row in seen) / tokens
-    assert receipt.curve[0].new_nll == pytest.approx(start, rel=1e-5)  # the same rows as the looks that follow
+    assert receipt.curve[0].new_nll == pytest.approx(start, rel=1e-5)  # the same rows as the later evaluations
 
 
 def test_the_models_own_answers_take_the_place_of_the_files(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,7 @@ def test_the_models_own_answers_take_the_place_of_the_files(here: Path, monkeypa
     assert [row.gold for row in past.rows] == ["slate q2", "slate q4", "slate q5"]
     notes = done.record["notes"]
     assert "The anchors rows hold the base model's own answers." in notes
-    assert "The past rows hold the base model's own answers; 1 without an end are left out." in notes
+    assert "The past rows hold the base model's own answers; left out without a complete answer: 1." in notes
     monkeypatch.setattr(own, "label", lambda *_: pytest.fail("asked again"))
     cplus.adapt(asked(here, method="cpl", epochs=1, own_answers=True, plain=True, max_new_tokens=4, out=here / "two"))
 
@@ -293,7 +293,7 @@ def test_gradient_checkpointing_computes_more_and_changes_nothing(here: Path, mo
 def test_anchors_among_the_new_rows_are_counted_and_said(here: Path) -> None:
     write_rows(here / "keep.jsonl", [*world.untaught("harbours")[:2], *world.taught("harbours")[:2]])
     done = cplus.adapt(asked(here, method="cpl", epochs=1, evaluate_every=0))
-    assert "2 of 4 anchors also stand in the new data: what is to be kept is trained on." in done.record["notes"]
+    assert "2 of 4 anchors are also new rows: training changes what they protect." in done.record["notes"]
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_a_folder_of_something_else_is_never_replaced(here: Path) -> None:
     (here / "out").mkdir()
     (here / "out" / "README.md").write_text("mine")
     for force in (False, True):
-        with pytest.raises(ValueError, match="is no job's folder, so nothing in it is replaced"):
+        with pytest.raises(ValueError, match="is not a job's folder, so nothing in it is replaced"):
             cplus.adapt(asked(here), force=force)
     assert (here / "out" / "README.md").read_text() == "mine"
 
@@ -400,7 +400,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(
     assert same(weights(resume(here / "out").folder), weights(whole.folder))
 
 
-# Stopping and going on
+# Stopping and resuming
 
 
 @pytest.mark.parametrize(
@@ -488,7 +488,7 @@ def test_resume_refuses_changed_rows_other_settings_and_a_damaged_checkpoint(
     (here / "new.jsonl").write_text(new)
     path = here / "out" / "work" / "checkpoint.pt"
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(ValueError, match="expected a whole checkpoint, but it does not read"):
+    with pytest.raises(ValueError, match="expected a complete checkpoint, but it cannot be read"):
         resume(here / "out")
 
 
@@ -529,9 +529,9 @@ def test_learned_means_that_decoding_repeats_every_token(make_tiny: Any) -> None
         said.append(int(model(input_ids=ids).logits[0, -1].argmax()))
     right = Encoded(prompt, tuple(said))
     wrong = Encoded(prompt, (*said[:2], said[2] ^ 1))
-    assert says_every_token(model, [right, right])
-    assert not says_every_token(model, [right, wrong])
-    assert says_every_token(model, [Encoded(prompt, (*said[:2], said[2] ^ 1), (True, True, False))])
+    assert repeats_every_token(model, [right, right])
+    assert not repeats_every_token(model, [right, wrong])
+    assert repeats_every_token(model, [Encoded(prompt, (*said[:2], said[2] ^ 1), (True, True, False))])
 
 
 def test_the_plan_counts_what_the_job_will_use_and_writes_nothing(here: Path) -> None:
@@ -543,8 +543,8 @@ def test_the_plan_counts_what_the_job_will_use_and_writes_nothing(here: Path) ->
     done = cplus.adapt(config)
     assert planned["size"]["parameters"] == done.record["counts"]["parameters"]
     assert planned["counts"] == {"new": 12, "anchors": 4, "probes": 8}
-    assert planned["updates_an_epoch"] * config.epochs == done.record["steps"]
-    tokens, cost = planned["tokens_an_epoch"], done.record["cost"]
+    assert planned["updates_per_epoch"] * config.epochs == done.record["steps"]
+    tokens, cost = planned["tokens_per_epoch"], done.record["cost"]
     assert tokens["training"] == tokens["sft"]
     assert tokens["training"] * 3 == pytest.approx(cost["training_padded"], rel=0.1)  # each epoch shuffles anew
     assert tokens["evidence"] * 3 == pytest.approx(
@@ -552,9 +552,9 @@ def test_the_plan_counts_what_the_job_will_use_and_writes_nothing(here: Path) ->
     )  # probes are still to be written
     assert tokens["percent_above_sft"] == pytest.approx(100 * tokens["evidence"] / tokens["sft"])
     need = planned["need"]
-    held = need["kept_bytes_a_parameter"] + need["step_bytes_a_parameter"]
+    held = need["kept_bytes_per_parameter"] + need["step_bytes_per_parameter"]
     assert held * done.record["counts"]["parameters"] == cost["extra_bytes"]
-    assert set(planned["seconds"]) == {"asking before and after", "writing probes", "training"}
+    assert set(planned["seconds"]) == {"evaluating before and after", "writing probes", "training"}
     assert all(seconds > 0 for seconds in planned["seconds"].values())
     told = CliRunner().invoke(app, ["adapt", "--config", str(_yaml(here, config)), "--plan", "--out", "o"]).stdout
     assert "% FLOPs against plain fine-tuning" in told

@@ -25,9 +25,9 @@ from cplus.cli import app, register
 from cplus.evaluation import percent
 from cplus.evaluation.sequences import average_accuracy, backward_transfer, survival
 from cplus.experiment import driver, sequence
-from cplus.experiment.material import Kept, material, refined
+from cplus.experiment.material import PastTask, material, refined
 from cplus.experiment.record import load_sequence, save_sequence
-from cplus.experiment.sequence import Stage, asked, first_stage, run_sequence
+from cplus.experiment.sequence import Stage, bind_tasks, first_stage, run_sequence
 from cplus.experiment.settings import SequenceSpec
 from cplus.files import sha256_file
 from cplus.gates import Proposal
@@ -123,19 +123,19 @@ def test_adapters_are_merged_before_the_next_stage(base: models.Loaded, tmp_path
 def test_anchors_are_right_now_and_a_bank_is_of_the_model_that_learned_the_task(
     base: models.Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[list[Kept], models.Loaded]] = []
+    seen: list[tuple[list[PastTask], models.Loaded]] = []
 
-    def caught(method: Any, new: Any, kept: list[Kept], current: models.Loaded) -> Any:
+    def caught(method: Any, new: Any, kept: list[PastTask], current: models.Loaded) -> Any:
         seen.append((list(kept), current))
         return material(method, new, kept, current)
 
-    monkeypatch.setattr(sequence, "material", caught)
+    monkeypatch.setattr(driver, "material", caught)
     run_sequence(spec(), base, tmp_path)
     [(none, _), (one, second), (two, third)] = seen
     assert none == []
     assert two[0] is one[0], "a past task's anchors and bank stay as they are"
     assert [k.written_by for k in two] == [second.fingerprint, third.fingerprint]
-    rows = {task.name: task for task in asked(spec(), base)}
+    rows = {task.name: task for task in bind_tasks(spec(), base)}
     for kept, model in zip(two, (second, third), strict=True):
         assert len(kept.anchors) == 4
         assert len(kept.probes) == 12
@@ -144,10 +144,10 @@ def test_anchors_are_right_now_and_a_bank_is_of_the_model_that_learned_the_task(
 
 
 def test_replay_has_all_anchors_and_ssr_the_latest_answers(base: models.Loaded) -> None:
-    tasks = asked(spec(), base)
+    tasks = bind_tasks(spec(), base)
     rows = [world.taught(name)[:5] for name in TASKS[:2]]
     kept = [
-        Kept(name=task.name, interface=task.interface, anchors=tuple(own[:2]), probes=tuple(own[2:]))
+        PastTask(name=task.name, interface=task.interface, anchors=tuple(own[:2]), probes=tuple(own[2:]))
         for task, own in zip(tasks, rows, strict=False)
     ]
     new = [tasks[2].interface.encode(row) for row in tasks[2].examples[:4]]
@@ -172,10 +172,10 @@ def test_the_benchmark_compares_methods_from_one_checkpoint(tmp_path: Path, monk
     stages: list[Stage] = []
     seen: Counter[str] = Counter()
     energy = {"proposed": 0.0, "applied": 0.0}
-    learn, prepare = sequence.learn, driver.prepare
+    run_stage, prepare = sequence.run_stage, driver.prepare
 
     def kept(*given: Any) -> Stage:
-        stages.append(learn(*given))
+        stages.append(run_stage(*given))
         return stages[-1]
 
     def watched(*given: Any, **options: Any) -> Any:
@@ -195,7 +195,7 @@ def test_the_benchmark_compares_methods_from_one_checkpoint(tmp_path: Path, monk
             guard.observers.append(observe)
         return prepared
 
-    monkeypatch.setattr(sequence, "learn", kept)
+    monkeypatch.setattr(sequence, "run_stage", kept)
     monkeypatch.setattr(driver, "prepare", watched)
     benchmark.write_tasks(tmp_path, 24)
     small = dataclasses.replace(benchmark.SPEC, num_anchors=4, num_probes=8, epochs=2, batch_size=8)
@@ -209,11 +209,11 @@ def test_the_benchmark_compares_methods_from_one_checkpoint(tmp_path: Path, monk
     assert len(second) == len(results), "every method trains otherwise from there"
 
     monkeypatch.chdir(tmp_path)
-    tasks = asked(small, first.current)
+    tasks = bind_tasks(small, first.current)
     for result, *own in zip(results, later[::2], later[1::2], strict=True):
         for number, (line, stage, last) in enumerate(zip(result.accuracy[2:], own, (first, own[0]), strict=True), 2):
             assert stage.figures["new"] == sum(not p.right for p in last.answers[number - 1])
-            again = sequence.ask_all(stage.current, tasks)
+            again = sequence.answer_all(stage.current, tasks)
             assert again == stage.answers
             assert line == [percent(answers) for answers in again]
         assert (result.cost["preservation_rows"] > 0) == (result.spec.method in ("cpl", "cplus"))
@@ -308,7 +308,7 @@ def test_a_stage_is_a_job_that_keeps_every_task_before_it(made: Path) -> None:
     ledger = read(made / "led")
     records = [json.loads(ledger.place(n).record.read_text()) for n in (1, 2, 3)]
     assert [len(record["settings"]["kept"]) for record in records] == [0, 1, 2]
-    assert "Earlier past tasks are kept as well: 2, with 8 anchors in all." in records[2]["notes"]
+    assert "2 earlier past tasks are protected as well, with 8 anchors in total." in records[2]["notes"]
     assert records[2]["settings"]["lr"] == 1e-3, "settings stand as in the last stage"
     for before, after in ((records[0], records[1]), (records[1], records[2])):
         assert after["model"]["before"] == before["model"]["after"]

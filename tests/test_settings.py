@@ -86,7 +86,7 @@ def test_a_jobs_settings_act_or_are_refused(name: str, tmp_path: Path) -> None:
         if name in BANK_USERS:
             assert row_of(config).needs_bank
         else:
-            with pytest.raises(ValueError, match=f"'{name}' has no use for {setting}: it takes no self-probes"):
+            with pytest.raises(ValueError, match=f"'{name}' has no use for {setting}: it uses no self-probes"):
                 row_of(config)
 
 

@@ -1,4 +1,4 @@
-"""One cache of banks: whoever asks for the same bank, a study or a job, finds the one that was written first."""
+"""One cache of banks: studies and jobs with the same model, anchors and settings share one bank."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from cplus.data.harness import PREFIX
 from cplus.data.split import Split, draw_mixture
 from cplus.data.tasks import EXTERNAL, load_task
 from cplus.experiment.bank_cache import cached_bank
-from cplus.experiment.material import Kept
+from cplus.experiment.material import PastTask
 from cplus.experiment.rows import Group, Part
 from cplus.experiment.settings import RunSpec
 from cplus.experiment.task_split import TaskSplit
@@ -44,9 +44,9 @@ class Comparison:
     """Whether anchors and past rows are of another task than the new rows."""
 
     @property
-    def kept(self) -> Kept:
-        """The one past task, whose bank the base model itself wrote."""
-        return Kept(
+    def past_task(self) -> PastTask:
+        """The one past task; the base model itself wrote its bank."""
+        return PastTask(
             name="past",
             interface=self.past.interface,
             anchors=self.anchors,
@@ -118,7 +118,9 @@ def new_rows(found: Split, spec: RunSpec) -> tuple[Example, ...]:
     if spec.num_new is None:
         return found.new
     if spec.num_new > len(found.new):
-        raise ValueError(f"asked for {spec.num_new} new rows, but only {len(found.new)} were initially wrong")
+        raise ValueError(
+            f"num_new is {spec.num_new}, but only {len(found.new)} rows were initially wrong; choose fewer"
+        )
     return tuple(random.Random(f"{spec.seed}/new").sample(found.new, spec.num_new))
 
 

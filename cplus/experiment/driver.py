@@ -1,6 +1,6 @@
 """The driver: one training from its settings to its last update, with a log of what happened and a state to save.
 
-Studies, sequences and jobs all train through it; a job adds looks on the way, an early end and checkpoints.
+Studies, sequences and jobs all train through it; a job adds evaluations, early stopping and checkpoints.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cplus.attach import Guard
 from cplus.cost import Work
 from cplus.data.encoded import Encoded
 from cplus.diagnostics.gateshares import layer_shares
-from cplus.experiment.material import Kept, material
+from cplus.experiment.material import PastTask, material
 from cplus.experiment.precision import in_precision
 from cplus.experiment.schedule import build_schedule, build_scheduler
 from cplus.experiment.settings import Settings
@@ -41,10 +41,10 @@ from cplus.methods import Material, Method
 from cplus.models import Loaded
 from cplus.optim import AdamW
 
-Look: TypeAlias = Callable[[int], dict[str, float]]
-"""What is learned and lost after an epoch, by its number."""
+Evaluate: TypeAlias = Callable[[int], dict[str, float]]
+"""Evaluates the model after the epoch of this number; returns figures for the curve."""
 Done: TypeAlias = Callable[[dict[str, float]], bool]
-"""Whether a look says that everything is learned."""
+"""Whether the figures of an epoch show that everything is learned."""
 
 
 def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
@@ -54,8 +54,8 @@ def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
     return AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
 
 
-def begin(settings: Settings, base: Loaded, new: Sequence[Encoded], past: Sequence[Kept]) -> Training:
-    """The base model ready for its first update: adapters, material, optimizer and guard; its weights will change."""
+def begin(settings: Settings, base: Loaded, new: Sequence[Encoded], past: Sequence[PastTask]) -> Training:
+    """Prepare the base model for training: adapters, material, optimizer and guard. Training changes its weights."""
     row = in_precision(settings.row, settings.compute_dtype, base.device)
     rows = material(row, new, past, base)
     return start(settings, row, adapted(settings, row, base.model), rows)
@@ -87,21 +87,21 @@ def start(settings: Settings, row: Method, model: nn.Module, material: Material)
 
 @dataclass(kw_only=True)
 class TrainingLog:
-    """What has happened so far, all of it in every checkpoint."""
+    """What has happened so far; every checkpoint holds all of it."""
 
     cursor: Cursor = field(default_factory=Cursor)
     training: Work = field(default_factory=Work)
     preservation: Work = field(default_factory=Work)
     losses: list[float] = field(default_factory=list)
-    """Of this epoch's updates."""
+    """The losses of this epoch's updates."""
     counted: tuple[int, int] = (0, 0)
-    """Coordinates the mask admitted in this epoch, and coordinates in all."""
+    """Coordinates that the mask admitted in this epoch, and all coordinates."""
     curve: list[dict[str, float]] = field(default_factory=list)
     seconds: float = 0.0
     extra_bytes: int = 0
     done: bool = False
     learned: bool = False
-    """Whether it is done because everything was learned."""
+    """Whether training stopped because everything was learned."""
     watch: Health = field(default_factory=Health)
 
     def to_state(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class TrainingLog:
 
 @dataclass(kw_only=True)
 class Training:
-    """A model on its way: everything that a checkpoint must hold."""
+    """A model in training: everything that a checkpoint must hold."""
 
     settings: Settings
     model: nn.Module
@@ -127,7 +127,7 @@ class Training:
     prepared: Prepared
     log: TrainingLog = field(default_factory=TrainingLog)
     judged: int = 0
-    """The gate's step up to which its masks were looked at."""
+    """The guard's step up to which its masks were checked."""
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next update depends on; frozen weights are the base model's and are not repeated."""
@@ -143,7 +143,7 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a kept state, bitwise; the model must still be the base model."""
+        """Restore a saved state, bitwise; the model must still be the base model."""
         here = self.weights()
         if state["weights"].keys() != here.keys():
             raise ValueError(
@@ -178,8 +178,8 @@ class Training:
         norms = torch._foreach_norm([p.detach() for p in self.model.parameters() if p.requires_grad])
         return bool(torch.isfinite(torch.stack([norm.float() for norm in norms])).all())
 
-    def run(self, look: Look = lambda epoch: {}, done: Done = lambda point: False) -> Iterator[Event]:
-        """Train on from where the log is, updating it; between two events everything may be saved."""
+    def run(self, evaluate: Evaluate = lambda epoch: {}, done: Done = lambda point: False) -> Iterator[Event]:
+        """Train from the log's position, updating the log; the state may be saved between two events."""
         log = self.log
         if log.done:
             return
@@ -197,9 +197,9 @@ class Training:
             log.seconds += time.perf_counter() - clock
             self._note(event)
             if isinstance(event, EpochEnded):
-                self._epoch(event, look, done)
+                self._epoch(event, evaluate, done)
             yield event
-            clock = time.perf_counter()  # what the reader of the events does is not training
+            clock = time.perf_counter()  # time that the caller spends between events is not training
             if log.done:
                 break
         log.done = True
@@ -220,7 +220,7 @@ class Training:
             log.cursor = Cursor(epoch=event.epoch + 1, batch=0, step=event.step)
 
     def tally(self) -> None:
-        """Take over what the gate has counted since the last time; it waits for the device."""
+        """Add the gate's counts since the last call; this waits for the device."""
         guard = self.prepared.guard
         if guard is not None and guard.gate is not None:
             admitted, offered = guard.gate.tally()
@@ -228,7 +228,7 @@ class Training:
             self._watch_gate(guard, admitted / offered if offered else None)
 
     def _watch_gate(self, guard: Guard, admitted: float | None) -> None:
-        """Whether the gate admits everything, or nothing; of a compiled pass this is known by layer."""
+        """Check whether the gate admits everything or nothing; a compiled pass knows this by layer."""
         steps = guard.steps - self.judged
         if admitted is None and steps >= UNIFORM and (shares := layer_shares(guard)):
             admitted = round(sum(own.admitted * own.coordinates for own in shares), 0)
@@ -243,7 +243,7 @@ class Training:
         admitted, offered = self.log.counted
         return admitted / offered if offered else None
 
-    def _epoch(self, event: EpochEnded, look: Look, done: Done) -> None:
+    def _epoch(self, event: EpochEnded, evaluate: Evaluate, done: Done) -> None:
         """Close an epoch: a point of the curve, and whether it was the last."""
         log = self.log
         self.tally()
@@ -251,7 +251,7 @@ class Training:
         if self.admitted is not None:
             point["admitted"] = self.admitted
         self.model.eval()
-        point |= look(event.epoch)
+        point |= evaluate(event.epoch)
         log.done = log.learned = done(point)
         self.model.train()
         log.curve.append(point)

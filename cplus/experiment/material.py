@@ -1,4 +1,4 @@
-"""From rows to material: new rows, and what is left of every past task, as the tokens that training sees."""
+"""From rows to material: new rows and every past task, as the tokens that training sees."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from cplus.probes.local import LocalEngine
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
-    """What is left of a past task: its anchors, and the bank that a model wrote from them."""
+class PastTask:
+    """A past task: its anchors, and the bank that a model wrote from them."""
 
     name: str
     interface: Interface
@@ -29,7 +29,7 @@ class Kept:
     """The fingerprint of the model that wrote the bank."""
 
 
-def material(method: Method, new: Sequence[Encoded], kept: Sequence[Kept], current: Loaded) -> Material:
+def material(method: Method, new: Sequence[Encoded], kept: Sequence[PastTask], current: Loaded) -> Material:
     """New rows and every past task's rows as tokens; SSR's share of synthetic rows is spread over the tasks."""
     share = math.ceil(len(new) / max(1, len(kept)))
     past = []
@@ -61,8 +61,8 @@ def past_rows(
     )
 
 
-def refined(task: Kept, current: Loaded, count: int) -> list[Example]:
-    """The first probes of a bank as the latest model answers them; those it does not answer to an end are left out.
+def refined(task: PastTask, current: Loaded, count: int) -> list[Example]:
+    """The first probes of a bank as the latest model answers them; those without a complete answer are left out.
 
     Source: Huang et al. 2024, SSR: synthetic outputs are refined by the latest model.
     """
@@ -74,7 +74,7 @@ def refined(task: Kept, current: Loaded, count: int) -> list[Example]:
 
 
 def _unanswered(probe: Example) -> Example:
-    """An open question's only choice is an earlier model's answer; other answers are simply given anew."""
+    """The probe without its answer: the only choice of an open question is an earlier model's answer."""
     if isinstance(probe, Choice) and len(probe.choices) == 1:
         return dataclasses.replace(probe, choices=(), answer=0)
     return probe

@@ -1,4 +1,4 @@
-"""Measurement: what a model answers to groups of rows, and what that says of learning and forgetting."""
+"""Measurement: a model's answers to groups of rows, and what was learned and lost."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def answered(model: nn.Module, group: Group) -> list[Prediction]:
 
 
 def changes(before: Sequence[Prediction], after: Sequence[Prediction]) -> list[Flip]:
-    """The flips of the rows answered after, whatever else was answered before."""
+    """The flips of the rows in `after`; `before` may hold more rows."""
     ids = {prediction.id for prediction in after}
     return flips([prediction for prediction in before if prediction.id in ids], after)
 
@@ -72,8 +72,8 @@ _FIGURES = {
 """The names of a group's share and loss in a curve, and how the share is computed."""
 
 
-def look(model: nn.Module, groups: Sequence[Group], before: dict[str, Answers]) -> dict[str, float]:
-    """What is learned and lost so far: shares where the answers are choices, the responses' loss where they are not."""
+def curve_figures(model: nn.Module, groups: Sequence[Group], before: dict[str, Answers]) -> dict[str, float]:
+    """Figures for the curve: shares for multiple choice, the loss of the given responses for free text."""
     found: dict[str, float] = {}
     for group in groups:
         share, loss, rate = _FIGURES[group.part]
@@ -88,7 +88,7 @@ def look(model: nn.Module, groups: Sequence[Group], before: dict[str, Answers]) 
 
 
 @torch.no_grad()
-def says_every_token(model: nn.Module, rows: Sequence[Encoded]) -> bool:
+def repeats_every_token(model: nn.Module, rows: Sequence[Encoded]) -> bool:
     """Whether each token of every target is the likeliest one after those before it, so that decoding repeats it."""
     for batch in batched(rows):
         logits, labels = target_logits(model, batch)

@@ -14,11 +14,11 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """A run's figures, with the spec and the environment that made them; percentages are 0-100.
+    """A run's figures, with the spec and the environment that produced them; percentages are 0-100.
 
-    `external` holds for each outside task the accuracy before and after and the share of right answers kept.
+    `external` holds for each external task the accuracy before and after and the share of right answers kept.
     `cost` holds FLOPs of training and of recurring preservation passes, rows and tokens; `overlap` counts the past
-    questions that also stand in the bank, and `retention_uncovered` leaves them out. `correction` is the share of
+    questions that are also in the bank, and `retention_uncovered` leaves them out. `correction` is the share of
     wrong past-task rows, never trained on, that came right: only where anchors are of another task. `past_nll` and
     `new_nll` are the mean token losses of past and new answers in nats, of free text only; its `curve` begins with the
     base model, at epoch 0.
@@ -42,7 +42,7 @@ class RunResult:
 
     @property
     def external_kept(self) -> float | None:
-        """The mean over outside tasks of the share of right answers kept; None where there is no such task."""
+        """The mean over external tasks of the share of right answers kept; None where there is no such task."""
         kept = [task["kept"] for task in self.external.values()]
         return sum(kept) / len(kept) if kept else None
 
@@ -78,9 +78,9 @@ def load_result(path: Path) -> RunResult:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceResult:
-    """A sequence's figures, with the spec and the environment that made them; percentages are 0-100.
+    """A sequence's figures, with the spec and the environment that produced them; percentages are 0-100.
 
-    `accuracy` has one line a stage, the base model's first, with every task's accuracy in the spec's order; `sizes`
+    `accuracy` has one line per stage, the base model's first, with every task's accuracy in the spec's order; `sizes`
     counts each task's rows. `stages` has for each stage its task, its new rows, Acquisition, Retention of the rows of
     earlier tasks that were right before it (None at the first) and of its own task's. `survival` is the share of
     learned rows still right after 0, 1, ... further stages.

@@ -37,9 +37,9 @@ DIAGNOSTICS = (*OBSERVED, *AUDITED, "prior", "permuted")
 
 
 def begun(spec: RunSpec, given: Comparison) -> Training:
-    """A copy of the base model, ready for its first update by the spec's method."""
+    """A copy of the base model, prepared for training by the spec's method."""
     base = dataclasses.replace(given.base, model=copy.deepcopy(given.base.model))
-    return begin(spec.settings, base, given.new.encoded(), [given.kept])
+    return begin(spec.settings, base, given.new.encoded(), [given.past_task])
 
 
 def run(spec: RunSpec, given: Comparison, *, watch: OnEvent = lambda event: None) -> RunResult:

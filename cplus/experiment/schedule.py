@@ -41,7 +41,7 @@ def rate_factor(step: int, *, total: int, warmup: int, kind: str) -> float:
 
 
 def updates_per_epoch(num_new: int, batch_size: int) -> int:
-    """How often the parameters move in an epoch.
+    """The number of updates in an epoch.
 
     >>> updates_per_epoch(10, 4)
     3

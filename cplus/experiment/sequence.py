@@ -1,4 +1,4 @@
-"""Tasks learned one after another: each stage goes on from the last one's model and keeps every task before it."""
+"""Tasks learned one after another: each stage starts from the last stage's model and protects every earlier task."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cplus.evaluation.retention_acquisition import Flip
 from cplus.evaluation.sequences import average_accuracy, backward_transfer, survival
 from cplus.experiment.comparison import bank, new_rows
 from cplus.experiment.driver import begin
-from cplus.experiment.material import Kept
+from cplus.experiment.material import PastTask
 from cplus.experiment.record import SequenceResult
 from cplus.experiment.settings import RunSpec, SequenceSpec
 from cplus.interfaces import Interface
@@ -34,14 +34,14 @@ from cplus.scoring import predict
 __all__ = ["average_accuracy", "backward_transfer", "first_stage", "run_sequence", "survival"]
 
 StageWatch = Callable[[int, Event], None]
-"""Hears the loop's events with the number of the stage they are of."""
+"""Receives the loop's events with the number of their stage."""
 Answers = tuple[tuple[Prediction, ...], ...]
 """Every task's answers, in the order of the tasks."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A task of the sequence: its rows and how they are asked."""
+class SequenceTask:
+    """A task of the sequence: its rows and their interface."""
 
     name: str
     interface: Interface
@@ -50,7 +50,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """The model after a stage, with its answers to every task and what the stage took."""
+    """The model after a stage, with its answers to every task and the stage's cost."""
 
     current: models.Loaded
     answers: Answers
@@ -68,31 +68,31 @@ def run_sequence(
     first: Stage | None = None,
     watch: StageWatch = lambda stage, event: None,
 ) -> SequenceResult:
-    """Learn the spec's tasks in order from a copy of the base model, asking all tasks after every stage.
+    """Learn the spec's tasks in order from a copy of the base model, evaluating all tasks after every stage.
 
-    `first` is what `first_stage` returned for a spec that differs in the method alone; it spares learning the first
-    task anew for every method.
+    `first` is what `first_stage` returned for a spec that differs in the method alone; with it the first task
+    is learned once for all methods.
 
     Paper: App. E.9 (E5).
     """
-    tasks = asked(spec, base)
-    before = ask_all(base, tasks)
+    tasks = bind_tasks(spec, base)
+    before = answer_all(base, tasks)
     stages = [first or first_stage(spec, base, watch=watch)]
-    kept: list[Kept] = []
+    kept: list[PastTask] = []
     for number in range(2, len(tasks) + 1):
         last = stages[-1]
-        kept.append(leave(spec.stage(number), last, tasks[number - 2], number - 2, banks))
-        stages.append(learn(spec, number, last.current, last.answers, tasks, kept, watch))
-    return summed(spec, base, tasks, before, stages)
+        kept.append(past_task(spec.stage(number), last, tasks[number - 2], number - 2, banks))
+        stages.append(run_stage(spec, number, last.current, last.answers, tasks, kept, watch))
+    return build_result(spec, base, tasks, before, stages)
 
 
 def first_stage(spec: SequenceSpec, base: models.Loaded, *, watch: StageWatch = lambda stage, event: None) -> Stage:
-    """The checkpoint that all methods share: the first task, before which there is nothing to keep."""
-    tasks = asked(spec, base)
-    return learn(spec, 1, base, ask_all(base, tasks), tasks, [], watch)
+    """The checkpoint that all methods share: the first task, before which there is nothing to protect."""
+    tasks = bind_tasks(spec, base)
+    return run_stage(spec, 1, base, answer_all(base, tasks), tasks, [], watch)
 
 
-def asked(spec: SequenceSpec, base: models.Loaded) -> tuple[Asked, ...]:
+def bind_tasks(spec: SequenceSpec, base: models.Loaded) -> tuple[SequenceTask, ...]:
     """The tasks bound to the model's tokenizer, each cut to at most `num_rows` rows in their own order."""
     found = []
     for name in spec.tasks:
@@ -102,27 +102,27 @@ def asked(spec: SequenceSpec, base: models.Loaded) -> tuple[Asked, ...]:
             chosen = sorted(random.Random(f"{spec.seed}/{name}").sample(range(len(rows)), spec.num_rows))
             rows = tuple(rows[i] for i in chosen)
         bound = interfaces.build(spec.interface, base.tokenizer, wording=task.wording)
-        found.append(Asked(name=name, interface=bound, examples=rows))
+        found.append(SequenceTask(name=name, interface=bound, examples=rows))
     return tuple(found)
 
 
-def ask_all(current: models.Loaded, tasks: Sequence[Asked]) -> Answers:
-    """What the model answers, task by task."""
+def answer_all(current: models.Loaded, tasks: Sequence[SequenceTask]) -> Answers:
+    """The model's answers, task by task."""
     return tuple(tuple(predict(current.model, task.interface, task.examples, what=task.name)) for task in tasks)
 
 
-def learn(
+def run_stage(
     spec: SequenceSpec,
     number: int,
     last: models.Loaded,
     before: Answers,
-    tasks: Sequence[Asked],
-    kept: Sequence[Kept],
+    tasks: Sequence[SequenceTask],
+    kept: Sequence[PastTask],
     watch: StageWatch,
 ) -> Stage:
-    """One stage: the rows of its task that the last model answers wrongly are learned by a copy of that model."""
+    """One stage: a copy of the last model learns the rows of the task that this model answers incorrectly."""
     run, task = spec.stage(number), tasks[number - 1]
-    new = new_rows(parted(task, before[number - 1], last), run)
+    new = new_rows(split_by_answers(task, before[number - 1], last), run)
     copied = dataclasses.replace(last, model=copy.deepcopy(last.model))
     training = begin(run.settings, copied, [task.interface.encode(example) for example in new], kept)
     for event in training.run():
@@ -131,7 +131,7 @@ def learn(
     current = dataclasses.replace(
         last, name=f"{spec.model} after {task.name}", model=model, fingerprint=models.fingerprint(model)
     )
-    answers = ask_all(current, tasks)
+    answers = answer_all(current, tasks)
     return Stage(
         current=current,
         answers=answers,
@@ -142,8 +142,8 @@ def learn(
     )
 
 
-def parted(task: Asked, answers: Sequence[Prediction], current: models.Loaded) -> Split:
-    """The task's rows that a model answers rightly and wrongly."""
+def split_by_answers(task: SequenceTask, answers: Sequence[Prediction], current: models.Loaded) -> Split:
+    """The task's rows split into those a model answers correctly and incorrectly."""
     return split(
         task.examples,
         answers,
@@ -153,15 +153,15 @@ def parted(task: Asked, answers: Sequence[Prediction], current: models.Loaded) -
     )
 
 
-def leave(run: RunSpec, last: Stage, task: Asked, index: int, banks: Path) -> Kept:
-    """What remains of a task just learned: anchors among the rows now right, and probes by the model as it is now.
+def past_task(run: RunSpec, last: Stage, task: SequenceTask, index: int, banks: Path) -> PastTask:
+    """A task just learned: anchors drawn from the rows now correct, and probes written by the current model.
 
     Paper: App. E.9: a separate past-example set and self-probe bank for each preceding task.
     """
-    anchors = draw_anchors(parted(task, last.answers[index], last.current), run.num_anchors, run.seed)
+    anchors = draw_anchors(split_by_answers(task, last.answers[index], last.current), run.num_anchors, run.seed)
     wanted = anchors and run.num_probes and run.settings.row.needs_bank
     written = bank(run, last.current, task.interface, anchors, banks).examples if wanted else ()
-    return Kept(
+    return PastTask(
         name=task.name,
         interface=task.interface,
         anchors=anchors,
@@ -170,7 +170,7 @@ def leave(run: RunSpec, last: Stage, task: Asked, index: int, banks: Path) -> Ke
     )
 
 
-def figures(number: int, task: Asked, new: Sequence[Example], before: Answers, after: Answers) -> dict[str, Any]:
+def figures(number: int, task: SequenceTask, new: Sequence[Example], before: Answers, after: Answers) -> dict[str, Any]:
     """What a stage learned and lost: of its new rows, of earlier tasks, of its own task's rows that were right."""
     tables = [flips(was, now) for was, now in zip(before, after, strict=True)]
     ids = {example.id for example in new}
@@ -188,22 +188,22 @@ def _kept(table: Sequence[Flip]) -> float | None:
     return retention(table).percent if any(flip.kind in ("kept", "lost") for flip in table) else None
 
 
-def summed(
-    spec: SequenceSpec, base: models.Loaded, tasks: Sequence[Asked], before: Answers, stages: Sequence[Stage]
+def build_result(
+    spec: SequenceSpec, base: models.Loaded, tasks: Sequence[SequenceTask], before: Answers, stages: Sequence[Stage]
 ) -> SequenceResult:
     """The sequence's record."""
-    looks = [before, *(stage.answers for stage in stages)]
+    evaluations = [before, *(stage.answers for stage in stages)]
     training = sum((stage.training for stage in stages), Work())
     preservation = sum((stage.preservation for stage in stages), Work())
     parameters = sum(p.numel() for p in base.model.parameters())
     histories = [
-        [look[index][row].right for look in looks[index + 1 :]]
+        [answers[index][row].right for answers in evaluations[index + 1 :]]
         for index, task in enumerate(tasks)
         for row in range(len(task.examples))
     ]
     return SequenceResult(
         spec=spec,
-        accuracy=[[percent(answers) for answers in look] for look in looks],
+        accuracy=[[percent(own) for own in answers] for answers in evaluations],
         sizes={task.name: len(task.examples) for task in tasks},
         stages=[stage.figures for stage in stages],
         survival=survival(histories),

@@ -1,4 +1,4 @@
-"""The settings of the engine: one value decides a training, whichever way it was asked for; no torch.
+"""The settings of the engine: one value decides a training, for studies, sequences and jobs alike; no torch.
 
 A study's run (`RunSpec`), a stage of a sequence (`SequenceSpec`) and a job (`cplus.job.settings.AdaptConfig`) each give
 a `Settings`; the driver knows nothing else. Equal settings on equal rows give equal weights, bit for bit.
@@ -75,7 +75,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What a run and a sequence of runs both say: the model, the method, its evidence and how it is trained."""
+    """The fields that a run and a sequence share: the model, the method, its evidence and how it is trained."""
 
     model: str
     interface: str
@@ -96,9 +96,9 @@ class Recipe:
     order: str = "file"
 
     def key(self) -> str:
-        """A short name, from what is said beyond the defaults: a later field renames nothing old."""
-        said = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return fingerprint(said)[:16]
+        """A hash of the non-default fields, so new fields keep old names."""
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return fingerprint(changed)[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +106,10 @@ class RunSpec(Recipe):
     """Everything that decides a run's numbers; two equal specs are the same run.
 
     `anchor_task` is the task that anchors are drawn from and Retention is measured on, where it is not the new one,
-    and `wrong_anchors` of the anchors were answered wrongly; `num_past` bounds the past rows that are asked again.
-    `parts` shows the evidence one part of the bank a refresh, every `refresh` steps (None: when the method says);
-    `memory` is the weight of the evidence before in the one after a refresh. `warmup` is the share of all updates over
-    which the learning rate rises.
+    and `wrong_anchors` of the anchors were answered incorrectly; `num_past` bounds the past rows that are evaluated.
+    `parts` splits the bank: each refresh uses one part. `refresh` is the number of steps between refreshes (None: the
+    method's own); `memory` is the weight of the earlier evidence after a refresh. `warmup` is the share of all updates
+    over which the learning rate rises.
 
     With the interface `freeform` an answer is right when it is the row's response, token for token; past rows are the
     base model's own answers to `anchor_task`, and a multiple-choice `task` is taught as questions with terse answers.
@@ -130,7 +130,7 @@ class RunSpec(Recipe):
 
     @property
     def settings(self) -> Settings:
-        """What the engine needs to know."""
+        """The engine's settings."""
         return Settings(
             method=self.method,
             seed=self.seed,
@@ -149,7 +149,7 @@ class RunSpec(Recipe):
 
     @property
     def method_settings(self) -> dict[str, Any]:
-        """What is set of the method's evidence and smoothing beyond the row's own values."""
+        """The settings of evidence and smoothing that differ from the defaults."""
         defaults = {field.name: field.default for field in fields(self)}
         names = ("anchor_weight", "beta", "parts", "refresh", "memory")
         return {name: value for name in names if (value := getattr(self, name)) != defaults[name]}
@@ -174,7 +174,7 @@ class RunSpec(Recipe):
 class SequenceSpec(Recipe):
     """Everything that decides the numbers of tasks learned one after another; equal specs are the same sequence.
 
-    `method` adapts from the second task on; the first task, before which there is no past, is learned by
+    `method` adapts from the second task on; the first task, which has no past tasks, is learned by
     `first_method`, so that all methods share its checkpoint. `num_anchors` and `num_probes` are for each past task,
     `num_new` for each stage; `num_rows` bounds the rows of every task, drawn by the seed.
     """
@@ -190,7 +190,7 @@ class SequenceSpec(Recipe):
             raise ValueError("the tasks of a sequence are multiple choice; expected the interface letter or cloze")
 
     def stage(self, number: int) -> RunSpec:
-        """The run that one stage is, counted from 1; what is set of the evidence is the later stages'."""
+        """The run of one stage, counted from 1; settings of the evidence apply to the later stages only."""
         first = {"anchor_weight", "beta"} if number == 1 else set()
         shared = {f.name for f in fields(Recipe)} - {"method"} - first
         return RunSpec(

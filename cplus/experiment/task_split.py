@@ -57,8 +57,8 @@ def terse(example: Example) -> FreeForm:
     """
     if isinstance(example, FreeForm):
         return example
-    asked = (Message(role="user", content=example.question),)
-    return FreeForm(id=example.id, messages=asked, response=example.right)
+    request = (Message(role="user", content=example.question),)
+    return FreeForm(id=example.id, messages=request, response=example.right)
 
 
 def _split(base: models.Loaded, bound: Interface, examples: tuple[Example, ...], cache: Path | None) -> Split:

@@ -1,4 +1,4 @@
-"""A job's answers before and after; those of the base model are kept in a file, so that a resumed job has them."""
+"""A job's answers before and after training; the base model's are stored, so that a resumed job can read them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Before:
     noise_floor: float | None = None
 
 
-def ask(
+def answer(
     model: nn.Module, group: Group, config: AdaptConfig, when: str, base: Sequence[Prediction] | None = None
 ) -> Answers:
     """A group's answers; free text also has the scores of the base model's answers, `base`, by default its own."""
@@ -48,22 +48,22 @@ def ask(
         found = evaluate(model, group, judge=judge(config.judge), max_new_tokens=config.max_new_tokens, what=what)
     if group.closed:
         return found
-    texts = [str(answer.answer) for answer in (base or found.predictions)]
+    texts = [str(prediction.answer) for prediction in (base or found.predictions)]
     own = score_answers(model, group.interface, group.examples, texts, what=f"{what}: the base model's answers")
     return replace(found, base_answers=tuple(own))
 
 
-def ask_once(path: Path, base: Loaded, groups: Sequence[Group], config: AdaptConfig) -> Before:
+def base_answers(path: Path, base: Loaded, groups: Sequence[Group], config: AdaptConfig) -> Before:
     """The base model's answers to every group, from the file or computed now and written to it."""
     identity = {group.name: fingerprint(group.examples) for group in groups} | {"model": base.fingerprint}
     if path.is_file():
         stored = files.read_json(path)
         if stored["identity"] != identity:
             changed = [name for name in identity if stored["identity"].get(name) != identity[name]]
-            raise ValueError(f"the {' and '.join(changed)} changed since the job began; begin a new one")
+            raise ValueError(f"the {' and '.join(changed)} changed since the job began; start a new job")
         answers = {name: _from_row(row) for name, row in stored["answers"].items()}
         return Before(answers=answers, noise_floor=stored["noise_floor"])
-    answers = {group.name: ask(base.model, group, config, "before") for group in groups}
+    answers = {group.name: answer(base.model, group, config, "before") for group in groups}
     past = [group for group in groups if group.part == "retention" and not group.closed]
     floor = sampling_noise(base, past[0], config) if past and judge(config.judge) is None else None
     rows = {name: _to_row(own) for name, own in answers.items()}
@@ -86,7 +86,9 @@ def sampling_noise(base: Loaded, group: Group, config: AdaptConfig) -> float | N
             Request(index=i, prompt=few.interface.prompt(example), seed=request_seed(config.seed + number, i))
             for i, example in enumerate(few.examples)
         ]
-        texts = {sample.index: _answer(sample.text, sampling.stop) for sample in engine.sample(requests, sampling)}
+        texts = {
+            sample.index: _without_stop(sample.text, sampling.stop) for sample in engine.sample(requests, sampling)
+        }
         own = [texts[i] for i in range(len(few.examples))]
         drawn.append(score_answers(base.model, few.interface, few.examples, own, what="noise floor"))
     pairs = [(one, other) for one, other in zip(*drawn, strict=True) if one is not None and other is not None]
@@ -96,7 +98,7 @@ def sampling_noise(base: Loaded, group: Group, config: AdaptConfig) -> float | N
     return noise_floor([(s.total, s.num_tokens) for s in first], [(s.total, s.num_tokens) for s in second])
 
 
-def _answer(text: str, stop: Sequence[str]) -> str:
+def _without_stop(text: str, stop: Sequence[str]) -> str:
     for end in stop:
         text = text.removesuffix(end)
     return text.strip()

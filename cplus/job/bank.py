@@ -1,4 +1,4 @@
-"""The job's bank: a given one, one from the cache, or a new one; a sealed copy lies beside the model."""
+"""The job's bank: a given one, one from the cache, or a new one; a sealed copy is stored beside the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cplus.probes.settings import Settings
 
 
 def sealed(folder: Path, settings: Settings, base: Loaded, anchors: Group, given: Path | None) -> Bank:
-    """The job's bank, once: whatever it came from, `folder` holds it from then on."""
+    """The job's bank: copied to `folder` on the first call, read from there on later ones."""
     if not folder.exists():
         source = given or _built(base, anchors, settings)
         checked(source, base, anchors)
@@ -29,7 +29,7 @@ def earlier(place: Path, anchors: Group) -> Bank:
     """The bank of an earlier job, whichever model wrote it, if it was sealed for these anchors and their interface."""
     folder = Folder(place).bank
     if not folder.exists():
-        raise ValueError(f"{place}: its job kept anchors without a bank; keep it by a method that needs none, like cpl")
+        raise ValueError(f"{place}: its job has anchors but no bank; use a method that needs no bank, like cpl")
     return _same_interface(Bank.load(folder, anchors=anchors.examples), folder, anchors)
 
 
@@ -42,20 +42,20 @@ def checked(folder: Path, base: Loaded, anchors: Group) -> Bank:
 def _same_interface(bank: Bank, folder: Path, anchors: Group) -> Bank:
     if bank.manifest["interface"] != anchors.interface.name:
         raise ValueError(
-            f"probe bank {folder} was sealed for the interface {bank.manifest['interface']}, but the anchors are asked "
-            f"by {anchors.interface.name}; rebuild it with 'cplus probe'"
+            f"probe bank {folder} was sealed for the interface {bank.manifest['interface']}, but the anchors use "
+            f"{anchors.interface.name}; rebuild it with 'cplus probe'"
         )
     return bank
 
 
-def _built(base: Loaded, anchors: Group, asked: Settings) -> Path:
-    place = bank_folder(base, anchors.interface, anchors.examples, asked)
+def _built(base: Loaded, anchors: Group, settings: Settings) -> Path:
+    place = bank_folder(base, anchors.interface, anchors.examples, settings)
     if place.exists():
         say(f"bank: reused from {place}")
         return place
-    say(f"bank: the frozen model writes {asked.num_probes} probes from {len(anchors.examples)} anchors")
-    with bank_view(asked.num_probes) as watch:
-        bank = cached_bank(base, anchors.interface, anchors.examples, asked, watch=watch, notify=say)
+    say(f"bank: the frozen model writes {settings.num_probes} probes from {len(anchors.examples)} anchors")
+    with bank_view(settings.num_probes) as watch:
+        bank = cached_bank(base, anchors.interface, anchors.examples, settings, watch=watch, notify=say)
     requests, seal = bank.manifest["counts"]["requests"], bank.manifest["probes_sha256"]
     say(f"bank: {len(bank.probes)} probes of {requests} requests, sealed {seal[:12]}")
     return place

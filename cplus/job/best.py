@@ -13,7 +13,7 @@ from cplus.experiment.driver import Training
 
 
 def badness(point: Mapping[str, float]) -> float | None:
-    """What an epoch's figures cost: the past loss plus the new loss, or the shares lost and not learned.
+    """How bad an epoch's figures are: past loss plus new loss, or the shares lost and not learned; lower is better.
 
     Held-out new rows count before trained ones. None where an evaluation lacks past or new rows.
 

@@ -28,21 +28,23 @@ _DAMAGED = (
     pickle.UnpicklingError,
     zipfile.BadZipFile,
 )
-"""What reading an archive raises whose bytes are not those that were written."""
+"""What reading a damaged archive raises."""
 
 
 class Checkpoints:
-    """Writes the last state of a training and reads it again; refuses one of another job."""
+    """Writes the last state of a training and reads it again; another job's state is refused."""
 
     def __init__(self, path: Path, identity: str, *, minutes: float, steps: int | None) -> None:
         self._path, self._identity = path, identity
         self._minutes, self._steps = minutes, steps
         self._written = time.monotonic()
         self.step: int | None = None
-        """The update after which the last one was written."""
+        """The update after which the last checkpoint was written."""
+        self.done = False
+        """Whether the last checkpoint is that of a training at its end."""
 
     def load(self, training: Training) -> bool:
-        """Take up the last state, if there is one."""
+        """Restore the last state, if there is one."""
         if not self._path.is_file():
             return False
         try:
@@ -51,28 +53,28 @@ class Checkpoints:
             kept: dict[str, Any] = torch.load(self._path, map_location="cpu", weights_only=True, mmap=True)
         except _DAMAGED as error:
             raise ValueError(
-                f"{self._path}: expected a whole checkpoint, but it does not read ({error}); remove it, and the "
-                "training begins again"
+                f"{self._path}: expected a complete checkpoint, but it cannot be read ({error}); remove it to "
+                "train from the beginning"
             ) from error
         if not isinstance(kept, dict) or kept.get("format") != FORMAT:
             raise ValueError(f"{self._path}: expected the format {FORMAT}; it was written by another version")
         if kept["identity"] != self._identity:
             raise ValueError(
-                f"{self._path}: the model, the rows or the bank changed since the job began; begin a new one"
+                f"{self._path}: the model, the rows or the bank changed since the job began; start a new job"
             )
         if kept["numerics"] != _numerics():
-            say(f"the job began with {kept['numerics']} and goes on with {_numerics()}: not to the last bit the same")
+            say(f"the job began with {kept['numerics']} and continues with {_numerics()}: the last bits may differ")
         training.load_state_dict(kept["state"])
-        self.step = training.log.cursor.step
+        self.step, self.done = training.log.cursor.step, training.log.done
         return True
 
     def due(self, step: int) -> bool:
-        """Whether so many minutes or updates have passed since the last one."""
+        """Whether the minutes or updates between checkpoints have passed."""
         by_time = time.monotonic() - self._written >= 60 * self._minutes
         return by_time or (self._steps is not None and step - (self.step or 0) >= self._steps)
 
     def save(self, training: Training) -> None:
-        """Write the state; weights that are not numbers are no state to go back to."""
+        """Write the state; weights that are not finite are refused."""
         if not training.finite():
             raise FloatingPointError(
                 f"a weight is not finite after step {training.log.cursor.step}. Lower the learning rate or clip the "
@@ -81,17 +83,17 @@ class Checkpoints:
         training.tally()
         body = {"format": FORMAT, "identity": self._identity, "numerics": _numerics()}
         files.write_state(self._path, {**body, "state": training.state_dict()})
-        self._written, self.step = time.monotonic(), training.log.cursor.step
+        self._written, self.step, self.done = time.monotonic(), training.log.cursor.step, training.log.done
 
 
 def check_whole(path: Path) -> None:
-    """Read every part against its checksum: a mapped file would give back a flipped bit without a word."""
+    """Read every part against its checksum: a mapped file would return a flipped bit unnoticed."""
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
     if damaged is not None:
-        raise zipfile.BadZipFile(f"{damaged} has another checksum")
+        raise zipfile.BadZipFile(f"{damaged} does not match its checksum")
 
 
 def _numerics() -> str:
-    """What decides the last bit of a sum besides the numbers in it."""
+    """The library version and thread count, which decide the last bits of a sum."""
     return f"torch {torch.__version__} on {torch.get_num_threads()} threads"

@@ -1,4 +1,4 @@
-"""A job's folder: what lies where, who works in it, and what may be replaced."""
+"""A job's folder: its paths, its lock, and what may be replaced."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class Folder:
 
     @property
     def settings(self) -> Path:
-        """What the job was asked; its presence makes the folder a job's."""
+        """The job's settings; this file marks the folder as a job's."""
         return self.root / "settings.json"
 
     @property
     def work(self) -> Path:
-        """What only an unfinished job needs."""
+        """Files that only an unfinished job needs."""
         return self.root / "work"
 
     @property
     def home(self) -> Path:
-        """In which folder the job's files were named; a finished job tells nobody."""
+        """The folder that relative paths refer to; removed with the work folder."""
         return self.work / "home.json"
 
     @property
@@ -69,7 +69,7 @@ class Folder:
 
     @property
     def anchors(self) -> Path:
-        """The rows kept, for later jobs that keep them too."""
+        """The anchors, for later jobs that protect them too."""
         return self.root / "anchors.jsonl"
 
     @property
@@ -79,7 +79,7 @@ class Folder:
 
     @property
     def record(self) -> Path:
-        """The figures, written last: its presence makes the job finished."""
+        """The figures, written last: this file marks the job as finished."""
         return self.root / "record.json"
 
     @property
@@ -111,7 +111,7 @@ def check_free(folder: Folder, *, force: bool) -> None:
         return
     if not folder.settings.is_file():
         raise ValueError(
-            f"{folder.root}: exists and is no job's folder, so nothing in it is replaced; choose another out"
+            f"{folder.root}: exists and is not a job's folder, so nothing in it is replaced; choose another out"
         )
     if not force:
         state = (
@@ -121,8 +121,8 @@ def check_free(folder: Folder, *, force: bool) -> None:
 
 
 def begin(folder: Folder, config: AdaptConfig, home: Path) -> None:
-    """Remove what an earlier job wrote, nothing else, and say what this one is."""
-    # The mark goes last: a kill in between leaves a folder that --force still may replace.
+    """Remove what an earlier job wrote, nothing else, and write this job's settings."""
+    # settings.json is removed last: after a kill in between, --force may still replace the folder.
     for name in reversed(_OURS):
         path = folder.root / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -131,17 +131,17 @@ def begin(folder: Folder, config: AdaptConfig, home: Path) -> None:
 
 
 def rewrite(folder: Folder, config: AdaptConfig) -> None:
-    """Put other settings in the place of a begun job's."""
+    """Replace the settings of a job that has begun."""
     files.write_json(folder.settings, {"format": FORMAT, "settings": config.model_dump(mode="json")})
 
 
-def asked(folder: Folder) -> tuple[AdaptConfig, Path]:
-    """The settings of a begun job, and the folder in which its files were named."""
+def read_settings(folder: Folder) -> tuple[AdaptConfig, Path]:
+    """The settings of a begun job, and the folder that its relative paths refer to."""
     if not folder.settings.is_file():
         raise ValueError(f"{folder.root}: there is no job to resume; expected the {folder.settings.name} of one")
     raw = files.read_json(folder.settings)
     if not isinstance(raw, dict) or raw.get("format") != FORMAT or not isinstance(raw.get("settings"), dict):
         raise ValueError(f"{folder.settings}: expected the format {FORMAT}; it was written by another version")
-    # The folder may have been moved since: it is where it is.
+    # The folder may have been moved since.
     config = settings({**raw["settings"], "out": folder.root}, where=str(folder.settings))
     return config, Path(files.read_json(folder.home)) if folder.home.is_file() else Path.cwd()

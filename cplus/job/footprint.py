@@ -1,4 +1,4 @@
-"""What a job will need, known before anything large is loaded: parameters, memory, disk."""
+"""Parameters, memory and disk of a job, computed before anything large is loaded."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class ModelSize:
     """A model's size, from its configuration alone."""
 
     parameters: int
     trainable: int
     stored_dtype: str
     activation_bytes: int
-    """Of one pass of the largest size, roughly."""
+    """Estimate for one pass of the largest size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,24 +44,24 @@ class Footprint:
     held: int
     peak: int
     available: int
-    kept_bytes_a_parameter: float
-    step_bytes_a_parameter: float
+    kept_bytes_per_parameter: float
+    step_bytes_per_parameter: float
     disk: int
     free: int
 
 
-def needs(config: AdaptConfig, method: Method, tasks: Tasks, home: Path) -> tuple[Shape, Footprint]:
+def needs(config: AdaptConfig, method: Method, tasks: Tasks, home: Path) -> tuple[ModelSize, Footprint]:
     """The model's size and what the job will take, from names and files alone."""
     name = located(config.model, home)
     if name.endswith(".gguf") and Path(name).is_file():
         _check_packed(Path(name), available(models.choose_device(config.device)))
-    size = shape(config, method, models.resolve(name))
+    size = model_size(config, method, models.resolve(name))
     anchors = config.num_anchors if tasks.anchors is None else len(tasks.anchors.examples)
     earlier = sum(len(task.examples) for task in tasks.kept)
     return size, footprint(config, method, size, anchors + earlier)
 
 
-def shape(config: AdaptConfig, method: Method, where: Path | str) -> Shape:
+def model_size(config: AdaptConfig, method: Method, where: Path | str) -> ModelSize:
     """Count the parameters on the meta device: no weight is read."""
     options = {"trust_remote_code": config.trust_remote_code, "local_files_only": isinstance(where, Path)}
     try:
@@ -76,7 +76,7 @@ def shape(config: AdaptConfig, method: Method, where: Path | str) -> Shape:
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     token = 4 * text.num_hidden_layers * (16 * text.hidden_size + 3 * inner)
     logits = 3 * 4 * text.vocab_size  # logits, their softmax and their gradient, at the target's positions
-    return Shape(
+    return ModelSize(
         parameters=sum(p.numel() for p in model.parameters()),
         trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
         stored_dtype=str(getattr(found, "dtype", None) or "float32").removeprefix("torch."),
@@ -85,7 +85,7 @@ def shape(config: AdaptConfig, method: Method, where: Path | str) -> Shape:
 
 
 def _adapted(config: AdaptConfig, method: Method, model: nn.Module) -> nn.Module:
-    """The model as it trains; one whose adapters are computed from the weights counts as training all of them."""
+    """The model as it trains; adapters that are computed from the weights count as training all weights."""
     try:
         found: nn.Module = adapted(replace(config.settings(), gradient_checkpointing=False), method, model)
         return found
@@ -93,8 +93,8 @@ def _adapted(config: AdaptConfig, method: Method, model: nn.Module) -> nn.Module
         return model
 
 
-def footprint(config: AdaptConfig, method: Method, size: Shape, num_anchors: int) -> Footprint:
-    """What the job holds in memory and puts on the disk."""
+def footprint(config: AdaptConfig, method: Method, size: ModelSize, num_anchors: int) -> Footprint:
+    """The job's bytes in memory and on disk."""
     kept, step = guard_bytes(config, method, num_anchors, size.trainable)
     states = 8 if config.optimizer == "adamw" else 0
     gradient = 4
@@ -107,42 +107,44 @@ def footprint(config: AdaptConfig, method: Method, size: Shape, num_anchors: int
         held=held,
         peak=held + size.activation_bytes,
         available=available(models.choose_device(config.device)),
-        kept_bytes_a_parameter=kept + objective,
-        step_bytes_a_parameter=step,
+        kept_bytes_per_parameter=kept + objective,
+        step_bytes_per_parameter=step,
         disk=disk,
         free=shutil.disk_usage(_existing(config.out)).free,
     )
 
 
-def check(found: Footprint, size: Shape, config: AdaptConfig) -> list[str]:
-    """Refuse what cannot work; say what may not, and what the stored precision would have lost."""
+def check(found: Footprint, size: ModelSize, config: AdaptConfig) -> list[str]:
+    """Refuse a job that cannot work; return warnings about memory and precision."""
     if found.held > found.available:
         raise ValueError(
             f"{config.model} needs {giga(found.held)} GB for weights, gradients, the optimizer and the gate, but "
-            f"{giga(found.available)} GB are free; train adapters (lora r=16), or take a smaller model or machine"
+            f"{giga(found.available)} GB are free; train adapters (lora r=16), or use a smaller model"
         )
     if found.disk > found.free:
         raise ValueError(
             f"{config.out}: checkpoints and model need {giga(found.disk)} GB, but {giga(found.free)} GB are free; make "
             "room or choose another out"
         )
-    said = []
+    warnings = []
     if found.peak > found.available:
-        said.append(f"memory may not do: about {giga(found.peak)} GB at the peak, {giga(found.available)} GB are free")
+        warnings.append(
+            f"memory may not suffice: about {giga(found.peak)} GB at the peak, {giga(found.available)} GB are free"
+        )
     if size.stored_dtype != "float32":
-        said.append(
+        warnings.append(
             f"the weights are stored in {size.stored_dtype}; they are trained and written in float32, because "
             f"{size.stored_dtype} would round small updates away"
         )
-    return said
+    return warnings
 
 
 def _check_packed(path: Path, free: int) -> None:
-    """Refuse a GGUF file too big to unpack, before it is: its first use writes a float32 folder."""
+    """Refuse a GGUF file that is too big to unpack: its first use writes a float32 folder."""
     need = 4 * sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
     if need > free:
         raise ValueError(
-            f"{path}: unpacked it needs {giga(need)} GB, but {giga(free)} GB are free; take a smaller model"
+            f"{path}: unpacked it needs {giga(need)} GB, but {giga(free)} GB are free; use a smaller model"
         )
 
 
@@ -180,7 +182,7 @@ class _Ones:
 
 
 def available(device: torch.device) -> int:
-    """Bytes that are free where the model will be; in a container no more than it may have."""
+    """Free bytes on the device of the model; in a container no more than its limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = int(psutil.virtual_memory().available)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: at once where nothing is lost by it, after the step where something would be."""
+"""Ctrl-C and SIGTERM: the job stops at once where nothing is lost, else after the current update."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cplus.terminal import console
 
 
 class Interrupted(KeyboardInterrupt):
-    """The job was told to stop; what it has is kept."""
+    """The job was stopped by a signal; its state is saved."""
 
     def __init__(self, number: int, sentence: str = "stopped") -> None:
         super().__init__(sentence)
@@ -34,7 +34,7 @@ class Interruption:
 
     @contextmanager
     def watching(self) -> Iterator[Interruption]:
-        """Take the signals over; only the main thread can."""
+        """Handle the signals; only the main thread can."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -49,7 +49,7 @@ class Interruption:
 
     @contextmanager
     def patient(self) -> Iterator[None]:
-        """Inside, the first signal only asks: `received` says so. The second does not wait."""
+        """Inside, the first signal only sets `received`; the second stops at once."""
         self._patient = True
         try:
             yield
@@ -58,12 +58,12 @@ class Interruption:
 
     @property
     def received(self) -> int | None:
-        """The signal that asks to stop."""
+        """The signal received, if any."""
         return self._received
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._patient and self._received is None:
             self._received = number
-            console.print("stopping after this step; once more to stop at once")
+            console.print("stopping after this update; press again to stop at once")
             return
         raise Interrupted(number)

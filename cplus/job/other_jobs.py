@@ -14,12 +14,12 @@ from cplus.receipts.receipt import Comparison, read_receipt
 
 
 def row_hashes(groups: Sequence[Group]) -> dict[str, str]:
-    """What two jobs must share to be compared: the rows that learning and forgetting are measured on, by their part."""
+    """Hashes of the rows that two compared jobs must share, by their part."""
     return {group.part: fingerprint(group.examples) for group in groups if group.part != "external"}
 
 
 def curves(places: Sequence[Path], groups: Sequence[Group], own: str) -> dict[str, Comparison]:
-    """The curves of finished jobs by method; a method that comes twice is told apart by its folder."""
+    """The curves of finished jobs by method; where two have the same method, the folder's name is added."""
     found: dict[str, Comparison] = {}
     for place in places:
         method, curve = _curve(place, row_hashes(groups))
@@ -36,7 +36,7 @@ def _curve(place: Path, expected: Mapping[str, str]) -> tuple[str, Comparison]:
     different = [part for part in expected if record["rows"].get(part) != expected[part]]
     if different:
         raise ValueError(
-            f"{place}: its {' and '.join(different)} rows are others than this job's; compare jobs on the same"
+            f"{place}: its {' and '.join(different)} rows differ from this job's; compare jobs on the same rows"
         )
     settings: dict[str, Any] = record["settings"]
     return settings["method"], Comparison(curve=read_receipt(place).curve, settings=settings)

@@ -1,4 +1,4 @@
-"""What a finished job leaves: the model, its card, the receipt and, last of all, the record."""
+"""The outputs of a finished job: the model, its card, the receipt and, last of all, the record."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _POINT = tuple(f.name for f in dataclasses.fields(Point))
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """Everything the outputs are made of."""
+    """Everything the outputs are written from."""
 
     config: AdaptConfig
     base: Loaded
@@ -98,7 +98,7 @@ def write_model(folder: Folder, model: Any, tokenizer: Any, dtype: str) -> None:
 
 
 def write_outputs(folder: Folder, done: Finished) -> dict[str, Any]:
-    """Write receipt, card and record, and return the record: only a finished job has one."""
+    """Write receipt, card and record, and return the record: its presence marks the job as finished."""
     shown = write_receipt(receipt(done), folder.root)
     record = {
         "schema": SCHEMA,
@@ -133,7 +133,7 @@ def write_outputs(folder: Folder, done: Finished) -> dict[str, Any]:
 
 
 def counts(done: Finished) -> dict[str, int]:
-    """How many of each."""
+    """The numbers of rows, probes and parameters."""
     groups = {
         "new": done.rows.new,
         "anchors": done.rows.anchors,
@@ -180,17 +180,17 @@ def receipt(done: Finished) -> Receipt:
 
 
 def _notes(done: Finished) -> list[str]:
-    said = list(done.log.watch.said)
+    notes = list(done.log.watch.said)
     if (cut := done.unfinished) is not None:
-        said.append(f"UNFINISHED: training was ended after update {cut['updates']} of {cut['planned']}.")
+        notes.append(f"UNFINISHED: training was ended after update {cut['updates']} of {cut['planned']}.")
     if done.best_epoch is not None:
-        said.append(f"The weights are those of epoch {done.best_epoch}, the best on past and new rows.")
+        notes.append(f"The weights are those of epoch {done.best_epoch}, the best on past and new rows.")
     if done.config.stop == "learned" and len(done.log.curve) < done.config.epochs:
-        said.append(f"Training ended after epoch {len(done.log.curve)}: every new row was learned.")
+        notes.append(f"Training ended after epoch {len(done.log.curve)}: every new row was learned.")
     if done.trainable < done.parameters:
         share = 100 * done.trainable / done.parameters
-        said.append(f"Only adapters were trained: {done.trainable:,} weights, {share:.2f} % of the model.")
-    return said
+        notes.append(f"Only adapters were trained: {done.trainable:,} weights, {share:.2f} % of the model.")
+    return notes
 
 
 def _sources(done: Finished) -> list[ComparedRows]:
@@ -232,7 +232,7 @@ def _followed(done: Finished) -> dict[str, int]:
 
 
 def _start(done: Finished) -> Point:
-    """The model before, on the rows of the looks on the way: nothing lost, nothing learned."""
+    """The base model's point of the curve, on the rows evaluated during training: nothing lost, nothing learned."""
     known: dict[str, float] = {}
     for group in done.groups:
         if group.part == "external":

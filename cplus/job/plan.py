@@ -1,4 +1,4 @@
-"""What a job will take, before it is begun: size, memory, disk, the price of keeping, and time from a short timing."""
+"""What a job will need, before it starts: size, memory, disk, the price of keeping, and time from a short timing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cplus.experiment.rows import Rows
 from cplus.experiment.schedule import updates_per_epoch
 from cplus.job import bank as banks
 from cplus.job import footprint, timing
-from cplus.job.footprint import Footprint, Shape, giga
+from cplus.job.footprint import Footprint, ModelSize, giga
 from cplus.job.prepare import load, row_of
 from cplus.job.progress import duration
 from cplus.job.rows import Tasks, gather, group_of, located, read
@@ -29,7 +29,7 @@ from cplus.probes.bank import Bank
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Padded tokens that go forward and backward in an epoch: by plain fine-tuning, by the method, by its evidence."""
+    """Padded tokens per epoch: of plain fine-tuning, of the method's training, of its evidence."""
 
     sft: int
     training: int
@@ -52,7 +52,7 @@ class Plan:
     """The answer of `--plan`; `seconds` are for all epochs, whether or not an early end spares some."""
 
     config: AdaptConfig
-    size: Shape
+    size: ModelSize
     need: Footprint
     tokens: Tokens
     updates: int
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def writes(self) -> dict[str, str]:
-        """What will lie where."""
+        """The files that the job will write."""
         out = self.config.out
         made = {
             f"{out}/model": f"the adapted model, {giga(4 * self.size.parameters)} GB",
@@ -81,8 +81,8 @@ class Plan:
             "settings": self.config.model_dump(mode="json"),
             "size": asdict(self.size),
             "need": asdict(self.need),
-            "tokens_an_epoch": {**asdict(self.tokens), "percent_above_sft": self.tokens.percent},
-            "updates_an_epoch": self.updates,
+            "tokens_per_epoch": {**asdict(self.tokens), "percent_above_sft": self.tokens.percent},
+            "updates_per_epoch": self.updates,
             "counts": {"new": self.new, "anchors": self.anchors, "probes": self.probes},
             "seconds": self.seconds,
             "warnings": list(self.warnings),
@@ -92,15 +92,15 @@ class Plan:
     def lines(self) -> list[str]:
         """The plan in words."""
         need, tokens, size = self.need, self.tokens, self.size
-        kept, step = need.kept_bytes_a_parameter, need.step_bytes_a_parameter
+        kept, step = need.kept_bytes_per_parameter, need.step_bytes_per_parameter
         times = ", ".join(f"{name} {duration(seconds)}" for name, seconds in self.seconds.items())
         return [
             f"model      {self.config.model}: {size.parameters:,} parameters, {size.trainable:,} trained, in float32",
             f"rows       {self.new} new, {self.anchors} anchors, {self.probes} probes",
             f"training   {self.config.epochs} epochs at most, {self.updates} updates each",
-            f"gate       {kept:.2f} bytes a trained parameter held, {step:.2f} more during an update",
-            f"cost       {tokens.percent:+.0f} % FLOPs against plain fine-tuning: {tokens.sft:,} tokens of new rows an "
-            f"epoch, {tokens.training - tokens.sft:,} more trained on, {tokens.evidence:,} of evidence",
+            f"gate       {kept:.2f} bytes per trained parameter held, {step:.2f} more during an update",
+            f"cost       {tokens.percent:+.0f} % FLOPs against plain fine-tuning: {tokens.sft:,} tokens of new rows "
+            f"per epoch, {tokens.training - tokens.sft:,} more trained on, {tokens.evidence:,} of evidence",
             f"memory     {giga(need.held)} GB held, about {giga(need.peak)} at the peak; {giga(need.available)} free",
             f"disk       {giga(need.disk)} GB needed, {giga(need.free)} GB free",
             f"time       {duration(sum(self.seconds.values()))} at most here: {times}",
@@ -110,7 +110,7 @@ class Plan:
 
 
 def plan(config: AdaptConfig) -> Plan:
-    """Size the job up and time a few steps of it; nothing is written and nothing kept."""
+    """Compute the job's size and time a few steps of it; nothing is written."""
     home = Path.cwd()
     method = row_of(config)
     tasks = read(config, method, home)
@@ -119,10 +119,13 @@ def plan(config: AdaptConfig) -> Plan:
     base = load(config, home)
     rows, assumed = _rows(config, tasks, base)
     material, probes = _material(config, method, rows, home)
-    tokens, updates = tokens_an_epoch(config, method, material), updates_per_epoch(len(material.new), config.batch_size)
+    tokens, updates = (
+        tokens_per_epoch(config, method, material),
+        updates_per_epoch(len(material.new), config.batch_size),
+    )
     seconds = {
-        "asking before and after": 2
-        * sum(timing.asking(config, base, group) for group in rows.evaluated(config.max_asked, config.seed))
+        "evaluating before and after": 2
+        * sum(timing.evaluating(config, base, group) for group in rows.evaluated(config.max_asked, config.seed))
     }
     if probes and config.bank is None and rows.anchors is not None:
         seconds["writing probes"] = timing.writing(base, rows.anchors, config.settings(len(material.new)).probes)
@@ -145,7 +148,7 @@ def plan(config: AdaptConfig) -> Plan:
     )
 
 
-def tokens_an_epoch(config: AdaptConfig, method: Method, material: Material) -> Tokens:
+def tokens_per_epoch(config: AdaptConfig, method: Method, material: Material) -> Tokens:
     """Count the tokens of the first epoch as they will be batched."""
     schedule = Schedule(epochs=1, batch_size=config.batch_size, order=config.order)
 
@@ -172,7 +175,7 @@ def padded(rows: Sequence[Encoded]) -> int:
 
 
 def _rows(config: AdaptConfig, tasks: Tasks, base: Loaded) -> tuple[Rows, list[str]]:
-    """The rows; of a task still to be parted the first ones stand for those the model gets wrong, and right."""
+    """The rows; for a task that is not split yet, its first rows stand in for the incorrect and correct ones."""
     if tasks.split is None:
         return gather(config, tasks, base), []
     whole = group_of(config, tasks.split, base, name=tasks.split.name, part="external").examples
@@ -182,8 +185,8 @@ def _rows(config: AdaptConfig, tasks: Tasks, base: Loaded) -> tuple[Rows, list[s
         name: replace(group_of(config, tasks.split, base, name=name, part="retention"), examples=tuple(examples))
         for name, examples in cut.items()
     }
-    said = f"how many rows the model gets wrong is not known yet: {count} new rows are assumed"
-    return Rows(new=groups["new"], anchors=groups["anchors"], past=groups["past"]), [said]
+    note = f"the number of rows that the model answers incorrectly is not known yet: {count} new rows are assumed"
+    return Rows(new=groups["new"], anchors=groups["anchors"], past=groups["past"]), [note]
 
 
 def _material(config: AdaptConfig, method: Method, rows: Rows, home: Path) -> tuple[Material, int]:

@@ -1,4 +1,4 @@
-"""A job ready to work: settings checked, files read, memory and disk counted, the model loaded, its rows bound."""
+"""A job prepared: settings checked, files read, memory and disk counted, the model loaded, its rows bound."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cplus.receipts.receipt import Comparison
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What every phase of a job knows; `groups` are the rows asked before and after."""
+    """What every phase of a job needs; `groups` are the rows evaluated before and after training."""
 
     config: AdaptConfig
     home: Path
@@ -36,7 +36,7 @@ class Job:
 
     @property
     def settings(self) -> Settings:
-        """What the engine needs to know."""
+        """The engine's settings."""
         return self.config.settings(len(self.rows.new.examples))
 
 
@@ -45,21 +45,21 @@ def row_of(config: AdaptConfig) -> Method:
     row = config.settings().row
     _check_bank_settings(config, row)
     if row.adapter is not None and config.lora is not None:
-        raise ValueError(f"method {row.name!r} brings adapters of its own; leave out lora, or choose another method")
+        raise ValueError(f"method {row.name!r} has adapters of its own; leave out lora, or choose another method")
     return row
 
 
 def _check_bank_settings(config: AdaptConfig, row: Method) -> None:
-    """Refuse settings of a bank for a method that uses none; what a preset brings along is not the user's word."""
+    """Refuse settings of a bank for a method that uses none; values from a preset do not count."""
     brought = paper(config.model) if config.preset == "paper" else {}
     for name in () if row.needs_bank else ("bank", "num_probes", "shots", "temperature", "topics"):
         default = AdaptConfig.model_fields[name].default
         if getattr(config, name) not in (default, brought.get(name, default)):
-            raise ValueError(f"method {row.name!r} has no use for {name}: it takes no self-probes; leave {name} out")
+            raise ValueError(f"method {row.name!r} has no use for {name}: it uses no self-probes; leave {name} out")
 
 
-def ready(config: AdaptConfig, folder: Folder, home: Path) -> Job:
-    """Everything that can be refused is refused here, before a byte is written."""
+def prepare(config: AdaptConfig, folder: Folder, home: Path) -> Job:
+    """Check, load and bind everything; whatever can be refused is refused here, before anything is written."""
     method = row_of(config)
     tasks = read(config, method, home)
     for line in tasks.formats:
@@ -90,14 +90,14 @@ def ready(config: AdaptConfig, folder: Folder, home: Path) -> Job:
 
 def answered(rows: Rows, base: Loaded) -> Rows:
     """The rows to keep with the base model's own answers, where they are free text."""
-    anchors, past, said = rows.anchors, rows.past, list(rows.notes)
+    anchors, past, notes = rows.anchors, rows.past, list(rows.notes)
     if anchors is not None and not anchors.closed:
         anchors, sentence = with_own_answers(anchors, base)
-        said.append(sentence)
+        notes.append(sentence)
     if past is not None and not past.closed:
         past, sentence = with_own_answers(past, base)
-        said.append(sentence)
-    return replace(rows, anchors=anchors, past=past, notes=tuple(said))
+        notes.append(sentence)
+    return replace(rows, anchors=anchors, past=past, notes=tuple(notes))
 
 
 def load(config: AdaptConfig, home: Path) -> Loaded:
@@ -117,10 +117,10 @@ def load(config: AdaptConfig, home: Path) -> Loaded:
 
 
 def with_own_answers(group: Group, base: Loaded) -> tuple[Group, str]:
-    """The group with the base model's greedy answers, kept in the cache, and a sentence that says so."""
+    """The group with the base model's greedy answers, kept in the cache, and a note about it."""
     examples = own_answers(base, group.interface, group.examples, name=group.name)
     lost = len(group.examples) - len(examples)
-    said = f"The {group.name} rows hold the base model's own answers" + (
-        f"; {lost} without an end are left out" * bool(lost)
+    note = f"The {group.name} rows hold the base model's own answers" + (
+        f"; left out without a complete answer: {lost}" * bool(lost)
     )
-    return replace(group, examples=examples), f"{said}."
+    return replace(group, examples=examples), f"{note}."

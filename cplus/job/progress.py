@@ -1,4 +1,4 @@
-"""What a person sees while a job runs: a bar in a terminal, plain lines elsewhere."""
+"""Progress of a job: a bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _NAMES = {
     "admitted": "admitted {:.0%}",
     "acquisition": "Acquisition {:.1f} %",
     "retention": "Retention {:.1f} %",
-    "new_nll": "new {:.3f} nats a token",
-    "past_nll": "past {:.3f} nats a token",
+    "new_nll": "new {:.3f} nats per token",
+    "past_nll": "past {:.3f} nats per token",
 }
 
 
-def told(values: Mapping[str, float]) -> str:
-    """Numbers in words, in one order.
+def described(values: Mapping[str, float]) -> str:
+    """Figures as text, in a fixed order.
 
-    >>> told({"retention": 90.0, "loss": 0.5, "epoch": 1.0})
+    >>> described({"retention": 90.0, "loss": 0.5, "epoch": 1.0})
     'loss 0.500, Retention 90.0 %'
     """
     return ", ".join(text.format(values[name]) for name, text in _NAMES.items() if name in values)
 
 
 def say(text: str) -> None:
-    """One line of the job's story."""
+    """Print one line on standard error."""
     console.print(clean(text), markup=False, soft_wrap=True)
 
 
@@ -50,7 +50,7 @@ def duration(seconds: float) -> str:
 
 
 class TrainingView:
-    """A bar over all updates with what is known so far, and a line an epoch."""
+    """A bar over all updates with what is known so far, and one line per epoch."""
 
     def __init__(self, bars: Progress, *, epochs: int, updates: int, done: int, begins: str) -> None:
         self._bars, self._epochs, self._total, self._begins = bars, epochs, epochs * updates, begins
@@ -63,15 +63,18 @@ class TrainingView:
         if isinstance(event, Stepped):
             smooth = 0.9 * self._known.get("loss", event.loss) + 0.1 * event.loss
             self._known |= {"loss": smooth} | ({} if admitted is None else {"admitted": admitted})
-            text = f"epoch {event.epoch}/{self._epochs}: {told(self._known)}"
+            text = f"epoch {event.epoch}/{self._epochs}: {described(self._known)}"
             self._bars.update(self._bar, completed=event.step, description=text)
         elif isinstance(event, Refreshed):
             found = ", ".join(f"{name} {loss:.3f}" for name, loss in event.losses.items())
-            self._bars.update(self._bar, description=f"epoch {event.epoch}/{self._epochs}: evidence taken ({found})")
+            self._bars.update(self._bar, description=f"epoch {event.epoch}/{self._epochs}: evidence computed ({found})")
         elif isinstance(event, EpochEnded) and point is not None:
             self._known |= point
             more = event.epoch < self._epochs
-            say(f"epoch {event.epoch}/{self._epochs}: {told(point)}" + (f"; {self._left(event.step)}" if more else ""))
+            say(
+                f"epoch {event.epoch}/{self._epochs}: {described(point)}"
+                + (f"; {self._left(event.step)}" if more else "")
+            )
             if more:
                 self._bars.update(self._bar, description=f"epoch {event.epoch + 1}/{self._epochs}: {self._begins}")
 
@@ -82,14 +85,14 @@ class TrainingView:
 
 @contextmanager
 def training_view(*, epochs: int, updates: int, done: int, begins: str) -> Iterator[TrainingView]:
-    """The view of a training that has `done` updates behind it; `begins` is what an epoch begins with."""
+    """The view of a training after `done` updates; `begins` describes the start of an epoch."""
     with progress() as bars:
         yield TrainingView(bars, epochs=epochs, updates=updates, done=done, begins=begins)
 
 
 @contextmanager
 def bank_view(total: int) -> Iterator[Callable[[Sampled | Block], None]]:
-    """A bar of accepted probes; a line where there is no terminal is said by the job when the bank is sealed."""
+    """A bar of accepted probes; without a terminal the job prints a line when the bank is sealed."""
     with progress() as bars:
         bar = bars.add_task("probes", total=total)
         accepted = pending = 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from cplus import files
-from cplus.job.folder import Folder, asked, claimed, rewrite
+from cplus.job.folder import Folder, claimed, read_settings, rewrite
 from cplus.job.interruption import Interruption
-from cplus.job.prepare import ready
+from cplus.job.prepare import prepare
 from cplus.job.progress import say
 from cplus.job.run import FinishedJob, work
 
@@ -15,17 +15,17 @@ from cplus.job.run import FinishedJob, work
 def resume(out: Path, *, epochs: int | None = None) -> FinishedJob:
     """Continue an interrupted job as if it had never stopped, up to other `epochs` if given; read a finished one."""
     folder = Folder(out)
-    config, home = asked(folder)
+    config, home = read_settings(folder)
     if (done := _finished(folder)) is not None:
         if epochs is not None and epochs != config.epochs:
             raise ValueError(
-                f"{out}: this job is finished, so its epochs cannot change; start a new one from its model"
+                f"{out}: this job is finished, so its epochs cannot change; start a new job from its model"
             )
         return done
     if epochs is not None:
         config = config.model_copy(update={"epochs": epochs})
     with Interruption().watching() as interruption:
-        job = ready(config, folder, home)
+        job = prepare(config, folder, home)
         with claimed(folder):
             rewrite(folder, config)
             return work(job, interruption)
@@ -34,13 +34,13 @@ def resume(out: Path, *, epochs: int | None = None) -> FinishedJob:
 def finish(out: Path) -> FinishedJob:
     """Write model and receipt from the last checkpoint of an interrupted job, without further training."""
     folder = Folder(out)
-    config, home = asked(folder)
+    config, home = read_settings(folder)
     if (done := _finished(folder)) is not None:
         return done
     if not folder.checkpoint.is_file():
         raise ValueError(f"{out}: no checkpoint has been written yet; continue with: cplus adapt --resume {out}")
     with Interruption().watching() as interruption:
-        job = ready(config, folder, home)
+        job = prepare(config, folder, home)
         with claimed(folder):
             return work(job, interruption, train_on=False)
 
@@ -49,7 +49,7 @@ def _finished(folder: Folder) -> FinishedJob | None:
     if not folder.record.is_file():
         return None
     say(f"{folder.root}: this job is finished")
-    if folder.work.exists():  # a kill came between the record and this
+    if folder.work.exists():  # the process was killed after the record was written
         with claimed(folder):
             folder.clear_work()
     return FinishedJob(folder=folder.root, record=files.read_sealed(folder.record))

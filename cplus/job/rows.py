@@ -1,4 +1,4 @@
-"""The rows of a job by the part they play: to learn, to keep, to ask."""
+"""The rows of a job by their part: new rows, anchors, past rows, external tasks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cplus.scoring import fitting, predict
 
 _TAKEN = ("new", "validation", "past", "anchors")
 HELD_OUT_FROM = 50
-"""New rows from which on a tenth is held out of training."""
+"""Minimum number of new rows of which a tenth is held out of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,9 @@ class Tasks:
 
 
 def read(config: AdaptConfig, method: Method, home: Path) -> Tasks:
-    """Read every file and task; what the method cannot do without is asked for now, not after an hour."""
+    """Read every file and task; a method without the rows it needs is refused here."""
     if config.split is None and config.anchors is None and not config.kept and set(method.needs) != {"new"}:
-        raise ValueError(f"method {method.name!r} needs anchors: rows the model should keep; give some as anchors")
+        raise ValueError(f"method {method.name!r} needs anchors: rows the model should keep; provide some as anchors")
 
     def load(name: str | None, *, requests: bool = False) -> Task | None:
         if name is None:
@@ -72,20 +72,20 @@ def read(config: AdaptConfig, method: Method, home: Path) -> Tasks:
 
 def _anchors_of(folder: Folder) -> Task:
     if not folder.anchors.is_file():
-        raise ValueError(f"{folder.root}: expected the folder of a job that kept rows; it holds no anchors.jsonl")
+        raise ValueError(f"{folder.root}: expected the folder of a job with anchors; it holds no anchors.jsonl")
     return load_task(str(folder.anchors))
 
 
 def located(name: str, home: Path) -> str:
-    """A file's name as it reads from here, where it was given in the folder `home`; other names are left alone."""
+    """The path, from here, of a file named relative to `home`; other names are returned unchanged."""
     path = home / Path(name).expanduser()
     return str(path) if home != Path.cwd() and path.exists() else name
 
 
 def gather(config: AdaptConfig, tasks: Tasks, base: Loaded) -> Rows:
-    """Bind the rows to the model: how each is asked, what fits its window, what it knew of a split task."""
+    """Bind the rows to the model: interfaces, rows that fit its window, its answers to a split task."""
     if tasks.split is not None:
-        rows = _parted(config, tasks.split, base)
+        rows = _split_rows(config, tasks.split, base)
     else:
         assert tasks.new is not None
         known = {
@@ -119,8 +119,8 @@ def _held_out(config: AdaptConfig, task: Task | None, base: Loaded, new: Group) 
         return new, None
     held = new.drawn(count, config.seed)
     # A row that occurs twice would be trained on by its other copy.
-    asked = {input_key(example, options=False) for example in held.examples}
-    copies = [example for example in new.examples if input_key(example, options=False) in asked]
+    drawn = {input_key(example, options=False) for example in held.examples}
+    copies = [example for example in new.examples if input_key(example, options=False) in drawn]
     ids = {example.id for example in copies}
     trained = tuple(example for example in new.examples if example.id not in ids)
     return replace(new, examples=trained), replace(new, name="validation", part="validation", examples=tuple(copies))
@@ -132,32 +132,34 @@ def _first_shared(some: Group, others: Group) -> str:
 
 
 def notes(config: AdaptConfig, rows: Rows) -> tuple[str, ...]:
-    """What a reader of the figures must know about the rows."""
-    said = []
+    """Notes on the rows that a reader of the figures must know."""
+    lines = []
     if rows.anchors is not None and (both := overlap(rows.anchors, rows.new)):
         count = len(rows.anchors.examples)
-        said.append(f"{both} of {count} anchors also stand in the new data: what is to be kept is trained on.")
+        lines.append(f"{both} of {count} anchors are also new rows: training changes what they protect.")
     if rows.past is None and rows.anchors is not None:
         count = len(rows.anchors.examples)
-        said.append(f"Retention is measured on the {count} anchors alone, which the method has seen; give past rows.")
+        lines.append(
+            f"Retention is measured on the {count} anchors alone, which the method has seen; provide past rows."
+        )
     if rows.past is not None and rows.anchors is not None and (both := overlap(rows.past, rows.anchors)):
-        said.append(f"{both} of {len(rows.past.examples)} past rows are anchors, which the method has seen.")
+        lines.append(f"{both} of {len(rows.past.examples)} past rows are anchors, which the method has seen.")
     if rows.past is not None and config.split is None and (both := overlap(rows.past, rows.new)):
-        said.append(f"{both} of {len(rows.past.examples)} past rows also stand in the new data.")
+        lines.append(f"{both} of {len(rows.past.examples)} past rows are also new rows.")
     if rows.validation is not None:
         held, count = len(rows.validation.examples), len(rows.new.examples)
-        said.append(f"{held} new rows are held out to measure learning; {count} are trained on.")
+        lines.append(f"{held} new rows are held out to measure learning; {count} are trained on.")
     if rows.kept:
         count = sum(len(group.examples) for group in rows.kept)
-        said.append(f"Earlier past tasks are kept as well: {len(rows.kept)}, with {count} anchors in all.")
+        lines.append(f"{len(rows.kept)} earlier past tasks are protected as well, with {count} anchors in total.")
     for group in (rows.new, rows.past):
         if group is not None and not group.closed and len(group.examples) > config.max_asked:
-            said.append(f"{config.max_asked} of {len(group.examples)} {group.name} rows were asked before and after.")
-    return tuple(said)
+            lines.append(f"{config.max_asked} of {len(group.examples)} {group.name} rows were evaluated.")
+    return tuple(lines)
 
 
 def bind(config: AdaptConfig, task: Task, base: Loaded) -> Interface:
-    """How a task's rows are asked: free text as free text, multiple choice by the setting or the task's own way."""
+    """The interface of a task: freeform for free text, else that of the settings or the task's own."""
     own = task.interface
     if isinstance(task.examples[0], Choice):
         if config.interface == "freeform":
@@ -185,13 +187,13 @@ def _external(config: AdaptConfig, task: Task, base: Loaded) -> Group:
     return group if config.external_limit is None else group.drawn(config.external_limit, config.seed)
 
 
-def _parted(config: AdaptConfig, task: Task, base: Loaded) -> Rows:
-    """The base model's right and wrong rows, asked once a model, task and machine."""
+def _split_rows(config: AdaptConfig, task: Task, base: Loaded) -> Rows:
+    """The rows that the base model answers correctly and incorrectly, cached per model, task and machine."""
     from cplus.evaluation.judges import judge
 
     whole = group_of(config, task, base, name=task.name, part="external")
     if not whole.closed:
-        raise ValueError(f"{task.name} is free text; a split needs multiple choice: give new and anchors as files")
+        raise ValueError(f"{task.name} is free text; a split needs multiple choice: provide new and anchors as files")
     found = cached_split(
         cache_folder() / "splits",
         whole.examples,
@@ -205,12 +207,12 @@ def _parted(config: AdaptConfig, task: Task, base: Loaded) -> Rows:
     wrong = list(found.new)
     if config.num_new is not None:
         if config.num_new > len(wrong):
-            raise ValueError(f"asked for {config.num_new} new rows, but the model answers only {len(wrong)} wrongly")
+            raise ValueError(f"num_new is {config.num_new}, but the model answers only {len(wrong)} rows incorrectly")
         wrong = random.Random(f"{config.seed}/new").sample(wrong, config.num_new)
     if not wrong or not found.past:
         raise ValueError(
-            f"{task.name}: the model answers {len(found.past)} of {len(found.predictions)} rows rightly; a split needs "
-            "both right and wrong ones"
+            f"{task.name}: the model answers {len(found.past)} of {len(found.predictions)} rows correctly; a split "
+            "needs both correct and incorrect ones"
         )
     return Rows(
         new=_known(whole, "new", "acquisition", wrong, found.predictions),

@@ -15,12 +15,12 @@ from cplus.experiment.driver import Training
 from cplus.experiment.measure import Answers
 from cplus.experiment.rows import Group
 from cplus.job import bank as banks
-from cplus.job.answers import Before, ask, ask_once
+from cplus.job.answers import Before, answer, base_answers
 from cplus.job.best import Best
 from cplus.job.folder import Folder, begin, check_free, claimed
 from cplus.job.interruption import Interrupted, Interruption
 from cplus.job.outputs import Finished, write_model, write_outputs
-from cplus.job.prepare import Job, ready
+from cplus.job.prepare import Job, prepare
 from cplus.job.progress import say
 from cplus.job.rows import located
 from cplus.job.settings import AdaptConfig
@@ -43,11 +43,11 @@ class FinishedJob:
 
 
 def adapt(config: AdaptConfig, *, force: bool = False) -> FinishedJob:
-    """Fine-tune a model on new rows, keep what it could do, and write model, bank, record, card and receipt."""
+    """Fine-tune a model on new rows, protect what it could do, and write model, bank, record, card and receipt."""
     folder, home = Folder(config.out), Path.cwd()
     check_free(folder, force=force)
     with Interruption().watching() as interruption:
-        job = ready(config, folder, home)
+        job = prepare(config, folder, home)
         with claimed(folder):
             check_free(folder, force=force)
             begin(folder, config, home)
@@ -60,7 +60,7 @@ def work(job: Job, interruption: Interruption, *, train_on: bool = True) -> Fini
     tracked = tracker(config.report_to, folder.root, config.model_dump(mode="json"))
     try:
         with models.computing(config.compute_dtype, job.base.device):
-            before = ask_once(folder.answers, job.base, job.groups, config)
+            before = base_answers(folder.answers, job.base, job.groups, config)
         check_requirements(config, job.groups, before.answers)
         if job.rows.anchors is not None:
             files.write_text(folder.anchors, lines(job.rows.anchors.examples))
@@ -105,7 +105,7 @@ def _bank(job: Job) -> Bank | None:
 
 
 def _finish(job: Job, before: Before, bank: Bank | None, training: Training) -> dict[str, Any]:
-    """Ask again, then write; the record comes last and the work folder goes after it."""
+    """Evaluate again, then write; the record comes last, and then the work folder is removed."""
     config, folder, guard = job.config, job.folder, training.prepared.guard
     layers = layer_shares(guard)
     best = Best(folder.best).restore(training) if config.keep_best else None
@@ -114,7 +114,7 @@ def _finish(job: Job, before: Before, bank: Bank | None, training: Training) -> 
     model = training.finish()
     with models.computing(config.compute_dtype, job.base.device):
         after = {
-            group.name: ask(model, group, config, "after", before.answers[group.name].predictions)
+            group.name: answer(model, group, config, "after", before.answers[group.name].predictions)
             for group in job.groups
         }
     write_model(folder, model, job.base.tokenizer, config.save_dtype)

@@ -1,4 +1,4 @@
-"""One schema for `cplus adapt`: the command line, a YAML file and Python say the same things by the same names."""
+"""One schema for `cplus adapt`: the command line, YAML files and Python use the same names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _columns(value: object) -> object:
 
 
 def _lora(value: object) -> object:
-    """`r=16,merge=false` as a mapping; what is no text is left to the schema."""
+    """`r=16,merge=false` as a mapping; other values are left to the schema."""
     if not isinstance(value, str):
         return value
     pairs = [part.partition("=") for part in value.split(",")]
@@ -169,7 +169,7 @@ class AdaptConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _presets(cls, values: Any) -> Any:
-        """What a preset sets stands unless it is given."""
+        """Values of a preset; values that are given override them."""
         if isinstance(values, dict) and values.get("preset") == "paper":
             return {**paper(values.get("model")), **values}
         return values
@@ -177,13 +177,13 @@ class AdaptConfig(BaseModel):
     @model_validator(mode="after")
     def _whole(self) -> AdaptConfig:
         if (self.new is None) == (self.split is None):
-            raise ValueError("expected either new (rows to learn) or split (a task to part), and not both")
+            raise ValueError("expected either new (rows to learn) or split (a task to split), and not both")
         if self.split is not None and (self.anchors is not None or self.past is not None):
-            raise ValueError("split draws anchors and past rows itself; leave out anchors and past, or give new")
+            raise ValueError("split draws anchors and past rows itself; leave out anchors and past, or provide new")
         return self
 
     def settings(self, num_new: int = 0) -> Settings:
-        """What the engine needs to know; by default as many probes as new rows, so that a refresh costs an epoch."""
+        """The engine's settings; by default as many probes as new rows, so that a refresh costs about an epoch."""
         return Settings(
             method=self.method,
             seed=self.seed,
@@ -209,7 +209,7 @@ class AdaptConfig(BaseModel):
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:
-        """What is required, read."""
+        """The requirements, parsed."""
         return tuple(parse(text) for text in self.require)
 
 
@@ -247,11 +247,11 @@ OTHER_NAMES = {
     "lora_alpha": "lora", "use_peft": "lora", "random_seed": "seed", "eval_steps": "evaluate_every",
     "eval_strategy": "evaluate_every", "evaluation_strategy": "evaluate_every", "save_steps": "checkpoint_steps",
 }  # fmt: skip
-"""What other trainers call our settings."""
+"""The names of our settings in other trainers."""
 
 
 def paper(model: object) -> dict[str, Any]:
-    """The paper's protocol for a model; Phi-3.5 has its own learning rate there."""
+    """The paper's protocol for a model; Phi-3.5 has its own learning rate."""
     from cplus.models.presets import Preset
     from cplus.models.presets import preset as preset_of
 
@@ -273,7 +273,7 @@ def paper(model: object) -> dict[str, Any]:
 
 
 def settings(values: Mapping[str, Any], *, where: str = "settings") -> AdaptConfig:
-    """Check values against the schema; every fault is named in one line of its own."""
+    """Check values against the schema; every fault is named."""
     try:
         return AdaptConfig.model_validate(dict(values))
     except ValidationError as error:
@@ -289,7 +289,7 @@ def _fault(fault: Mapping[str, Any]) -> str:
             if name in OTHER_NAMES
             else difflib.get_close_matches(name, AdaptConfig.model_fields, n=1)
         )
-        hint = f"did you mean {near[0]}?" if near else "'cplus config --schema' lists what there is"
+        hint = f"did you mean {near[0]}?" if near else "'cplus config --schema' lists all settings"
         return f"{name!r} is not a setting; {hint}"
     if fault["type"] == "missing":
         return f"{name} is missing"
@@ -302,13 +302,13 @@ def _fault(fault: Mapping[str, Any]) -> str:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The settings of a YAML file, unchecked."""
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file of settings")
+        raise ValueError(f"{path}: there is no such settings file")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: expected YAML, but it does not parse: {error}") from error
+        raise ValueError(f"{path}: expected YAML, but it cannot be parsed: {error}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ValueError(f"{path}: expected names and values, one setting a line, got {type(values).__name__}")
+        raise ValueError(f"{path}: expected names and values, one setting per line, got {type(values).__name__}")
     return values
 
 
@@ -318,7 +318,7 @@ def schema() -> dict[str, Any]:
 
 
 def example() -> str:
-    """A YAML file with every setting, its default and what it is for; what is optional and empty is a comment."""
+    """A YAML file with every setting, its default and its description; settings without a value are comments."""
     lines = ["# cplus adapt --config adapt.yaml", "", *_example_lines("model", "smollm2-135m")]
     given = {"new": "new.jsonl", "anchors": "keep.jsonl", "past": "held-out.jsonl"}
     for group, names in GROUPS.items():

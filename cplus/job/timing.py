@@ -12,7 +12,7 @@ from cplus.experiment.driver import start
 from cplus.experiment.material import past_rows
 from cplus.experiment.precision import in_precision
 from cplus.experiment.rows import Group
-from cplus.job.answers import ask
+from cplus.job.answers import answer
 from cplus.job.settings import AdaptConfig
 from cplus.loop import Stepped
 from cplus.methods import Material, Method, Past
@@ -23,21 +23,21 @@ from cplus.probes.settings import MAX_NEW_TOKENS, Settings, plan
 
 _STEPS = 3
 _EVIDENCE = 4
-_ASKED = 4
+_SAMPLED = 4
 _TOKENS = 16
-_YIELD = 0.5  # of the requests for a probe; what a model really gives is known afterwards
+_YIELD = 0.5  # assumed share of requests that give a probe
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Seconds a padded token, in training with the gate's share, and in a refresh."""
+    """Seconds per padded token, in training with the gate's share, and in a refresh."""
 
     training: float
     evidence: float
 
 
 def pace(config: AdaptConfig, method: Method, base: Loaded, material: Material) -> Pace:
-    """Time three updates after a first one, and one refresh; the model is changed by it and is not one to keep."""
+    """Time three updates after a first one, and one refresh; this changes the model."""
     past = material.past[0]
     short = Material(
         new=(list(material.new) * (_STEPS + 1))[: (_STEPS + 1) * config.batch_size],
@@ -68,13 +68,13 @@ def _few(past: Past) -> Past:
     return past_rows(past.name, anchors=past.anchors[:_EVIDENCE], probes=probes, synthetic=probes)
 
 
-def asking(config: AdaptConfig, base: Loaded, group: Group) -> float:
-    """Seconds to ask a whole group once; free text is taken to be as long as it may be."""
-    few = replace(group, examples=group.examples[:_ASKED], known=())
+def evaluating(config: AdaptConfig, base: Loaded, group: Group) -> float:
+    """Seconds to evaluate a whole group once; answers in free text are taken to have the maximum length."""
+    few = replace(group, examples=group.examples[:_SAMPLED], known=())
     tokens = min(config.max_new_tokens, _TOKENS)
     begun = time.perf_counter()
     with models.computing(config.compute_dtype, base.device):
-        ask(base.model, few, config.model_copy(update={"max_new_tokens": tokens}), "timing")
+        answer(base.model, few, config.model_copy(update={"max_new_tokens": tokens}), "timing")
     longer = 1.0 if group.closed else config.max_new_tokens / tokens
     return (time.perf_counter() - begun) * longer * len(group.examples) / len(few.examples)
 
@@ -82,11 +82,11 @@ def asking(config: AdaptConfig, base: Loaded, group: Group) -> float:
 def writing(base: Loaded, anchors: Group, settings: Settings) -> float:
     """Seconds to write a bank, if half of the requests give a probe."""
     interface, shown = anchors.interface, anchors.examples
-    plans = [plan(index, shown, settings) for index in range(_ASKED)]
+    plans = [plan(index, shown, settings) for index in range(_SAMPLED)]
     requests = [Request(index=p.index, prompt=interface.request(p.shots, p.topic), seed=p.index) for p in plans]
     limit = settings.max_new_tokens or MAX_NEW_TOKENS[interface.name]
     tokens = min(limit, _TOKENS)
     sampling = Sampling(temperature=settings.temperature, max_new_tokens=tokens, stop=interface.stop(shown))
     begun = time.perf_counter()
     list(LocalEngine(base.model, base.tokenizer).sample(requests, sampling))
-    return (time.perf_counter() - begun) / _ASKED * limit / tokens / 2 * settings.num_probes / _YIELD
+    return (time.perf_counter() - begun) / _SAMPLED * limit / tokens / 2 * settings.num_probes / _YIELD

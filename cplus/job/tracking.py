@@ -1,4 +1,4 @@
-"""The curves elsewhere: TensorBoard, Weights & Biases or Trackio, each by its own package."""
+"""The curves in a tracker: TensorBoard, Weights & Biases or Trackio, each by its own package."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ PROJECT = "cplus"
 
 
 class Tracker(Protocol):
-    """Takes numbers by the update they belong to."""
+    """Receives values by the update they belong to."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add numbers."""
+        """Add values."""
         ...
 
     def finish(self) -> None:
-        """Say that no more will come."""
+        """End the run."""
         ...
 
 
 class Nothing:
-    """No tracker was asked for."""
+    """No tracker."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Forget the numbers."""
+        """Discard the values."""
 
     def finish(self) -> None:
-        """Nothing to end."""
+        """Nothing to do."""
 
 
 class TensorBoard:
@@ -44,7 +44,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(out / "tensorboard"))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """One scalar a name."""
+        """One scalar per name."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
@@ -54,13 +54,13 @@ class TensorBoard:
 
 
 class Hosted:
-    """Weights & Biases, and Trackio, which speaks the same words; a resumed job goes on with its run."""
+    """Weights & Biases, and Trackio, which has the same interface; a resumed job continues its run."""
 
     def __init__(self, package: str, options: Mapping[str, Any]) -> None:
         self._run = _package(package).init(**options)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """All numbers of one update."""
+        """All values of one update."""
         self._run.log(dict(values), step=step)
 
     def finish(self) -> None:

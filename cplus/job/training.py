@@ -1,4 +1,4 @@
-"""The training phase of a job: built anew or taken up from a checkpoint, watched, saved and stopped."""
+"""The training phase of a job: started or restored from a checkpoint, evaluated, saved and stopped."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from cplus import files, models
 from cplus.data.examples import fingerprint
 from cplus.experiment.driver import Training, begin
-from cplus.experiment.material import Kept
-from cplus.experiment.measure import look, says_every_token
+from cplus.experiment.material import PastTask
+from cplus.experiment.measure import curve_figures, repeats_every_token
 from cplus.experiment.schedule import updates_per_epoch
 from cplus.health import Exploded
 from cplus.job import bank as banks
@@ -25,8 +25,8 @@ from cplus.loop import EpochEnded, Event, Refreshed, Stepped
 from cplus.probes.bank import Bank
 
 
-def past_tasks(job: Job, bank: Bank | None) -> list[Kept]:
-    """The job's own anchors and bank, and those of the earlier jobs it keeps."""
+def past_tasks(job: Job, bank: Bank | None) -> list[PastTask]:
+    """The job's own anchors and bank, and those of the earlier jobs it protects."""
     places = [Path(located(str(place), job.home)) for place in job.config.kept]
     wanted = job.method.needs_bank
     found = [(job.rows.anchors, bank)] if job.rows.anchors is not None else []
@@ -35,7 +35,7 @@ def past_tasks(job: Job, bank: Bank | None) -> list[Kept]:
         for place, group in zip(places, job.rows.kept, strict=True)
     ]
     return [
-        Kept(
+        PastTask(
             name=anchors.name,
             interface=anchors.interface,
             anchors=anchors.examples,
@@ -49,7 +49,7 @@ def past_tasks(job: Job, bank: Bank | None) -> list[Kept]:
 def train(
     job: Job, before: Before, bank: Bank | None, interruption: Interruption, tracked: Tracker, *, train_on: bool = True
 ) -> Training:
-    """Train from the last checkpoint, or the beginning, to the end; every stop on the way is one to go on from."""
+    """Train from the last checkpoint, or the beginning, to the end; an interrupted training can be resumed."""
     config = job.config
     past = past_tasks(job, bank)
     training = begin(job.settings, job.base, job.rows.new.encoded(), past)
@@ -61,18 +61,18 @@ def train(
     if kept.load(training):
         say(f"resumed after update {kept.step}")
         if training.log.cursor.epoch <= config.epochs and not training.log.learned:
-            training.log.done = False  # more epochs are wanted than when it ended
+            training.log.done = False  # resumed with more epochs than it ended with
     if not train_on:
         return training
     best = Best(job.folder.best) if config.keep_best else None
     updates = updates_per_epoch(len(job.rows.new.examples), config.batch_size)
-    begins = "training" if training.prepared.guard is None else "taking evidence"
+    begins = "training" if training.prepared.guard is None else "computing evidence"
     view = training_view(epochs=config.epochs, updates=updates, done=training.log.cursor.step, begins=begins)
     with interruption.patient(), view as shown:
-        watch, told = _Watch(job, before, training), len(training.log.watch.said)
+        evaluations, reported = _Evaluations(job, before, training), len(training.log.watch.said)
         try:
-            for event in training.run(watch.look, watch.done):
-                _notice(training, event)
+            for event in training.run(evaluations.figures, evaluations.done):
+                _check(training, event)
                 ended = isinstance(event, EpochEnded)
                 point = training.log.curve[-1] if ended else None
                 if best is not None and point is not None:
@@ -80,10 +80,10 @@ def train(
                 if isinstance(event, Stepped) and event.step % 10 == 0:
                     training.tally()
                 shown.show(event, training.admitted, point)
-                told = _tell(training.log.watch.said, told)
+                reported = _report(training.log.watch.said, reported)
                 _log(tracked, training, event, point)
                 if isinstance(event, Refreshed):
-                    continue  # a state in which the evidence is newer than the cursor is not one to go on from
+                    continue  # the evidence is newer than the cursor here, so training could not resume from this state
                 if interruption.received is not None:
                     kept.save(training)
                     step, total = training.log.cursor.step, config.epochs * updates
@@ -94,15 +94,15 @@ def train(
             if training.finite():  # the step that failed changed nothing
                 kept.save(training)
             raise FloatingPointError(f"{error}; {_last(kept, job)}") from error
-        except Exploded as error:  # the weights are numbers, but none to go on from
+        except Exploded as error:  # the weights are finite, but useless
             raise Exploded(f"{error}; {_last(kept, job)}") from error
-        if kept.step != training.log.cursor.step or not training.log.done:
+        if kept.step != training.log.cursor.step or not kept.done:
             kept.save(training)
     return training
 
 
-def _notice(training: Training, event: Event) -> None:
-    """Watch the numbers: a loss that explodes ends the job, the rest becomes a warning."""
+def _check(training: Training, event: Event) -> None:
+    """Check the numbers: an exploding loss ends the job, other problems become warnings."""
     seen = training.log.watch
     if isinstance(event, Stepped):
         seen.stepped(event.step, event.loss)
@@ -112,19 +112,19 @@ def _notice(training: Training, event: Event) -> None:
         seen.refreshed(event.norm)
 
 
-def _tell(said: Sequence[str], told: int) -> int:
-    """Say what was noticed since the last time."""
-    for sentence in said[told:]:
+def _report(warnings: Sequence[str], reported: int) -> int:
+    """Print the warnings that are not reported yet."""
+    for sentence in warnings[reported:]:
         say(f"warning: {sentence}")
-    return len(said)
+    return len(warnings)
 
 
 def _last(kept: Checkpoints, job: Job) -> str:
     return f"update {kept.step} is kept in {job.folder.checkpoint}" if kept.step else "no update was kept"
 
 
-class _Watch:
-    """Looks on the way, and whether everything is learned."""
+class _Evaluations:
+    """Evaluates the model during training and decides whether everything is learned."""
 
     def __init__(self, job: Job, before: Before, training: Training) -> None:
         self._config, self._training, self._before = job.config, training, dict(before.answers)
@@ -133,23 +133,23 @@ class _Watch:
         self._others = [group.drawn(job.config.evaluate_rows, job.config.seed) for group in others]
         self._encoded = training.prepared.material.new
 
-    def look(self, epoch: int) -> dict[str, float]:
-        """What is learned (of all new rows, where that decides the end) and lost."""
+    def figures(self, epoch: int) -> dict[str, float]:
+        """What is learned and lost after an epoch; all new rows are evaluated where that decides when to stop."""
         every, decides = self._config.evaluate_every, self._config.stop == "learned" and self._new.closed
         due = every > 0 and epoch % every == 0
         new = self._new if decides else self._new.drawn(self._config.evaluate_rows, self._config.seed)
         groups = [*([new] if due or decides else []), *(self._others if due else [])]
         with models.computing(self._config.compute_dtype, self._device):
-            return look(self._training.model, groups, self._before)
+            return curve_figures(self._training.model, groups, self._before)
 
     def done(self, point: Mapping[str, float]) -> bool:
-        """Whether the training may end: every new row is answered rightly, or every response would be repeated."""
+        """Whether training may stop: every new row is answered correctly, or every response would be repeated."""
         if self._config.stop == "never":
             return False
         if self._new.closed:
             return point.get("acquisition", 100.0) == 100.0
         with models.computing(self._config.compute_dtype, self._device):
-            return says_every_token(self._training.model, self._encoded)
+            return repeats_every_token(self._training.model, self._encoded)
 
 
 def _log(tracked: Tracker, training: Training, event: object, point: Mapping[str, float] | None) -> None:

@@ -13,7 +13,7 @@ from cplus.probes.label import MAX_ANSWER_TOKENS, Label, label
 from cplus.probes.local import LocalEngine
 
 LONGER = 4
-"""How many times the usual limit an answer may have that did not end within it."""
+"""How many times the usual limit an answer may have that did not end within it, if the model's window admits it."""
 
 
 def own_answers(base: Loaded, interface: Interface, examples: Sequence[Example], *, name: str) -> tuple[Example, ...]:
@@ -39,7 +39,8 @@ def _answered(base: Loaded, interface: Interface, examples: Sequence[Example]) -
     engine = LocalEngine(base.model, base.tokenizer)
     labels: list[Label | Rejected] = label(base.model, engine, interface, examples)
     open_ended = [i for i, own in enumerate(labels) if isinstance(own, Rejected) and own.reason == "answer without end"]
-    limit = LONGER * MAX_ANSWER_TOKENS[interface.name]
+    longest = max((len(interface.prompt(examples[i])) for i in open_ended), default=0)
+    limit = min(LONGER * MAX_ANSWER_TOKENS[interface.name], base.window - longest)
     again = label(base.model, engine, interface, [examples[i] for i in open_ended], max_tokens=limit)
     for i, own in zip(open_ended, again, strict=True):
         labels[i] = own

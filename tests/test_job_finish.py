@@ -1,0 +1,326 @@
+"""Jobs that end early, run longer or keep their best epoch, and the settings that decide which rows and turns train."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toyjob import asked, write_files, write_rows
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import cplus
+from cplus.cli import app, register
+from cplus.experiment.driver import Training
+from cplus.interfaces import Rejected
+from cplus.job.best import badness
+from cplus.job.checkpoint import Checkpoints
+from cplus.job.folder import Folder
+from cplus.job.prepare import Job, prepare
+from cplus.job.resume import finish, resume
+from cplus.job.run import FinishedJob
+from cplus.loop import EpochEnded
+from cplus.probes import own_answers
+from cplus.probes.label import Label
+from cplus.receipts.receipt import read_receipt
+from cplus.receipts.verdict import headline
+from cplus.toy import world
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role + ': ' + message.content + '<|endoftext|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+CONSTANT = {"lr_schedule": "constant", "evaluate_every": 0}
+
+if not app.registered_commands:
+    register()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("CPLUS_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    write_files(tmp_path)
+    return tmp_path
+
+
+def written(out: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(out / "model").state_dict()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def stop_at(step: int | None, config: cplus.AdaptConfig) -> None:
+    """Run the job until it fails just after the checkpoint of this update; None: when the whole training is done."""
+    real = Checkpoints.save
+
+    def save(self: Checkpoints, training: Training) -> None:
+        real(self, training)
+        if training.log.done if step is None else training.log.cursor.step == step:
+            raise OSError("the power went out")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "save", save)
+        with pytest.raises(OSError, match="power"):
+            cplus.adapt(config)
+
+
+def prepared(config: cplus.AdaptConfig) -> Job:
+    """Everything before the first file is written."""
+    return prepare(config, Folder(config.out), Path.cwd())
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+# Ending early
+
+
+@pytest.mark.parametrize(("method", "step"), [("cpl", 1), ("cplus", 3), ("sft", 8)])
+def test_finish_writes_the_checkpoints_weights_and_says_unfinished(here: Path, method: str, step: int) -> None:
+    stop_at(step, asked(here, method=method, checkpoint_steps=1, evaluate_every=0))
+    out = here / "out"
+    kept = torch.load(out / "work" / "checkpoint.pt", weights_only=True)["state"]["weights"]
+    run = CliRunner().invoke(app, ["adapt", "--finish", str(out), "--json"])
+    assert run.exit_code == 0, run.output
+    assert same(kept, written(out))
+    record, receipt = json.loads((out / "record.json").read_text()), read_receipt(out)
+    assert record["unfinished"] == json.loads(run.stdout)["unfinished"] == {"updates": step, "planned": 9}
+    sentence = f"UNFINISHED: training was ended after update {step} of 9."
+    assert sentence in record["notes"]
+    assert sentence in receipt.notes
+    assert receipt.title == f"toy adapted by {method} (unfinished)"
+    assert sentence in (out / "README.md").read_text()
+    assert not (out / "work").exists()
+
+
+def test_finish_after_the_last_update_is_not_unfinished(here: Path) -> None:
+    stop_at(None, asked(here, method="sft", epochs=1, evaluate_every=0))
+    done = finish(here / "out")
+    assert done.record["unfinished"] is None
+    assert not any(note.startswith("UNFINISHED") for note in done.record["notes"])
+
+
+def test_finish_without_a_checkpoint_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="there is no job to resume"):
+        finish(here / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr("cplus.job.run.train", lambda *_, **__: pytest.fail("stopped"))
+        with pytest.raises(pytest.fail.Exception):
+            cplus.adapt(asked(here, method="sft"))
+    with pytest.raises(ValueError, match="no checkpoint has been written yet; continue with: cplus adapt --resume"):
+        finish(here / "out")
+    assert not (here / "out" / "record.json").exists()
+
+
+# Running longer
+
+
+@pytest.mark.parametrize("step", [2, 6, None])
+def test_a_job_resumed_with_more_epochs_is_bitwise_one_that_began_with_them(here: Path, step: int | None) -> None:
+    whole = cplus.adapt(asked(here, method="cpl", epochs=3, **CONSTANT, out=here / "whole"))
+    stop_at(step, asked(here, method="cpl", epochs=2, **CONSTANT, checkpoint_steps=1))
+    run = CliRunner().invoke(app, ["adapt", "--resume", str(here / "out"), "--epochs", "3", "--json"])
+    assert run.exit_code == 0, run.output
+    assert same(written(whole.folder), written(here / "out"))
+    record = json.loads((here / "out" / "record.json").read_text())
+    assert (record["steps"], record["epochs"], record["settings"]["epochs"]) == (9, 3, 3)
+    assert record["unfinished"] is None
+    with pytest.raises(ValueError, match="this job is finished, so its epochs cannot change"):
+        resume(here / "out", epochs=4)
+    assert resume(here / "out", epochs=3).record["steps"] == 9
+
+
+def test_keep_best_writes_the_weights_of_the_best_epoch(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, seen = Training._epoch, {}
+
+    def epoch(self: Training, event: EpochEnded, *rest: Any) -> None:
+        real(self, event, *rest)
+        seen[event.epoch] = {name: value.clone() for name, value in self.weights().items()}
+        if event.epoch == 2:
+            self.scheduler.base_lrs = [0.05]  # from here on training ruins the model
+
+    monkeypatch.setattr(Training, "_epoch", epoch)
+    done = cplus.adapt(asked(here, method="sft", epochs=3, lr_schedule="constant", keep_best=True))
+    curve = done.record["curve"]
+    assert curve[2]["retention"] < curve[1]["retention"]
+    best = int(min(curve, key=lambda point: badness(point) or 0.0)["epoch"])
+    assert best < 3
+    assert same(seen[best], written(done.folder))
+    assert not same(seen[3], written(done.folder))
+    assert f"The weights are those of epoch {best}, the best on past and new rows." in done.record["notes"]
+
+
+# Which rows are held out
+
+
+def test_validation_rows_that_are_new_rows_are_refused_by_name_and_count(here: Path) -> None:
+    new = list(world.untaught("harbours"))
+    write_rows(here / "held.jsonl", [new[20], new[3], new[5]])
+    with pytest.raises(ValueError, match="2 of 3 validation rows are also new rows, the first is") as error:
+        cplus.adapt(asked(here, method="sft", validation=str(here / "held.jsonl")))
+    assert repr(new[3].id) in str(error.value)
+    assert not (here / "out").exists()
+
+
+def test_validation_rows_are_measured_and_never_trained_on(here: Path) -> None:
+    write_rows(here / "held.jsonl", list(world.untaught("harbours")[12:18]))
+    rows = [
+        "--new",
+        str(here / "new.jsonl"),
+        "--past",
+        str(here / "past.jsonl"),
+        "--validate",
+        str(here / "held.jsonl"),
+    ]
+    rest = ["--interface", "cloze", "--method", "sft", "--epochs", "1", "--lr", "1e-3", "--out", str(here / "out")]
+    run = CliRunner().invoke(app, ["adapt", "toy", *rows, *rest, "--json"])
+    assert run.exit_code == 0, run.output
+    record = json.loads((here / "out" / "record.json").read_text())
+    assert (record["counts"]["new"], record["counts"]["validation"]) == (12, 6)
+    assert record["cost"]["training_rows"] == 12
+    assert "validation" in record["curve"][0]
+    assert [own["kind"] for own in record["figures"]["sets"]] == ["acquisition", "validation", "retention"]
+
+
+@pytest.mark.parametrize(("count", "validation", "held"), [(50, None, 5), (50, "none", 0), (49, None, 0)])
+def test_a_tenth_of_fifty_new_rows_is_held_out(here: Path, count: int, validation: str | None, held: int) -> None:
+    write_rows(here / "new.jsonl", list(world.untaught("harbours")[:count]))
+    rows = prepared(asked(here, method="sft", validation=validation)).rows
+    assert len(rows.new.examples) == count - held
+    found = () if rows.validation is None else rows.validation.examples
+    assert len(found) == held
+    assert not {example.id for example in found} & {example.id for example in rows.new.examples}
+    assert any("held out" in note for note in rows.notes) == bool(held)
+
+
+# Free text
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations of two turns to learn, one-turn rows to keep, and a chat template for the toy."""
+    folder = tmp_path_factory.mktemp("chat")
+    new, known = world.untaught("plants"), world.taught("plants")
+    conversations = [
+        {
+            "messages": [
+                {"role": role, "content": text}
+                for fact in pair
+                for role, text in (("user", fact.question), ("assistant", fact.right))
+            ]
+        }
+        for pair in zip(new[:4], new[4:8], strict=True)
+    ]
+    write_lines(folder / "new.jsonl", conversations)
+    kept = [{"question": fact.question, "reply": fact.right} for fact in known[:8]]
+    write_lines(folder / "keep.jsonl", [{"prompt": row["question"], "response": row["reply"]} for row in kept[:3]])
+    write_lines(folder / "past.jsonl", [{"prompt": row["question"], "response": row["reply"]} for row in kept[3:]])
+    write_lines(folder / "named.jsonl", kept)
+    write_lines(folder / "requests.jsonl", [{"prompt": row["question"]} for row in kept])
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def free(chat: Path, **changes: Any) -> cplus.AdaptConfig:
+    values = {"method": "cpl", "epochs": 1, "interface": None, "max_new_tokens": 4} | changes
+    return asked(chat, chat_template=chat / "chat.jinja", **values)
+
+
+@pytest.fixture(scope="module")
+def talked(chat: Path) -> FinishedJob:
+    return cplus.adapt(free(chat, save_dtype="bfloat16"))
+
+
+def test_free_text_without_a_judge_is_judged_by_losses(talked: FinishedJob) -> None:
+    figures = talked.record["figures"]
+    assert figures["retention"] is figures["acquisition"] is None
+    past, new = figures["free"]["past"], figures["free"]["new"]
+    assert past["loss"]["low"] <= past["loss"]["rise"] <= past["loss"]["high"]
+    assert sum(past["answers"].values()) == past["rows"] == 5
+    assert new["loss"]["after"] < new["loss"]["before"]
+    line = headline(figures)
+    assert f"{past['loss']['before']:.3f} to {past['loss']['after']:.3f} nats per token" in line
+    assert "Kept" not in line
+    assert f"**{line}**" in (talked.folder / "README.md").read_text()
+
+
+def test_weights_are_written_in_the_precision_of_the_settings(talked: FinishedJob) -> None:
+    found = AutoModelForCausalLM.from_pretrained(talked.folder / "model", dtype="auto")
+    assert {value.dtype for value in found.state_dict().values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("turns", ["all", "last"])
+def test_the_assistants_turns_train(chat: Path, turns: str) -> None:
+    job = prepared(free(chat, turns=turns, out=chat / turns))
+    tokenizer = job.base.tokenizer
+    for example, row in zip(job.rows.new.examples, job.rows.new.encoded(), strict=True):
+        scored = row.scored or (True,) * len(row.target)
+        text = tokenizer.decode([token for token, learned in zip(row.target, scored, strict=True) if learned])
+        first, last = example.messages[1].content, example.response
+        expected = f"{first}<|endoftext|>{last}<|endoftext|>" if turns == "all" else f"{last}<|endoftext|>"
+        assert text.replace(" ", "") == expected.replace(" ", "")
+
+
+def test_columns_of_other_names_are_read(chat: Path) -> None:
+    given = {name: str(chat / "named.jsonl") for name in ("new", "past")}
+    config = free(chat, method="sft", anchors=None, **given, columns="prompt=question,response=reply")
+    rows = prepared(config).rows
+    assert [example.response for example in rows.new.examples] == [fact.right for fact in world.taught("plants")[:8]]
+    with pytest.raises(ValueError, match=r"named\.jsonl:1: expected the column 'wording' for prompt"):
+        prepared(free(chat, method="sft", anchors=None, **given, columns="prompt=wording,response=reply"))
+
+
+def test_a_chat_template_that_is_not_there_is_refused(chat: Path) -> None:
+    missing = free(chat).model_copy(update={"chat_template": chat / "none.jinja", "out": chat / "refused"})
+    with pytest.raises(ValueError, match=r"none\.jinja: expected a file with a chat template, but there is none"):
+        cplus.adapt(missing)
+    assert not (chat / "refused").exists()
+
+
+def test_requests_alone_get_the_models_own_answers(chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path))
+    given = {name: str(chat / "requests.jsonl") for name in ("anchors", "past")}
+    with pytest.raises(ValueError, match=r"requests\.jsonl:1"):
+        prepared(free(chat, **given))
+
+    def label(model: Any, engine: Any, interface: Any, examples: Any, **_: Any) -> list[Label | Rejected]:
+        own = [Label(interface.with_answer(e, "mauve"), 1.0) for e in examples]
+        return [Rejected("answer without end") if found.example.id.endswith("2") else found for found in own]
+
+    monkeypatch.setattr(own_answers, "label", label)
+    rows = prepared(free(chat, **given, own_answers=True)).rows
+    assert rows.anchors is not None
+    assert [example.response for example in rows.anchors.examples] == ["mauve"] * 7
+    assert "The past rows hold the base model's own answers; left out without a complete answer: 1." in rows.notes
+
+
+def test_own_answers_longer_than_the_window_are_left_out(
+    chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path))
+    # The toy never ends its turn under this template, and four times the usual limit exceeds its window.
+    given = {name: str(chat / "requests.jsonl") for name in ("anchors", "past")}
+    with pytest.raises(ValueError, match="none of the 8 anchors rows was answered before the token limit"):
+        prepared(free(chat, **given, own_answers=True))
