@@ -154,6 +154,7 @@ def test_shared_options_have_the_defaults_of_the_settings() -> None:
 
 WAITING = """
 import builtins, os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
 real = builtins.__import__
 def importing(name, *rest):
     if name == {module!r}:
@@ -179,6 +180,7 @@ def test_an_interruption_while_reading_leaves_no_traceback(tmp_path: Path) -> No
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
     code = (
         "import os, signal, cplus.data.tasks as tasks; from cplus.__main__ import main;"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"
         "tasks.read_rows = lambda path, **_: os.kill(os.getpid(), signal.SIGINT); main()"
     )
     command = [sys.executable, "-c", code, "split", "toy", "--task", str(tmp_path / "rows.jsonl")]

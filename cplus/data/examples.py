@@ -136,7 +136,10 @@ def from_row(row: Mapping[str, Any], *, where: str, id: str, requests: bool = Fa
     if {"question", "choices", "answer"} <= keys:
         return choice(row, where=where, id=id)
     if {"prompt", "response"} <= keys:
-        return exchange(row["prompt"], row["response"], where=where, id=id)
+        response = (
+            row["response"] if requests and row["response"] is None else text(row["response"], f"{where}: response")
+        )
+        return exchange(row["prompt"], response, where=where, id=id)
     if "messages" in keys:
         turns = messages(row["messages"], where=where, requests=requests)
         return conversation(turns, tools=row.get("tools"), where=where, id=id, requests=requests)
