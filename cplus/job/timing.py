@@ -24,7 +24,7 @@ from cplus.probes.settings import MAX_NEW_TOKENS, Settings, plan
 from cplus.scoring import log_likelihoods
 
 _STEPS = 3
-_EVIDENCE = 4
+_EVIDENCE = 16
 _SAMPLES = (4, 16)
 _TOKENS = 16
 _YIELDS = (0.4, 0.9)
