@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from cplus.attach import Guard, protect
 from cplus.integrations.peft import scope
 from cplus.integrations.transformers import preserve
-from cplus.job.prepare import row_of
+from cplus.job.preflight import row_of
 from cplus.job.settings import AdaptConfig
 from cplus.losses import answer_losses
 

@@ -28,11 +28,14 @@ from cplus.experiment.driver import Training
 from cplus.experiment.measure import repeats_every_token
 from cplus.experiment.schedule import rate_factor
 from cplus.interfaces import Rejected
-from cplus.job import footprint
+from cplus.job import memory, timing
 from cplus.job.checkpoint import Checkpoints
 from cplus.job.folder import Folder, claimed
+from cplus.job.plan import plan
+from cplus.job.preflight import bind_rows, preflight
 from cplus.job.resume import resume
 from cplus.job.run import FinishedJob
+from cplus.job.workload import Tokens
 from cplus.loop import EpochEnded, Stepped
 from cplus.methods import METHODS
 from cplus.models import fingerprint, load
@@ -351,11 +354,11 @@ def test_a_folder_in_use_is_refused(here: Path) -> None:
 
 def test_too_little_memory_or_disk_is_said_before_loading(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cplus.models.load", lambda *_, **__: pytest.fail("loaded"))
-    monkeypatch.setattr(footprint, "available", lambda device: 1_000_000)
+    monkeypatch.setattr(memory, "available", lambda device: 1_000_000)
     with pytest.raises(ValueError, match=r"toy needs 0\.01\d GB for weights.*0\.001 GB are free; train adapters"):
         cplus.adapt(asked(here))
     monkeypatch.undo()
-    monkeypatch.setattr(footprint.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1))
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1))
     with pytest.raises(ValueError, match=r"checkpoints and model need .* GB are free; make room"):
         cplus.adapt(asked(here))
     assert not (here / "out").exists()
@@ -364,7 +367,7 @@ def test_too_little_memory_or_disk_is_said_before_loading(here: Path, monkeypatc
 def test_a_packed_file_too_big_to_unpack_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "big.gguf").write_bytes(b"GGUF")
     tensors = [types.SimpleNamespace(n_elements=10**15)] * 3
-    monkeypatch.setattr(footprint, "GGUFReader", lambda path: types.SimpleNamespace(tensors=tensors))
+    monkeypatch.setattr(memory, "GGUFReader", lambda path: types.SimpleNamespace(tensors=tensors))
     with pytest.raises(ValueError, match=r"big\.gguf: unpacked it needs 12000000\.0 GB"):
         cplus.adapt(asked(here, model=str(here / "big.gguf")))
 
@@ -534,7 +537,8 @@ def test_learned_means_that_decoding_repeats_every_token(make_tiny: Any) -> None
     assert repeats_every_token(model, [Encoded(prompt, (*said[:2], said[2] ^ 1), (True, True, False))])
 
 
-def test_the_plan_counts_what_the_job_will_use_and_writes_nothing(here: Path) -> None:
+def test_the_plan_counts_what_the_job_will_use_and_writes_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPLUS_CACHE", str(here / "cache"))
     config = asked(here)
     run = CliRunner().invoke(app, ["adapt", "--config", str(_yaml(here, config)), "--plan", "--json"])
     assert run.exit_code == 0, run.output
@@ -554,11 +558,69 @@ def test_the_plan_counts_what_the_job_will_use_and_writes_nothing(here: Path) ->
     need = planned["need"]
     held = need["kept_bytes_per_parameter"] + need["step_bytes_per_parameter"]
     assert held * done.record["counts"]["parameters"] == cost["extra_bytes"]
-    assert set(planned["seconds"]) == {"evaluating before and after", "writing probes", "training"}
-    assert all(seconds > 0 for seconds in planned["seconds"].values())
+    assert set(planned["seconds"]) == {"evaluating", "writing probes", "training"}
+    assert all(0 < seconds["low"] <= seconds["high"] for seconds in planned["seconds"].values())
+    for end in ("low", "high"):
+        total = sum(seconds[end] for seconds in planned["seconds"].values())
+        assert planned["total_seconds"][end] == pytest.approx(total)
+    longer = planned["tokens_per_epoch_high"]
+    assert longer["training"] == tokens["training"]
+    assert tokens["evidence"] < longer["evidence"] <= 2 * tokens["evidence"]  # only the probes may be longer
     told = CliRunner().invoke(app, ["adapt", "--config", str(_yaml(here, config)), "--plan", "--out", "o"]).stdout
     assert "% FLOPs against plain fine-tuning" in told
+    assert "writing probes" not in told  # the job has written the bank
     assert "o/receipt.html" in told
+
+
+def test_the_record_holds_the_plan_beside_what_was_measured(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "pace", lambda *_: timing.Pace(training=timing.Range(0.0, 1.0), evidence=0.0))
+    config = asked(here, epochs=2)
+    planned = plan(config)
+    done = cplus.adapt(config, planned=planned)
+    expected, actual = done.record["planned"], done.record["actual"]
+    assert expected["seconds"] == {part: dataclasses.asdict(spent) for part, spent in planned.seconds.items()}
+    assert set(actual["seconds"]) == {"evaluating", "writing probes", "training"}
+    spent = expected["seconds"]["training"]
+    assert spent["low"] <= actual["seconds"]["training"] == done.record["cost"]["seconds"] <= spent["high"]
+    assert actual["seconds"]["evaluating"] > 0
+    assert expected["training_tokens_per_epoch"] == planned.tokens.training
+    assert expected["evidence_tokens_per_epoch"] == planned.tokens.evidence > 0
+    assert actual["training_tokens_per_epoch"] * 2 == done.record["cost"]["training_padded"]
+    assert actual["evidence_tokens_per_epoch"] * 2 == done.record["cost"]["preservation_padded"]
+    assert (expected["held_bytes"], expected["peak_bytes"]) == (planned.need.held, planned.need.peak)
+    assert actual["peak_bytes"] is None or actual["peak_bytes"] >= 0
+
+
+def test_a_job_without_a_plan_records_tokens_bytes_and_seconds(finished: FinishedJob) -> None:
+    expected, actual = finished.record["planned"], finished.record["actual"]
+    assert expected["seconds"] is None
+    assert expected["held_bytes"] > 4 * finished.record["counts"]["parameters"]
+    assert all(seconds > 0 for seconds in actual["seconds"].values())
+
+
+def test_the_range_of_the_training_time_follows_epochs_and_probes(here: Path) -> None:
+    pace = timing.Pace(training=timing.Range(1.0, 2.0), evidence=3.0)
+    low = Tokens(sft=10, training=10, evidence=4)
+    high = Tokens(sft=10, training=12, evidence=8)
+
+    def seconds(**changes: Any) -> timing.Range:
+        return timing.training_seconds(asked(here, **changes), low, high, pace)
+
+    assert seconds(epochs=3) == timing.Range(3 * (10 + 12), 3 * (24 + 24))
+    assert seconds(epochs=3, stop="learned") == timing.Range(10 + 12, 3 * (24 + 24))
+    assert seconds(epochs=4).high > seconds(epochs=3).high
+
+
+def test_answers_are_planned_by_the_length_of_the_given_responses(here: Path) -> None:
+    rows = [FreeForm(id=f"q{i}", messages=(Message(role="user", content="?"),), response="a b c") for i in range(2)]
+    write_rows(here / "free.jsonl", rows)
+    base = load("toy")
+    mean = len(base.tokenizer.encode("a b c", add_special_tokens=False)) + 1
+    for limit in (1, mean, 2 * mean - 1, 256):
+        config = asked(here, method="sft", new=str(here / "free.jsonl"), anchors=None, past=None, interface=None,
+                       plain=True, max_new_tokens=limit)  # fmt: skip
+        group = bind_rows(config, preflight(config, here).tasks, base).new
+        assert timing.answer_length(config, base, group) == timing.Range(min(mean, limit), min(2 * mean, limit))
 
 
 def _yaml(here: Path, config: cplus.AdaptConfig) -> Path:
@@ -569,7 +631,7 @@ def _yaml(here: Path, config: cplus.AdaptConfig) -> Path:
 
 def test_the_footprint_knows_methods_apart(here: Path) -> None:
     def held(name: str, parameters: int = 1000, **changes: Any) -> tuple[float, float]:
-        return footprint.guard_bytes(asked(here, method=name, **changes), METHODS[name], 5, parameters)
+        return memory.guard_bytes(asked(here, method=name, **changes), METHODS[name], 5, parameters)
 
     assert held("sft") == (0.0, 0.0)
     assert held("cpl") == (0.25, 4.0)  # signs alone, and the copy of the parameters

@@ -20,6 +20,7 @@ from cplus.interfaces import Rejected
 from cplus.job.best import badness
 from cplus.job.checkpoint import Checkpoints
 from cplus.job.folder import Folder
+from cplus.job.plan import plan
 from cplus.job.prepare import Job, prepare
 from cplus.job.resume import finish, resume
 from cplus.job.run import FinishedJob
@@ -313,6 +314,7 @@ def test_requests_alone_get_the_models_own_answers(chat: Path, tmp_path: Path, m
     rows = prepared(free(chat, **given, own_answers=True)).rows
     assert rows.anchors is not None
     assert [example.response for example in rows.anchors.examples] == ["mauve"] * 7
+    assert plan(free(chat, **given, own_answers=True)).anchors == 7
     assert "The past rows hold the base model's own answers; left out without a complete answer: 1." in rows.notes
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from cplus.experiment.run import configured as of_spec
 from cplus.experiment.settings import RunSpec
-from cplus.job.prepare import row_of
+from cplus.job.preflight import row_of
 from cplus.job.settings import AdaptConfig
 from cplus.methods import METHODS
 from cplus.selection import configured

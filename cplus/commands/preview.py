@@ -31,8 +31,8 @@ def preview(model: Model, json: Json = False, **options: Any) -> None:
     from cplus import models
     from cplus.diagnostics.preview import preview as look
     from cplus.experiment.driver import build_optimizer
-    from cplus.job.bank import checked
-    from cplus.job.prepare import load, row_of
+    from cplus.job.bank import checked_bank
+    from cplus.job.preflight import load, row_of
     from cplus.job.rows import gather, read
     from cplus.job.settings import settings
     from cplus.terminal import print_json
@@ -45,7 +45,7 @@ def preview(model: Model, json: Json = False, **options: Any) -> None:
         assert rows.anchors is not None, "the method needs anchors, and read() requires them"
         probes: list[Any] = []
         if config.bank is not None:
-            sealed = checked(config.bank, base, rows.anchors)
+            sealed = checked_bank(config.bank, base, rows.anchors)
             probes = [rows.anchors.interface.encode(example) for example in sealed.examples]
         found = look(
             base.model,

@@ -98,6 +98,7 @@ class TrainingLog:
     """Coordinates that the mask admitted in this epoch, and all coordinates."""
     curve: list[dict[str, float]] = field(default_factory=list)
     seconds: float = 0.0
+    evaluation_seconds: float = 0.0
     extra_bytes: int = 0
     done: bool = False
     learned: bool = False
@@ -251,8 +252,10 @@ class Training:
         if self.admitted is not None:
             point["admitted"] = self.admitted
         self.model.eval()
+        begun = time.perf_counter()
         point |= evaluate(event.epoch)
         log.done = log.learned = done(point)
+        log.evaluation_seconds += time.perf_counter() - begun
         self.model.train()
         log.curve.append(point)
         log.losses, log.counted = [], (0, 0)

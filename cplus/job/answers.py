@@ -24,8 +24,8 @@ from cplus.probes.engine import Request, Sampling, request_seed
 from cplus.probes.local import LocalEngine
 from cplus.scoring import Score, log_likelihoods
 
-_FLOOR_ROWS = 16
-_FLOOR_TOKENS = 96
+FLOOR_ROWS = 16
+FLOOR_TOKENS = 96
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +76,8 @@ def sampling_noise(base: Loaded, group: Group, config: AdaptConfig) -> float | N
 
     None where fewer than two rows are answered twice.
     """
-    few = group.drawn(_FLOOR_ROWS, config.seed)
-    limit = min(config.max_new_tokens, _FLOOR_TOKENS)
+    few = group.drawn(FLOOR_ROWS, config.seed)
+    limit = min(config.max_new_tokens, FLOOR_TOKENS)
     sampling = Sampling(temperature=config.temperature, max_new_tokens=limit, stop=few.interface.answer_stop)
     engine = LocalEngine(base.model, base.tokenizer)
     drawn = []

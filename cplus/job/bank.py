@@ -15,17 +15,17 @@ from cplus.probes.bank import Bank
 from cplus.probes.settings import Settings
 
 
-def sealed(folder: Path, settings: Settings, base: Loaded, anchors: Group, given: Path | None) -> Bank:
+def job_bank(folder: Path, settings: Settings, base: Loaded, anchors: Group, given: Path | None) -> Bank:
     """The job's bank: copied to `folder` on the first call, read from there on later ones."""
     if not folder.exists():
         source = given or _built(base, anchors, settings)
-        checked(source, base, anchors)
+        checked_bank(source, base, anchors)
         with files.replacing_folder(folder) as part:
             shutil.copytree(source, part, dirs_exist_ok=True)
-    return checked(folder, base, anchors)
+    return checked_bank(folder, base, anchors)
 
 
-def earlier(place: Path, anchors: Group) -> Bank:
+def earlier_bank(place: Path, anchors: Group) -> Bank:
     """The bank of an earlier job, whichever model wrote it, if it was sealed for these anchors and their interface."""
     folder = Folder(place).bank
     if not folder.exists():
@@ -33,7 +33,7 @@ def earlier(place: Path, anchors: Group) -> Bank:
     return _same_interface(Bank.load(folder, anchors=anchors.examples), folder, anchors)
 
 
-def checked(folder: Path, base: Loaded, anchors: Group) -> Bank:
+def checked_bank(folder: Path, base: Loaded, anchors: Group) -> Bank:
     """The bank in the folder, if it was sealed for this model, these anchors and their interface."""
     bank = Bank.load(folder, model_fingerprint=base.fingerprint, anchors=anchors.examples)
     return _same_interface(bank, folder, anchors)

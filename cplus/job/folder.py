@@ -53,6 +53,11 @@ class Folder:
         return self.work / "before.json"
 
     @property
+    def seconds(self) -> Path:
+        """The seconds spent so far, by part."""
+        return self.work / "seconds.json"
+
+    @property
     def checkpoint(self) -> Path:
         """The last state of the training, one file: a file is replaced in one move, a folder is not."""
         return self.work / "checkpoint.pt"

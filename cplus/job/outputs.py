@@ -71,6 +71,8 @@ class Finished:
     comparisons: Mapping[str, Comparison]
     parameters: int
     trainable: int
+    planned: Mapping[str, Any]
+    actual: Mapping[str, Any]
     best_epoch: int | None = None
 
     @property
@@ -116,6 +118,8 @@ def write_outputs(folder: Folder, done: Finished) -> dict[str, Any]:
         "counts": counts(done),
         "tokens_by_role": tokens_by_role(done.rows.new.interface, done.rows.new.examples),
         "cost": done.cost,
+        "planned": dict(done.planned),
+        "actual": dict(done.actual),
         "steps": done.log.cursor.step,
         "epochs": len(done.log.curve),
         "unfinished": done.unfinished,

@@ -1,66 +1,45 @@
-"""What a job will need, before it starts: size, memory, disk, the price of keeping, and time from a short timing."""
+"""The plan of a job as text and JSON: size, memory, disk, the price of protection, and a range for the time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from cplus.data.batching import batched, measured
-from cplus.data.encoded import Encoded
+from cplus.experiment.bank_cache import bank_folder
 from cplus.experiment.driver import adapted
-from cplus.experiment.material import past_rows
-from cplus.experiment.rows import Rows
+from cplus.experiment.rows import Group
 from cplus.experiment.schedule import updates_per_epoch
-from cplus.job import bank as banks
-from cplus.job import footprint, timing
-from cplus.job.footprint import Footprint, ModelSize, giga
-from cplus.job.prepare import load, row_of
+from cplus.job import timing
+from cplus.job.memory import Footprint, ModelSize, giga
+from cplus.job.preflight import bind_rows, load, preflight
 from cplus.job.progress import duration
-from cplus.job.rows import Tasks, gather, group_of, located, read
 from cplus.job.settings import AdaptConfig
-from cplus.loop import Schedule, epoch_batches
-from cplus.methods import METHODS, Material, Method
+from cplus.job.timing import Range
+from cplus.job.workload import Tokens, assumed_material, assumed_rows, evidence_tokens, tokens_per_epoch
 from cplus.models import Loaded
-from cplus.probes.bank import Bank
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tokens:
-    """Padded tokens per epoch: of plain fine-tuning, of the method's training, of its evidence."""
-
-    sft: int
-    training: int
-    evidence: int
-
-    @property
-    def percent(self) -> float:
-        """What the method costs above plain fine-tuning.
-
-        Paper: App. E.12: FLOPs are 6 P L, so that P cancels out.
-
-        >>> Tokens(sft=100, training=100, evidence=25).percent
-        25.0
-        """
-        return 100 * (self.training + self.evidence) / self.sft - 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The answer of `--plan`; `seconds` are for all epochs, whether or not an early end spares some."""
+    """The result of `--plan`; ranges are from the shortest likely job to all epochs with long answers and probes."""
 
     config: AdaptConfig
     size: ModelSize
     need: Footprint
     tokens: Tokens
+    tokens_high: Tokens
     updates: int
     new: int
     anchors: int
     probes: int
-    seconds: dict[str, float]
+    seconds: dict[str, Range]
     warnings: tuple[str, ...]
+
+    @property
+    def total(self) -> Range:
+        """Seconds of the whole job, loading left out."""
+        return sum(self.seconds.values(), Range(0.0, 0.0))
 
     @property
     def writes(self) -> dict[str, str]:
@@ -82,128 +61,85 @@ class Plan:
             "size": asdict(self.size),
             "need": asdict(self.need),
             "tokens_per_epoch": {**asdict(self.tokens), "percent_above_sft": self.tokens.percent},
+            "tokens_per_epoch_high": {**asdict(self.tokens_high), "percent_above_sft": self.tokens_high.percent},
             "updates_per_epoch": self.updates,
             "counts": {"new": self.new, "anchors": self.anchors, "probes": self.probes},
-            "seconds": self.seconds,
+            "seconds": {part: asdict(spent) for part, spent in self.seconds.items()},
+            "total_seconds": asdict(self.total),
             "warnings": list(self.warnings),
             "writes": self.writes,
         }
 
     def lines(self) -> list[str]:
         """The plan in words."""
-        need, tokens, size = self.need, self.tokens, self.size
+        need, tokens, high, size = self.need, self.tokens, self.tokens_high, self.size
         kept, step = need.kept_bytes_per_parameter, need.step_bytes_per_parameter
-        times = ", ".join(f"{name} {duration(seconds)}" for name, seconds in self.seconds.items())
+        times = ", ".join(f"{part} {_range(spent)}" for part, spent in self.seconds.items())
+        percent = f"{tokens.percent:+.0f}" + (f" to {high.percent:+.0f}" if high.percent > tokens.percent else "")
         return [
             f"model      {self.config.model}: {size.parameters:,} parameters, {size.trainable:,} trained, in float32",
             f"rows       {self.new} new, {self.anchors} anchors, {self.probes} probes",
             f"training   {self.config.epochs} epochs at most, {self.updates} updates each",
             f"gate       {kept:.2f} bytes per trained parameter held, {step:.2f} more during an update",
-            f"cost       {tokens.percent:+.0f} % FLOPs against plain fine-tuning: {tokens.sft:,} tokens of new rows "
-            f"per epoch, {tokens.training - tokens.sft:,} more trained on, {tokens.evidence:,} of evidence",
+            f"cost       {percent} % FLOPs against plain fine-tuning: {tokens.sft:,} tokens of new rows per epoch, "
+            f"{tokens.training - tokens.sft:,} more trained on, {tokens.evidence:,} of evidence",
             f"memory     {giga(need.held)} GB held, about {giga(need.peak)} at the peak; {giga(need.available)} free",
             f"disk       {giga(need.disk)} GB needed, {giga(need.free)} GB free",
-            f"time       {duration(sum(self.seconds.values()))} at most here: {times}",
+            f"time       {_range(self.total)} here: {times}",
             *(f"warning    {warning}" for warning in self.warnings),
             *(f"writes     {path}: {what}" for path, what in self.writes.items()),
         ]
 
 
+def _range(seconds: Range) -> str:
+    low, high = duration(seconds.low), duration(seconds.high)
+    return low if low == high else f"{low} to {high}"
+
+
 def plan(config: AdaptConfig) -> Plan:
-    """Compute the job's size and time a few steps of it; nothing is written."""
+    """Compute the job's size and time a few steps of it; nothing is written but the cache."""
     home = Path.cwd()
-    method = row_of(config)
-    tasks = read(config, method, home)
-    size, need = footprint.needs(config, method, tasks, home)
-    warnings = footprint.check(need, size, config)
+    found = preflight(config, home)
     base = load(config, home)
-    rows, assumed = _rows(config, tasks, base)
-    material, probes = _material(config, method, rows, home)
-    tokens, updates = (
-        tokens_per_epoch(config, method, material),
-        updates_per_epoch(len(material.new), config.batch_size),
-    )
-    seconds = {
-        "evaluating before and after": 2
-        * sum(timing.evaluating(config, base, group) for group in rows.evaluated(config.max_asked, config.seed))
-    }
-    if probes and config.bank is None and rows.anchors is not None:
-        seconds["writing probes"] = timing.writing(base, rows.anchors, config.settings(len(material.new)).probes)
+    assumed: list[str] = []
+    if found.tasks.split is None:
+        rows = bind_rows(config, found.tasks, base)
+    else:
+        rows, note = assumed_rows(config, found.tasks, base)
+        assumed.append(note)
+    method = found.method
+    material, probes = assumed_material(config, method, rows, home)
+    longer, _ = assumed_material(config, method, rows, home, length=2)
+    tokens, high = (tokens_per_epoch(config, method, own) for own in (material, longer))
+    seconds = {"evaluating": timing.evaluation_seconds(config, base, rows)}
+    if probes:
+        seconds |= _writing(config, base, rows.anchors, len(material.new))
     base = replace(base, model=adapted(config.settings(), method, base.model))
     pace = timing.pace(config, method, base, material)
-    seconds["training"] = config.epochs * (tokens.training * pace.training + tokens.evidence * pace.evidence)
+    once = Range(0.0, 0.0)
     if method.refresh == "once":
-        seconds["evidence, taken once"] = evidence_tokens(method, material) * pace.evidence
+        once = Range(*(evidence_tokens(method, own) * pace.evidence for own in (material, longer)))
+    seconds["training"] = timing.training_seconds(config, tokens, high, pace) + once
     return Plan(
         config=config,
-        size=size,
-        need=need,
+        size=found.size,
+        need=found.need,
         tokens=tokens,
-        updates=updates,
+        tokens_high=high,
+        updates=updates_per_epoch(len(material.new), config.batch_size),
         new=len(material.new),
         anchors=len(material.past[0].anchors),
         probes=probes,
         seconds=seconds,
-        warnings=(*warnings, *rows.notes, *assumed),
+        warnings=(*found.warnings, *rows.notes, *assumed),
     )
 
 
-def tokens_per_epoch(config: AdaptConfig, method: Method, material: Material) -> Tokens:
-    """Count the tokens of the first epoch as they will be batched."""
-    schedule = Schedule(epochs=1, batch_size=config.batch_size, order=config.order)
-
-    def trained(row: Method) -> int:
-        return sum(padded(batch) for batch in epoch_batches(row, material, schedule, seed=config.seed, epoch=1))
-
-    updates = updates_per_epoch(len(material.new), config.batch_size)
-    training = trained(method)
-    training += round(updates * padded(material.rows("anchors")) * method.objective.anchor_passes)
-    # What is taken once is preparation, which the paper leaves out of the cost of training.
-    refreshes = updates / method.refresh if isinstance(method.refresh, int) else float(method.refresh == "epoch")
-    evidence = round(refreshes * evidence_tokens(method, material))
-    return Tokens(sft=trained(METHODS["sft"]), training=training, evidence=evidence)
-
-
-def evidence_tokens(method: Method, material: Material) -> int:
-    """The tokens of one refresh."""
-    return sum(padded(source.at(0)) for source in method.sources(material)) if method.evidence else 0
-
-
-def padded(rows: Sequence[Encoded]) -> int:
-    """The tokens of rows in batches of like length."""
-    return sum(measured(batch).padded for batch in batched(rows))
-
-
-def _rows(config: AdaptConfig, tasks: Tasks, base: Loaded) -> tuple[Rows, list[str]]:
-    """The rows; for a task that is not split yet, its first rows stand in for the incorrect and correct ones."""
-    if tasks.split is None:
-        return gather(config, tasks, base), []
-    whole = group_of(config, tasks.split, base, name=tasks.split.name, part="external").examples
-    count = config.num_new or len(whole) // 2
-    cut = {"new": whole[:count], "anchors": whole[: config.num_anchors], "past": whole[count:] or whole}
-    groups = {
-        name: replace(group_of(config, tasks.split, base, name=name, part="retention"), examples=tuple(examples))
-        for name, examples in cut.items()
-    }
-    note = f"the number of rows that the model answers incorrectly is not known yet: {count} new rows are assumed"
-    return Rows(new=groups["new"], anchors=groups["anchors"], past=groups["past"]), [note]
-
-
-def _material(config: AdaptConfig, method: Method, rows: Rows, home: Path) -> tuple[Material, int]:
-    """Rows as tokens; probes that are not written yet are taken to be as long as the anchors."""
-    anchors = [] if rows.anchors is None else rows.anchors.encoded()
-    probes: list[Encoded] = []
-    if method.needs_bank and rows.anchors is not None:
-        if config.bank is not None:
-            bank = Bank.load(Path(located(str(config.bank), home)))
-            probes = [rows.anchors.interface.encode(example) for example in bank.examples]
-        else:
-            count = config.settings(len(rows.new.examples)).num_probes
-            probes = list(islice(cycle(anchors), count))
-    count = len(rows.new.examples)
-    past = [past_rows("past", anchors=anchors, probes=probes, synthetic=probes[:count])]
-    for place, group in zip(config.kept, rows.kept, strict=True):
-        written = banks.earlier(Path(located(str(place), home)), group).examples if method.needs_bank else ()
-        encoded = [group.interface.encode(example) for example in written]
-        past.append(past_rows(group.name, anchors=group.encoded(), probes=encoded, synthetic=encoded[:count]))
-    return Material(new=rows.new.encoded(), past=tuple(past)), len(probes)
+def _writing(config: AdaptConfig, base: Loaded, anchors: Group | None, num_new: int) -> dict[str, Range]:
+    """Seconds to write the bank; nothing where it is given, cached or not needed."""
+    settings = config.settings(num_new).probes
+    if config.bank is not None or anchors is None:
+        return {}
+    if bank_folder(base, anchors.interface, anchors.examples, settings).exists():
+        return {}
+    return {"writing probes": timing.writing(base, anchors, settings, timing.evaluating(config, base, anchors))}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cplus import files
+from cplus import files, models
 from cplus.job.folder import Folder, claimed, read_settings, rewrite
 from cplus.job.interruption import Interruption
 from cplus.job.prepare import prepare
 from cplus.job.progress import say
 from cplus.job.run import FinishedJob, work
+from cplus.job.usage import PeakMemory
 
 
 def resume(out: Path, *, epochs: int | None = None) -> FinishedJob:
@@ -24,11 +25,12 @@ def resume(out: Path, *, epochs: int | None = None) -> FinishedJob:
         return done
     if epochs is not None:
         config = config.model_copy(update={"epochs": epochs})
+    memory = PeakMemory(models.choose_device(config.device))
     with Interruption().watching() as interruption:
         job = prepare(config, folder, home)
         with claimed(folder):
             rewrite(folder, config)
-            return work(job, interruption)
+            return work(job, interruption, memory)
 
 
 def finish(out: Path) -> FinishedJob:
@@ -39,10 +41,11 @@ def finish(out: Path) -> FinishedJob:
         return done
     if not folder.checkpoint.is_file():
         raise ValueError(f"{out}: no checkpoint has been written yet; continue with: cplus adapt --resume {out}")
+    memory = PeakMemory(models.choose_device(config.device))
     with Interruption().watching() as interruption:
         job = prepare(config, folder, home)
         with claimed(folder):
-            return work(job, interruption, train_on=False)
+            return work(job, interruption, memory, train_on=False)
 
 
 def _finished(folder: Folder) -> FinishedJob | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +11,24 @@ from cplus import files, models
 from cplus.data.examples import lines
 from cplus.diagnostics.gateshares import layer_shares
 from cplus.evaluation.requirements import Measured, possible
-from cplus.experiment.driver import Training
+from cplus.experiment.driver import Training, TrainingLog
 from cplus.experiment.measure import Answers
 from cplus.experiment.rows import Group
-from cplus.job import bank as banks
 from cplus.job.answers import Before, answer, base_answers
+from cplus.job.bank import job_bank
 from cplus.job.best import Best
 from cplus.job.folder import Folder, begin, check_free, claimed
 from cplus.job.interruption import Interrupted, Interruption
 from cplus.job.outputs import Finished, write_model, write_outputs
+from cplus.job.plan import Plan
 from cplus.job.prepare import Job, prepare
 from cplus.job.progress import say
 from cplus.job.rows import located
 from cplus.job.settings import AdaptConfig
 from cplus.job.tracking import tracker
 from cplus.job.training import train
+from cplus.job.usage import PeakMemory, recorded, recorded_seconds
+from cplus.job.workload import assumed_material, tokens_per_epoch
 from cplus.probes.bank import Bank
 
 
@@ -42,31 +45,43 @@ class FinishedJob:
         return all(requirement["met"] for requirement in self.record["figures"]["requirements"])
 
 
-def adapt(config: AdaptConfig, *, force: bool = False) -> FinishedJob:
-    """Fine-tune a model on new rows, protect what it could do, and write model, bank, record, card and receipt."""
+def adapt(config: AdaptConfig, *, force: bool = False, planned: Plan | None = None) -> FinishedJob:
+    """Fine-tune a model on new rows, protect what it could do, and write model, bank, record, card and receipt.
+
+    `planned` is the job's plan, if there is one; the record then holds its times beside the measured ones.
+    """
     folder, home = Folder(config.out), Path.cwd()
     check_free(folder, force=force)
+    memory = PeakMemory(models.choose_device(config.device))
     with Interruption().watching() as interruption:
         job = prepare(config, folder, home)
         with claimed(folder):
             check_free(folder, force=force)
             begin(folder, config, home)
-            return work(job, interruption)
+            return work(job, interruption, memory, planned=planned)
 
 
-def work(job: Job, interruption: Interruption, *, train_on: bool = True) -> FinishedJob:
+def work(
+    job: Job,
+    interruption: Interruption,
+    memory: PeakMemory,
+    *,
+    train_on: bool = True,
+    planned: Plan | None = None,
+) -> FinishedJob:
     """Everything after the job is prepared; without `train_on` the last checkpoint is the result."""
     config, folder = job.config, job.folder
     tracked = tracker(config.report_to, folder.root, config.model_dump(mode="json"))
     try:
-        with models.computing(config.compute_dtype, job.base.device):
+        with models.computing(config.compute_dtype, job.base.device), recorded(folder.seconds, "evaluating"):
             before = base_answers(folder.answers, job.base, job.groups, config)
         check_requirements(config, job.groups, before.answers)
         if job.rows.anchors is not None:
             files.write_text(folder.anchors, lines(job.rows.anchors.examples))
-        bank = _bank(job)
+        with recorded(folder.seconds, "writing probes"):
+            bank = _bank(job)
         training = train(job, before, bank, interruption, tracked, train_on=train_on)
-        record = _finish(job, before, bank, training)
+        record = _finish(job, before, bank, training, memory, planned)
     except Interrupted as stop:
         raise Interrupted(
             stop.number,
@@ -101,10 +116,12 @@ def _bank(job: Job) -> Bank | None:
     if not job.method.needs_bank or job.rows.anchors is None:
         return None
     given = None if job.config.bank is None else Path(located(str(job.config.bank), job.home))
-    return banks.sealed(job.folder.bank, job.settings.probes, job.base, job.rows.anchors, given)
+    return job_bank(job.folder.bank, job.settings.probes, job.base, job.rows.anchors, given)
 
 
-def _finish(job: Job, before: Before, bank: Bank | None, training: Training) -> dict[str, Any]:
+def _finish(
+    job: Job, before: Before, bank: Bank | None, training: Training, memory: PeakMemory, planned: Plan | None
+) -> dict[str, Any]:
     """Evaluate again, then write; the record comes last, and then the work folder is removed."""
     config, folder, guard = job.config, job.folder, training.prepared.guard
     layers = layer_shares(guard)
@@ -112,7 +129,7 @@ def _finish(job: Job, before: Before, bank: Bank | None, training: Training) -> 
     parameters = sum(p.numel() for p in training.model.parameters())
     trainable = sum(p.numel() for p in training.model.parameters() if p.requires_grad)
     model = training.finish()
-    with models.computing(config.compute_dtype, job.base.device):
+    with models.computing(config.compute_dtype, job.base.device), recorded(folder.seconds, "evaluating"):
         after = {
             group.name: answer(model, group, config, "after", before.answers[group.name].predictions)
             for group in job.groups
@@ -133,7 +150,38 @@ def _finish(job: Job, before: Before, bank: Bank | None, training: Training) -> 
         parameters=parameters,
         trainable=trainable,
         best_epoch=best,
+        planned=planned_usage(job, planned),
+        actual=actual_usage(job, training.log, memory),
     )
     record = write_outputs(folder, done)
     folder.clear_work()
     return record
+
+
+def planned_usage(job: Job, planned: Plan | None) -> dict[str, Any]:
+    """Tokens and bytes as computed from the rows before training; seconds only where the job was planned before."""
+    material, _ = assumed_material(job.config, job.method, job.rows, job.home)
+    tokens = tokens_per_epoch(job.config, job.method, material)
+    return {
+        "seconds": None if planned is None else {part: asdict(spent) for part, spent in planned.seconds.items()},
+        "training_tokens_per_epoch": tokens.training,
+        "evidence_tokens_per_epoch": tokens.evidence,
+        "held_bytes": job.need.held,
+        "peak_bytes": job.need.peak,
+    }
+
+
+def actual_usage(job: Job, log: TrainingLog, memory: PeakMemory) -> dict[str, Any]:
+    """What was measured, by the names of the plan."""
+    seconds = recorded_seconds(job.folder.seconds)
+    epochs = max(1, len(log.curve))
+    return {
+        "seconds": {
+            "evaluating": seconds.get("evaluating", 0.0) + log.evaluation_seconds,
+            "writing probes": seconds.get("writing probes", 0.0),
+            "training": log.seconds,
+        },
+        "training_tokens_per_epoch": log.training.padded / epochs,
+        "evidence_tokens_per_epoch": log.preservation.padded / epochs,
+        "peak_bytes": memory.growth(),
+    }

@@ -12,8 +12,8 @@ from cplus.experiment.material import PastTask
 from cplus.experiment.measure import curve_figures, repeats_every_token
 from cplus.experiment.schedule import updates_per_epoch
 from cplus.health import Exploded
-from cplus.job import bank as banks
 from cplus.job.answers import Before
+from cplus.job.bank import earlier_bank
 from cplus.job.best import Best
 from cplus.job.checkpoint import Checkpoints
 from cplus.job.interruption import Interrupted, Interruption
@@ -31,7 +31,7 @@ def past_tasks(job: Job, bank: Bank | None) -> list[PastTask]:
     wanted = job.method.needs_bank
     found = [(job.rows.anchors, bank)] if job.rows.anchors is not None else []
     found += [
-        (group, banks.earlier(place, group) if wanted else None)
+        (group, earlier_bank(place, group) if wanted else None)
         for place, group in zip(places, job.rows.kept, strict=True)
     ]
     return [

@@ -1,4 +1,4 @@
-"""Parameters, memory and disk of a job, computed before anything large is loaded."""
+"""A model's size and a job's bytes in memory and on disk, computed before anything large is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from cplus.attach import Guard
 from cplus.data.batching import MAX_TOKENS
 from cplus.evidence import Evidence, Reference, Remembered
 from cplus.experiment.driver import adapted, build_optimizer
-from cplus.job.rows import Tasks, located
 from cplus.job.settings import AdaptConfig
 from cplus.methods import Method
 from cplus.optim import AdamW
@@ -48,17 +47,6 @@ class Footprint:
     step_bytes_per_parameter: float
     disk: int
     free: int
-
-
-def needs(config: AdaptConfig, method: Method, tasks: Tasks, home: Path) -> tuple[ModelSize, Footprint]:
-    """The model's size and what the job will take, from names and files alone."""
-    name = located(config.model, home)
-    if name.endswith(".gguf") and Path(name).is_file():
-        _check_packed(Path(name), available(models.choose_device(config.device)))
-    size = model_size(config, method, models.resolve(name))
-    anchors = config.num_anchors if tasks.anchors is None else len(tasks.anchors.examples)
-    earlier = sum(len(task.examples) for task in tasks.kept)
-    return size, footprint(config, method, size, anchors + earlier)
 
 
 def model_size(config: AdaptConfig, method: Method, where: Path | str) -> ModelSize:
@@ -114,35 +102,10 @@ def footprint(config: AdaptConfig, method: Method, size: ModelSize, num_anchors:
     )
 
 
-def check(found: Footprint, size: ModelSize, config: AdaptConfig) -> list[str]:
-    """Refuse a job that cannot work; return warnings about memory and precision."""
-    if found.held > found.available:
-        raise ValueError(
-            f"{config.model} needs {giga(found.held)} GB for weights, gradients, the optimizer and the gate, but "
-            f"{giga(found.available)} GB are free; train adapters (lora r=16), or use a smaller model"
-        )
-    if found.disk > found.free:
-        raise ValueError(
-            f"{config.out}: checkpoints and model need {giga(found.disk)} GB, but {giga(found.free)} GB are free; make "
-            "room or choose another out"
-        )
-    warnings = []
-    if found.peak > found.available:
-        warnings.append(
-            f"memory may not suffice: about {giga(found.peak)} GB at the peak, {giga(found.available)} GB are free"
-        )
-    if size.stored_dtype != "float32":
-        warnings.append(
-            f"the weights are stored in {size.stored_dtype}; they are trained and written in float32, because "
-            f"{size.stored_dtype} would round small updates away"
-        )
-    return warnings
-
-
-def _check_packed(path: Path, free: int) -> None:
+def check_packed(path: Path, device: torch.device) -> None:
     """Refuse a GGUF file that is too big to unpack: its first use writes a float32 folder."""
     need = 4 * sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
-    if need > free:
+    if need > (free := available(device)):
         raise ValueError(
             f"{path}: unpacked it needs {giga(need)} GB, but {giga(free)} GB are free; use a smaller model"
         )

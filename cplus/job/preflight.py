@@ -1,0 +1,128 @@
+"""What is checked before anything is written, by a job and by its plan alike: settings, rows, memory, disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cplus import models
+from cplus.experiment.rows import Group, Rows
+from cplus.job.memory import Footprint, ModelSize, check_packed, footprint, giga, model_size
+from cplus.job.rows import Tasks, gather, located, read
+from cplus.job.settings import AdaptConfig, paper
+from cplus.methods import Method
+from cplus.models import Loaded
+from cplus.probes.own_answers import own_answers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preflight:
+    """The method's row, the rows as read, and the size of a job that can work; no weight is loaded."""
+
+    method: Method
+    tasks: Tasks
+    size: ModelSize
+    need: Footprint
+    warnings: tuple[str, ...]
+
+
+def preflight(config: AdaptConfig, home: Path) -> Preflight:
+    """Read and check everything that needs no model; a job that cannot work is refused here."""
+    method = row_of(config)
+    tasks = read(config, method, home)
+    name = located(config.model, home)
+    if name.endswith(".gguf") and Path(name).is_file():
+        check_packed(Path(name), models.choose_device(config.device))
+    size = model_size(config, method, models.resolve(name))
+    anchors = config.num_anchors if tasks.anchors is None else len(tasks.anchors.examples)
+    earlier = sum(len(task.examples) for task in tasks.kept)
+    need = footprint(config, method, size, anchors + earlier)
+    return Preflight(method=method, tasks=tasks, size=size, need=need, warnings=tuple(_check_bytes(need, size, config)))
+
+
+def row_of(config: AdaptConfig) -> Method:
+    """The method's row with the job's blend and smoothing."""
+    row = config.settings().row
+    _check_bank_settings(config, row)
+    if row.adapter is not None and config.lora is not None:
+        raise ValueError(f"method {row.name!r} has adapters of its own; leave out lora, or choose another method")
+    return row
+
+
+def _check_bank_settings(config: AdaptConfig, row: Method) -> None:
+    """Refuse settings of a bank for a method that uses none; values from a preset do not count."""
+    brought = paper(config.model) if config.preset == "paper" else {}
+    for name in () if row.needs_bank else ("bank", "num_probes", "shots", "temperature", "topics"):
+        default = AdaptConfig.model_fields[name].default
+        if getattr(config, name) not in (default, brought.get(name, default)):
+            raise ValueError(f"method {row.name!r} has no use for {name}: it uses no self-probes; leave {name} out")
+
+
+def _check_bytes(found: Footprint, size: ModelSize, config: AdaptConfig) -> list[str]:
+    """Refuse a job that cannot work; return warnings about memory and precision."""
+    if found.held > found.available:
+        raise ValueError(
+            f"{config.model} needs {giga(found.held)} GB for weights, gradients, the optimizer and the gate, but "
+            f"{giga(found.available)} GB are free; train adapters (lora r=16), or use a smaller model"
+        )
+    if found.disk > found.free:
+        raise ValueError(
+            f"{config.out}: checkpoints and model need {giga(found.disk)} GB, but {giga(found.free)} GB are free; make "
+            "room or choose another out"
+        )
+    warnings = []
+    if found.peak > found.available:
+        warnings.append(
+            f"memory may not suffice: about {giga(found.peak)} GB at the peak, {giga(found.available)} GB are free"
+        )
+    if size.stored_dtype != "float32":
+        warnings.append(
+            f"the weights are stored in {size.stored_dtype}; they are trained in float32, because {size.stored_dtype} "
+            "would round small updates away"
+        )
+    return warnings
+
+
+def load(config: AdaptConfig, home: Path) -> Loaded:
+    """The base model in float32, with the chat template of the settings."""
+    loaded = models.load(
+        located(config.model, home),
+        device=config.device,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision,
+    )
+    if config.chat_template is not None:
+        place = Path(located(str(config.chat_template), home))
+        if not place.is_file():
+            raise ValueError(f"{place}: expected a file with a chat template, but there is none")
+        loaded.tokenizer.chat_template = place.read_text(encoding="utf-8")
+    return loaded
+
+
+def bind_rows(config: AdaptConfig, tasks: Tasks, base: Loaded) -> Rows:
+    """The rows bound to the model, with its own answers where the settings say so."""
+    with models.computing(config.compute_dtype, base.device):
+        rows = gather(config, tasks, base)
+        return answered(rows, base) if config.own_answers else rows
+
+
+def answered(rows: Rows, base: Loaded) -> Rows:
+    """The rows to keep with the base model's own answers, where they are free text."""
+    anchors, past, notes = rows.anchors, rows.past, list(rows.notes)
+    if anchors is not None and not anchors.closed:
+        anchors, sentence = with_own_answers(anchors, base)
+        notes.append(sentence)
+    if past is not None and not past.closed:
+        past, sentence = with_own_answers(past, base)
+        notes.append(sentence)
+    return replace(rows, anchors=anchors, past=past, notes=tuple(notes))
+
+
+def with_own_answers(group: Group, base: Loaded) -> tuple[Group, str]:
+    """The group with the base model's greedy answers, kept in the cache, and a note about it."""
+    examples = own_answers(base, group.interface, group.examples, name=group.name)
+    lost = len(group.examples) - len(examples)
+    note = f"The {group.name} rows hold the base model's own answers" + (
+        f"; left out without a complete answer: {lost}" * bool(lost)
+    )
+    return replace(group, examples=examples), f"{note}."
