@@ -15,6 +15,7 @@ from torch.optim import AdamW
 from trained import ANCHORS, PROBES, Stop, same, trainer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from cplus.adapters import Lora
 from cplus.attach import Guard, protect
 from cplus.integrations.peft import scope
 from cplus.integrations.transformers import preserve
@@ -142,6 +143,8 @@ def test_learned_prompts_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["lora", "osf"])
-def test_cplus_adapt_names_the_option_that_trains_adapters(name: str) -> None:
-    with pytest.raises(ValueError, match=f"method '{name}' trains adapters .* --lora r=16 --method sft"):
-        row_of(AdaptConfig(model="toy", new="new.jsonl", method=name))
+def test_a_row_with_adapters_takes_no_other_ones(name: str) -> None:
+    config = AdaptConfig(model="toy", new="new.jsonl", method=name)
+    assert row_of(config).adapter is not None
+    with pytest.raises(ValueError, match=f"method '{name}' has adapters of its own; leave out lora"):
+        row_of(config.model_copy(update={"lora": Lora()}))

@@ -8,6 +8,7 @@ from pathlib import Path
 from cplus import models
 from cplus.experiment.rows import Group, Rows
 from cplus.job.memory import Footprint, ModelSize, check_packed, footprint, giga, model_size
+from cplus.job.progress import say
 from cplus.job.rows import Tasks, gather, located, read
 from cplus.job.settings import AdaptConfig, paper
 from cplus.methods import Method
@@ -120,6 +121,7 @@ def answered(rows: Rows, base: Loaded) -> Rows:
 
 def with_own_answers(group: Group, base: Loaded) -> tuple[Group, str]:
     """The group with the base model's greedy answers, kept in the cache, and a note about it."""
+    say(f"the base model answers the {len(group.examples)} {group.name} rows; its answers are cached")
     examples = own_answers(base, group.interface, group.examples, name=group.name)
     lost = len(group.examples) - len(examples)
     note = f"The {group.name} rows hold the base model's own answers" + (

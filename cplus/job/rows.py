@@ -166,7 +166,9 @@ def bind(config: AdaptConfig, task: Task, base: Loaded) -> Interface:
             raise ValueError(f"{task.name} has multiple-choice rows; expected the interface letter or cloze for them")
         own = config.interface or own
     chat = not config.plain and not _is_text(task)
-    return interfaces.build(own, base.tokenizer, wording=task.wording, chat=chat, turns=config.turns)
+    return interfaces.build(
+        own, base.tokenizer, wording=task.wording, chat=chat, turns=config.turns, thinking=config.thinking
+    )
 
 
 def _is_text(task: Task) -> bool:

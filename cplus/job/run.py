@@ -39,6 +39,11 @@ class FinishedJob:
     folder: Path
     record: Mapping[str, Any]
 
+    def __repr__(self) -> str:
+        from cplus.receipts.verdict import headline
+
+        return f"FinishedJob({str(self.folder)!r}: {headline(self.record['figures'])})"
+
     @property
     def kept(self) -> bool:
         """Whether every requirement is met."""

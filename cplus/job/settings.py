@@ -76,6 +76,9 @@ class AdaptConfig(BaseModel):
     )
     judge: str = Field("none", description=f"How free text is judged: {NAMES}. none: by losses and changed answers.")
     turns: Literal["all", "last"] = Field("all", description="Conversations: assistant turns to learn.")
+    thinking: Literal["off", "keep"] = Field(
+        "off", description="Thinking models: train and evaluate without thinking, or keep it in free text."
+    )
     columns: Annotated[dict[str, str] | None, BeforeValidator(_columns)] = Field(
         None, description="Names of the columns where they differ: prompt=question,response=answer."
     )
@@ -216,8 +219,8 @@ class AdaptConfig(BaseModel):
 GROUPS: dict[str, tuple[str, ...]] = {
     "What is learned and kept": (
         "new", "anchors", "past", "validation", "kept", "split", "num_anchors", "num_new", "external", "external_limit",
-        "interface", "plain", "chat_template", "turns", "columns", "own_answers", "judge", "max_new_tokens", "too_long",
-        "data_dir",
+        "interface", "plain", "chat_template", "turns", "thinking", "columns", "own_answers", "judge", "max_new_tokens",
+        "too_long", "data_dir",
     ),
     "How it is kept": (
         "preset", "method", "anchor_weight", "beta", "bank", "num_probes", "shots", "temperature", "topics",
