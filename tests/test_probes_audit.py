@@ -187,7 +187,7 @@ def test_the_command_finds_the_anchors_beside_the_bank(tmp_path: Path, capsys: p
 def test_the_tables_fit_a_phone(tmp_path: Path) -> None:
     long = [choice(f"p{n}", f"Why {'Donaudampfschifffahrtsgesellschaft' * 2} {n}?", n % 4) for n in range(4)]
     topics = {"topics": ["law", "everything that belongs to natural philosophy"]}
-    sources = [*AGAINST, audit.Source(name="a/long/folder/of/evaluation/questions.jsonl", examples=EVALUATION)]
+    sources = [*AGAINST, audit.ComparedRows(name="a/long/folder/of/evaluation/questions.jsonl", examples=EVALUATION)]
     found = audit.audit(bank(*long, choice("p5", HOSTILE), settings=topics), sources)
     found["labels"]["shares"] |= {"an answer of several words and a" + "a" * 60: 0.1}
     path = tmp_path / "audit.html"
