@@ -103,7 +103,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
             return (Path.touch, (tmp_path / "ran",))
 
     torch.save({"format": "cplus-checkpoint/1", "state": Bomb()}, tmp_path / "checkpoint.pt")
-    with pytest.raises(ValueError, match="expected a whole checkpoint"):
+    with pytest.raises(ValueError, match="expected a complete checkpoint"):
         Checkpoints(tmp_path / "checkpoint.pt", "identity", minutes=1, steps=1).load(_State())  # type: ignore[arg-type]
     assert not (tmp_path / "ran").exists()
 
@@ -165,7 +165,7 @@ def test_an_altered_job_record_has_no_outcome_and_no_curve(tmp_path: Path, monke
 
 
 def test_a_record_says_what_could_change_its_numbers(tmp_path: Path) -> None:
-    from cplus.experiment.record import environment as stamp
+    from cplus.environment import environment as stamp
 
     found = stamp(threads=3, device="cpu")
     assert (found["threads"], found["device"]) == (3, "cpu")

@@ -78,7 +78,7 @@ def test_a_job_that_explodes_keeps_its_last_good_update(here: Path) -> None:
     with pytest.raises(Exploded, match=r"exploded: a mean of .* at step 2, .*; update 1 is kept in"):
         cplus.adapt(config)
     assert not Folder(here / "out").record.exists()
-    assert torch.load(Folder(here / "out").checkpoint, weights_only=True)["state"]["ledger"]["cursor"]["step"] == 1
+    assert torch.load(Folder(here / "out").checkpoint, weights_only=True)["state"]["log"]["cursor"]["step"] == 1
 
 
 def test_an_update_that_is_no_number_is_noticed_at_the_next(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_an_update_that_is_no_number_is_noticed_at_the_next(here: Path, monkeypa
     # The fourth update is not saved: its step is the last that the checkpoints may not hold.
     with pytest.raises(FloatingPointError, match=r"a weight is not finite after step 4.*update 3 is kept"):
         cplus.adapt(asked(here, method="sft", checkpoint_steps=1))
-    assert torch.load(Folder(here / "out").checkpoint, weights_only=True)["state"]["ledger"]["cursor"]["step"] == 3
+    assert torch.load(Folder(here / "out").checkpoint, weights_only=True)["state"]["log"]["cursor"]["step"] == 3
 
 
 def test_a_job_that_learns_nothing_says_so_in_its_receipt(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
