@@ -17,14 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cplus.job.own import with_own_answers
-
 from cplus import interfaces, models
 from cplus.data.examples import Choice, from_row, to_row
 from cplus.data.tasks import load_task
 from cplus.evaluation.matched import common_level, rise
 from cplus.experiment.rows import Group
 from cplus.files import read_json, read_sealed, write_json, write_text
+from cplus.job.preflight import with_own_answers
 from cplus.job.resume import resume
 from cplus.job.run import adapt
 from cplus.job.settings import AdaptConfig

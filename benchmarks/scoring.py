@@ -21,7 +21,7 @@ from cplus.data.tasks import load_task
 from cplus.interfaces import Interface, build
 from cplus.models import load
 from cplus.scoring import predict
-from cplus.scoring.packed import Row
+from cplus.scoring.packed import PackedRow
 from cplus.terminal import output, print_json, track
 
 BARS = {"cloze": 3.0, "letter": 1.6}
@@ -54,7 +54,7 @@ def limit(model: Any, interface: Interface, examples: Sequence[Example]) -> floa
     head = model.get_output_embeddings().weight.numel()
     body = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
     body -= 0 if model.config.tie_word_embeddings else head
-    rows = [Row(interface.prompt(example), interface.candidates(example)) for example in examples]
+    rows = [PackedRow(interface.prompt(example), interface.candidates(example)) for example in examples]
     shared = len(shared_prefix([row.prompt for row in rows]))
     slow = fast = 0
     for row in rows:

@@ -350,10 +350,11 @@ class _State:
     """A training's place in a checkpoint: all that is asked of it is to give and take a state."""
 
     def __init__(self) -> None:
-        self.ledger = self
+        self.log = self
         self.cursor = self
+        self.done = False
         self.step = 3
-        self.state = {"weights": {"w": torch.arange(6.0)}, "ledger": {"losses": [1.0, 2.0]}}
+        self.state = {"weights": {"w": torch.arange(6.0)}, "log": {"losses": [1.0, 2.0]}}
 
     def finite(self) -> bool:
         return True
@@ -366,7 +367,7 @@ class _State:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert torch.equal(state["weights"]["w"], torch.arange(6.0)), "an edited checkpoint was accepted"
-        assert state["ledger"] == self.state["ledger"]
+        assert state["log"] == self.state["log"]
 
 
 def _checkpoint_target(folder: Path) -> Target:

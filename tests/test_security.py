@@ -102,7 +102,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
         def __reduce__(self) -> Any:
             return (Path.touch, (tmp_path / "ran",))
 
-    torch.save({"format": "cplus-checkpoint/1", "state": Bomb()}, tmp_path / "checkpoint.pt")
+    torch.save({"format": "cplus-checkpoint/2", "state": Bomb()}, tmp_path / "checkpoint.pt")
     with pytest.raises(ValueError, match="expected a complete checkpoint"):
         Checkpoints(tmp_path / "checkpoint.pt", "identity", minutes=1, steps=1).load(_State())  # type: ignore[arg-type]
     assert not (tmp_path / "ran").exists()

@@ -16,7 +16,7 @@ from cplus import files
 from cplus.experiment.driver import Training
 from cplus.job.progress import say
 
-FORMAT = "cplus-checkpoint/1"
+FORMAT = "cplus-checkpoint/2"
 _DAMAGED = (
     RuntimeError,
     EOFError,
