@@ -260,6 +260,8 @@ def test_the_headline_of_a_damaged_chat_model_says_so() -> None:
 @pytest.mark.parametrize(
     ("rises", "floor", "expected"),
     [
+        ((0.3, 0.35) * 7, 0.378, "Past behaviour was damaged."),
+        ((-0.5, 0.7) * 7, 0.378, "No clear change was found."),
         ((0.04, 0.05) * 7, 0.1, "Behaviour drifted slightly. The loss of past answers rose from 0.586 to 0.631"),
         ((0.04, 0.05) * 7, 0.02, "Past behaviour was damaged"),
         ((0.04, 0.05) * 7, None, "Past behaviour was damaged"),

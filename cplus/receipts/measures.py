@@ -22,6 +22,8 @@ KINDS: tuple[Kind, ...] = ("kept", "lost", "gained", "still_wrong")
 STATES: tuple[State, ...] = ("same", "reworded", "changed")
 MATERIAL = 0.02
 """The smallest rise of the past loss called damage where no noise floor was measured, in nats per token."""
+LARGE = 0.1
+"""A larger rise is damage whatever the noise floor: a few rows give a wide one."""
 
 
 def figures(receipt: Receipt) -> dict[str, Any]:
@@ -145,11 +147,11 @@ def effect(loss: Mapping[str, Any] | None, noise_floor: float | None) -> str:
     """What the loss says about behaviour that was to be kept.
 
     `damaged`: the interval of the rise excludes 0, and the rise exceeds the noise floor (`MATERIAL` where none was
-    measured). `slight`: the interval excludes 0, but the rise is within the floor. `unclear`: the interval holds 0 and
+    measured, at most `LARGE`). `slight`: the interval excludes 0, but the rise is within the floor. `unclear`: the interval holds 0 and
     reaches beyond the floor, or one row gives no interval. `kept`: the whole interval is below the floor. `unmeasured`:
     no row has a loss.
     """
-    floor = MATERIAL if noise_floor is None else noise_floor
+    floor = MATERIAL if noise_floor is None else min(noise_floor, LARGE)
     if loss is None:
         return "unmeasured"
     if loss["low"] is None:

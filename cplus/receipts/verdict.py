@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cplus.plotting import label
+from cplus.receipts.measures import LARGE
 
 _PLACES = 3
 """Decimals of a loss."""
@@ -137,7 +138,7 @@ def _effect(past: Mapping[str, Any], floor: float | None) -> list[str]:
 def _against(rise: float, floor: float | None) -> str:
     if floor is None:
         return "no noise floor was measured"
-    if rise <= 0:
+    if rise <= 0 or (rise > LARGE and rise <= floor):
         return f"noise floor {floor:.{_PLACES}f}"
     return f"{'beyond' if rise > floor else 'within'} the noise floor of {floor:.{_PLACES}f}"
 
