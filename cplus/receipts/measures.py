@@ -147,9 +147,9 @@ def effect(loss: Mapping[str, Any] | None, noise_floor: float | None) -> str:
     """What the loss says about behaviour that was to be kept.
 
     `damaged`: the interval of the rise excludes 0, and the rise exceeds the noise floor (`MATERIAL` where none was
-    measured, at most `LARGE`). `slight`: the interval excludes 0, but the rise is within the floor. `unclear`: the interval holds 0 and
-    reaches beyond the floor, or one row gives no interval. `kept`: the whole interval is below the floor. `unmeasured`:
-    no row has a loss.
+    measured, at most `LARGE`). `slight`: the interval excludes 0, but the rise is within the floor. `unclear`: the
+    interval holds 0 and reaches beyond the floor, or one row gives no interval. `kept`: the whole interval is below
+    the floor. `unmeasured`: no row has a loss.
     """
     floor = MATERIAL if noise_floor is None else min(noise_floor, LARGE)
     if loss is None:
