@@ -157,3 +157,23 @@ def test_the_architecture_page_names_the_layers_of_this_table() -> None:
     }
     for layer, names in LAYERS.items():
         assert {name for name in names.split() if "." not in name and name != "__main__"} <= shown[layer], layer
+
+
+def callers(module: str, name: str) -> set[str]:
+    """The modules that import a name from a module of ours."""
+    return {
+        other
+        for other, path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        and node.module == f"cplus.{module}"
+        and name in {alias.name for alias in node.names}
+    }
+
+
+def test_every_training_goes_through_one_driver_and_every_bank_through_one_cache() -> None:
+    assert callers("loop", "adapt") == {"experiment.driver"}
+    assert callers("experiment.material", "material") == {"experiment.driver"}
+    assert callers("experiment.driver", "begin") == {"experiment.run", "experiment.sequence", "job.training"}
+    assert callers("probes.build", "build") == {"experiment.bank_cache", "commands.probe"}
+    assert callers("experiment.schedule", "build_scheduler") == {"experiment.driver"}
