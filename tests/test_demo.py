@@ -99,7 +99,8 @@ def test_more_rows_than_there_are_is_an_error(setting: Comparison, base: models.
 def test_json_is_one_object_on_standard_output(tmp_path: Path) -> None:
     code = (
         "import dataclasses, cplus.commands.demo as d; spec = d.base_spec;"
-        "d.base_spec = lambda m, s: dataclasses.replace(spec(m, s), epochs=1, num_probes=16, external_limit=20);"
+        "small = dict(epochs=1, num_probes=16, num_past=40, external_limit=20);"
+        "d.base_spec = lambda m, s: dataclasses.replace(spec(m, s), **small);"
         f"d.demo(seeds=1, methods='replay,cpl', out=__import__('pathlib').Path({str(tmp_path)!r}), json=True)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
