@@ -19,12 +19,12 @@ from cplus.data.examples import Example
 from cplus.data.tasks import load_task
 from cplus.probes.engine import Request, Sampling, request_seed
 from cplus.probes.local import LocalEngine
-from cplus.probes.settings import MAX_NEW_TOKENS, Settings, plan
+from cplus.probes.settings import MAX_NEW_TOKENS, ProbeSettings, plan
 
 
 def requests(interface: interfaces.Interface, anchors: list[Example], count: int) -> list[Request]:
     """What `cplus probe` would ask for these anchors."""
-    settings = Settings()
+    settings = ProbeSettings()
     plans = [plan(index, anchors, settings) for index in range(count)]
     return [
         Request(index=p.index, prompt=interface.request(p.shots, p.topic), seed=request_seed(0, p.index)) for p in plans

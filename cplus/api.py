@@ -70,9 +70,9 @@ def probe(
     from cplus.experiment.bank_cache import cached_bank
     from cplus.interfaces import build
     from cplus.models import of
-    from cplus.probes.settings import Settings
+    from cplus.probes.settings import ProbeSettings
 
-    settings = Settings(num_probes=num_probes, shots=shots, temperature=temperature, seed=seed)
+    settings = ProbeSettings(num_probes=num_probes, shots=shots, temperature=temperature, seed=seed)
     bound = build(interface, tokenizer, chat=chat)
     with evaluating(model):
         return cached_bank(of(model, tokenizer), bound, read(anchors), settings, banks=banks)

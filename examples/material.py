@@ -12,7 +12,7 @@ from cplus.data.encoded import Encoded
 from cplus.data.examples import Example
 from cplus.data.tasks import load_task
 from cplus.probes.generate import write_probes
-from cplus.probes.settings import Settings
+from cplus.probes.settings import ProbeSettings
 from cplus.scoring import predict
 
 
@@ -65,7 +65,7 @@ def material(options: argparse.Namespace, seed: int = 0) -> Material:
     known = [row for row, was_right in zip(rows, right, strict=True) if was_right]
     unknown = [row for row, was_right in zip(rows, right, strict=True) if not was_right][: options.new]
     anchors, held_out = known[: options.anchors], known[options.anchors :][:200]
-    probes = write_probes(base, interface, anchors, Settings(num_probes=options.probes, seed=seed))
+    probes = write_probes(base, interface, anchors, ProbeSettings(num_probes=options.probes, seed=seed))
     return Material(
         model=base.model,
         tokenizer=base.tokenizer,

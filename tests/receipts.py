@@ -6,7 +6,7 @@ import random
 
 from cplus.receipts.receipt import (
     BankAudit,
-    Comparison,
+    ComparedRun,
     GateShare,
     ModelId,
     Overlap,
@@ -158,9 +158,9 @@ def full(*, scale: int = 1) -> Receipt:
         environment={"versions": {"torch": "2.13.0", "cplus": "0.1.0"}, "threads": 2, "device": "cpu"},
         curve=curve(1.22, retention=91, fast=0.62),
         comparisons={
-            "sft": Comparison(curve=curve(1.99, retention=70), settings={"method": "sft", "lr": 1e-4, "epochs": 8}),
-            "replay": Comparison(curve=curve(1.7, retention=78)),
-            "cpl": Comparison(curve=curve(1.23, retention=84, fast=0.62)),
+            "sft": ComparedRun(curve=curve(1.99, retention=70), settings={"method": "sft", "lr": 1e-4, "epochs": 8}),
+            "replay": ComparedRun(curve=curve(1.7, retention=78)),
+            "cpl": ComparedRun(curve=curve(1.23, retention=84, fast=0.62)),
         },
         followed={"past": 64, "new": 48},
         gate=gates(),

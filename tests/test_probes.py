@@ -28,7 +28,7 @@ from cplus.probes.journal import open_journal
 from cplus.probes.key_values import Chunk, Slots, chunk_ends, grouped_attention
 from cplus.probes.label import Label, label
 from cplus.probes.local import LocalEngine
-from cplus.probes.settings import TOPICS, Settings, domain_test, plan
+from cplus.probes.settings import TOPICS, ProbeSettings, domain_test, plan
 from cplus.probes.texts import input_key, normalise
 
 SAMPLING = Sampling(temperature=0.8, max_new_tokens=12, stop=("\n",))
@@ -75,7 +75,7 @@ def naive(model: Any, tokenizer: Any, request: Request, sampling: Sampling) -> s
 
 def requests(tokenizer: Any, count: int) -> list[Request]:
     lines = [f"Question: what is {n}?\nAnswer: a dog{' in water' * (n % 3)}\n\n" for n in range(5)]
-    plans = [plan(i, ANCHORS[:5], Settings()) for i in range(count)]
+    plans = [plan(i, ANCHORS[:5], ProbeSettings()) for i in range(count)]
     texts = ["".join(lines[ANCHORS.index(shot)] for shot in p.shots) + "Question:" for p in plans]
     return [
         Request(index=i, prompt=tuple(tokenizer.encode(text, add_special_tokens=False)), seed=request_seed(7, i))
@@ -199,7 +199,7 @@ def test_a_request_beyond_the_window_is_refused(tiny_llama: Any) -> None:
 
 
 def test_contexts_are_anchors_alone_and_topics_are_balanced() -> None:
-    settings = Settings(topics=TOPICS, seed=3)
+    settings = ProbeSettings(topics=TOPICS, seed=3)
     plans = [plan(index, ANCHORS, settings) for index in range(72)]
     assert all(len(set(p.shots)) == 2 and set(p.shots) <= set(ANCHORS) for p in plans)
     rounds = [[p.topic for p in plans[at : at + 24]] for at in (0, 24, 48)]
@@ -211,7 +211,7 @@ def test_contexts_are_anchors_alone_and_topics_are_balanced() -> None:
 
 def test_fewer_anchors_than_shots_are_refused() -> None:
     with pytest.raises(ValueError, match="a request shows 2 anchors, but there are 1"):
-        plan(0, ANCHORS[:1], Settings())
+        plan(0, ANCHORS[:1], ProbeSettings())
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_fewer_anchors_than_shots_are_refused() -> None:
 )
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Settings(**wrong)
+        ProbeSettings(**wrong)
 
 
 def test_domains_by_name_and_by_pattern() -> None:
@@ -268,7 +268,7 @@ def yes(interface: interfaces.Interface) -> Callable[[Sequence[Example]], list[L
     return lambda examples: [Label(interface.with_answer(example, "yes"), 0.5) for example in examples]
 
 
-def run(tokenizer: Any, texts: Callable[[int], str], settings: Settings) -> Tally:
+def run(tokenizer: Any, texts: Callable[[int], str], settings: ProbeSettings) -> Tally:
     interface = interfaces.build("cloze", tokenizer)
     tally = Tally(ANCHORS, interface, settings)
     for _ in generate(Scripted(texts), yes(interface), interface, ANCHORS, settings, tally):
@@ -278,7 +278,7 @@ def run(tokenizer: Any, texts: Callable[[int], str], settings: Settings) -> Tall
 
 def test_copies_are_dropped_in_the_order_of_the_requests(tiny_llama: Any) -> None:
     texts = {0: "Why ice?\n", 1: "why ICE ?\n", 2: "which animal is number 3\n", 3: "no end"}
-    tally = run(tiny_llama.tokenizer, lambda i: texts.get(i, f"Is it {i}?\n"), Settings(num_probes=5))
+    tally = run(tiny_llama.tokenizer, lambda i: texts.get(i, f"Is it {i}?\n"), ProbeSettings(num_probes=5))
     reasons = {o.index: o.result.reason for o in tally.blocks[0].outcomes if isinstance(o.result, Rejected)}
     assert reasons == {1: "duplicate", 2: "copy of an anchor", 3: "no end"} or reasons[2] == "copy of a shot"
     assert [probe.request for probe in tally.probes[:3]] == [0, 4, 5]
@@ -287,24 +287,24 @@ def test_copies_are_dropped_in_the_order_of_the_requests(tiny_llama: Any) -> Non
 
 def test_a_model_that_writes_nothing_valid_is_given_up_with_its_yield(tiny_llama: Any) -> None:
     with pytest.raises(TooFewProbes, match=r"0 of 4 probes in 256 requests .* rejected: no end 256"):
-        run(tiny_llama.tokenizer, lambda i: "on and on", Settings(num_probes=4))
+        run(tiny_llama.tokenizer, lambda i: "on and on", ProbeSettings(num_probes=4))
 
 
 def test_a_model_that_repeats_itself_is_given_up(tiny_llama: Any) -> None:
     with pytest.raises(TooFewProbes, match="10 of 20 probes in 384 requests and 0 in the last 256"):
-        run(tiny_llama.tokenizer, lambda i: f"Is it {i % 10}?\n", Settings(num_probes=20))
+        run(tiny_llama.tokenizer, lambda i: f"Is it {i % 10}?\n", ProbeSettings(num_probes=20))
 
 
 def test_options_reject_by_name(tiny_llama: Any) -> None:
     with pytest.raises(TooFewProbes, match="low confidence 256"):
-        run(tiny_llama.tokenizer, lambda i: f"Is it {i}?\n", Settings(num_probes=2, confidence_floor=0.6))
-    odd = run(tiny_llama.tokenizer, lambda i: f"Is it {i}?\n", Settings(num_probes=9, domain="re:[13579][?]"))
+        run(tiny_llama.tokenizer, lambda i: f"Is it {i}?\n", ProbeSettings(num_probes=2, confidence_floor=0.6))
+    odd = run(tiny_llama.tokenizer, lambda i: f"Is it {i}?\n", ProbeSettings(num_probes=9, domain="re:[13579][?]"))
     assert all(probe.request % 2 for probe in odd.probes)
 
 
 def test_label_balanced_banks_hold_as_many_of_each(tiny_llama: Any) -> None:
     interface = interfaces.build("letter", tiny_llama.tokenizer)
-    settings = Settings(num_probes=40, label_balanced=True)
+    settings = ProbeSettings(num_probes=40, label_balanced=True)
     tally = Tally(ANCHORS, interface, settings)
 
     def mostly_a(examples: Sequence[Example]) -> list[Label | Rejected]:
@@ -321,7 +321,7 @@ def test_label_balanced_banks_hold_as_many_of_each(tiny_llama: Any) -> None:
 
 def test_anchors_of_another_interface_are_refused(tiny_llama: Any) -> None:
     free = [FreeForm(id=str(i), messages=(Message(role="user", content=f"{i}"),), response="x") for i in range(3)]
-    interface, settings = interfaces.build("cloze", tiny_llama.tokenizer), Settings(num_probes=1)
+    interface, settings = interfaces.build("cloze", tiny_llama.tokenizer), ProbeSettings(num_probes=1)
     with pytest.raises(TypeError, match="is free-form; the cloze interface needs"):
         list(generate(Scripted(str), yes(interface), interface, free, settings, Tally(free, interface, settings)))
 
@@ -362,7 +362,7 @@ def scripted_bank(folder: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch, *
     interface = interfaces.build("cloze", base.tokenizer)
     monkeypatch.setattr(building, "label", lambda model, engine, interface, examples: yes(interface)(examples))
     texts = Scripted(lambda i: f"Is it {i}?\n" if i % 3 else "no end")
-    return build(folder, base, interface, ANCHORS, Settings(**settings), engine=texts)
+    return build(folder, base, interface, ANCHORS, ProbeSettings(**settings), engine=texts)
 
 
 def test_a_bank_says_whose_it_is_and_comes_back(tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,7 +422,7 @@ def test_a_full_disk_leaves_nothing_that_looks_sealed(
     assert [path.name for path in tmp_path.iterdir()] == ["bank.partial.jsonl"]
     interface = interfaces.build("cloze", base.tokenizer)
     silent = Scripted(lambda i: pytest.fail("asked again for what was accepted"))
-    bank = build(tmp_path / "bank", base, interface, ANCHORS, Settings(num_probes=200), engine=silent)
+    bank = build(tmp_path / "bank", base, interface, ANCHORS, ProbeSettings(num_probes=200), engine=silent)
     assert len(bank.probes) == 200
 
 

@@ -23,7 +23,7 @@ from cplus.probes.bank import Bank
 from cplus.probes.build import build
 from cplus.probes.generate import write_probes
 from cplus.probes.journal import journal_path
-from cplus.probes.settings import Settings
+from cplus.probes.settings import ProbeSettings
 from cplus.toy.world import taught
 
 NUM_PROBES = 200
@@ -33,11 +33,11 @@ from pathlib import Path
 torch.set_num_threads(1)
 from cplus import interfaces, models
 from cplus.probes.build import build
-from cplus.probes.settings import Settings
+from cplus.probes.settings import ProbeSettings
 from cplus.data.tasks import load_task
 base = models.load("toy", device="cpu")
 interface = interfaces.build("cloze", base.tokenizer)
-build(Path("killed"), base, interface, load_task("anchors.jsonl").examples, Settings(num_probes=100_000))
+build(Path("killed"), base, interface, load_task("anchors.jsonl").examples, ProbeSettings(num_probes=100_000))
 """
 
 
@@ -85,7 +85,7 @@ def test_a_killed_bank_goes_on_and_equals_an_uninterrupted_one(
         base,
         interfaces.build("cloze", base.tokenizer),
         anchors,
-        Settings(num_probes=NUM_PROBES),
+        ProbeSettings(num_probes=NUM_PROBES),
     )
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
     assert not journal.exists()
@@ -94,7 +94,7 @@ def test_a_killed_bank_goes_on_and_equals_an_uninterrupted_one(
 def test_what_the_toy_model_writes_is_of_its_domain_and_new(base: models.Loaded, tmp_path: Path) -> None:
     anchors = taught("plants")[::111][:8]
     interface = interfaces.build("cloze", base.tokenizer)
-    settings = Settings(num_probes=64, domain="plants", seed=5)
+    settings = ProbeSettings(num_probes=64, domain="plants", seed=5)
     bank = build(tmp_path / "bank", base, interface, anchors, settings)
     assert Bank.load(tmp_path / "bank", model_fingerprint=base.fingerprint, anchors=anchors) == bank
     assert bank.manifest["counts"]["rejected"].get("outside the domain", 0) < 8
@@ -106,7 +106,7 @@ def test_what_the_toy_model_writes_is_of_its_domain_and_new(base: models.Loaded,
 def test_two_seeds_write_two_banks(base: models.Loaded) -> None:
     anchors = taught("plants")[::111][:8]
     interface = interfaces.build("cloze", base.tokenizer)
-    banks = [write_probes(base, interface, anchors, Settings(num_probes=32, seed=seed)) for seed in (0, 1)]
+    banks = [write_probes(base, interface, anchors, ProbeSettings(num_probes=32, seed=seed)) for seed in (0, 1)]
     first, second = ({one.example.id for one in bank} for bank in banks)
     assert len(first & second) < 16
 

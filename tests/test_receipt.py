@@ -29,7 +29,7 @@ from cplus.receipts import receipt as module
 from cplus.receipts.curves import charts
 from cplus.receipts.page import render
 from cplus.receipts.receipt import (
-    Comparison,
+    ComparedRun,
     GateShare,
     ModelId,
     Point,
@@ -342,7 +342,7 @@ def beside(lr: float, end: float) -> Receipt:
         settings={"method": "cplus", "lr": 1e-5, "epochs": 3, "batch_size": 8, "out": "a"},
         curve=curve((4.35, 0.586), (2.87, 0.579)),
         comparisons={
-            "sft": Comparison(
+            "sft": ComparedRun(
                 curve=curve((4.35, 0.586), (end, 0.986)),
                 settings={"method": "sft", "lr": lr, "epochs": 3, "batch_size": 4, "out": "b"},
             )
@@ -411,8 +411,8 @@ def test_methods_are_compared_where_they_have_learned_as_much() -> None:
             method="cplus",
             curve=own,
             comparisons={
-                "sft": Comparison(curve=curve((3.0, 1.0), (0.5, 2.0))),
-                "late": Comparison(curve=curve((3.0, 1.0))),
+                "sft": ComparedRun(curve=curve((3.0, 1.0), (0.5, 2.0))),
+                "late": ComparedRun(curve=curve((3.0, 1.0))),
             },
         )
     )["figures"]["matched"]

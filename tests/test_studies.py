@@ -51,7 +51,7 @@ from cplus.studies import execute as work
 from cplus.studies import results as store
 from cplus.studies.runner import EndedRun, in_this_process, perform, queue
 from cplus.studies.scales import family, seedless
-from cplus.studies.slurm import Cluster, Group, grouped
+from cplus.studies.slurm import Cluster, RunGroup, grouped
 from cplus.studies.study import Estimate
 from cplus.studies.summaries import difference, margin, over_seeds, pick, retained
 from cplus.toy import world
@@ -217,7 +217,7 @@ def test_the_slurm_executor_names_its_extra(monkeypatch: pytest.MonkeyPatch, tmp
 def test_submitit_runs_a_study_in_its_local_mode(cache: Path, tmp_path: Path) -> None:
     submitit = pytest.importorskip("submitit")
     assert isinstance(
-        Group(STRESS, tmp_path).__submitit_checkpoint__(), submitit.helpers.DelayedSubmission
+        RunGroup(STRESS, tmp_path).__submitit_checkpoint__(), submitit.helpers.DelayedSubmission
     )  # back into the queue
     cluster = Cluster(logs=tmp_path / "logs", cluster="local", parameters={"timeout_min": 5})
     ended = list(perform(STRESS[:1], tmp_path / "smoke", cluster))

@@ -81,9 +81,9 @@ def probe(
     from cplus.probes.build import build
     from cplus.probes.local import LocalEngine
     from cplus.probes.server import ServerEngine
-    from cplus.probes.settings import TOPICS, Settings
+    from cplus.probes.settings import TOPICS, ProbeSettings
 
-    settings = Settings(
+    settings = ProbeSettings(
         num_probes=num_probes,
         shots=shots,
         temperature=temperature,

@@ -13,11 +13,11 @@ from cplus.models import Loaded
 from cplus.probes.bank import Bank
 from cplus.probes.build import OnEvent, build, identify
 from cplus.probes.local import LocalEngine
-from cplus.probes.settings import Settings
+from cplus.probes.settings import ProbeSettings
 
 
 def bank_folder(
-    base: Loaded, interface: Interface, anchors: Sequence[Example], settings: Settings, banks: Path | None = None
+    base: Loaded, interface: Interface, anchors: Sequence[Example], settings: ProbeSettings, banks: Path | None = None
 ) -> Path:
     """Where the bank of this model, these anchors and these settings is kept; `banks` is another folder of banks."""
     identity = identify(base, interface, anchors, settings, LocalEngine(base.model, base.tokenizer))
@@ -28,7 +28,7 @@ def cached_bank(
     base: Loaded,
     interface: Interface,
     anchors: Sequence[Example],
-    settings: Settings,
+    settings: ProbeSettings,
     *,
     banks: Path | None = None,
     watch: OnEvent = lambda event: None,

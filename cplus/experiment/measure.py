@@ -20,7 +20,7 @@ from cplus.scoring import Judge, Score, log_likelihoods, predict, repeated
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
+class GroupAnswers:
     """One group's answers in the order of its rows, and for free text the log-likelihoods of the given responses."""
 
     predictions: tuple[Prediction, ...]
@@ -31,11 +31,11 @@ class Answers:
 
 def evaluate(
     model: nn.Module, group: Group, *, judge: Judge | None = None, max_new_tokens: int = 256, what: str = "evaluating"
-) -> Answers:
+) -> GroupAnswers:
     """The model's answers to every row of a group; for free text also the likelihood of the given responses."""
     answers = predict(model, group.interface, group.examples, judge=judge, max_new_tokens=max_new_tokens, what=what)
     scores = () if group.closed else tuple(log_likelihoods(model, group.encoded(), what=f"{what}: likelihood"))
-    return Answers(predictions=tuple(answers), scores=scores)
+    return GroupAnswers(predictions=tuple(answers), scores=scores)
 
 
 def answered(model: nn.Module, group: Group) -> list[Prediction]:
@@ -72,7 +72,7 @@ _FIGURES = {
 """The names of a group's share and loss in a curve, and how the share is computed."""
 
 
-def curve_figures(model: nn.Module, groups: Sequence[Group], before: dict[str, Answers]) -> dict[str, float]:
+def curve_figures(model: nn.Module, groups: Sequence[Group], before: dict[str, GroupAnswers]) -> dict[str, float]:
     """Figures for the curve: shares for multiple choice, the loss of the given responses for free text."""
     found: dict[str, float] = {}
     for group in groups:

@@ -35,7 +35,7 @@ __all__ = ["average_accuracy", "backward_transfer", "first_stage", "run_sequence
 
 StageWatch = Callable[[int, Event], None]
 """Receives the loop's events with the number of their stage."""
-Answers = tuple[tuple[Prediction, ...], ...]
+TaskAnswers = tuple[tuple[Prediction, ...], ...]
 """Every task's answers, in the order of the tasks."""
 
 
@@ -53,7 +53,7 @@ class Stage:
     """The model after a stage, with its answers to every task and the stage's cost."""
 
     current: models.Loaded
-    answers: Answers
+    answers: TaskAnswers
     figures: dict[str, Any]
     training: Work
     preservation: Work
@@ -106,7 +106,7 @@ def bind_tasks(spec: SequenceSpec, base: models.Loaded) -> tuple[SequenceTask, .
     return tuple(found)
 
 
-def answer_all(current: models.Loaded, tasks: Sequence[SequenceTask]) -> Answers:
+def answer_all(current: models.Loaded, tasks: Sequence[SequenceTask]) -> TaskAnswers:
     """The model's answers, task by task."""
     return tuple(tuple(predict(current.model, task.interface, task.examples, what=task.name)) for task in tasks)
 
@@ -115,7 +115,7 @@ def run_stage(
     spec: SequenceSpec,
     number: int,
     last: models.Loaded,
-    before: Answers,
+    before: TaskAnswers,
     tasks: Sequence[SequenceTask],
     kept: Sequence[PastTask],
     watch: StageWatch,
@@ -170,7 +170,9 @@ def past_task(run: RunSpec, last: Stage, task: SequenceTask, index: int, banks: 
     )
 
 
-def figures(number: int, task: SequenceTask, new: Sequence[Example], before: Answers, after: Answers) -> dict[str, Any]:
+def figures(
+    number: int, task: SequenceTask, new: Sequence[Example], before: TaskAnswers, after: TaskAnswers
+) -> dict[str, Any]:
     """What a stage learned and lost: of its new rows, of earlier tasks, of its own task's rows that were right."""
     tables = [flips(was, now) for was, now in zip(before, after, strict=True)]
     ids = {example.id for example in new}
@@ -189,7 +191,7 @@ def _kept(table: Sequence[Flip]) -> float | None:
 
 
 def build_result(
-    spec: SequenceSpec, base: models.Loaded, tasks: Sequence[SequenceTask], before: Answers, stages: Sequence[Stage]
+    spec: SequenceSpec, base: models.Loaded, tasks: Sequence[SequenceTask], before: TaskAnswers, stages: Sequence[Stage]
 ) -> SequenceResult:
     """The sequence's record."""
     evaluations = [before, *(stage.answers for stage in stages)]

@@ -13,8 +13,7 @@ from cplus import selection
 from cplus.adapters import Lora
 from cplus.files import fingerprint
 from cplus.methods import Method
-from cplus.probes.settings import TOPICS
-from cplus.probes.settings import Settings as ProbeSettings
+from cplus.probes.settings import TOPICS, ProbeSettings
 
 
 @dataclass(frozen=True, kw_only=True)

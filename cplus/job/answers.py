@@ -16,7 +16,7 @@ from cplus.data.predictions import Prediction
 from cplus.evaluation.answers import score_answers
 from cplus.evaluation.judges import judge
 from cplus.evaluation.statistics import noise_floor
-from cplus.experiment.measure import Answers, evaluate
+from cplus.experiment.measure import GroupAnswers, evaluate
 from cplus.experiment.rows import Group
 from cplus.job.settings import AdaptConfig
 from cplus.models import Loaded
@@ -32,18 +32,18 @@ FLOOR_TOKENS = 96
 class Before:
     """The base model's answers by group, and the difference in loss that sampling its answers alone explains."""
 
-    answers: Mapping[str, Answers]
+    answers: Mapping[str, GroupAnswers]
     noise_floor: float | None = None
 
 
 def answer(
     model: nn.Module, group: Group, config: AdaptConfig, when: str, base: Sequence[Prediction] | None = None
-) -> Answers:
+) -> GroupAnswers:
     """A group's answers; free text also has the scores of the base model's answers, `base`, by default its own."""
     what = f"{when}: {group.name}"
     if group.known and when == "before":
         scores = () if group.closed else tuple(log_likelihoods(model, group.encoded(), what=what))
-        found = Answers(predictions=group.known, scores=scores)
+        found = GroupAnswers(predictions=group.known, scores=scores)
     else:
         found = evaluate(model, group, judge=judge(config.judge), max_new_tokens=config.max_new_tokens, what=what)
     if group.closed:
@@ -104,7 +104,7 @@ def _without_stop(text: str, stop: Sequence[str]) -> str:
     return text.strip()
 
 
-def _to_row(answers: Answers) -> dict[str, Any]:
+def _to_row(answers: GroupAnswers) -> dict[str, Any]:
     return {
         "predictions": [predictions.to_row(prediction) for prediction in answers.predictions],
         "scores": [[score.total, score.num_tokens] for score in answers.scores],
@@ -112,8 +112,8 @@ def _to_row(answers: Answers) -> dict[str, Any]:
     }
 
 
-def _from_row(row: dict[str, Any]) -> Answers:
-    return Answers(
+def _from_row(row: dict[str, Any]) -> GroupAnswers:
+    return GroupAnswers(
         predictions=tuple(predictions.from_row(own) for own in row["predictions"]),
         scores=tuple(Score(total, count) for total, count in row["scores"]),
         base_answers=tuple(None if own is None else Score(*own) for own in row["base_answers"]),

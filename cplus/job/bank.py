@@ -12,10 +12,10 @@ from cplus.job.folder import Folder
 from cplus.job.progress import bank_view, say
 from cplus.models import Loaded
 from cplus.probes.bank import Bank
-from cplus.probes.settings import Settings
+from cplus.probes.settings import ProbeSettings
 
 
-def job_bank(folder: Path, settings: Settings, base: Loaded, anchors: Group, given: Path | None) -> Bank:
+def job_bank(folder: Path, settings: ProbeSettings, base: Loaded, anchors: Group, given: Path | None) -> Bank:
     """The job's bank: copied to `folder` on the first call, read from there on later ones."""
     if not folder.exists():
         source = given or _built(base, anchors, settings)
@@ -48,7 +48,7 @@ def _same_interface(bank: Bank, folder: Path, anchors: Group) -> Bank:
     return bank
 
 
-def _built(base: Loaded, anchors: Group, settings: Settings) -> Path:
+def _built(base: Loaded, anchors: Group, settings: ProbeSettings) -> Path:
     place = bank_folder(base, anchors.interface, anchors.examples, settings)
     if place.exists():
         say(f"bank: reused from {place}")

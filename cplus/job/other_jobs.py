@@ -10,7 +10,7 @@ from cplus import files
 from cplus.data.examples import fingerprint
 from cplus.experiment.rows import Group
 from cplus.job.folder import Folder
-from cplus.receipts.receipt import Comparison, read_receipt
+from cplus.receipts.receipt import ComparedRun, read_receipt
 
 
 def row_hashes(groups: Sequence[Group]) -> dict[str, str]:
@@ -18,9 +18,9 @@ def row_hashes(groups: Sequence[Group]) -> dict[str, str]:
     return {group.part: fingerprint(group.examples) for group in groups if group.part != "external"}
 
 
-def curves(places: Sequence[Path], groups: Sequence[Group], own: str) -> dict[str, Comparison]:
+def curves(places: Sequence[Path], groups: Sequence[Group], own: str) -> dict[str, ComparedRun]:
     """The curves of finished jobs by method; where two have the same method, the folder's name is added."""
-    found: dict[str, Comparison] = {}
+    found: dict[str, ComparedRun] = {}
     for place in places:
         method, curve = _curve(place, row_hashes(groups))
         name = method if method not in (own, *found) else f"{method} ({place.name})"
@@ -28,7 +28,7 @@ def curves(places: Sequence[Path], groups: Sequence[Group], own: str) -> dict[st
     return found
 
 
-def _curve(place: Path, expected: Mapping[str, str]) -> tuple[str, Comparison]:
+def _curve(place: Path, expected: Mapping[str, str]) -> tuple[str, ComparedRun]:
     folder = Folder(place)
     if not folder.record.is_file():
         raise ValueError(f"{place}: expected the folder of a finished job to compare with; it holds no record.json")
@@ -39,4 +39,4 @@ def _curve(place: Path, expected: Mapping[str, str]) -> tuple[str, Comparison]:
             f"{place}: its {' and '.join(different)} rows differ from this job's; compare jobs on the same rows"
         )
     settings: dict[str, Any] = record["settings"]
-    return settings["method"], Comparison(curve=read_receipt(place).curve, settings=settings)
+    return settings["method"], ComparedRun(curve=read_receipt(place).curve, settings=settings)

@@ -16,7 +16,7 @@ from cplus.cost import cost_row
 from cplus.diagnostics.gateshares import LayerShare
 from cplus.environment import environment
 from cplus.experiment.driver import TrainingLog
-from cplus.experiment.measure import Answers, loss_of
+from cplus.experiment.measure import GroupAnswers, loss_of
 from cplus.experiment.rows import Group, Rows
 from cplus.experiment.schedule import updates_per_epoch
 from cplus.interfaces import tokens_by_role
@@ -30,7 +30,7 @@ from cplus.models.names import origin
 from cplus.probes.audit import ComparedRows, audit
 from cplus.probes.bank import Bank
 from cplus.receipts.receipt import (
-    Comparison,
+    ComparedRun,
     GateShare,
     Losses,
     ModelId,
@@ -64,11 +64,11 @@ class Finished:
     rows: Rows
     groups: Sequence[Group]
     before: Before
-    after: Mapping[str, Answers]
+    after: Mapping[str, GroupAnswers]
     log: TrainingLog
     bank: Bank | None
     layers: Sequence[LayerShare]
-    comparisons: Mapping[str, Comparison]
+    comparisons: Mapping[str, ComparedRun]
     parameters: int
     trainable: int
     planned: Mapping[str, Any]
@@ -202,7 +202,7 @@ def _sources(done: Finished) -> list[ComparedRows]:
     return [ComparedRows(name=group.name, examples=group.examples) for group in groups if group is not None]
 
 
-def _row_set(config: AdaptConfig, group: Group, before: Answers, after: Answers) -> RowSet:
+def _row_set(config: AdaptConfig, group: Group, before: GroupAnswers, after: GroupAnswers) -> RowSet:
     compared = rows(
         group.examples,
         before.predictions,

@@ -17,7 +17,7 @@ from cplus.job.rows import located
 from cplus.job.settings import AdaptConfig
 from cplus.methods import Method
 from cplus.models import Loaded
-from cplus.receipts.receipt import Comparison
+from cplus.receipts.receipt import ComparedRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Job:
     base: Loaded
     rows: Rows
     groups: tuple[Group, ...]
-    comparisons: Mapping[str, Comparison]
+    comparisons: Mapping[str, ComparedRun]
 
     @property
     def settings(self) -> Settings:

@@ -12,7 +12,7 @@ from cplus.data.examples import lines
 from cplus.diagnostics.gateshares import layer_shares
 from cplus.evaluation.requirements import Measured, possible
 from cplus.experiment.driver import Training, TrainingLog
-from cplus.experiment.measure import Answers
+from cplus.experiment.measure import GroupAnswers
 from cplus.experiment.rows import Group
 from cplus.job.answers import Before, answer, base_answers
 from cplus.job.bank import job_bank
@@ -98,7 +98,7 @@ def work(
     return FinishedJob(folder=folder.root, record=record)
 
 
-def check_requirements(config: AdaptConfig, groups: tuple[Group, ...], before: Mapping[str, Answers]) -> None:
+def check_requirements(config: AdaptConfig, groups: tuple[Group, ...], before: Mapping[str, GroupAnswers]) -> None:
     """Refuse a requirement that these rows cannot judge or no result could meet, before the training."""
     parts = [
         Measured(

@@ -20,7 +20,7 @@ from cplus.methods import Material, Method, Past
 from cplus.models import Loaded
 from cplus.probes.engine import Request, Sampling
 from cplus.probes.local import LocalEngine
-from cplus.probes.settings import MAX_NEW_TOKENS, Settings, plan
+from cplus.probes.settings import MAX_NEW_TOKENS, ProbeSettings, plan
 from cplus.scoring import log_likelihoods
 
 _STEPS = 3
@@ -88,14 +88,14 @@ def _few(past: Past) -> Past:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class EvaluationTime:
     """Seconds per row of one group: to answer it before and after training, and to evaluate it during training."""
 
     answering: Range
     during: Range
 
 
-def evaluating(config: AdaptConfig, base: Loaded, group: Group) -> Evaluation:
+def evaluating(config: AdaptConfig, base: Loaded, group: Group) -> EvaluationTime:
     """Time small and larger samples; free text is taken to be as long as the given responses, or twice as long."""
     length = answer_length(config, base, group)
     tokens = max(1, min(_TOKENS, round(length.low)))
@@ -112,8 +112,8 @@ def evaluating(config: AdaptConfig, base: Loaded, group: Group) -> Evaluation:
             scored.append((time.perf_counter() - begun) / len(few.examples))
     if group.closed:
         spent = Range(min(answered), max(answered))
-        return Evaluation(answering=spent, during=spent)
-    return Evaluation(
+        return EvaluationTime(answering=spent, during=spent)
+    return EvaluationTime(
         answering=Range(min(answered) * length.low / tokens, max(answered) * length.high / tokens),
         during=Range(min(scored), max(scored)),
     )
@@ -135,14 +135,14 @@ def answer_length(config: AdaptConfig, base: Loaded, group: Group) -> Range:
     return Range(min(mean, limit), min(2 * mean, limit))
 
 
-def noise_floor(config: AdaptConfig, base: Loaded, group: Group, found: Evaluation) -> Range:
+def noise_floor(config: AdaptConfig, base: Loaded, group: Group, found: EvaluationTime) -> Range:
     """Seconds to measure the noise floor of a group: two sampled answers to each of a few rows."""
     length, rows = answer_length(config, base, group), 2 * min(FLOOR_ROWS, len(group.examples))
     longest = max(1.0, min(FLOOR_TOKENS, config.max_new_tokens) / length.high)
     return Range(rows * found.answering.low, rows * found.answering.high * longest)
 
 
-def writing(base: Loaded, anchors: Group, settings: Settings, labelling: Evaluation) -> Range:
+def writing(base: Loaded, anchors: Group, settings: ProbeSettings, labelling: EvaluationTime) -> Range:
     """Seconds to write a bank; probes are taken to be as long as the anchors, or twice as long."""
     interface, shown = anchors.interface, anchors.examples
     few = _SAMPLES[0]

@@ -40,18 +40,18 @@ class Ledger:
     entries: tuple[Entry, ...] = ()
     head: str | None = None
 
-    def place(self, stage: int) -> Stage:
+    def place(self, stage: int) -> StageFolder:
         """The folder of a stage, which need not exist."""
-        return Stage(self.root / "stages" / f"{stage:03d}")
+        return StageFolder(self.root / "stages" / f"{stage:03d}")
 
     @property
-    def next(self) -> Stage:
+    def next(self) -> StageFolder:
         """The folder of the next stage, which is not in the ledger yet."""
         return self.place(len(self.entries) + 1)
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageFolder:
     """The paths of one stage."""
 
     root: Path

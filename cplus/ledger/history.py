@@ -9,7 +9,7 @@ from typing import Any
 from cplus import files
 from cplus.evaluation.retention_acquisition import Kind
 from cplus.evaluation.sequences import average_accuracy, backward_transfer, lifetime, survival
-from cplus.ledger.chain import Ledger, Stage
+from cplus.ledger.chain import Ledger, StageFolder
 from cplus.receipts.receipt import RowSet, read_receipt
 
 BASE = "base"
@@ -27,7 +27,7 @@ def set_name(stage: int) -> str:
     return f"stage {stage}"
 
 
-def answered(place: Stage, new: str, kept: str, external: Sequence[str]) -> dict[str, RowSet]:
+def answered(place: StageFolder, new: str, kept: str, external: Sequence[str]) -> dict[str, RowSet]:
     """The row sets of a finished job's receipt under the ledger's names.
 
     The ledger's own external sets come first; sets that the user added are omitted.

@@ -22,7 +22,7 @@ from cplus.job.resume import resume
 from cplus.job.run import FinishedJob, adapt
 from cplus.job.settings import AdaptConfig, settings
 from cplus.ledger import DECIDED
-from cplus.ledger.chain import NAME, Ledger, Stage, append, exists, problems, read
+from cplus.ledger.chain import NAME, Ledger, StageFolder, append, exists, problems, read
 from cplus.ledger.history import BASE, answered, flips, is_right, set_name, tables
 from cplus.probes.bank import Bank
 from cplus.receipts.receipt import RowSet
@@ -92,7 +92,7 @@ def _verified(ledger: Ledger) -> Ledger:
     return ledger
 
 
-def _started(ledger: Ledger, place: Stage, given: Mapping[str, Any], *, force: bool) -> AdaptConfig:
+def _started(ledger: Ledger, place: StageFolder, given: Mapping[str, Any], *, force: bool) -> AdaptConfig:
     """The stage's settings; writes its rows and then its arguments, which mark the stage as started."""
     values = {**({} if "preset" in given else _inherited(ledger)), **given}
     new = load_task(str(given["new"]), values.get("data_dir"))
@@ -115,7 +115,7 @@ def _started(ledger: Ledger, place: Stage, given: Mapping[str, Any], *, force: b
     return config
 
 
-def _rows(ledger: Ledger, place: Stage, values: Mapping[str, Any]) -> dict[Path, tuple[Example, ...]]:
+def _rows(ledger: Ledger, place: StageFolder, values: Mapping[str, Any]) -> dict[Path, tuple[Example, ...]]:
     """The anchors and past rows, by their path in the stage."""
     if ledger.entries and (values.get("past") is not None or values.get("own_answers")):
         raise ValueError(
@@ -153,7 +153,7 @@ def _anchors(ledger: Ledger, values: Mapping[str, Any]) -> tuple[Example, ...]:
 
 
 def _config(
-    ledger: Ledger, place: Stage, values: Mapping[str, Any], new: Task, present: Collection[Path]
+    ledger: Ledger, place: StageFolder, values: Mapping[str, Any], new: Task, present: Collection[Path]
 ) -> AdaptConfig:
     """The stage as a job: the previous task is the past task, earlier ones are preserved and evaluated as well."""
     number = len(ledger.entries)
@@ -193,7 +193,7 @@ def _external(ledger: Ledger) -> list[tuple[str, Path]]:
     return [*([] if base is None else [(BASE, base)]), *tasks]
 
 
-def _worked(config: AdaptConfig, place: Stage) -> FinishedJob:
+def _worked(config: AdaptConfig, place: StageFolder) -> FinishedJob:
     if Folder(place.job).record.is_file():
         return _whole(resume(place.job), place)
     try:
@@ -203,7 +203,7 @@ def _worked(config: AdaptConfig, place: Stage) -> FinishedJob:
         raise Interrupted(stop.number, f"{sentence}. Resume it with the same command") from stop
 
 
-def _whole(outcome: FinishedJob, place: Stage) -> FinishedJob:
+def _whole(outcome: FinishedJob, place: StageFolder) -> FinishedJob:
     """The outcome of a job that finished before its stage was sealed, if its model and bank still match its record."""
     record, job = outcome.record, Folder(place.job)
     wrong = None
@@ -222,7 +222,7 @@ def _whole(outcome: FinishedJob, place: Stage) -> FinishedJob:
     return outcome
 
 
-def _sealed(ledger: Ledger, place: Stage, task: str, outcome: FinishedJob) -> Ledger:
+def _sealed(ledger: Ledger, place: StageFolder, task: str, outcome: FinishedJob) -> Ledger:
     """Write the outcome of each row, then the ledger entry, which completes the stage."""
     number = len(ledger.entries) + 1
     kept = set_name(number - 1) if number > 1 else BASE

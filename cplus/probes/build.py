@@ -18,7 +18,7 @@ from cplus.probes.generate import Block, RequestOutcome, Sampled, Tally, TooFewP
 from cplus.probes.journal import journal_path, open_journal
 from cplus.probes.label import label
 from cplus.probes.local import LocalEngine
-from cplus.probes.settings import MAX_NEW_TOKENS, Settings, plan
+from cplus.probes.settings import MAX_NEW_TOKENS, ProbeSettings, plan
 
 OnEvent = Callable[[Sampled | Block], None]
 
@@ -28,7 +28,7 @@ def build(
     base: Loaded,
     interface: Interface,
     anchors: Sequence[Example],
-    settings: Settings,
+    settings: ProbeSettings,
     *,
     engine: Engine | None = None,
     watch: OnEvent = lambda event: None,
@@ -69,7 +69,7 @@ def build(
 
 
 def identify(
-    base: Loaded, interface: Interface, anchors: Sequence[Example], settings: Settings, engine: Engine
+    base: Loaded, interface: Interface, anchors: Sequence[Example], settings: ProbeSettings, engine: Engine
 ) -> dict[str, Any]:
     """Everything that determines a bank's content."""
     first = plan(0, anchors, settings)

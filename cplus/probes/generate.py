@@ -15,7 +15,7 @@ from cplus.probes.bank import Probe
 from cplus.probes.engine import Engine, Request, Sample, Sampling, request_seed
 from cplus.probes.label import Label, Labeller, label
 from cplus.probes.local import LocalEngine
-from cplus.probes.settings import BLOCK, MAX_NEW_TOKENS, RequestPlan, Settings, domain_test, plan
+from cplus.probes.settings import BLOCK, MAX_NEW_TOKENS, ProbeSettings, RequestPlan, domain_test, plan
 from cplus.probes.texts import input_key
 
 _PATIENCE = 2
@@ -57,7 +57,7 @@ class Block:
 class Tally:
     """The probes accepted so far, and the rules for accepting more."""
 
-    def __init__(self, anchors: Sequence[Example], interface: Interface, settings: Settings) -> None:
+    def __init__(self, anchors: Sequence[Example], interface: Interface, settings: ProbeSettings) -> None:
         self._settings = settings
         self._options = interface.name == "letter"
         self._in_domain = domain_test(settings.domain) if settings.domain else None
@@ -133,7 +133,7 @@ def generate(
     labeller: Labeller,
     interface: Interface,
     anchors: Sequence[Example],
-    settings: Settings,
+    settings: ProbeSettings,
     tally: Tally,
 ) -> Iterator[Sampled | Block]:
     """Continue from the tally's last block until it is full; a block is added to the tally before it is yielded.
@@ -153,7 +153,9 @@ def generate(
         yield block
 
 
-def write_probes(base: Loaded, interface: Interface, anchors: Sequence[Example], settings: Settings) -> list[Probe]:
+def write_probes(
+    base: Loaded, interface: Interface, anchors: Sequence[Example], settings: ProbeSettings
+) -> list[Probe]:
     """The probes that a model writes from its anchors, in memory and without a seal."""
     tally = Tally(anchors, interface, settings)
     engine = LocalEngine(base.model, base.tokenizer)
@@ -163,7 +165,11 @@ def write_probes(base: Loaded, interface: Interface, anchors: Sequence[Example],
 
 
 def _sampled(
-    engine: Engine, interface: Interface, anchors: Sequence[Example], plans: Sequence[RequestPlan], settings: Settings
+    engine: Engine,
+    interface: Interface,
+    anchors: Sequence[Example],
+    plans: Sequence[RequestPlan],
+    settings: ProbeSettings,
 ) -> Iterator[tuple[Sampled, Example | Rejected]]:
     requests = [
         Request(
@@ -226,7 +232,7 @@ def _probe(planned: RequestPlan, labelled: Label | Rejected) -> Probe | Rejected
     )
 
 
-def _quota(anchors: Sequence[Example], interface: Interface, settings: Settings) -> int | None:
+def _quota(anchors: Sequence[Example], interface: Interface, settings: ProbeSettings) -> int | None:
     """The maximum number of probes with the same label, if labels are to be balanced."""
     if not settings.label_balanced:
         return None

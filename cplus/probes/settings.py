@@ -50,7 +50,7 @@ Not a setting: it does not depend on the size of the bank, so a bank is a prefix
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ProbeSettings:
     """The settings of a bank; the paper does not use the last three.
 
     Paper: K, T and N in App. C.1.
@@ -90,7 +90,7 @@ class RequestPlan:
     topic: str | None
 
 
-def plan(index: int, anchors: Sequence[Example], settings: Settings) -> RequestPlan:
+def plan(index: int, anchors: Sequence[Example], settings: ProbeSettings) -> RequestPlan:
     """The context of one request: K newly drawn anchors, and a topic from a new permutation in every round.
 
     Paper: C_j and c_j in App. C.1. It depends only on the seed and the index, so requests can be made in any order.

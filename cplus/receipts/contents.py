@@ -105,7 +105,7 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class ComparedRun:
     """Another finished run on the same rows: its curve and all its settings; the page shows those that differ."""
 
     __pydantic_config__ = _STRICT
@@ -190,7 +190,7 @@ class Receipt:
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     curve: tuple[Point, ...] = ()
-    comparisons: dict[str, Comparison] = field(default_factory=dict)
+    comparisons: dict[str, ComparedRun] = field(default_factory=dict)
     followed: dict[str, int] = field(default_factory=dict)
     noise_floor: Loss | None = None
     gate: tuple[GateShare, ...] = ()

@@ -13,7 +13,7 @@ from cplus import files
 from cplus.evaluation.requirements import Requirement
 from cplus.receipts.contents import (
     BankAudit,
-    Comparison,
+    ComparedRun,
     GateShare,
     ModelId,
     Overlap,
@@ -31,7 +31,7 @@ __all__ = [
     "PAGE",
     "RECORD",
     "BankAudit",
-    "Comparison",
+    "ComparedRun",
     "GateShare",
     "Losses",
     "ModelId",

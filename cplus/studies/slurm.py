@@ -15,7 +15,7 @@ RUNS_PER_JOB = 16
 MAX_NUM_TIMEOUT = "slurm_max_num_timeout"
 
 
-class Group:
+class RunGroup:
     """Some runs as one job; runs finished before an interruption are not repeated."""
 
     def __init__(self, specs: Sequence[Spec], folder: Path) -> None:
@@ -51,7 +51,7 @@ class Cluster:
             raise ValueError(f"submitit does not accept these parameters: {error}") from error
         groups = grouped(specs)
         with executor.batch():
-            jobs = [executor.submit(Group(group, folder.absolute())) for group in groups]
+            jobs = [executor.submit(RunGroup(group, folder.absolute())) for group in groups]
         for job, group in zip(jobs, groups, strict=True):
             failure = job.exception()  # waits for the job
             if failure is None:
