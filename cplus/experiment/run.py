@@ -21,7 +21,7 @@ from cplus.evaluation.letters import permuted
 from cplus.evaluation.prior import answer_prior
 from cplus.evaluation.statistics import token_loss
 from cplus.experiment.comparison import Comparison
-from cplus.experiment.driver import Training, begin, build_optimizer
+from cplus.experiment.driver import Done, Evaluate, Training, begin, build_optimizer
 from cplus.experiment.measure import answered, changes
 from cplus.experiment.record import RunResult
 from cplus.experiment.rows import Group
@@ -50,7 +50,7 @@ def run(spec: RunSpec, given: Comparison, *, watch: OnEvent = lambda event: None
     audited = _audited(spec, given, prepared.material, model)
     observation = _observation(spec, given, prepared, build_schedule(training.settings))
     curve = _start(spec, given)
-    for event in training.run():
+    for event in training.run(*_until_learned(spec, given, model)):
         if isinstance(event, EpochEnded) and spec.evaluate_every and event.epoch % spec.evaluate_every == 0:
             curve.append({"epoch": float(event.epoch), **measure(given, model)})
             model.train()
@@ -65,13 +65,28 @@ def run(spec: RunSpec, given: Comparison, *, watch: OnEvent = lambda event: None
         correction=_correction(given, model),
         diagnostics={**audited, **observation.report(), **_after_training(spec, given, model)},
         external={group.name: _external(model, group) for group in given.external},
-        counts={"parameters": parameters, **_counts(given)},
+        counts={"parameters": parameters, "updates": log.cursor.step, **_counts(given)},
         cost=cost_row(parameters, training=log.training, preservation=log.preservation),
         seconds=log.seconds - observation.seconds,
         extra_bytes=log.extra_bytes,
         curve=curve,
         environment=environment(threads=torch.get_num_threads(), device=str(given.base.device)),
     )
+
+
+def _until_learned(spec: RunSpec, given: Comparison, model: nn.Module) -> tuple[Evaluate, Done]:
+    """The evaluation after each epoch that `stop_at` needs, and whether training ends with it."""
+    learned: list[float] = []
+
+    def evaluate(epoch: int) -> dict[str, float]:
+        if spec.stop_at is None:
+            return {}
+        found = acquisition(changes(given.new.known, answered(model, given.new))).percent
+        if learned or found >= spec.stop_at:
+            learned.append(found)
+        return {"acquisition": found}
+
+    return evaluate, lambda point: len(learned) > spec.beyond
 
 
 def _counts(given: Comparison) -> dict[str, int]:

@@ -108,7 +108,8 @@ class RunSpec(Recipe):
     and `wrong_anchors` of the anchors were answered incorrectly; `num_past` bounds the past rows that are evaluated.
     `parts` splits the bank: each refresh uses one part. `refresh` is the number of steps between refreshes (None: the
     method's own); `memory` is the weight of the earlier evidence after a refresh. `warmup` is the share of all updates
-    over which the learning rate rises.
+    over which the learning rate rises. With `stop_at` training ends `beyond` epochs after the first in which this
+    percentage of the new rows is right, or after `epochs`.
 
     With the interface `freeform` an answer is right when it is the row's response, token for token; past rows are the
     base model's own answers to `anchor_task`, and a multiple-choice `task` is taught as questions with terse answers.
@@ -125,6 +126,8 @@ class RunSpec(Recipe):
     refresh: int | None = None
     memory: float = 0.0
     warmup: float = 0.0
+    stop_at: float | None = None
+    beyond: int = 0
     diagnose: tuple[str, ...] = ()
 
     @property

@@ -151,6 +151,8 @@ def without_method(spec: Spec) -> Spec:
         refresh=None,
         memory=0.0,
         warmup=0.0,
+        stop_at=None,
+        beyond=0,
         diagnose=(),
     )
 

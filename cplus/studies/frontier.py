@@ -1,0 +1,235 @@
+"""The frontier: what does a method keep beyond plain fine-tuning at its best rate, with the same number of updates?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from cplus.evaluation.statistics import Estimate, estimate
+from cplus.experiment.record import RunResult
+from cplus.experiment.settings import RunSpec
+from cplus.studies.scales import Scale
+from cplus.studies.study import Claim, Result, Study, Summary, SummaryRow
+from cplus.studies.summaries import pick, run_results, shown
+
+RUNGS = 5
+"""Rates of a ladder, each half of the one before."""
+TOP = {"lora": 6.4, "osf": 6.4, "mofo": 6.4, "stm": 6.4, "talr": 3.2, "flow": 3.2, "eaft": 3.2, "asft": 3.2}
+"""The highest rate as a multiple of the scale's, where it is not 1.6: methods that move fewer weights, or less."""
+WARMUP = 0.15
+EPOCHS = 40
+LEARNED = 99.0
+BEYOND = 3
+"""Epochs that a method which works on the finished model trains after everything is learned: it needs room to undo."""
+TUNING_SEEDS = (100, 101)
+"""They choose each method's rate and schedule, and nothing else is reported of them."""
+ABLE = ("wise-ft", "sft-repair", "cplus-repair")
+NEIGHBOURS = (
+    "sft",
+    "replay",
+    "probe-replay",
+    "anchor-probe-replay",
+    "distillation",
+    "probe-distillation",
+    "kl-base",
+    "asft",
+    "eaft",
+    "talr",
+    "stm",
+    "flow",
+    "ewc",
+    "lora",
+    "osf",
+    "freeze-layers",
+    "ssu",
+    "mofo",
+    "cautious",
+    "wise-ft",
+)
+OURS = ("cpl", "cplus", "sft-repair", "cplus-repair")
+RECIPE = "cplus-repair"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A rung of a method's ladder: its rate as a multiple of the scale's, and whether it begins with a warm-up."""
+
+    rate: float
+    warm: bool
+
+
+CHOSEN: Mapping[str, Choice] = {}
+"""What the tuning seeds chose at the scale `desk`; a test compares it with the committed results."""
+
+
+def ladder(method: str) -> list[Choice]:
+    """Five rates, a factor of two apart, with and without a warm-up."""
+    top = TOP.get(method, 1.6)
+    return [Choice(rate=top / 2**k, warm=warm) for warm in (True, False) for k in range(RUNGS)]
+
+
+def run_of(scale: Scale, method: str, choice: Choice, seed: int) -> RunSpec:
+    """One run: until the new rows are learned, and a little longer where something is undone afterwards."""
+    return scale.at(
+        method=method,
+        lr=scale.base.lr * choice.rate,
+        warmup=WARMUP if choice.warm else 0.0,
+        epochs=EPOCHS if scale.name != "smoke" else scale.base.epochs,
+        stop_at=LEARNED,
+        beyond=BEYOND if method in ABLE else 0,
+        external=(),
+        seed=seed,
+    )
+
+
+def runs(scale: Scale) -> list[RunSpec]:
+    """Every method's ladder on the tuning seeds; on other seeds its chosen rung, and the whole ladder of SFT."""
+    if scale.name == "smoke":
+        return [run_of(scale, method, ladder(method)[0], 0) for method in (*NEIGHBOURS, *OURS)]
+    seeds = range(scale.seeds_where_five)
+    return [
+        *(run_of(scale, m, rung, seed) for m in (*NEIGHBOURS, *OURS) for rung in ladder(m) for seed in TUNING_SEEDS),
+        *(run_of(scale, "sft", rung, seed) for rung in ladder("sft") for seed in seeds),
+        *(run_of(scale, m, rung, seed) for m, rung in CHOSEN.items() for seed in seeds),
+    ]
+
+
+Line: TypeAlias = Sequence[tuple[float, float]]
+"""Costs and the best Retention that plain fine-tuning reaches with at most that cost, cheapest first."""
+
+
+def updates(result: RunResult) -> float:
+    """The number of updates."""
+    return float(result.counts["updates"])
+
+
+def flops(result: RunResult) -> float:
+    """The FLOPs of training and of everything that preserves."""
+    return float(result.cost["training_flops"] + result.cost["preservation_flops"])
+
+
+COSTS = {"updates": updates, "FLOPs": flops, "seconds": lambda result: result.seconds}
+
+
+def frontier(results: Iterable[RunResult], cost: Any = updates) -> Line:
+    """The line of the runs that learned everything: Retention never falls as the cost rises."""
+    line: list[tuple[float, float]] = []
+    for spent, kept in sorted((cost(r), r.retention) for r in results if r.acquisition >= LEARNED):
+        line.append((spent, max(kept, line[-1][1]) if line else kept))
+    return line
+
+
+def height(line: Line, spent: float) -> float:
+    """The line at a cost, interpolated over its logarithm; the first and last point continue it.
+
+    >>> height([(10.0, 80.0), (40.0, 90.0)], 20.0)
+    85.0
+    """
+    if spent <= line[0][0]:
+        return line[0][1]
+    for (low, kept), (high, more) in zip(line, line[1:], strict=False):
+        if low <= spent <= high:
+            return kept if high == low else kept + (more - kept) * math.log(spent / low) / math.log(high / low)
+    return line[-1][1]
+
+
+def distances(results: Iterable[RunResult], plain: Iterable[RunResult], cost: Any = updates) -> dict[int, float]:
+    """Each run's Retention less that of SFT's line of the same seed at the same cost; runs that did not learn: none."""
+    lines: dict[int, Line] = {}
+    for result in plain:
+        lines.setdefault(result.spec.seed, frontier(pick(plain, seed=result.spec.seed), cost))
+    return {
+        r.spec.seed: r.retention - height(lines[r.spec.seed], cost(r))
+        for r in results
+        if r.acquisition >= LEARNED and lines.get(r.spec.seed)
+    }
+
+
+def rung_of(result: RunResult, base_lr: float) -> Choice:
+    """The rung of a run's ladder."""
+    return Choice(rate=round(result.spec.lr / base_lr, 6), warm=bool(result.spec.warmup))
+
+
+def chosen(results: Sequence[RunResult], base_lr: float) -> dict[str, Choice]:
+    """Each method's best rung on the tuning seeds: the largest mean distance, with everything learned on all of them."""
+    tuning = pick(results, seed=TUNING_SEEDS)
+    found: dict[str, Choice] = {}
+    for method in dict.fromkeys(result.spec.method for result in tuning):
+        rungs: dict[Choice, dict[int, float]] = {}
+        for rung in dict.fromkeys(rung_of(r, base_lr) for r in pick(tuning, method=method)):
+            own = [r for r in pick(tuning, method=method) if rung_of(r, base_lr) == rung]
+            rungs[rung] = distances(own, pick(tuning, method="sft"))
+        whole = {rung: sum(own.values()) for rung, own in rungs.items() if len(own) == len(TUNING_SEEDS)}
+        if whole:
+            found[method] = max(whole, key=whole.__getitem__)
+    return found
+
+
+def reported(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
+    """The chosen rung of each method on the seeds that chose nothing."""
+    mine = [result for result in results if result.spec.seed not in TUNING_SEEDS]
+    own: dict[str, list[RunResult]] = {}
+    for method in dict.fromkeys(result.spec.method for result in mine):
+        rung = CHOSEN.get(method)
+        own[method] = [
+            r
+            for r in pick(mine, method=method)
+            if rung is None or (math.isclose(r.spec.lr, _lr(mine) * rung.rate) and bool(r.spec.warmup) == rung.warm)
+        ]
+    return {method: found for method, found in own.items() if found}
+
+
+def _lr(results: Sequence[RunResult]) -> float:
+    """The scale's rate: SFT's ladder begins at 1.6 of it."""
+    return max(result.spec.lr for result in pick(results, method="sft")) / 1.6
+
+
+def summary(results: Sequence[Result]) -> Summary:
+    """Each method at its own best rate: updates, Retention and distance from SFT's line by three costs."""
+    mine = run_results(results)
+    plain = [result for result in pick(mine, method="sft") if result.spec.seed not in TUNING_SEEDS]
+    table = reported(mine)
+    rows = tuple(_row(method, own, plain) for method, own in table.items())
+    ahead = {method: distances(own, plain) for method, own in table.items()}
+    ours = ahead.get(RECIPE, {})
+    claims = [Claim(says=f"{RECIPE} lies above SFT's line", margin=_mean(ours))]
+    for method, own in ahead.items():
+        if method in NEIGHBOURS and method != "sft":
+            both = {seed: ours[seed] - own[seed] for seed in ours.keys() & own.keys()}
+            claims.append(Claim(says=f"{RECIPE} lies further above it than {method}", margin=_mean(both)))
+    first = _mean({r.spec.seed: r.retention for r in table.get(RECIPE, [])})
+    answer = (
+        f"At its own best rate and until the new rows are learned, {RECIPE} keeps {shown(first)} % with "
+        f"{shown(_mean({r.spec.seed: updates(r) for r in table.get(RECIPE, [])}))} updates: {shown(_mean(ours), sign=True)} "
+        "points above the line of plain fine-tuning at equal updates."
+    )
+    return Summary(rows=rows, answer=answer, claims=tuple(claims))
+
+
+def _mean(values: Mapping[int, float]) -> Estimate | None:
+    return estimate(list(values.values())) if values else None
+
+
+def _row(method: str, own: Sequence[RunResult], plain: Sequence[RunResult]) -> SummaryRow:
+    first = own[0].spec
+    found = {
+        "retention": _mean({r.spec.seed: r.retention for r in own}),
+        "acquisition": _mean({r.spec.seed: r.acquisition for r in own}),
+        **{name: _mean({r.spec.seed: cost(r) for r in own}) for name, cost in COSTS.items()},
+        **{f"above SFT at equal {name}": _mean(distances(own, plain, cost)) for name, cost in COSTS.items()},
+    }
+    at = {"method": method, "lr": first.lr, "warmup": bool(first.warmup)}
+    return SummaryRow(at=at, figures={name: value for name, value in found.items() if value is not None})
+
+
+STUDY = Study(
+    name="frontier",
+    title="The frontier",
+    question="What does each method keep beyond plain fine-tuning at its best rate, at equal cost?",
+    paper="added here; docs/studies.md",
+    runs=runs,
+    summary=summary,
+    published=(),
+)
