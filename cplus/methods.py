@@ -11,8 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from cplus import adapters, objectives
-from cplus.data.encoded import Encoded
+from cplus import adapters, after, objectives
+from cplus.data.material import BANK as BANK
+from cplus.data.material import Material as Material
+from cplus.data.material import Past as Past
+from cplus.data.material import Rows as Rows
 
 if TYPE_CHECKING:  # names, needs and settings are available without torch; builders import it when called
     from torch import Tensor, nn
@@ -21,50 +24,7 @@ if TYPE_CHECKING:  # names, needs and settings are available without torch; buil
     from cplus.evidence import Evidence, Source
     from cplus.gates import Gate
 
-Rows: TypeAlias = objectives.Kind
 Refresh: TypeAlias = Literal["once", "epoch"] | int
-BANK: frozenset[Rows] = frozenset({"probes", "synthetic", "constant", "balanced"})
-"""The kinds of rows that come from the bank."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Past:
-    """The rows of one past task.
-
-    `synthetic` are probes answered again by the latest model. `constant` and `balanced` are controls: probes that all
-    have the same answer, and probes in which no answer has more than its even share.
-    """
-
-    name: str
-    anchors: Sequence[Encoded] = ()
-    probes: Sequence[Encoded] = ()
-    synthetic: Sequence[Encoded] = ()
-    constant: Sequence[Encoded] = ()
-    balanced: Sequence[Encoded] = ()
-
-    def rows(self, kind: Rows) -> Sequence[Encoded]:
-        """The rows of one kind."""
-        assert kind != "new", "new rows belong to no past task"
-        rows: Sequence[Encoded] = getattr(self, kind)
-        return rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class Material:
-    """New data to learn and the past tasks to keep."""
-
-    new: Sequence[Encoded]
-    past: tuple[Past, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.new:
-            raise ValueError("there is no new data to learn: expected at least one new row, got none")
-
-    def rows(self, kind: Rows) -> list[Encoded]:
-        """The rows of one kind over all past tasks."""
-        return list(self.new) if kind == "new" else [row for past in self.past for row in past.rows(kind)]
-
-
 BuildEvidence: TypeAlias = "Callable[[nn.Module, tuple[Source, ...]], Evidence]"
 
 
@@ -81,7 +41,8 @@ class Method:
 
     `beta` is the smoothing of a gate that has this setting, `memory` the weight of earlier evidence at a refresh, and
     `parts` the number of parts the bank is split into, one per refresh. `vectors` states whether the evidence is one
-    vector or one per anchor. `gate` builds the gate from the row itself and a seed.
+    vector or one per anchor. `gate` builds the gate from the row itself and a seed. `after` changes the trained weights
+    once, at the end.
     """
 
     name: str
@@ -99,6 +60,7 @@ class Method:
     beta: float | None = None
     gate: Callable[[Method, int], Gate] | None = None
     adapter: adapters.Adapter | None = None
+    after: after.After | None = None
 
     def __post_init__(self) -> None:
         if self.gate is None and self.projection is None and self.evidence:
@@ -140,8 +102,25 @@ class Method:
     @property
     def needs(self) -> tuple[Rows, ...]:
         """The kinds of rows that the method requires, in the order of first use."""
-        kinds = (*self.train_on, *self.objective.needs, *(kind for _, kind in self.evidence))
+        last = () if self.after is None else self.after.needs
+        kinds = (*self.train_on, *self.objective.needs, *(kind for _, kind in self.evidence), *last)
         return tuple(dict.fromkeys(kinds))
+
+    @property
+    def part_with_strength(self) -> str | None:
+        """The field whose part has the setting `strength`; None if no part has it."""
+        names = ("objective", "reduction", "gate", "adapter", "after")
+        return next((name for name in names if hasattr(getattr(self, name), "strength")), None)
+
+    @property
+    def strength(self) -> float | None:
+        """The strength of the part that has one: what it is depends on the method (docs/methods.md)."""
+        return None if (name := self.part_with_strength) is None else getattr(self, name).strength
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """The memory held besides the model and the guard, in float32; what `after` needs is the base's weights."""
+        return self.objective.bytes_per_parameter + (0.0 if self.after is None else 4.0)
 
     def trained(self, model: nn.Module, seed: int) -> nn.Module:
         """The module that the optimizer trains: the model itself, or the model with the row's adapters."""
@@ -300,13 +279,13 @@ _ROWS = (
         name="distillation",
         summary="Adds the divergence from the frozen model's output on the anchors to the loss.",
         paper="Hinton et al. 2015",
-        objective=objectives.Distillation(weight=1.0),
+        objective=objectives.Distillation(strength=1.0),
     ),
     Method(
         name="ewc",
         summary="Adds a penalty on moving the weights that mattered for the anchors.",
         paper="Kirkpatrick et al. 2017",
-        objective=objectives.ElasticWeights(weight=10.0),
+        objective=objectives.ElasticWeights(strength=10.0),
     ),
     Method(
         name="lora",
@@ -445,6 +424,12 @@ _ROWS = (
         summary="Updates only the 15 % of each tensor's coordinates with the largest momentum.",
         paper="Chen et al. 2024, MoFO",
         gate=_mofo,
+    ),
+    Method(
+        name="wise-ft",
+        summary="Fine-tunes, then moves the weights back towards the base model as far as new rows stay known.",
+        paper="Wortsman et al. 2022, WiSE-FT",
+        after=after.Averaged(),
     ),
     Method(
         name="replay-cplus",

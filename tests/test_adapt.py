@@ -42,6 +42,7 @@ def start(row: Method, kind: str, material: Material) -> tuple[nn.Module, Optimi
 def train(row: Method, kind: str, material: Material, schedule: Schedule = SCHEDULE) -> tuple[nn.Module, list[Event]]:
     model, optimizer, prepared = start(row, kind, material)
     events = list(adapt(model, optimizer, prepared, schedule=schedule, seed=5))
+    prepared.finish(model)
     return model, events
 
 
@@ -56,6 +57,7 @@ def test_learns_is_deterministic_and_leaves_no_hook(name: str, kind: str) -> Non
     row = method(name)
     model, optimizer, prepared = start(row, kind, material)
     events = list(adapt(model, optimizer, prepared, schedule=dataclasses.replace(SCHEDULE, epochs=8), seed=5))
+    prepared.finish(model)
     losses = [e.loss for e in events if isinstance(e, Stepped)]
     assert sum(losses[-3:]) < sum(losses[:3])
     again, _ = train(row, kind, material, dataclasses.replace(SCHEDULE, epochs=8))
@@ -90,6 +92,7 @@ def test_resumes_bitwise(name: str, kind: str, stop: int) -> None:
     if other_prepared.guard is not None:
         other_prepared.guard.load_state_dict(kept[2])
     list(adapt(other, other_optimizer, other_prepared, schedule=SCHEDULE, seed=5, start=cursor))
+    other_prepared.finish(other)
     assert same(whole, other)
 
 
@@ -142,14 +145,14 @@ def test_cpl_is_cplus_without_smoothing_and_with_one_source() -> None:
 
 def test_distillation_with_zero_weight_is_sft_bitwise() -> None:
     material = tiny.material()
-    variant = dataclasses.replace(METHODS["distillation"], objective=Distillation(weight=0.0))
+    variant = dataclasses.replace(METHODS["distillation"], objective=Distillation(strength=0.0))
     assert same(train(METHODS["sft"], "adamw", material)[0], train(variant, "adamw", material)[0])
 
 
 def test_elastic_weights_add_the_penaltys_gradient() -> None:
     model, material = tiny.lm(), tiny.material()
     anchors, weight = material.rows("anchors"), 7.0
-    backward = ElasticWeights(weight=weight)(model, anchors)
+    backward = ElasticWeights(strength=weight)(model, material)
     fisher = [torch.zeros_like(p) for p in model.parameters()]
     for row in anchors:
         model.zero_grad()

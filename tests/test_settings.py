@@ -18,7 +18,7 @@ from cplus.job.settings import AdaptConfig
 from cplus.methods import METHODS
 from cplus.selection import configured
 
-VALUES: dict[str, Any] = {"anchor_weight": 0.9, "beta": 0.5, "parts": 2, "refresh": 2, "memory": 0.25}
+VALUES: dict[str, Any] = {"anchor_weight": 0.9, "beta": 0.5, "parts": 2, "refresh": 2, "memory": 0.25, "strength": 0.35}
 BLENDED = {
     "cplus", "norm-matched", "shuffled", "constant-label", "balanced-label", "cplus-no-ema", "cplus-norm-aligned",
     "cplus-cvar", "cplus-rotating", "cplus-remembering", "cplus-gradient", "replay-cplus",
@@ -31,6 +31,7 @@ USES = {
     "parts": FROM_BANK,
     "refresh": EVIDENCE,
     "memory": EVIDENCE - {"ogd"},
+    "strength": {"distillation", "ewc", "wise-ft"},
 }
 """Which rows each setting acts on; a row that drops one must be taken out here, in the open."""
 BANK_USERS = FROM_BANK | {"probe-replay", "anchor-probe-replay", "ssr"}
@@ -72,7 +73,7 @@ def test_a_studys_spec_hands_its_settings_on(name: str, setting: str) -> None:
 @pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.adapter is None])
 def test_a_jobs_settings_act_or_are_refused(name: str, tmp_path: Path) -> None:
     toyjob.write_files(tmp_path)
-    for setting in ("anchor_weight", "beta"):
+    for setting in ("anchor_weight", "beta", "strength"):
         config = toyjob.asked(tmp_path, method=name, **{setting: VALUES[setting]})
         if name in USES[setting]:
             assert row_of(config) == configured(METHODS[name], **{setting: VALUES[setting]})
