@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from cplus import adapters, after, objectives
+from cplus import adapters, after, objectives, reweighting
 from cplus.data.material import BANK as BANK
 from cplus.data.material import Material as Material
 from cplus.data.material import Past as Past
@@ -221,14 +221,48 @@ def _cautious(row: Method, seed: int) -> Gate:
     return Elementwise(cautious, uses="nothing", whole=False)
 
 
-def _mofo(row: Method, seed: int) -> Gate:
-    from cplus.gates import Elementwise, largest_momenta
+@dataclass(frozen=True)
+class LargestMomenta:
+    """MoFO's gate; `strength` is the share of each tensor's coordinates that moves."""
 
-    return Elementwise(lambda step: largest_momenta(step, MOFO_SHARE), uses="nothing")
+    strength: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.strength <= 1.0:
+            raise ValueError(f"the share of coordinates to update must lie in (0, 1], got {self.strength}")
+
+    def __call__(self, row: Method, seed: int) -> Gate:
+        """A new gate."""
+        from cplus.gates import Elementwise, largest_momenta
+
+        return Elementwise(lambda step: largest_momenta(step, self.strength), uses="nothing")
+
+
+@dataclass(frozen=True)
+class Shield:
+    """SSU's evidence; `strength` is the share of each linear layer's columns that is frozen."""
+
+    strength: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.strength <= 1.0:
+            raise ValueError(f"the share of columns to freeze must lie in [0, 1], got {self.strength}")
+
+    def __call__(self, model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
+        """The columns of this model that matter to these sources."""
+        from cplus.shield import ColumnShield
+
+        return ColumnShield(model=model, sources=sources, share=self.strength)
+
+
+def _shielded(row: Method, seed: int) -> Gate:
+    from cplus.gates import Elementwise
+    from cplus.shield import shielded
+
+    return Elementwise(shielded, uses="signs", whole=False)
 
 
 BLEND: tuple[tuple[float, Rows], ...] = ((0.5, "anchors"), (0.5, "probes"))
-MOFO_SHARE = 0.15
 CPL_PAPER = "Yang et al. 2026, CPL"
 
 _ROWS = (
@@ -282,6 +316,49 @@ _ROWS = (
         objective=objectives.Distillation(strength=1.0),
     ),
     Method(
+        name="probe-distillation",
+        summary="Trains on new data and on the frozen model's output on self-probes.",
+        paper="Hinton et al. 2015",
+        train_on=("new", "probes"),
+        objective=reweighting.ReplayedDistillation(strength=1.0),
+    ),
+    Method(
+        name="kl-base",
+        summary="Adds the divergence from the frozen model's output on the new rows to the loss.",
+        paper="Zhu et al. 2025, ASFT without its token weights",
+        objective=reweighting.HeldToBase(strength=0.05),
+    ),
+    Method(
+        name="asft",
+        summary="As kl-base, and each token's loss counts as much as the model already expects the token.",
+        paper="Zhu et al. 2025, ASFT",
+        objective=reweighting.HeldToBase(strength=0.05, weigh=reweighting.own_probability),
+    ),
+    Method(
+        name="eaft",
+        summary="Weights each token's loss by the model's uncertainty there.",
+        paper="Diao et al. 2026, EAFT",
+        objective=reweighting.Entropic(strength=1.0),
+    ),
+    Method(
+        name="talr",
+        summary="Weights each token's loss by how easy the token is for the model, relative to the batch.",
+        paper="Lin et al. 2025, TALR",
+        objective=reweighting.Tempered(strength=1.0),
+    ),
+    Method(
+        name="stm",
+        summary="Leaves out the tokens of the new rows that surprise the base model.",
+        paper="Wu et al. 2025, STM",
+        objective=reweighting.Masked(strength=2.5),
+    ),
+    Method(
+        name="flow",
+        summary="Weights each new row by how easy the base model finds it.",
+        paper="Sanyal et al. 2025, FLOW",
+        objective=reweighting.EasyRows(strength=1.0),
+    ),
+    Method(
         name="ewc",
         summary="Adds a penalty on moving the weights that mattered for the anchors.",
         paper="Kirkpatrick et al. 2017",
@@ -298,6 +375,12 @@ _ROWS = (
         summary="Supervised fine-tuning of each layer's smaller singular directions, orthogonal to the larger.",
         paper="Nayak et al. 2025",
         adapter=adapters.osf,
+    ),
+    Method(
+        name="freeze-layers",
+        summary="Supervised fine-tuning of the last half of the blocks, everything else frozen.",
+        paper="Lee et al. 2019",
+        adapter=adapters.LastBlocks(strength=0.5),
     ),
     Method(
         name="cpl",
@@ -423,7 +506,16 @@ _ROWS = (
         name="mofo",
         summary="Updates only the 15 % of each tensor's coordinates with the largest momentum.",
         paper="Chen et al. 2024, MoFO",
-        gate=_mofo,
+        gate=LargestMomenta(strength=0.15),
+    ),
+    Method(
+        name="ssu",
+        summary="Freezes the half of each linear layer's columns that matters most to anchors and self-probes.",
+        paper="Yamaguchi et al. 2025, SSU",
+        evidence=BLEND,
+        refresh="once",
+        reduction=Shield(strength=0.5),
+        gate=_shielded,
     ),
     Method(
         name="wise-ft",

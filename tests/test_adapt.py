@@ -20,7 +20,8 @@ from cplus.loop import Cursor, EpochEnded, Event, Prepared, Refreshed, Schedule,
 from cplus.losses import answer_losses
 from cplus.methods import METHODS, Material, Method
 from cplus.objectives import Distillation, ElasticWeights
-from cplus.selection import method
+from cplus.reweighting import Masked
+from cplus.selection import configured, method
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "sgd": lambda model: SGD(model.parameters(), lr=0.1),
@@ -50,16 +51,27 @@ def same(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
+def mean_loss(model: nn.Module, material: Material) -> float:
+    with torch.no_grad():
+        return float(answer_losses(model.eval(), material.new).mean())
+
+
+def suited(name: str) -> Method:
+    """The row; where random weights give every token a perplexity near 40, a threshold that masks a part of them."""
+    row = method(name)
+    return configured(row, strength=41.0) if isinstance(row.objective, Masked) else row
+
+
 @contract
 @each_optimizer
 def test_learns_is_deterministic_and_leaves_no_hook(name: str, kind: str) -> None:
     material = tiny.material()
-    row = method(name)
+    row = suited(name)
     model, optimizer, prepared = start(row, kind, material)
-    events = list(adapt(model, optimizer, prepared, schedule=dataclasses.replace(SCHEDULE, epochs=8), seed=5))
+    before = mean_loss(model, material)
+    list(adapt(model, optimizer, prepared, schedule=dataclasses.replace(SCHEDULE, epochs=8), seed=5))
+    assert mean_loss(model, material) < before  # a weighted objective itself need not fall
     prepared.finish(model)
-    losses = [e.loss for e in events if isinstance(e, Stepped)]
-    assert sum(losses[-3:]) < sum(losses[:3])
     again, _ = train(row, kind, material, dataclasses.replace(SCHEDULE, epochs=8))
     assert same(model, again)
     if prepared.guard is not None:
@@ -77,7 +89,7 @@ def test_learns_is_deterministic_and_leaves_no_hook(name: str, kind: str) -> Non
 @each_optimizer
 @pytest.mark.parametrize("stop", [4, 5])
 def test_resumes_bitwise(name: str, kind: str, stop: int) -> None:
-    material, row = tiny.material(), method(name)
+    material, row = tiny.material(), suited(name)
     whole, _ = train(row, kind, material)
     model, optimizer, prepared = start(row, kind, material)
     for event in adapt(model, optimizer, prepared, schedule=SCHEDULE, seed=5):

@@ -175,7 +175,7 @@ class Training:
         if self.prepared.guard is not None:
             self.prepared.guard.detach()
         separate = self.settings.lora is not None and not self.settings.lora.merge
-        model = (self.model if separate else adapters.merged(self.model)).eval()
+        model = self.model.eval() if separate else adapters.merged(self.model).eval().requires_grad_(True)
         begun = time.perf_counter()
         with models.computing(self.settings.compute_dtype, next(model.parameters()).device):
             self.log.preservation += self.prepared.finish(model)
