@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -52,6 +53,43 @@ def osf(model: nn.Module, seed: int) -> nn.Module:
     """
     peft = _peft()
     return _adapted(peft.get_peft_model(model, peft.OSFConfig(task_type="CAUSAL_LM", target_modules="all-linear")))
+
+
+@dataclass(frozen=True)
+class LastBlocks:
+    """Train the last blocks of the model alone: `strength` is the share of blocks that is frozen, the first ones.
+
+    Embeddings, final norm and head are frozen too. Nothing is random, so the seed has no effect.
+    """
+
+    strength: float = 0.5
+    trains: str = "last blocks"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.strength < 1.0:
+            raise ValueError(f"the share of frozen blocks must lie in [0, 1), got {self.strength}")
+
+    def __call__(self, model: nn.Module, seed: int) -> nn.Module:
+        """Freeze everything, then let the last blocks train."""
+        blocks = _blocks(model)
+        model.requires_grad_(False)
+        for block in blocks[int(self.strength * len(blocks)) :]:
+            block.requires_grad_(True)
+        return model
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The transformer's blocks, in order."""
+    from torch import nn
+
+    count = getattr(getattr(model, "config", None), "num_hidden_layers", None)
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return list(module)
+    raise ValueError(
+        f"expected a model with a list of num_hidden_layers blocks, got {type(model).__name__} without one; choose "
+        "another method than freeze-layers"
+    )
 
 
 def merged(model: nn.Module) -> nn.Module:

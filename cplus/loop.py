@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from cplus.after import base_weights
 from cplus.attach import Guard
 from cplus.cost import Work
 from cplus.data.encoded import Encoded
@@ -88,6 +89,15 @@ class Prepared:
     material: Material
     backward: Backward
     guard: Guard | None
+    base: Mapping[str, Tensor] | None = None
+    """The base model's trained weights, for a method that changes them once more after training."""
+
+    def finish(self, model: nn.Module) -> Work:
+        """Apply what the method does after training, once, to the trained model with its adapters merged."""
+        if self.method.after is None:
+            return Work()
+        assert self.base is not None
+        return self.method.after(model.eval(), self.base, self.material)
 
 
 def prepare(method: Method, optimizer: Optimizer, model: nn.Module, material: Material, *, seed: int) -> Prepared:
@@ -96,7 +106,8 @@ def prepare(method: Method, optimizer: Optimizer, model: nn.Module, material: Ma
     Call it while the model is still the base model, before a checkpoint is loaded.
     """
     method.check(material)
-    backward = method.objective(model, material.rows("anchors"))
+    base = None if method.after is None else base_weights(model)
+    backward = method.objective(model, material)
     guard = None
     if method.guarded:
         guard = Guard(
@@ -106,7 +117,7 @@ def prepare(method: Method, optimizer: Optimizer, model: nn.Module, material: Ma
             gate=method.build_gate(seed),
             projection=method.projection,
         )
-    return Prepared(method=method, material=material, backward=backward, guard=guard)
+    return Prepared(method=method, material=material, backward=backward, guard=guard, base=base)
 
 
 def adapt(

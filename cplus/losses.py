@@ -78,6 +78,13 @@ def _mean_over_targets(logits: Tensor, labels: Tensor) -> Tensor:
     return token.view_as(labels).sum(1) / (labels != -100).sum(1)
 
 
+def token_losses(model: nn.Module, rows: Sequence[Encoded]) -> tuple[Tensor, Tensor, Tensor]:
+    """The logits, each target token's cross-entropy, and where there is a token that is scored."""
+    logits, labels = target_logits(model, rows)
+    token = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+    return logits, token.view_as(labels), labels != -100
+
+
 def shared_losses(model: nn.Module, rows: Sequence[Encoded]) -> Tensor:
     """`answer_losses` with the prompts' common prefix, such as a system text, processed once.
 
@@ -119,8 +126,13 @@ def _shares_prefix(model: nn.Module, longest: int) -> bool:
 def divergences(model: nn.Module, frozen: nn.Module, rows: Sequence[Encoded]) -> Tensor:
     """Each example's mean KL(frozen || model) over the target positions, for distillation from the frozen model."""
     with torch.no_grad():
-        teacher = target_logits(frozen, rows)[0].log_softmax(-1)
+        teacher, _ = target_logits(frozen, rows)
     logits, labels = target_logits(model, rows)
-    kl = F.kl_div(logits.log_softmax(-1), teacher, log_target=True, reduction="none").sum(-1)
     inside = labels != -100
-    return (kl * inside).sum(1) / inside.sum(1)
+    return (divergence_at(teacher, logits) * inside).sum(1) / inside.sum(1)
+
+
+def divergence_at(teacher: Tensor, logits: Tensor) -> Tensor:
+    """KL(teacher || model) at every position, from the logits of both."""
+    kl = F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none")
+    return kl.sum(-1)

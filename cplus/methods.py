@@ -11,8 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from cplus import adapters, objectives
-from cplus.data.encoded import Encoded
+from cplus import adapters, after, objectives, reweighting
+from cplus.data.material import BANK as BANK
+from cplus.data.material import Material as Material
+from cplus.data.material import Past as Past
+from cplus.data.material import Rows as Rows
 
 if TYPE_CHECKING:  # names, needs and settings are available without torch; builders import it when called
     from torch import Tensor, nn
@@ -21,50 +24,7 @@ if TYPE_CHECKING:  # names, needs and settings are available without torch; buil
     from cplus.evidence import Evidence, Source
     from cplus.gates import Gate
 
-Rows: TypeAlias = objectives.Kind
 Refresh: TypeAlias = Literal["once", "epoch"] | int
-BANK: frozenset[Rows] = frozenset({"probes", "synthetic", "constant", "balanced"})
-"""The kinds of rows that come from the bank."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Past:
-    """The rows of one past task.
-
-    `synthetic` are probes answered again by the latest model. `constant` and `balanced` are controls: probes that all
-    have the same answer, and probes in which no answer has more than its even share.
-    """
-
-    name: str
-    anchors: Sequence[Encoded] = ()
-    probes: Sequence[Encoded] = ()
-    synthetic: Sequence[Encoded] = ()
-    constant: Sequence[Encoded] = ()
-    balanced: Sequence[Encoded] = ()
-
-    def rows(self, kind: Rows) -> Sequence[Encoded]:
-        """The rows of one kind."""
-        assert kind != "new", "new rows belong to no past task"
-        rows: Sequence[Encoded] = getattr(self, kind)
-        return rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class Material:
-    """New data to learn and the past tasks to keep."""
-
-    new: Sequence[Encoded]
-    past: tuple[Past, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.new:
-            raise ValueError("there is no new data to learn: expected at least one new row, got none")
-
-    def rows(self, kind: Rows) -> list[Encoded]:
-        """The rows of one kind over all past tasks."""
-        return list(self.new) if kind == "new" else [row for past in self.past for row in past.rows(kind)]
-
-
 BuildEvidence: TypeAlias = "Callable[[nn.Module, tuple[Source, ...]], Evidence]"
 
 
@@ -81,7 +41,8 @@ class Method:
 
     `beta` is the smoothing of a gate that has this setting, `memory` the weight of earlier evidence at a refresh, and
     `parts` the number of parts the bank is split into, one per refresh. `vectors` states whether the evidence is one
-    vector or one per anchor. `gate` builds the gate from the row itself and a seed.
+    vector or one per anchor. `gate` builds the gate from the row itself and a seed. `after` changes the trained weights
+    once, at the end.
     """
 
     name: str
@@ -99,6 +60,7 @@ class Method:
     beta: float | None = None
     gate: Callable[[Method, int], Gate] | None = None
     adapter: adapters.Adapter | None = None
+    after: after.After | None = None
 
     def __post_init__(self) -> None:
         if self.gate is None and self.projection is None and self.evidence:
@@ -140,8 +102,25 @@ class Method:
     @property
     def needs(self) -> tuple[Rows, ...]:
         """The kinds of rows that the method requires, in the order of first use."""
-        kinds = (*self.train_on, *self.objective.needs, *(kind for _, kind in self.evidence))
+        last = () if self.after is None else self.after.needs
+        kinds = (*self.train_on, *self.objective.needs, *(kind for _, kind in self.evidence), *last)
         return tuple(dict.fromkeys(kinds))
+
+    @property
+    def part_with_strength(self) -> str | None:
+        """The field whose part has the setting `strength`; None if no part has it."""
+        names = ("objective", "reduction", "gate", "adapter", "after")
+        return next((name for name in names if hasattr(getattr(self, name), "strength")), None)
+
+    @property
+    def strength(self) -> float | None:
+        """The strength of the part that has one: what it is depends on the method (docs/methods.md)."""
+        return None if (name := self.part_with_strength) is None else getattr(self, name).strength
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """The memory held besides the model and the guard, in float32; what `after` needs is the base's weights."""
+        return self.objective.bytes_per_parameter + (0.0 if self.after is None else 4.0)
 
     def trained(self, model: nn.Module, seed: int) -> nn.Module:
         """The module that the optimizer trains: the model itself, or the model with the row's adapters."""
@@ -242,14 +221,48 @@ def _cautious(row: Method, seed: int) -> Gate:
     return Elementwise(cautious, uses="nothing", whole=False)
 
 
-def _mofo(row: Method, seed: int) -> Gate:
-    from cplus.gates import Elementwise, largest_momenta
+@dataclass(frozen=True)
+class LargestMomenta:
+    """MoFO's gate; `strength` is the share of each tensor's coordinates that moves."""
 
-    return Elementwise(lambda step: largest_momenta(step, MOFO_SHARE), uses="nothing")
+    strength: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.strength <= 1.0:
+            raise ValueError(f"the share of coordinates to update must lie in (0, 1], got {self.strength}")
+
+    def __call__(self, row: Method, seed: int) -> Gate:
+        """A new gate."""
+        from cplus.gates import Elementwise, largest_momenta
+
+        return Elementwise(lambda step: largest_momenta(step, self.strength), uses="nothing")
+
+
+@dataclass(frozen=True)
+class Shield:
+    """SSU's evidence; `strength` is the share of each linear layer's columns that is frozen."""
+
+    strength: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.strength <= 1.0:
+            raise ValueError(f"the share of columns to freeze must lie in [0, 1], got {self.strength}")
+
+    def __call__(self, model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
+        """The columns of this model that matter to these sources."""
+        from cplus.shield import ColumnShield
+
+        return ColumnShield(model=model, sources=sources, share=self.strength)
+
+
+def _shielded(row: Method, seed: int) -> Gate:
+    from cplus.gates import Elementwise
+    from cplus.shield import shielded
+
+    return Elementwise(shielded, uses="signs", whole=False)
 
 
 BLEND: tuple[tuple[float, Rows], ...] = ((0.5, "anchors"), (0.5, "probes"))
-MOFO_SHARE = 0.15
 CPL_PAPER = "Yang et al. 2026, CPL"
 
 _ROWS = (
@@ -300,13 +313,56 @@ _ROWS = (
         name="distillation",
         summary="Adds the divergence from the frozen model's output on the anchors to the loss.",
         paper="Hinton et al. 2015",
-        objective=objectives.Distillation(weight=1.0),
+        objective=objectives.Distillation(strength=1.0),
+    ),
+    Method(
+        name="probe-distillation",
+        summary="Trains on new data and on the frozen model's output on self-probes.",
+        paper="Hinton et al. 2015",
+        train_on=("new", "probes"),
+        objective=reweighting.ReplayedDistillation(strength=1.0),
+    ),
+    Method(
+        name="kl-base",
+        summary="Adds the divergence from the frozen model's output on the new rows to the loss.",
+        paper="Zhu et al. 2025, ASFT without its token weights",
+        objective=reweighting.HeldToBase(strength=0.05),
+    ),
+    Method(
+        name="asft",
+        summary="As kl-base, and each token's loss counts as much as the model already expects the token.",
+        paper="Zhu et al. 2025, ASFT",
+        objective=reweighting.HeldToBase(strength=0.05, weigh=reweighting.own_probability),
+    ),
+    Method(
+        name="eaft",
+        summary="Weights each token's loss by the model's uncertainty there.",
+        paper="Diao et al. 2026, EAFT",
+        objective=reweighting.Entropic(strength=1.0),
+    ),
+    Method(
+        name="talr",
+        summary="Weights each token's loss by how easy the token is for the model, relative to the batch.",
+        paper="Lin et al. 2025, TALR",
+        objective=reweighting.Tempered(strength=1.0),
+    ),
+    Method(
+        name="stm",
+        summary="Leaves out the tokens of the new rows that surprise the base model.",
+        paper="Wu et al. 2025, STM",
+        objective=reweighting.Masked(strength=2.5),
+    ),
+    Method(
+        name="flow",
+        summary="Weights each new row by how easy the base model finds it.",
+        paper="Sanyal et al. 2025, FLOW",
+        objective=reweighting.EasyRows(strength=1.0),
     ),
     Method(
         name="ewc",
         summary="Adds a penalty on moving the weights that mattered for the anchors.",
         paper="Kirkpatrick et al. 2017",
-        objective=objectives.ElasticWeights(weight=10.0),
+        objective=objectives.ElasticWeights(strength=10.0),
     ),
     Method(
         name="lora",
@@ -319,6 +375,12 @@ _ROWS = (
         summary="Supervised fine-tuning of each layer's smaller singular directions, orthogonal to the larger.",
         paper="Nayak et al. 2025",
         adapter=adapters.osf,
+    ),
+    Method(
+        name="freeze-layers",
+        summary="Supervised fine-tuning of the last half of the blocks, everything else frozen.",
+        paper="Lee et al. 2019",
+        adapter=adapters.LastBlocks(strength=0.5),
     ),
     Method(
         name="cpl",
@@ -444,7 +506,22 @@ _ROWS = (
         name="mofo",
         summary="Updates only the 15 % of each tensor's coordinates with the largest momentum.",
         paper="Chen et al. 2024, MoFO",
-        gate=_mofo,
+        gate=LargestMomenta(strength=0.15),
+    ),
+    Method(
+        name="ssu",
+        summary="Freezes the half of each linear layer's columns that matters most to anchors and self-probes.",
+        paper="Yamaguchi et al. 2025, SSU",
+        evidence=BLEND,
+        refresh="once",
+        reduction=Shield(strength=0.5),
+        gate=_shielded,
+    ),
+    Method(
+        name="wise-ft",
+        summary="Fine-tunes, then moves the weights back towards the base model as far as new rows stay known.",
+        paper="Wortsman et al. 2022, WiSE-FT",
+        after=after.Averaged(),
     ),
     Method(
         name="replay-cplus",

@@ -6,24 +6,27 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from cplus.cost import Work
 from cplus.data.batching import batched, measured
 from cplus.data.encoded import Encoded
+from cplus.data.material import Material, Rows
 
 if TYPE_CHECKING:  # the table of methods is read without torch
     from torch import Tensor, nn
 
-Kind: TypeAlias = Literal["new", "anchors", "probes", "synthetic", "constant", "balanced"]
 Backward: TypeAlias = Callable[[Sequence[Encoded]], tuple[float, Work]]
 
 
 class Build(Protocol):
-    """Binds an objective to a model and to the past rows that it uses."""
+    """Binds an objective to a model and to the rows that it uses besides the batch.
+
+    One that has a field `strength` is configured by the setting of that name.
+    """
 
     @property
-    def needs(self) -> tuple[Kind, ...]:
+    def needs(self) -> tuple[Rows, ...]:
         """The kinds of past rows it requires."""
         ...
 
@@ -37,7 +40,12 @@ class Build(Protocol):
         """Forward-and-backward passes over the anchors per update; a forward pass alone counts one third."""
         ...
 
-    def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
+    @property
+    def read_by_base(self) -> tuple[Rows, ...]:
+        """The kinds of trained rows that the frozen model reads too: one more forward pass each."""
+        ...
+
+    def __call__(self, model: nn.Module, material: Material) -> Backward:
         """A function that adds one batch's gradient to `.grad` and returns its loss and work."""
         ...
 
@@ -62,11 +70,12 @@ def mean_backward(
 class Answers:
     """The answers' cross-entropy: SFT's objective, the mean over rows of each row's mean token loss."""
 
-    needs: tuple[Kind, ...] = ()
+    needs: tuple[Rows, ...] = ()
     bytes_per_parameter: float = 0.0
     anchor_passes: float = 0.0
+    read_by_base: tuple[Rows, ...] = ()
 
-    def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
+    def __call__(self, model: nn.Module, material: Material) -> Backward:
         """Past rows are not used."""
         from cplus.losses import answer_losses
 
@@ -76,31 +85,46 @@ class Answers:
 answers = Answers()
 
 
+def copied(model: nn.Module) -> nn.Module:
+    """The frozen model: a copy of the current one, 4 bytes per parameter in float32."""
+    return copy.deepcopy(model).eval().requires_grad_(False)
+
+
+def check_strength(strength: float) -> None:
+    """Refuse a weight of a penalty that would reward what it should prevent."""
+    if not 0.0 <= strength < math.inf:
+        raise ValueError(f"the strength of a penalty must be a number from 0 on, got {strength}")
+
+
 @dataclass(frozen=True)
 class Distillation:
-    """The answers' cross-entropy plus `weight` times KL(frozen || model) on the anchors.
+    """The answers' cross-entropy plus `strength` times KL(frozen || model) on the anchors.
 
-    Source: Hinton et al. 2015; the weight is ours (docs/interpretations.md).
+    Source: Hinton et al. 2015; the strength is ours (docs/interpretations.md).
     """
 
-    weight: float
-    needs: tuple[Kind, ...] = ("anchors",)
+    strength: float
+    needs: tuple[Rows, ...] = ("anchors",)
     bytes_per_parameter: float = 4.0
     anchor_passes: float = 4 / 3  # the teacher's forward pass too
+    read_by_base: tuple[Rows, ...] = ()
 
-    def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
+    def __post_init__(self) -> None:
+        check_strength(self.strength)
+
+    def __call__(self, model: nn.Module, material: Material) -> Backward:
         """The frozen model is a copy of the current one."""
         from cplus.losses import answer_losses, divergences
 
-        frozen = copy.deepcopy(model).eval().requires_grad_(False)
+        frozen, anchors = copied(model), material.rows("anchors")
 
         def divergence(student: nn.Module, rows: Sequence[Encoded]) -> Tensor:
             return divergences(student, frozen, rows)
 
         def backward(rows: Sequence[Encoded]) -> tuple[float, Work]:
             loss, work = mean_backward(model, rows, answer_losses)
-            if self.weight:
-                extra, passed = mean_backward(model, anchors, divergence, self.weight)
+            if self.strength:
+                extra, passed = mean_backward(model, anchors, divergence, self.strength)
                 loss, work = loss + extra, work + passed + Work(forward=passed.padded)
             return loss, work
 
@@ -111,24 +135,28 @@ class Distillation:
 class ElasticWeights:
     """The answers' cross-entropy plus EWC's penalty, with the anchors' empirical Fisher at the base model.
 
-    Source: Kirkpatrick et al. 2017, Eq. 3.    L + weight / 2 * sum_i F_i (theta_i - theta0_i)^2
+    Source: Kirkpatrick et al. 2017, Eq. 3.    L + strength / 2 * sum_i F_i (theta_i - theta0_i)^2
 
     The penalty's gradient is added in closed form; F is the mean over anchors of the squared gradient.
     """
 
-    weight: float
-    needs: tuple[Kind, ...] = ("anchors",)
+    strength: float
+    needs: tuple[Rows, ...] = ("anchors",)
     bytes_per_parameter: float = 8.0
     anchor_passes: float = 0.0
+    read_by_base: tuple[Rows, ...] = ()
 
-    def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
+    def __post_init__(self) -> None:
+        check_strength(self.strength)
+
+    def __call__(self, model: nn.Module, material: Material) -> Backward:
         """The Fisher information and the base parameters are those of the current model."""
         import torch
 
         from cplus.evidence import borrowed_gradients, take_gradients
         from cplus.losses import answer_losses
 
-        params = [p for p in model.parameters() if p.requires_grad]
+        anchors, params = material.rows("anchors"), [p for p in model.parameters() if p.requires_grad]
         fisher, base = [torch.zeros_like(p) for p in params], [p.detach().clone() for p in params]
         with borrowed_gradients(model, params):
             for row in anchors:
@@ -141,8 +169,8 @@ class ElasticWeights:
             for p, f, b in zip(params, fisher, base, strict=True):
                 assert p.grad is not None
                 moved = p.detach() - b
-                p.grad.addcmul_(f, moved, value=self.weight)
-                loss += 0.5 * self.weight * float((f * moved * moved).sum())
+                p.grad.addcmul_(f, moved, value=self.strength)
+                loss += 0.5 * self.strength * float((f * moved * moved).sum())
             return loss, work
 
         return backward

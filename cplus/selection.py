@@ -46,6 +46,7 @@ def configured(
     parts: int | None = None,
     refresh: int | None = None,
     memory: float | None = None,
+    strength: float | None = None,
 ) -> Method:
     """The method with these settings; None keeps its own value, and a setting it does not have is refused by name."""
     changes: dict[str, Any] = {}
@@ -66,6 +67,12 @@ def configured(
     if memory is not None:
         _check_use(row, "memory", remembers(row), "it does not refresh any evidence", remembers)
         changes["memory"] = memory
+    if strength is not None:
+        name = row.part_with_strength
+        reason = "it has no penalty, threshold or share to choose"
+        _check_use(row, "strength", name is not None, reason, lambda other: other.part_with_strength is not None)
+        assert name is not None
+        changes[name] = replace(getattr(row, name), strength=strength)
     return replace(row, **changes)
 
 

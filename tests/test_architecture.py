@@ -18,9 +18,9 @@ PACKAGE = ROOT / "cplus"
 LAYERS = {
     "foundation": "algorithm cost environment files health imports locks terminal",
     "rows": "data interfaces toy",
-    "gate": "adapters attach evidence gates kernels losses native optim projections ranks support",
+    "gate": "adapters attach evidence gates kernels losses native optim projections ranks shield support",
     "models": "evaluation models scoring toy.pretrain",
-    "methods": "loop methods objectives selection",
+    "methods": "after loop methods objectives reweighting selection",
     "probes": "probes",
     "tools": "diagnostics integrations plotting receipts",
     "engine": "experiment",

@@ -146,5 +146,5 @@ def test_learned_prompts_are_refused() -> None:
 def test_a_row_with_adapters_takes_no_other_ones(name: str) -> None:
     config = AdaptConfig(model="toy", new="new.jsonl", method=name)
     assert row_of(config).adapter is not None
-    with pytest.raises(ValueError, match=f"method '{name}' has adapters of its own; leave out lora"):
+    with pytest.raises(ValueError, match=f"method '{name}' decides itself what trains; leave out lora"):
         row_of(config.model_copy(update={"lora": Lora()}))

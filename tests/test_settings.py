@@ -18,22 +18,28 @@ from cplus.job.settings import AdaptConfig
 from cplus.methods import METHODS
 from cplus.selection import configured
 
-VALUES: dict[str, Any] = {"anchor_weight": 0.9, "beta": 0.5, "parts": 2, "refresh": 2, "memory": 0.25}
+VALUES: dict[str, Any] = {"anchor_weight": 0.9, "beta": 0.5, "parts": 2, "refresh": 2, "memory": 0.25, "strength": 0.35}
+OWN_VALUES: dict[tuple[str, str], Any] = {("strength", "stm"): 1e3}
+"""A row's own value where the common one changes nothing: at random weights every perplexity is above 2.5."""
 BLENDED = {
     "cplus", "norm-matched", "shuffled", "constant-label", "balanced-label", "cplus-no-ema", "cplus-norm-aligned",
-    "cplus-cvar", "cplus-rotating", "cplus-remembering", "cplus-gradient", "replay-cplus",
+    "cplus-cvar", "cplus-rotating", "cplus-remembering", "cplus-gradient", "replay-cplus", "ssu",
 }  # fmt: skip
 FROM_BANK = BLENDED | {"cplus-probes"}
 EVIDENCE = FROM_BANK | {"cpl", "cplus-anchors", "agem", "ogd"}
 USES = {
     "anchor_weight": BLENDED,
-    "beta": (BLENDED - {"cplus-no-ema", "cplus-gradient"}) | {"cplus-anchors", "cplus-probes"},
+    "beta": (BLENDED - {"cplus-no-ema", "cplus-gradient", "ssu"}) | {"cplus-anchors", "cplus-probes"},
     "parts": FROM_BANK,
     "refresh": EVIDENCE,
-    "memory": EVIDENCE - {"ogd"},
-}
+    "memory": EVIDENCE - {"ogd", "ssu"},
+    "strength": {
+        "distillation", "probe-distillation", "kl-base", "asft", "eaft", "talr", "stm", "flow", "ewc", "freeze-layers",
+        "mofo", "ssu", "wise-ft",
+    },
+}  # fmt: skip
 """Which rows each setting acts on; a row that drops one must be taken out here, in the open."""
-BANK_USERS = FROM_BANK | {"probe-replay", "anchor-probe-replay", "ssr"}
+BANK_USERS = FROM_BANK | {"probe-replay", "anchor-probe-replay", "ssr", "probe-distillation"}
 
 
 @cache
@@ -45,7 +51,7 @@ def plain(name: str) -> nn.Module:
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("setting", VALUES)
 def test_a_setting_acts_or_is_refused(name: str, setting: str) -> None:
-    row, given = METHODS[name], {setting: VALUES[setting]}
+    row, given = METHODS[name], {setting: OWN_VALUES.get((setting, name), VALUES[setting])}
     if name not in USES[setting]:
         with pytest.raises(ValueError, match=f"method '{name}' has no use for {setting}: .*; leave it out, or choose"):
             configured(row, **given)
@@ -72,7 +78,7 @@ def test_a_studys_spec_hands_its_settings_on(name: str, setting: str) -> None:
 @pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.adapter is None])
 def test_a_jobs_settings_act_or_are_refused(name: str, tmp_path: Path) -> None:
     toyjob.write_files(tmp_path)
-    for setting in ("anchor_weight", "beta"):
+    for setting in ("anchor_weight", "beta", "strength"):
         config = toyjob.asked(tmp_path, method=name, **{setting: VALUES[setting]})
         if name in USES[setting]:
             assert row_of(config) == configured(METHODS[name], **{setting: VALUES[setting]})

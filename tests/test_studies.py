@@ -278,11 +278,12 @@ def test_studies_need_no_torch() -> None:
 
 
 def test_runs_that_look_at_no_bank_or_anchor_are_named_once() -> None:
-    alone = {"sft", "lora", "osf", "cautious", "mofo"}
+    drawless = {"sft", "cautious", "mofo", "wise-ft", "kl-base", "asft", "eaft", "talr", "stm", "flow"}
+    alone = drawless | {"lora", "osf", "freeze-layers"}
     assert {name for name, row in METHODS.items() if not row.needs_anchors} == alone
     anchors = {"replay", "agem", "ogd", "distillation", "ewc", "cpl", "cplus-anchors"}
     assert {name for name, row in METHODS.items() if not row.needs_bank} == alone | anchors
-    assert {name for name, row in METHODS.items() if not row.draws} == {"sft", "cautious", "mofo"}
+    assert {name for name, row in METHODS.items() if not row.draws} == drawless
     for name in METHODS:
         few, many = (SMOKE.at(method=name, num_anchors=a, num_probes=n) for a, n in ((4, 8), (16, 32)))
         assert (few == many) == (name in alone)

@@ -39,11 +39,12 @@ def methods(
             {
                 "name": row.name,
                 "summary": row.summary,
-                "trains": "weights" if row.adapter is None else "adapters",
+                "trains": "weights" if row.adapter is None else getattr(row.adapter, "trains", "adapters"),
                 "trains_on": list(row.train_on),
                 "sees": list(row.needs),
                 "evidence": [{"weight": weight, "source": kind} for weight, kind in row.evidence],
                 "refresh": row.refresh if row.evidence else None,
+                "strength": row.strength,
                 "cost": rows_formula(row),
                 "paper": row.paper,
             }

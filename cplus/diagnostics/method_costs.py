@@ -49,7 +49,9 @@ def rows_formula(method: Method) -> str:
     if isinstance(method.refresh, int) and method.evidence:
         text += f", {' + '.join(seen)} every {'step' if method.refresh == 1 else f'{method.refresh} steps'}"
     passes = method.objective.anchor_passes
-    return text + (f", A every step ({6 * passes:g} P L)" if passes else "")
+    text += f", A every step ({6 * passes:g} P L)" if passes else ""
+    read = [{"new": "n", **sizes}[kind] for kind in method.objective.read_by_base]
+    return text + (f", {' + '.join(read)} by the frozen model too (2 P L)" if read else "")
 
 
 def live_bytes() -> int:
@@ -99,7 +101,7 @@ def inside_a_step(method: Method, base: nn.Module, rows: Sequence[Encoded]) -> t
         guard.detach()
     reported += training_bytes(model) - training_bytes(base)  # adapters instead of the model's own weights
     parameters = sum(p.numel() for p in base.parameters())
-    return found[-1], reported + int(method.objective.bytes_per_parameter * parameters)
+    return found[-1], reported + int(method.bytes_per_parameter * parameters)
 
 
 def costs(base: nn.Module, rows: Sequence[Encoded]) -> list[Cost]:

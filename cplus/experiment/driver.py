@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_map_only
 
-from cplus import adapters
+from cplus import adapters, models
 from cplus.attach import Guard
 from cplus.cost import Work
 from cplus.data.encoded import Encoded
@@ -168,11 +168,19 @@ class Training:
         return {name: value for name, value in self.model.state_dict().items() if name not in frozen}
 
     def finish(self) -> nn.Module:
-        """Remove the guard and return the model to evaluate and write, adapters merged unless they stay separate."""
+        """Remove the guard, merge adapters unless they stay separate, and apply what the method does after training.
+
+        Called once; the state that a checkpoint holds is the one before it, so a resumed training ends alike.
+        """
         if self.prepared.guard is not None:
             self.prepared.guard.detach()
         separate = self.settings.lora is not None and not self.settings.lora.merge
-        return (self.model if separate else adapters.merged(self.model)).eval()
+        model = self.model.eval() if separate else adapters.merged(self.model).eval().requires_grad_(True)
+        begun = time.perf_counter()
+        with models.computing(self.settings.compute_dtype, next(model.parameters()).device):
+            self.log.preservation += self.prepared.finish(model)
+        self.log.seconds += time.perf_counter() - begun
+        return model
 
     def finite(self) -> bool:
         """Whether every trained weight is a number."""

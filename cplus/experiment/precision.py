@@ -13,8 +13,8 @@ from cplus import models
 from cplus.cost import Work
 from cplus.data.encoded import Encoded
 from cplus.evidence import Evidence, Reference, Source
-from cplus.methods import Method
-from cplus.objectives import Backward, Build, Kind
+from cplus.methods import Material, Method, Rows
+from cplus.objectives import Backward, Build
 
 
 def in_precision(method: Method, dtype: str, device: torch.device) -> Method:
@@ -49,7 +49,7 @@ class _Objective:
     device: torch.device
 
     @property
-    def needs(self) -> tuple[Kind, ...]:
+    def needs(self) -> tuple[Rows, ...]:
         return self.inner.needs
 
     @property
@@ -60,9 +60,13 @@ class _Objective:
     def anchor_passes(self) -> float:
         return self.inner.anchor_passes
 
-    def __call__(self, model: nn.Module, anchors: Sequence[Encoded]) -> Backward:
+    @property
+    def read_by_base(self) -> tuple[Rows, ...]:
+        return self.inner.read_by_base
+
+    def __call__(self, model: nn.Module, material: Material) -> Backward:
         with models.computing(self.dtype, self.device):
-            inner = self.inner(model, anchors)
+            inner = self.inner(model, material)
 
         def backward(rows: Sequence[Encoded]) -> tuple[float, Work]:
             with models.computing(self.dtype, self.device):

@@ -57,7 +57,8 @@ def run(spec: RunSpec, given: Comparison, *, watch: OnEvent = lambda event: None
         observation(event)
         watch(event)
     model = training.finish()
-    seen = bool(curve) and curve[-1]["epoch"] == spec.epochs and prepared.method.adapter is None
+    changed = prepared.method.adapter is not None or prepared.method.after is not None
+    seen = bool(curve) and curve[-1]["epoch"] == spec.epochs and not changed
     figures = {k: v for k, v in curve[-1].items() if k != "epoch"} if seen else measure(given, model)
     return RunResult(
         spec=spec,

@@ -40,6 +40,7 @@ class Settings:
     parts: int | None = None
     refresh: int | None = None
     memory: float | None = None
+    strength: float | None = None
     num_probes: int = 0
     shots: int = 2
     temperature: float = 0.8
@@ -58,6 +59,7 @@ class Settings:
             parts=self.parts,
             refresh=self.refresh,
             memory=self.memory,
+            strength=self.strength,
         )
 
     @property
@@ -108,8 +110,9 @@ class RunSpec(Recipe):
     and `wrong_anchors` of the anchors were answered incorrectly; `num_past` bounds the past rows that are evaluated.
     `parts` splits the bank: each refresh uses one part. `refresh` is the number of steps between refreshes (None: the
     method's own); `memory` is the weight of the earlier evidence after a refresh. `warmup` is the share of all updates
-    over which the learning rate rises. With `stop_at` training ends `beyond` epochs after the first in which this
-    percentage of the new rows is right, or after `epochs`.
+    over which the learning rate rises. `strength` is the weight, threshold or share of a method that has one (None: the
+    method's own). With `stop_at` training ends `beyond` epochs after the first in which this percentage of the new rows
+    is right, or after `epochs`.
 
     With the interface `freeform` an answer is right when it is the row's response, token for token; past rows are the
     base model's own answers to `anchor_task`, and a multiple-choice `task` is taught as questions with terse answers.
@@ -128,6 +131,7 @@ class RunSpec(Recipe):
     warmup: float = 0.0
     stop_at: float | None = None
     beyond: int = 0
+    strength: float | None = None
     diagnose: tuple[str, ...] = ()
 
     @property
@@ -153,7 +157,7 @@ class RunSpec(Recipe):
     def method_settings(self) -> dict[str, Any]:
         """The settings of evidence and smoothing that differ from the defaults."""
         defaults = {field.name: field.default for field in fields(self)}
-        names = ("anchor_weight", "beta", "parts", "refresh", "memory")
+        names = ("anchor_weight", "beta", "parts", "refresh", "memory", "strength")
         return {name: value for name in names if (value := getattr(self, name)) != defaults[name]}
 
     def __post_init__(self) -> None:

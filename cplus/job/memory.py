@@ -86,8 +86,10 @@ def footprint(config: AdaptConfig, method: Method, size: ModelSize, num_anchors:
     kept, step = guard_bytes(config, method, num_anchors, size.trainable)
     states = 8 if config.optimizer == "adamw" else 0
     gradient = 4
-    objective = method.objective.bytes_per_parameter
+    objective = method.bytes_per_parameter
     held = 4 * size.parameters + round(size.trainable * (gradient + states + kept + step + objective))
+    if method.after is not None:  # of frozen weights too, because adapters are merged into them
+        held += 4 * (size.parameters - size.trainable)
     checkpoint = round(size.trainable * (4 + states + kept))
     # A checkpoint is written beside the one it replaces.
     disk = 2 * checkpoint + 4 * size.parameters + (64 << 20)

@@ -46,7 +46,9 @@ def row_of(config: AdaptConfig) -> Method:
     row = config.settings().row
     _check_bank_settings(config, row)
     if row.adapter is not None and config.lora is not None:
-        raise ValueError(f"method {row.name!r} has adapters of its own; leave out lora, or choose another method")
+        raise ValueError(f"method {row.name!r} decides itself what trains; leave out lora, or choose another method")
+    if row.after is not None and config.lora is not None and not config.lora.merge:
+        raise ValueError(f"method {row.name!r} changes the merged weights after training; leave out merge=false")
     return row
 
 

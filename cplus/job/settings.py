@@ -100,6 +100,9 @@ class AdaptConfig(BaseModel):
     beta: float | None = Field(
         None, ge=0, lt=1, description="Smoothing of the mask over steps; default: the method's own, 0.9."
     )
+    strength: float | None = Field(
+        None, description="Weight, threshold or share of a method that has one; default: the method's own."
+    )
     bank: Path | None = Field(
         None, description="Sealed probe bank to use; default: build one, or reuse it from the cache."
     )
@@ -201,6 +204,7 @@ class AdaptConfig(BaseModel):
             lr_schedule=self.lr_schedule,
             anchor_weight=self.anchor_weight,
             beta=self.beta,
+            strength=self.strength,
             num_probes=self.num_probes or min(512, max(32, num_new)),
             shots=self.shots,
             temperature=self.temperature,
@@ -223,7 +227,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "too_long", "data_dir",
     ),
     "How it is kept": (
-        "preset", "method", "anchor_weight", "beta", "bank", "num_probes", "shots", "temperature", "topics",
+        "preset", "method", "anchor_weight", "beta", "strength", "bank", "num_probes", "shots", "temperature", "topics",
     ),
     "How it is learned": (
         "epochs", "stop", "batch_size", "order", "optimizer", "lr", "lr_schedule", "warmup_steps", "weight_decay",

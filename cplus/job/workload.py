@@ -51,6 +51,7 @@ def tokens_per_epoch(config: AdaptConfig, method: Method, material: Material) ->
     updates = updates_per_epoch(len(material.new), config.batch_size)
     training = trained(method)
     training += round(updates * padded(material.rows("anchors")) * method.objective.anchor_passes)
+    training += round(sum(padded(material.rows(kind)) for kind in method.objective.read_by_base) / 3)
     # Evidence computed once is preparation, which the paper leaves out of the cost of training.
     refreshes = updates / method.refresh if isinstance(method.refresh, int) else float(method.refresh == "epoch")
     evidence = round(refreshes * evidence_tokens(method, material))

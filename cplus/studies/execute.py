@@ -152,6 +152,7 @@ def without_method(spec: Spec) -> Spec:
         memory=0.0,
         warmup=0.0,
         stop_at=None,
+        strength=None,
         beyond=0,
         diagnose=(),
     )

@@ -1,0 +1,105 @@
+"""What a method does once training has ended: it changes the trained weights, with the base model's at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from cplus.cost import Work
+from cplus.data.batching import batched, measured
+from cplus.data.encoded import Encoded
+from cplus.data.material import Material, Rows
+
+if TYPE_CHECKING:  # the table of methods is read without torch
+    from torch import Tensor, nn
+
+
+class After(Protocol):
+    """Applied once by the driver to the trained model, adapters merged, in evaluation mode."""
+
+    @property
+    def needs(self) -> tuple[Rows, ...]:
+        """The kinds of past rows it requires."""
+        ...
+
+    def __call__(self, model: nn.Module, base: Mapping[str, Tensor], material: Material) -> Work:
+        """Change the model's weights in place and return the passes that this took.
+
+        `base` holds the base model's value of every parameter that was trained, by its name in the model.
+        """
+        ...
+
+
+def base_weights(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of every parameter that training can change, by its name in the plain model: 4 bytes each in float32.
+
+    With LoRA these are the frozen weights that the adapters are merged into.
+    """
+    unwrapped = getattr(model, "get_base_model", None)
+    if unwrapped is None:
+        return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    frozen = ((name, p) for name, p in unwrapped().named_parameters() if ".base_layer." in name)
+    return {name.replace(".base_layer.", "."): p.detach().clone() for name, p in frozen}
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """Weights between the base model's and the trained ones.
+
+    Source: Wortsman et al. 2022, WiSE-FT, Eq. 1.    theta = (1 - a) theta0 + a theta_tuned
+
+    `strength` is a (the paper proposes 0.5 where nothing else is known). None chooses the smallest a of 0.1, 0.2, ...,
+    1 with which every new row that the tuned model knows stays known; a row is known if each of its target tokens is
+    the likeliest one.
+    """
+
+    strength: float | None = None
+    needs: tuple[Rows, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.strength is not None and not 0.0 <= self.strength <= 1.0:
+            raise ValueError(f"the strength of weight averaging must lie in [0, 1], got {self.strength}")
+
+    def __call__(self, model: nn.Module, base: Mapping[str, Tensor], material: Material) -> Work:
+        """Keep the tuned weights, then move along the line; at a = 1 they are unchanged, bit for bit."""
+        tuned = {name: p.detach().clone() for name, p in model.named_parameters() if name in base}
+        if self.strength is not None:
+            move(model, base, tuned, self.strength)
+            return Work()
+        known, work = known_rows(model, material.new)
+        for tenths in range(1, 11) if known else (10,):
+            move(model, base, tuned, tenths / 10)
+            if tenths == 10:
+                break
+            found, passed = known_rows(model, material.new)
+            work += passed
+            if known <= found:
+                break
+        return work
+
+
+def move(model: nn.Module, base: Mapping[str, Tensor], tuned: Mapping[str, Tensor], share: float) -> None:
+    """Set every parameter to the base model's plus `share` of what training added, exact at both ends."""
+    import torch
+
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name in base:
+                p.copy_(torch.lerp(base[name].to(p.device), tuned[name], share))
+
+
+def known_rows(model: nn.Module, rows: Sequence[Encoded]) -> tuple[set[Encoded], Work]:
+    """The rows whose every target token is the likeliest one after those before it, and the forward passes."""
+    import torch
+
+    from cplus.losses import target_logits
+
+    known, work = set(), Work()
+    for part in batched(rows):
+        with torch.no_grad():
+            logits, labels = target_logits(model, part)
+        right = ((logits.argmax(-1) == labels) | (labels == -100)).all(1)
+        known |= {row for row, own in zip(part, right.tolist(), strict=True) if own}
+        work += Work(forward=measured(part).padded)
+    return known, work
