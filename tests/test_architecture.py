@@ -20,7 +20,7 @@ LAYERS = {
     "rows": "data interfaces toy",
     "gate": "adapters attach evidence gates kernels losses native optim projections ranks support",
     "models": "evaluation models scoring toy.pretrain",
-    "methods": "loop methods objectives selection",
+    "methods": "loop methods objectives repairing selection",
     "probes": "probes",
     "tools": "diagnostics integrations plotting receipts",
     "engine": "experiment",
