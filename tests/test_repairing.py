@@ -45,6 +45,11 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+def changes(model: nn.Module, base: nn.Module, tuned: nn.Module) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Each weight now, in the base and in the tuned model."""
+    return [(p.detach(), weights(base)[name], weights(tuned)[name]) for name, p in model.named_parameters()]
+
+
 def same(model: nn.Module, expected: dict[str, Tensor]) -> bool:
     return all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
 
@@ -159,8 +164,7 @@ def test_a_repair_keeps_the_new_rows_and_brings_past_rows_back(pair: tuple[nn.Mo
     assert mean_loss(model, NEW, what="") == pytest.approx(new.repaired)
     assert mean_loss(model, PAST, what="") == pytest.approx(found.past.repaired)
     undone = moved = 0
-    for name, p in model.named_parameters():
-        before, after = weights(base)[name], weights(tuned)[name]
+    for p, before, after in changes(model, base, tuned):
         assert bool(((p == before) | (p == after)).all()), "every weight is the base's or the tuned one"
         undone += int(((p == before) & (before != after)).sum())
         moved += int((before != after).sum())
@@ -169,15 +173,25 @@ def test_a_repair_keeps_the_new_rows_and_brings_past_rows_back(pair: tuple[nn.Mo
     assert f"{100 * found.share:.1f} % of the moved weights undone" in str(found)
 
 
-def test_more_is_undone_by_importance_than_at_random(pair: tuple[nn.Module, nn.Module]) -> None:
+def test_a_score_of_ones_own_decides_which_weights_are_undone(pair: tuple[nn.Module, nn.Module]) -> None:
     base, tuned = pair
+    model, seen = copy.deepcopy(tuned), []
 
-    def random(past: Tensor, new: Tensor, delta: Tensor) -> Tensor:
-        return torch.rand(past.shape, generator=torch.Generator().manual_seed(past.numel()))
+    def largest_change(past: Tensor, new: Tensor, delta: Tensor) -> Tensor:
+        seen.append((float(past.min()), float(new.min())))
+        return delta.abs()
 
-    by_ratio = repair_model(copy.deepcopy(tuned), weights(base), PAST, NEW)
-    by_chance = repair_model(copy.deepcopy(tuned), weights(base), PAST, NEW, score=random)
-    assert by_ratio.past.repaired < by_chance.past.repaired
+    def undone_percent(own: nn.Module) -> float:
+        pairs = [(p == before, before != after) for p, before, after in changes(own, base, tuned)]
+        return 100 * sum(int((a & b).sum()) for a, b in pairs) / sum(int(b.sum()) for _, b in pairs)
+
+    check = Check(name="new", unit="% not known", measure=undone_percent, tolerance=10.0)
+    found = repair_model(model, weights(base), PAST, NEW, checks=(check,), score=largest_change)
+    assert 0.08 < found.share <= 0.1
+    assert all(past >= 0 and new >= 0 for past, new in seen)
+    undone = [(after - before).abs()[p == before] for p, before, after in changes(model, base, tuned)]
+    kept = [(after - before).abs()[p != before] for p, before, after in changes(model, base, tuned)]
+    assert float(torch.cat(kept).max()) <= float(torch.cat([own[own > 0] for own in undone]).min()) * 1.01
 
 
 def test_a_further_round_never_ends_with_a_higher_past_loss(pair: tuple[nn.Module, nn.Module]) -> None:
