@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from cplus.api import receipt as receipt
     from cplus.attach import Guard as Guard
     from cplus.attach import protect as protect
+    from cplus.job.repair.run import repair as repair
+    from cplus.job.repair.settings import RepairConfig as RepairConfig
     from cplus.job.run import adapt as adapt
     from cplus.job.settings import AdaptConfig as AdaptConfig
     from cplus.methods import METHODS as METHODS
@@ -23,7 +25,9 @@ __version__ = "0.1.0"
 # Each public name is imported on first use, so that `cplus --help` and the JAX side never load torch.
 _HOMES = {
     "AdaptConfig": "cplus.job.settings",
+    "RepairConfig": "cplus.job.repair.settings",
     "adapt": "cplus.job.run",
+    "repair": "cplus.job.repair.run",
     "Guard": "cplus.attach",
     "protect": "cplus.attach",
     "METHODS": "cplus.methods",
@@ -39,6 +43,7 @@ __all__ = [
     "AdaptConfig",
     "Guard",
     "Method",
+    "RepairConfig",
     "adapt",
     "encode",
     "evaluate",
@@ -46,6 +51,7 @@ __all__ = [
     "protect",
     "read",
     "receipt",
+    "repair",
 ]
 
 

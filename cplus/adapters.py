@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -96,6 +97,21 @@ def merged(model: nn.Module) -> nn.Module:
     """The plain model with its adapters merged into the weights; a model without adapters is returned unchanged."""
     unload = getattr(model, "merge_and_unload", None)
     return model if unload is None else _adapted(unload())
+
+
+def merged_from(folder: Path, model: nn.Module) -> nn.Module:
+    """The model with the adapters of a folder merged into its weights; adapters that do not fit are refused."""
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ValueError(f"{folder}: expected adapters in safetensors, but it holds no adapter_model.safetensors")
+    peft = _peft()
+    try:
+        found = merged(peft.PeftModel.from_pretrained(model, folder))
+    except (RuntimeError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(f"{folder}: its adapters do not fit the base model: {first}") from error
+    if isinstance(found, peft.PeftModel):
+        raise ValueError(f"{folder}: its adapters cannot be merged into weights; expected low-rank adapters (LoRA)")
+    return found
 
 
 def _adapted(model: Any) -> nn.Module:

@@ -70,6 +70,7 @@ def register() -> None:
     from cplus.commands.preview import preview
     from cplus.commands.probe import probe
     from cplus.commands.receipt import receipt
+    from cplus.commands.repair import repair
     from cplus.commands.report import report
     from cplus.commands.split import split
     from cplus.commands.study import study
@@ -80,6 +81,7 @@ def register() -> None:
         preview,
         adapt,
         update,
+        repair,
         receipt,
         probe,
         audit,

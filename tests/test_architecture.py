@@ -20,7 +20,7 @@ LAYERS = {
     "rows": "data interfaces toy",
     "gate": "adapters attach evidence gates kernels losses native optim projections ranks shield support",
     "models": "evaluation models scoring toy.pretrain",
-    "methods": "after loop methods objectives reweighting selection",
+    "methods": "after loop methods objectives repairing reweighting selection",
     "probes": "probes",
     "tools": "diagnostics integrations plotting receipts",
     "engine": "experiment",

@@ -64,3 +64,15 @@ def _check_task(name: str) -> None:
     local = "/" not in name or name.startswith((".", "~", "/")) or path.suffix in ENDINGS
     if local and not path.exists() and name not in tasks("") and not name.startswith(PREFIX):
         load_task(name)
+
+
+def check_tuned(name: str) -> None:
+    """Refuse a fine-tuned model that is not there; a folder may hold adapters instead of a model."""
+    from cplus.models.names import check as check_model
+
+    path = Path(name).expanduser()
+    if (path / "adapter_config.json").is_file():
+        return
+    if (path / "model" / "config.json").is_file() and not (path / "config.json").is_file():
+        raise ValueError(f"{name}: expected a model, got the folder of a job; did you mean {path / 'model'}?")
+    check_model(name)

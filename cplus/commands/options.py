@@ -20,9 +20,9 @@ FLAGS = {"validation": "--validate"}
 """Options that are not called as their setting."""
 
 
-def setting(name: str, **shown: Any) -> Any:
+def setting(name: str, schema: type[AdaptConfig] = AdaptConfig, **shown: Any) -> Any:
     """An option described, and completed by the shell, as the setting of this name."""
-    shown = {"help": AdaptConfig.model_fields[name].description, **shown}
+    shown = {"help": schema.model_fields[name].description, **shown}
     flags = (FLAGS[name],) if name in FLAGS else ()
     return typer.Option(*flags, autocompletion=COMPLETIONS.get(name), **shown)
 

@@ -17,7 +17,7 @@ from cplus.experiment.driver import Training
 from cplus.job.progress import say
 
 FORMAT = "cplus-checkpoint/2"
-_DAMAGED = (
+DAMAGED = (
     RuntimeError,
     EOFError,
     OSError,
@@ -51,7 +51,7 @@ class Checkpoints:
             # Mapped, not read: the states are copied into place one tensor at a time.
             check_whole(self._path)
             kept: dict[str, Any] = torch.load(self._path, map_location="cpu", weights_only=True, mmap=True)
-        except _DAMAGED as error:
+        except DAMAGED as error:
             raise ValueError(
                 f"{self._path}: expected a complete checkpoint, but it cannot be read ({error}); remove it to "
                 "train from the beginning"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cplus import files, locks
 from cplus.job.settings import AdaptConfig, settings
@@ -125,28 +126,49 @@ def check_free(folder: Folder, *, force: bool) -> None:
         raise ValueError(f"{folder.root}: {state}; choose another out, or --force to replace it")
 
 
-def begin(folder: Folder, config: AdaptConfig, home: Path) -> None:
+def begin(folder: Folder, config: AdaptConfig, home: Path, format: str = FORMAT) -> None:
     """Remove what an earlier job wrote, nothing else, and write this job's settings."""
+    _clear(folder)
+    rewrite(folder, config, format)
+    files.write_json(folder.home, str(home.absolute()))
+
+
+def discard(folder: Folder) -> None:
+    """Remove everything that a job wrote, and the folder itself if nothing else is in it."""
+    _clear(folder)
+    if all(files.is_left(entry.name) for entry in folder.root.iterdir()):
+        shutil.rmtree(folder.root)
+
+
+def _clear(folder: Folder) -> None:
     # settings.json is removed last: after a kill in between, --force may still replace the folder.
     for name in reversed(_OURS):
         path = folder.root / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    rewrite(folder, config)
-    files.write_json(folder.home, str(home.absolute()))
 
 
-def rewrite(folder: Folder, config: AdaptConfig) -> None:
+def rewrite(folder: Folder, config: AdaptConfig, format: str = FORMAT) -> None:
     """Replace the settings of a job that has begun."""
-    files.write_json(folder.settings, {"format": FORMAT, "settings": config.model_dump(mode="json")})
+    files.write_json(folder.settings, {"format": format, "settings": config.model_dump(mode="json")})
 
 
 def read_settings(folder: Folder) -> tuple[AdaptConfig, Path]:
     """The settings of a begun job, and the folder that its relative paths refer to."""
+    values, home = read_values(folder, FORMAT)
+    return settings(values, where=str(folder.settings)), home
+
+
+def read_values(folder: Folder, format: str) -> tuple[dict[str, Any], Path]:
+    """The settings of a begun job of this format, unchecked, and the folder that its relative paths refer to."""
     if not folder.settings.is_file():
         raise ValueError(f"{folder.root}: there is no job to resume; expected the {folder.settings.name} of one")
     raw = files.read_json(folder.settings)
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT or not isinstance(raw.get("settings"), dict):
-        raise ValueError(f"{folder.settings}: expected the format {FORMAT}; it was written by another version")
+    if not isinstance(raw, dict) or raw.get("format") != format or not isinstance(raw.get("settings"), dict):
+        found = raw.get("format") if isinstance(raw, dict) else None
+        raise ValueError(
+            f"{folder.settings}: expected the format {format}, got {found!r:.40}; it was written by another command "
+            "or version"
+        )
     # The folder may have been moved since.
-    config = settings({**raw["settings"], "out": folder.root}, where=str(folder.settings))
-    return config, Path(files.read_json(folder.home)) if folder.home.is_file() else Path.cwd()
+    values = {**raw["settings"], "out": folder.root}
+    return values, Path(files.read_json(folder.home)) if folder.home.is_file() else Path.cwd()

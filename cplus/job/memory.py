@@ -21,6 +21,7 @@ from cplus.experiment.driver import adapted, build_optimizer
 from cplus.job.settings import AdaptConfig
 from cplus.methods import Method
 from cplus.optim import AdamW
+from cplus.repairing.model import BYTES_PER_PARAMETER
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -90,9 +91,12 @@ def footprint(config: AdaptConfig, method: Method, size: ModelSize, num_anchors:
     held = 4 * size.parameters + round(size.trainable * (gradient + states + kept + step + objective))
     if method.after is not None:  # of frozen weights too, because adapters are merged into them
         held += 4 * (size.parameters - size.trainable)
+    if config.repair:
+        held = max(held, BYTES_PER_PARAMETER * size.parameters)
     checkpoint = round(size.trainable * (4 + states + kept))
     # A checkpoint is written beside the one it replaces.
-    disk = 2 * checkpoint + 4 * size.parameters + (64 << 20)
+    sums = 8 * size.parameters if config.repair else 0
+    disk = 2 * checkpoint + 4 * size.parameters + sums + (64 << 20)
     return Footprint(
         held=held,
         peak=held + size.activation_bytes,
@@ -100,7 +104,7 @@ def footprint(config: AdaptConfig, method: Method, size: ModelSize, num_anchors:
         kept_bytes_per_parameter=kept + objective,
         step_bytes_per_parameter=step,
         disk=disk,
-        free=shutil.disk_usage(_existing(config.out)).free,
+        free=disk_free(config.out),
     )
 
 
@@ -167,6 +171,11 @@ def giga(count: int) -> str:
     """
     value = count / 1e9
     return f"{value:.1f}" if value >= 0.95 else f"{value:.2g}"
+
+
+def disk_free(path: Path) -> int:
+    """Free bytes on the disk that a path, which need not exist yet, will be on."""
+    return shutil.disk_usage(_existing(path)).free
 
 
 def _existing(path: Path) -> Path:

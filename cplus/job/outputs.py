@@ -42,6 +42,7 @@ from cplus.receipts.receipt import (
     write_receipt,
 )
 from cplus.receipts.verdict import headline, sentences
+from cplus.repairing.search import Repaired
 from cplus.scoring import Score
 
 SCHEMA = 1
@@ -74,6 +75,8 @@ class Finished:
     planned: Mapping[str, Any]
     actual: Mapping[str, Any]
     best_epoch: int | None = None
+    repaired: Repaired | str | None = None
+    """What the repair did, or why there was none; None where it was not asked for."""
 
     @property
     def unfinished(self) -> dict[str, int] | None:
@@ -123,6 +126,7 @@ def write_outputs(folder: Folder, done: Finished) -> dict[str, Any]:
         "steps": done.log.cursor.step,
         "epochs": len(done.log.curve),
         "unfinished": done.unfinished,
+        "repair": _repair_row(done.repaired),
         "curve": done.log.curve,
         "bank": None if done.bank is None else dict(done.bank.manifest),
         "notes": shown["notes"],
@@ -134,6 +138,12 @@ def write_outputs(folder: Folder, done: Finished) -> dict[str, Any]:
     record = files.sealed(record)
     files.write_json(folder.record, record)
     return record
+
+
+def _repair_row(repaired: Repaired | str | None) -> dict[str, Any] | None:
+    if isinstance(repaired, str):
+        return {"refused": repaired}
+    return None if repaired is None else repaired.row()
 
 
 def counts(done: Finished) -> dict[str, int]:
@@ -159,7 +169,7 @@ def receipt(done: Finished) -> Receipt:
         after=ModelId(name=f"{config.out.name}/model", fingerprint=done.after_fingerprint),
         method=config.method,
         sets=tuple(
-            _row_set(config, group, done.before.answers[group.name], done.after[group.name]) for group in done.groups
+            row_set(config, group, done.before.answers[group.name], done.after[group.name]) for group in done.groups
         ),
         followed=_followed(done),
         noise_floor=done.before.noise_floor,
@@ -191,6 +201,10 @@ def _notes(done: Finished) -> list[str]:
         notes.append(f"The weights are those of epoch {done.best_epoch}, the best on past and new rows.")
     if done.config.stop == "learned" and len(done.log.curve) < done.config.epochs:
         notes.append(f"Training ended after epoch {len(done.log.curve)}: every new row was learned.")
+    if isinstance(done.repaired, str):
+        notes.append(f"NOT REPAIRED: {done.repaired}.")
+    elif done.repaired is not None:
+        notes.append(f"Repair after training: {done.repaired}.")
     if done.trainable < done.parameters:
         share = 100 * done.trainable / done.parameters
         notes.append(f"Only adapters were trained: {done.trainable:,} weights, {share:.2f} % of the model.")
@@ -202,7 +216,8 @@ def _sources(done: Finished) -> list[ComparedRows]:
     return [ComparedRows(name=group.name, examples=group.examples) for group in groups if group is not None]
 
 
-def _row_set(config: AdaptConfig, group: Group, before: GroupAnswers, after: GroupAnswers) -> RowSet:
+def row_set(config: AdaptConfig, group: Group, before: GroupAnswers, after: GroupAnswers) -> RowSet:
+    """A group's rows before and after, for a receipt."""
     compared = rows(
         group.examples,
         before.predictions,
@@ -257,7 +272,7 @@ def _point(point: Mapping[str, float]) -> Point:
     return Point(**{"epoch": point["epoch"], **known})
 
 
-def card(record: Mapping[str, Any]) -> str:
+def card(record: Mapping[str, Any], template: str = "card.md") -> str:
     """The model card, from the record alone."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -266,6 +281,6 @@ def card(record: Mapping[str, Any]) -> str:
         keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
     figures = record["figures"]
-    return environment.get_template("card.md").render(
+    return environment.get_template(template).render(
         {**record, "headline": headline(figures), "sentences": sentences(figures)}
     )

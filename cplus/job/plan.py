@@ -14,9 +14,12 @@ from cplus.job import timing
 from cplus.job.memory import Footprint, ModelSize, giga
 from cplus.job.preflight import bind_rows, load, preflight
 from cplus.job.progress import duration
+from cplus.job.repair.settings import MAX_ROWS
+from cplus.job.repair.timing import repair_seconds
 from cplus.job.settings import AdaptConfig
 from cplus.job.timing import Range
 from cplus.job.workload import Tokens, assumed_material, assumed_rows, evidence_tokens, tokens_per_epoch
+from cplus.methods import Material
 from cplus.models import Loaded
 
 
@@ -74,7 +77,7 @@ class Plan:
         """The plan in words."""
         need, tokens, high, size = self.need, self.tokens, self.tokens_high, self.size
         kept, step = need.kept_bytes_per_parameter, need.step_bytes_per_parameter
-        times = ", ".join(f"{part} {_range(spent)}" for part, spent in self.seconds.items())
+        times = ", ".join(f"{part} {shown_range(spent)}" for part, spent in self.seconds.items())
         percent = f"{tokens.percent:+.0f}" + (f" to {high.percent:+.0f}" if high.percent > tokens.percent else "")
         return [
             f"model      {self.config.model}: {size.parameters:,} parameters, {size.trainable:,} trained, in float32",
@@ -85,13 +88,14 @@ class Plan:
             f"{tokens.training - tokens.sft:,} more trained on, {tokens.evidence:,} of evidence",
             f"memory     {giga(need.held)} GB held, about {giga(need.peak)} at the peak; {giga(need.available)} free",
             f"disk       {giga(need.disk)} GB needed, {giga(need.free)} GB free",
-            f"time       {_range(self.total)} here: {times}",
+            f"time       {shown_range(self.total)} here: {times}",
             *(f"warning    {warning}" for warning in self.warnings),
             *(f"writes     {path}: {what}" for path, what in self.writes.items()),
         ]
 
 
-def _range(seconds: Range) -> str:
+def shown_range(seconds: Range) -> str:
+    """A range of seconds in words."""
     low, high = duration(seconds.low), duration(seconds.high)
     return low if low == high else f"{low} to {high}"
 
@@ -114,6 +118,8 @@ def plan(config: AdaptConfig) -> Plan:
     seconds = {"evaluating": timing.evaluation_seconds(config, base, rows)}
     if probes:
         seconds |= _writing(config, base, rows.anchors, len(material.new))
+    if config.repair:
+        seconds["repairing"] = _repairing(config, base, rows.new, material, longer)
     base = replace(base, model=adapted(config.settings(), method, base.model))
     pace = timing.pace(config, method, base, material)
     once = Range(0.0, 0.0)
@@ -133,6 +139,17 @@ def plan(config: AdaptConfig) -> Plan:
         seconds=seconds,
         warnings=(*found.warnings, *rows.notes, *assumed),
     )
+
+
+def _repairing(config: AdaptConfig, base: Loaded, new: Group, short: Material, longer: Material) -> Range:
+    """Seconds to repair the trained model."""
+    during, count = timing.evaluating(config, base, new).during, min(len(new.examples), MAX_ROWS)
+    tokens = [
+        sum(len(row) for task in own.past for row in (*task.anchors, *task.probes)[:MAX_ROWS])
+        for own in (short, longer)
+    ]
+    trial = Range(count * during.low, count * during.high)
+    return repair_seconds(config, base, short.new, Range(*tokens), trial=trial, max_rows=MAX_ROWS)
 
 
 def _writing(config: AdaptConfig, base: Loaded, anchors: Group | None, num_new: int) -> dict[str, Range]:

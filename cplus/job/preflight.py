@@ -55,10 +55,15 @@ def row_of(config: AdaptConfig) -> Method:
 def _check_bank_settings(config: AdaptConfig, row: Method) -> None:
     """Refuse settings of a bank for a method that uses none; values from a preset do not count."""
     brought = paper(config.model) if config.preset == "paper" else {}
-    for name in () if row.needs_bank else ("bank", "num_probes", "shots", "temperature", "topics"):
+    for name in () if uses_bank(config, row) else ("bank", "num_probes", "shots", "temperature", "topics"):
         default = AdaptConfig.model_fields[name].default
         if getattr(config, name) not in (default, brought.get(name, default)):
             raise ValueError(f"method {row.name!r} has no use for {name}: it uses no self-probes; leave {name} out")
+
+
+def uses_bank(config: AdaptConfig, row: Method) -> bool:
+    """Whether a job needs self-probes: for its method, or for the repair after it."""
+    return row.needs_bank or config.repair
 
 
 def _check_bytes(found: Footprint, size: ModelSize, config: AdaptConfig) -> list[str]:

@@ -7,13 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from cplus import files, models
 from cplus.data.examples import lines
 from cplus.diagnostics.gateshares import layer_shares
-from cplus.evaluation.requirements import Measured, possible
 from cplus.experiment.driver import Training, TrainingLog
-from cplus.experiment.measure import GroupAnswers
-from cplus.experiment.rows import Group
 from cplus.job.answers import Before, answer, base_answers
 from cplus.job.bank import job_bank
 from cplus.job.best import Best
@@ -21,15 +20,20 @@ from cplus.job.folder import Folder, begin, check_free, claimed
 from cplus.job.interruption import Interrupted, Interruption
 from cplus.job.outputs import Finished, write_model, write_outputs
 from cplus.job.plan import Plan
+from cplus.job.preflight import load, uses_bank
 from cplus.job.prepare import Job, prepare
 from cplus.job.progress import say
+from cplus.job.repair.step import repair_groups
+from cplus.job.requirements import check_requirements
 from cplus.job.rows import located
 from cplus.job.settings import AdaptConfig
 from cplus.job.tracking import tracker
-from cplus.job.training import train
+from cplus.job.training import past_tasks, train
 from cplus.job.usage import PeakMemory, recorded, recorded_seconds
 from cplus.job.workload import assumed_material, tokens_per_epoch
 from cplus.probes.bank import Bank
+from cplus.repairing.checks import Unrepairable
+from cplus.repairing.search import Repaired
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +90,7 @@ def work(
         with recorded(folder.seconds, "writing probes"):
             bank = _bank(job)
         training = train(job, before, bank, interruption, tracked, train_on=train_on)
-        record = _finish(job, before, bank, training, memory, planned)
+        record = _finish(job, before, bank, training, interruption, memory, planned)
     except Interrupted as stop:
         raise Interrupted(
             stop.number,
@@ -98,34 +102,21 @@ def work(
     return FinishedJob(folder=folder.root, record=record)
 
 
-def check_requirements(config: AdaptConfig, groups: tuple[Group, ...], before: Mapping[str, GroupAnswers]) -> None:
-    """Refuse a requirement that these rows cannot judge or no result could meet, before the training."""
-    parts = [
-        Measured(
-            kind=group.part,
-            rows=len(group.examples),
-            right=None
-            if any(p.correct is None for p in before[group.name].predictions)
-            else sum(p.right for p in before[group.name].predictions),
-            scored=0 if group.closed else len(group.examples),
-            anchors=group.name == "anchors",
-        )
-        for group in groups
-    ]
-    for requirement in config.requirements:
-        if (problem := possible(requirement, parts)) is not None:
-            raise ValueError(problem)
-
-
 def _bank(job: Job) -> Bank | None:
-    if not job.method.needs_bank or job.rows.anchors is None:
+    if not uses_bank(job.config, job.method) or job.rows.anchors is None:
         return None
     given = None if job.config.bank is None else Path(located(str(job.config.bank), job.home))
     return job_bank(job.folder.bank, job.settings.probes, job.base, job.rows.anchors, given)
 
 
 def _finish(
-    job: Job, before: Before, bank: Bank | None, training: Training, memory: PeakMemory, planned: Plan | None
+    job: Job,
+    before: Before,
+    bank: Bank | None,
+    training: Training,
+    interruption: Interruption,
+    memory: PeakMemory,
+    planned: Plan | None,
 ) -> dict[str, Any]:
     """Evaluate again, then write; the record comes last, and then the work folder is removed."""
     config, folder, guard = job.config, job.folder, training.prepared.guard
@@ -134,6 +125,11 @@ def _finish(
     parameters = sum(p.numel() for p in training.model.parameters())
     trainable = sum(p.numel() for p in training.model.parameters() if p.requires_grad)
     model = training.finish()
+    repaired: Repaired | str | None = None
+    if config.repair:
+        training.optimizer.state.clear()  # its memory is needed now, and the last checkpoint holds it
+        with recorded(folder.seconds, "repairing"):
+            repaired = _repaired(job, before, bank, model, interruption)
     with models.computing(config.compute_dtype, job.base.device), recorded(folder.seconds, "evaluating"):
         after = {
             group.name: answer(model, group, config, "after", before.answers[group.name].predictions)
@@ -155,12 +151,30 @@ def _finish(
         parameters=parameters,
         trainable=trainable,
         best_epoch=best,
+        repaired=repaired,
         planned=planned_usage(job, planned),
         actual=actual_usage(job, training.log, memory),
     )
     record = write_outputs(folder, done)
     folder.clear_work()
     return record
+
+
+def _repaired(
+    job: Job, before: Before, bank: Bank | None, model: nn.Module, interruption: Interruption
+) -> Repaired | str:
+    """Repair the trained model in place against the base, read again; the reason where there is nothing to repair."""
+    base = load(job.config, job.home)
+    if base.fingerprint != job.base.fingerprint:
+        raise ValueError(f"{job.config.model}: the base model changed while the job ran; start a new job")
+    new = [group for group in (job.rows.new, job.rows.validation) if group is not None]
+    try:
+        return repair_groups(
+            model, base, new, before.answers, past_tasks(job, bank), job.config, job.folder.work, interruption
+        )
+    except Unrepairable as error:
+        say(f"repair: {error}")
+        return str(error)
 
 
 def planned_usage(job: Job, planned: Plan | None) -> dict[str, Any]:
@@ -185,6 +199,7 @@ def actual_usage(job: Job, log: TrainingLog, memory: PeakMemory) -> dict[str, An
             "evaluating": seconds.get("evaluating", 0.0) + log.evaluation_seconds,
             "writing probes": seconds.get("writing probes", 0.0),
             "training": log.seconds,
+            **({"repairing": seconds["repairing"]} if "repairing" in seconds else {}),
         },
         "training_tokens_per_epoch": log.training.padded / epochs,
         "evidence_tokens_per_epoch": log.preservation.padded / epochs,

@@ -112,6 +112,9 @@ class AdaptConfig(BaseModel):
     shots: Positive = Field(2, description="Anchors shown in each request for a probe (K).")
     temperature: float = Field(0.8, gt=0, description="Sampling temperature of the probes (T).")
     topics: bool = Field(False, description="Name one of 24 topics in each request for a probe.")
+    repair: bool = Field(
+        False, description="After training, undo the changes that anchors and probes need most and the new rows least."
+    )
 
     epochs: Positive = Field(25, description="Maximum number of epochs.")
     stop: Literal["learned", "never"] = Field(
@@ -186,6 +189,10 @@ class AdaptConfig(BaseModel):
             raise ValueError("expected either new (rows to learn) or split (a task to split), and not both")
         if self.split is not None and (self.anchors is not None or self.past is not None):
             raise ValueError("split draws anchors and past rows itself; leave out anchors and past, or provide new")
+        if self.repair and self.split is None and self.anchors is None and not self.kept:
+            raise ValueError("repair needs anchors: rows the model should keep; provide some as anchors")
+        if self.repair and self.lora is not None and not self.lora.merge:
+            raise ValueError("repair works on the model's own weights; leave out merge=false, or repair")
         return self
 
     def settings(self, num_new: int = 0) -> Settings:
@@ -228,6 +235,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "How it is kept": (
         "preset", "method", "anchor_weight", "beta", "strength", "bank", "num_probes", "shots", "temperature", "topics",
+        "repair",
     ),
     "How it is learned": (
         "epochs", "stop", "batch_size", "order", "optimizer", "lr", "lr_schedule", "warmup_steps", "weight_decay",
@@ -284,8 +292,12 @@ def settings(values: Mapping[str, Any], *, where: str = "settings") -> AdaptConf
     try:
         return AdaptConfig.model_validate(dict(values))
     except ValidationError as error:
-        faults = [_fault(fault) for fault in error.errors()]
-        raise ValueError(f"{where}: " + "; ".join(faults)) from error
+        raise ValueError(f"{where}: {faults(error)}") from error
+
+
+def faults(error: ValidationError) -> str:
+    """Everything that is wrong with settings, in our own words."""
+    return "; ".join(_fault(fault) for fault in error.errors())
 
 
 def _fault(fault: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from cplus.job.bank import earlier_bank
 from cplus.job.best import Best
 from cplus.job.checkpoint import Checkpoints
 from cplus.job.interruption import Interrupted, Interruption
+from cplus.job.preflight import uses_bank
 from cplus.job.prepare import Job
 from cplus.job.progress import say, training_view
 from cplus.job.rows import located
@@ -28,7 +29,7 @@ from cplus.probes.bank import Bank
 def past_tasks(job: Job, bank: Bank | None) -> list[PastTask]:
     """The job's own anchors and bank, and those of the earlier jobs it protects."""
     places = [Path(located(str(place), job.home)) for place in job.config.kept]
-    wanted = job.method.needs_bank
+    wanted = uses_bank(job.config, job.method)
     found = [(job.rows.anchors, bank)] if job.rows.anchors is not None else []
     found += [
         (group, earlier_bank(place, group) if wanted else None)

@@ -90,7 +90,7 @@ def assumed_material(
     anchors = [] if rows.anchors is None else rows.anchors.encoded()
     count = len(rows.new.examples)
     probes: list[Encoded] = []
-    if method.needs_bank and rows.anchors is not None:
+    if (method.needs_bank or config.repair) and rows.anchors is not None:
         if config.bank is not None:
             bank = Bank.load(Path(located(str(config.bank), home)))
             probes = [rows.anchors.interface.encode(example) for example in bank.examples]
@@ -99,7 +99,8 @@ def assumed_material(
             probes = list(islice(cycle(longer), config.settings(count).num_probes))
     past = [past_rows("past", anchors=anchors, probes=probes, synthetic=probes[:count])]
     for place, group in zip(config.kept, rows.kept, strict=True):
-        written = earlier_bank(Path(located(str(place), home)), group).examples if method.needs_bank else ()
+        wanted = method.needs_bank or config.repair
+        written = earlier_bank(Path(located(str(place), home)), group).examples if wanted else ()
         encoded = [group.interface.encode(example) for example in written]
         past.append(past_rows(group.name, anchors=group.encoded(), probes=encoded, synthetic=encoded[:count]))
     return Material(new=rows.new.encoded(), past=tuple(past)), len(probes)

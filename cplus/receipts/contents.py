@@ -170,13 +170,39 @@ class BankAudit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TunedSet:
+    """What the tuned model of a repair reached on one set: percentages of judged rows, and the loss of free text."""
+
+    __pydantic_config__ = _STRICT
+
+    name: str
+    right: Percent | None = None
+    retention: Percent | None = None
+    acquisition: Percent | None = None
+    nll: Loss | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repair:
+    """A repair: the tuned model between `before` and `after`, and how many of the weights it moved were reset."""
+
+    __pydantic_config__ = _STRICT
+
+    tuned: ModelId
+    undone: Annotated[int, Field(ge=1)]
+    moved: Annotated[int, Field(ge=1)]
+    sets: tuple[TunedSet, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Receipt:
     """Everything the page shows. `created` is a date in ISO form, `notes` are sentences a reader must know.
 
     `curve` is the run's own, `comparisons` those of other methods on the same rows, by method; `followed` is the number
     of rows behind each point of the curve, by set. `noise_floor` is the difference in mean loss per token between the
-    model's own answers that sampling alone explains, in nats. `cost` is `RunResult.cost` with `seconds` and
-    `extra_bytes`, or as much of it as is known.
+    model's own answers that sampling alone explains, in nats. `repair` is there where `after` is a repaired model; the
+    tuned model is neither `before` nor `after`. `cost` is `RunResult.cost` with `seconds` and `extra_bytes`, or as much
+    of it as is known.
     """
 
     __pydantic_config__ = _STRICT
@@ -195,6 +221,7 @@ class Receipt:
     noise_floor: Loss | None = None
     gate: tuple[GateShare, ...] = ()
     audit: BankAudit | None = None
+    repair: Repair | None = None
     cost: dict[str, int | float] = field(default_factory=dict)
     requirements: tuple[Requirement, ...] = ()
     notes: tuple[str, ...] = ()

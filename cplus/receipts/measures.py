@@ -14,6 +14,7 @@ from cplus.evaluation.retention_acquisition import Flip, Kind, acquisition, rete
 from cplus.evaluation.rewording import State
 from cplus.evaluation.statistics import Rate, mcnemar, share, weighted
 from cplus.receipts.comparisons import differing, matched, unequal
+from cplus.receipts.repaired import repaired
 
 if TYPE_CHECKING:
     from cplus.receipts.contents import Receipt, RowComparison, RowSet
@@ -47,6 +48,8 @@ def figures(receipt: Receipt) -> dict[str, Any]:
         "unequal": unequal(receipt),
         "preservation_percent": _preservation(receipt.cost),
     }
+    if receipt.repair is not None:
+        found["repair"] = repaired(receipt.repair, found["sets"])
     found["requirements"] = [requirements.judged(one, found) for one in receipt.requirements]
     return found
 

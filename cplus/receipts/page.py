@@ -15,6 +15,7 @@ from cplus.receipts.curves import HEIGHT, WIDTH, charts
 from cplus.receipts.html import TEMPLATES, environment, policy
 from cplus.receipts.measures import state
 from cplus.receipts.record import from_json
+from cplus.receipts.repaired import shown
 from cplus.receipts.verdict import lead, p_value, percent, sentences, signed
 
 _COSTS = {
@@ -44,6 +45,7 @@ def render(record: Any) -> str:
     script = (TEMPLATES / "receipt.js").read_text(encoding="utf-8")
     pages = environment()
     pages.filters |= {"percent": percent, "p_value": p_value, "method": label, "signed": signed, "required": required}
+    pages.globals["shown"] = shown
     return pages.get_template("receipt.html").render(
         receipt=receipt,
         sha256=record["sha256"],

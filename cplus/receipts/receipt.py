@@ -19,9 +19,11 @@ from cplus.receipts.contents import (
     Overlap,
     Point,
     Receipt,
+    Repair,
     RowComparison,
     RowSet,
     SampleProbe,
+    TunedSet,
 )
 from cplus.receipts.page import render
 from cplus.receipts.record import from_json, to_json
@@ -38,10 +40,12 @@ __all__ = [
     "Overlap",
     "Point",
     "Receipt",
+    "Repair",
     "Requirement",
     "RowComparison",
     "RowSet",
     "SampleProbe",
+    "TunedSet",
     "bank_audit",
     "read_receipt",
     "rows",

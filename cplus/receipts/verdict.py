@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cplus.plotting import label
+from cplus.receipts import repaired
 from cplus.receipts.measures import LARGE
 
 _PLACES = 3
@@ -20,6 +21,8 @@ def headline(found: Mapping[str, Any]) -> str:
 def lead(found: Mapping[str, Any]) -> list[str]:
     """The sentences of the headline: judged answers by their shares, free text without a judge by its losses."""
     said = [*_shares(found), *_past(found), *_new(found)]
+    if "repair" in found:
+        said += repaired.sentences(found["repair"])
     return said or ["No answer was judged, and no loss was measured."]
 
 

@@ -1,0 +1,93 @@
+"""`cplus repair`: undo after training what past behaviour needs most, and report base, tuned and repaired model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cplus.commands import names
+from cplus.commands.adapt import NOT_KEPT, interruptible
+from cplus.commands.options import Json, OptionalModel, given, setting, with_settings
+from cplus.job.repair.settings import SHARED, RepairConfig, repair_settings
+
+if TYPE_CHECKING:
+    from cplus.job.run import FinishedJob
+
+
+@with_settings(SHARED)
+def repair(
+    base: OptionalModel = None,
+    tuned: Annotated[
+        str | None,
+        typer.Argument(help="The fine-tuned model: alias, hub id, folder, or folder of a LoRA adapter."),
+    ] = None,
+    tolerance: Annotated[float | None, setting("tolerance", RepairConfig)] = None,
+    rounds: Annotated[int | None, setting("rounds", RepairConfig)] = None,
+    max_rows: Annotated[int | None, setting("max_rows", RepairConfig)] = None,
+    resume: Annotated[Path | None, typer.Option(help="Resume the interrupted repair in this folder.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the job in the output folder.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Print what the repair will need, and stop.")] = False,
+    json: Json = False,
+    **options: Any,
+) -> None:
+    """Undo the part of a fine-tuning that broke past behaviour and keep what was learned, without training.
+
+    Exit code 0: done, every requirement met. 2: done, a requirement not met. 1: an error. 130, 143: stopped, saved.
+    """
+    chosen = given(options, model=base, tuned=tuned, tolerance=tolerance, rounds=rounds, max_rows=max_rows)
+    if resume is None:
+        asked = repair_settings(chosen)
+        names.check({"model": asked.model, **{name: getattr(asked, name) for name in ("new", "anchors", "past")}})
+        names.check_tuned(asked.tuned)
+    elif chosen or force or plan:
+        raise ValueError("--resume uses the settings the repair started with; leave out the others")
+
+    from cplus.job.repair import plan as planning
+    from cplus.job.repair import run
+    from cplus.terminal import output, print_json
+
+    with interruptible():
+        if plan:
+            planned = planning.plan(asked)
+            print_json(planned.row()) if json else output.print(
+                "\n".join(planned.lines()), markup=False, soft_wrap=True
+            )
+            return
+        outcome = run.repair(asked, force=force) if resume is None else run.resume(resume)
+    print_json(_row(outcome)) if json else _show(outcome)
+    if not outcome.kept:
+        raise typer.Exit(NOT_KEPT)
+
+
+def _row(outcome: FinishedJob) -> dict[str, Any]:
+    record = outcome.record
+    figures = {
+        name: record["figures"][name] for name in ("retention", "acquisition", "validation", "free", "requirements")
+    }
+    return {
+        "out": str(outcome.folder),
+        "kept": outcome.kept,
+        **figures,
+        "models": record["figures"]["repair"]["rows"],
+        "helped": record["figures"]["repair"]["helped"],
+        **{name: record[name] for name in ("repair", "counts", "actual", "notes")},
+    }
+
+
+def _show(outcome: FinishedJob) -> None:
+    from cplus.evaluation.requirements import sentence
+    from cplus.receipts.repaired import shown
+    from cplus.receipts.verdict import headline, sentences
+    from cplus.terminal import clean, output
+
+    figures: Mapping[str, Any] = outcome.record["figures"]
+    output.print(clean(headline(figures)), style="bold", markup=False, soft_wrap=True)
+    for row in figures["repair"]["rows"]:
+        values = ", ".join(f"{name} {shown(row, row[name])}" for name in ("base", "tuned", "repaired"))
+        output.print(clean(f"{row['name']}: {row['quantity']} {values}"), markup=False, soft_wrap=True)
+    for line in (*sentences(figures), *(sentence(one) for one in figures["requirements"])):
+        output.print(clean(line), markup=False, soft_wrap=True)
+    output.print(f"receipt: {outcome.folder / 'receipt.html'}", markup=False, soft_wrap=True)

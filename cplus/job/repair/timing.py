@@ -1,0 +1,63 @@
+"""Seconds of a repair, estimated from a few timed rows on the real model."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+from cplus import models
+from cplus.data.encoded import Encoded
+from cplus.job.settings import AdaptConfig
+from cplus.job.timing import Range
+from cplus.models import Loaded
+from cplus.repairing.importance import Sums, add_importance
+from cplus.repairing.model import RESOLUTION
+from cplus.scoring import log_likelihoods
+
+_ROWS = 3
+TRIALS = math.ceil(math.log2(1 / RESOLUTION))
+"""Evaluations of the new rows in one search."""
+
+
+def repair_seconds(
+    config: AdaptConfig,
+    base: Loaded,
+    new: Sequence[Encoded],
+    past: Range,
+    *,
+    trial: Range,
+    rounds: int = 1,
+    max_rows: int,
+) -> Range:
+    """Importance of past and new rows, and a search; `past` counts the tokens of past rows, `trial` times one trial."""
+    used = new[:max_rows]
+    tokens = sum(map(len, used))
+    backward, forward = _paces(config, base, used)
+    importance = Range(backward.low * (past.low + rounds * tokens), backward.high * (past.high + rounds * tokens))
+    passes, trials = rounds + 2, TRIALS * rounds + 2
+    return Range(
+        importance.low + passes * forward.low * past.low + trials * trial.low,
+        importance.high + passes * forward.high * past.high + trials * trial.high,
+    )
+
+
+def _paces(config: AdaptConfig, base: Loaded, rows: Sequence[Encoded]) -> tuple[Range, Range]:
+    """Seconds per token of a row's squared gradient, and of its loss alone; the first pass is slower and left out."""
+    params = list(base.model.parameters())
+    sums, marks = Sums.zeros(params), [time.perf_counter()]
+    add_importance(
+        base.model,
+        (list(rows) * (_ROWS + 1))[: _ROWS + 1],
+        params,
+        sums,
+        computing=lambda: models.computing(config.compute_dtype, base.device),
+        after=lambda _: marks.append(time.perf_counter()),
+    )
+    timed = (list(rows) * (_ROWS + 1))[1 : _ROWS + 1]
+    paces = [(b - a) / len(row) for a, b, row in zip(marks[1:], marks[2:], timed, strict=False)]
+    begun = time.perf_counter()
+    with models.computing(config.compute_dtype, base.device):
+        log_likelihoods(base.model, timed, what="timing")
+    forward = (time.perf_counter() - begun) / sum(map(len, timed))
+    return Range(min(paces), max(paces)), Range(forward, forward)

@@ -1,0 +1,178 @@
+"""The largest share of weights that can be undone with the new rows still known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from cplus.data.encoded import Encoded
+from cplus.repairing.checks import Check, Unrepairable, mean_loss
+from cplus.repairing.importance import Computing
+from cplus.repairing.ranking import Ranking, undo
+from cplus.repairing.weights import Weights
+
+
+def largest_share(known: Callable[[float], bool], resolution: float) -> float:
+    """The largest share with which everything is still known, by bisection; 0 if there is none.
+
+    More undone is taken to mean less known. Where that fails in between, the share found may be smaller than the
+    largest one, but it is always one at which everything was found to be known.
+
+    >>> largest_share(lambda share: share <= 0.4, resolution=0.01)
+    0.3984375
+    """
+    low, high = 0.0, 1.0
+    while high - low > resolution:
+        middle = (low + high) / 2
+        low, high = (middle, high) if known(middle) else (low, middle)
+    return low
+
+
+@dataclass(frozen=True, kw_only=True)
+class Levels:
+    """One quantity with the base, tuned and repaired model; lower is better. `limit` is what the search allowed."""
+
+    name: str
+    unit: str
+    base: float
+    tuned: float
+    repaired: float
+    limit: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repaired:
+    """What a repair did: the weights it reset to the base's values, and what that changed."""
+
+    undone: int
+    moved: int
+    parameters: int
+    new: tuple[Levels, ...]
+    past: Levels
+    """The loss of the past rows that the importance was computed from."""
+    past_rows: int
+    new_rows: int
+    shares: tuple[float, ...]
+    """The share found in each round; the round with the lowest past loss is the result."""
+
+    @property
+    def share(self) -> float:
+        """The share of the moved weights that was reset."""
+        return self.undone / self.moved
+
+    def row(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "share": self.share}
+
+    def __str__(self) -> str:
+        new = "; ".join(f"{own.name} rows {own.tuned:.3f} to {own.repaired:.3f} {own.unit}" for own in self.new)
+        past = f"{self.past.tuned:.3f} to {self.past.repaired:.3f} (base {self.past.base:.3f})"
+        return f"{100 * self.share:.1f} % of the moved weights undone; {new}; past loss {past}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    """The result of one round: its past loss, what was measured on the new rows, and which weights were undone."""
+
+    past: float
+    values: Sequence[float]
+    ranking: Ranking
+    threshold: int
+
+
+class Search:
+    """Finds the share of each round and remembers the round that keeps past rows best."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Weights,
+        checks: Sequence[Check],
+        past_rows: Sequence[Encoded],
+        computing: Computing,
+        notify: Callable[[str], None],
+    ) -> None:
+        self._model, self._weights, self._checks, self._notify = model, weights, checks, notify
+        self._past_rows, self._computing = past_rows, computing
+        self._tuned, tuned_past = self._measured(), self._past()
+        weights.base_values()
+        self._base, base_past = self._measured(), self._past()
+        for check, base, tuned in zip(checks, self._base, self._tuned, strict=True):
+            check.require_learned(base, tuned)
+        self._limits = [c.limit(b, t) for c, b, t in zip(checks, self._base, self._tuned, strict=True)]
+        self._past_levels = base_past, tuned_past
+        self._best: _Outcome | None = None
+        self._shares: list[float] = []
+
+    def round(self, ranking: Ranking, resolution: float) -> None:
+        """Bisect on the share with this ranking; the model is left repaired by it."""
+        found: dict[float, list[float]] = {}
+
+        def known(share: float) -> bool:
+            threshold = ranking.threshold(share)
+            self._put(ranking, threshold)
+            values = found[share] = self._measured()
+            kept = ranking.count(threshold) > 0 and all(map(float.__le__, values, self._limits))
+            self._notify(f"repair: {100 * share:.1f} % undone: {self._shown(values)}: {'kept' if kept else 'too much'}")
+            return kept
+
+        share = largest_share(known, resolution)
+        self._shares.append(share)
+        self._put(ranking, ranking.threshold(share))
+        if share > 0:
+            found_here = _Outcome(
+                past=self._past(), values=found[share], ranking=ranking, threshold=ranking.threshold(share)
+            )
+            self._best = min(filter(None, (self._best, found_here)), key=lambda outcome: outcome.past)
+
+    def result(self, past_rows: int, new_rows: int) -> Repaired:
+        """The best round, its weights in the model."""
+        base_past, tuned_past = self._past_levels
+        best = self._best
+        if best is None:
+            raise Unrepairable(
+                "no share of the changes can be undone with the new rows still known (allowed: at most "
+                f"{self._shown(self._limits)}); allow more with a larger tolerance, or use the tuned model as it is"
+            )
+        undone, moved = best.ranking.count(best.threshold), best.ranking.moved
+        if best.past >= tuned_past:
+            raise Unrepairable(
+                f"undoing {100 * undone / moved:.1f} % of the changes does not lower the loss of the past rows "
+                f"({tuned_past:.3f} nats per token with the tuned model, {best.past:.3f} after, {base_past:.3f} with "
+                "the base): there is nothing to repair"
+            )
+        self._put(best.ranking, best.threshold)
+        levels = zip(self._checks, self._base, self._tuned, best.values, self._limits, strict=True)
+        return Repaired(
+            undone=undone,
+            moved=moved,
+            parameters=self._weights.parameters,
+            new=tuple(
+                Levels(name=c.name, unit=c.unit, base=b, tuned=t, repaired=v, limit=limit)
+                for c, b, t, v, limit in levels
+            ),
+            past=Levels(name="past", unit="nats per token", base=base_past, tuned=tuned_past, repaired=best.past),
+            past_rows=past_rows,
+            new_rows=new_rows,
+            shares=tuple(self._shares),
+        )
+
+    def _put(self, ranking: Ranking, threshold: int) -> None:
+        undo(self._weights.params, self._weights.base, self._weights.tuned, ranking.codes, threshold)
+
+    def _shown(self, values: Sequence[float]) -> str:
+        return ", ".join(f"{c.name} {value:.3f} {c.unit}" for c, value in zip(self._checks, values, strict=True))
+
+    def _measured(self) -> list[float]:
+        values = []
+        for check in self._checks:
+            with self._computing():
+                values.append(check.measure(self._model))
+        return values
+
+    def _past(self) -> float:
+        with self._computing():
+            return mean_loss(self._model, self._past_rows, what="repair: past loss")

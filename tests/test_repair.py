@@ -1,0 +1,394 @@
+"""`cplus repair`, `cplus adapt --repair` and `cplus.repair`: the guide's walk-through, stops, adapters, bad input."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toyjob
+from conftest import Tiny
+from typer.testing import CliRunner
+
+import cplus
+from cplus import files, models
+from cplus.cli import app, register
+from cplus.data.examples import Example, FreeForm, Message, to_row
+from cplus.job.interruption import Interrupted
+from cplus.job.repair import run as repairing
+from cplus.job.repair.settings import repair_settings
+from cplus.job.repair.store import SumsOnDisk
+from cplus.receipts.contents import ModelId, Repair, TunedSet
+from cplus.receipts.receipt import read_receipt
+from cplus.receipts.repaired import repaired, sentences
+from cplus.repairing import search
+from cplus.repairing.importance import Sums
+from cplus.toy import world
+
+PAGE = (Path(__file__).parent.parent / "docs" / "repair.md").read_text()
+ARGUMENTS = "--new new.jsonl --anchors keep.jsonl --past past.jsonl --interface cloze --num-probes 8 --device cpu"
+
+if not app.registered_commands:
+    register()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the guide's walk-through ran: `sft`, `repaired` and `again` beside its rows."""
+    folder = tmp_path_factory.mktemp("walk")
+    threads, here = torch.get_num_threads(), Path.cwd()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("CPLUS_CACHE", str(folder / "cache"))
+        section = PAGE.split("## Walk-through")[1].split("\n## ")[0]
+        blocks = re.findall(r"```(python|bash)\n(.*?)```", section, re.DOTALL)
+        assert [kind for kind, _ in blocks] == ["python", "bash", "python", "python"]
+        for kind, text in blocks:
+            if kind == "python":
+                exec(compile(text, "docs/repair.md", "exec"), {})
+                continue
+            for line in text.splitlines():
+                done = CliRunner().invoke(app, shlex.split(line)[1:])
+                assert done.exit_code == 0, done.output
+        yield folder
+    torch.set_num_threads(threads)
+    assert Path.cwd() == here
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def record(folder: Path) -> dict[str, Any]:
+    return files.read_sealed(folder / "record.json")
+
+
+def asked(**changes: Any) -> cplus.RepairConfig:
+    values = {"model": "toy", "tuned": "sft/model", "new": "few.jsonl", "anchors": "keep.jsonl", "past": "near.jsonl"}
+    return repair_settings(values | {"interface": "cloze", "num_probes": 8, "device": "cpu"} | changes)
+
+
+@pytest.fixture(scope="module")
+def few(place: Path) -> Path:
+    """Fewer rows of the walk-through, for repairs of seconds."""
+    (place / "few.jsonl").write_text("".join((place / "new.jsonl").read_text().splitlines(keepends=True)[:12]))
+    (place / "near.jsonl").write_text("".join((place / "past.jsonl").read_text().splitlines(keepends=True)[:24]))
+    return place
+
+
+@pytest.fixture(scope="module")
+def whole(few: Path) -> dict[str, Any]:
+    """The record of a repair that nothing stopped."""
+    return dict(cplus.repair(asked(out="whole")).record)
+
+
+def test_the_walk_through_repairs_and_python_gives_the_same_model(place: Path) -> None:
+    by_command, by_python = record(place / "repaired"), record(place / "again")
+    assert by_command["model"]["after"] == by_python["model"]["after"]
+    rows = {(row["name"], row["quantity"]): row for row in by_command["figures"]["repair"]["rows"]}
+    new, past = rows["new", "Acquisition"], rows["past", "Retention"]
+    assert new["tuned"] - 1 <= new["repaired"]
+    assert past["repaired"] > past["tuned"] + 5  # 24 points with this seed
+    assert by_command["figures"]["repair"]["helped"]
+    assert past["repaired"] == by_command["figures"]["retention"]["percent"]
+    sft = record(place / "sft")
+    assert past["tuned"] == sft["figures"]["retention"]["percent"], "the tuned model's figure is its own job's"
+    assert by_command["model"]["tuned"] == sft["model"]["after"]
+
+
+def test_the_folder_holds_what_an_adapted_models_folder_holds(place: Path) -> None:
+    out = place / "repaired"
+    assert {path.name for path in out.iterdir()} == {
+        "model", "bank", "anchors.jsonl", "receipt.html", "receipt.json", "record.json", "README.md", "settings.json",
+    }  # fmt: skip
+    assert {path.name for path in (out / "model").iterdir()} == {
+        path.name for path in (place / "sft" / "model").iterdir()
+    }
+    assert models.load(out / "model", device="cpu").fingerprint == record(out)["model"]["after"]
+    receipt = read_receipt(out)
+    assert receipt.repair is not None
+    assert receipt.repair.undone == record(out)["repair"]["undone"]
+    page, card = (out / "receipt.html").read_text(), (out / "README.md").read_text()
+    assert "Base, tuned, repaired" in page
+    assert "Base, tuned, repaired" not in (place / "sft" / "receipt.html").read_text()
+    share = f"{100 * record(out)['repair']['share']:.1f}"
+    assert f"The repair reset {share}\u00a0% of the weights that training had changed" in page
+    assert "# sft/model, repaired towards toy" in card
+    assert f"The repair reset {share}" in card
+
+
+def test_json_is_one_object_and_a_requirement_that_is_missed_gives_exit_code_2(few: Path) -> None:
+    command = ["repair", "toy", "sft/model", *ARGUMENTS.split(), "--out", "json", "--json", "--force"]
+    done = CliRunner().invoke(app, [*command, "--require", "retention>=0.85"])
+    found = json.loads(done.stdout)
+    assert done.exit_code == (0 if found["kept"] else 2)
+    assert [row["name"] for row in found["models"]] == ["new", "past"]
+    assert 0 < found["repair"]["share"] < 1
+    assert found["requirements"][0]["met"] == found["kept"]
+    impossible = CliRunner().invoke(app, [*command, "--require", "past-loss<=+0.1"])
+    assert impossible.exit_code == 1
+    assert "past-loss" in str(impossible.exception)
+
+
+def test_the_plan_writes_nothing(few: Path) -> None:
+    command = ["repair", "toy", "sft/model", *ARGUMENTS.split(), "--out", "planned", "--plan"]
+    words = CliRunner().invoke(app, command)
+    assert words.exit_code == 0, words.output
+    assert "18 bytes per parameter" in words.stdout
+    found = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    assert found["counts"] == {"new": 32, "anchors": 8, "probes": 8}
+    assert found["need"]["held"] == 18 * found["size"]["parameters"]
+    assert 0 < found["total_seconds"]["low"] <= found["total_seconds"]["high"]
+    assert not (few / "planned").exists()
+
+
+@pytest.mark.parametrize("how", ["signal", "death"])
+def test_a_stopped_repair_is_resumed_to_the_same_weights(few: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    whole = cplus.repair(asked(out="whole"), force=True).record
+    saved: list[tuple[str, int]] = []
+    real = SumsOnDisk.save
+
+    def save(self: SumsOnDisk, name: str, sums: Sums, *, complete: bool) -> None:
+        saved.append((name, sums.rows))
+        if len(saved) == 19:  # in the new rows: 8 anchors and 8 probes come first
+            if how == "death":
+                raise MemoryError
+            os.kill(os.getpid(), signal.SIGINT)
+        real(self, name, sums, complete=complete)
+
+    monkeypatch.setattr(SumsOnDisk, "save", save)
+    with pytest.raises(Interrupted if how == "signal" else MemoryError) as stop:
+        cplus.repair(asked(out=f"stopped-{how}", checkpoint_minutes=1e-9))
+    if how == "signal":
+        assert "stopped after 3 new rows, and saved. Continue with: cplus repair --resume" in str(stop.value)
+    saved.clear()
+    done = CliRunner().invoke(app, ["repair", "--resume", f"stopped-{how}"])
+    assert done.exit_code == 0, done.output
+    assert saved[0] == ("new 1", 4 if how == "signal" else 3), "nothing is computed twice"
+    assert record(few / f"stopped-{how}")["model"]["after"] == whole["model"]["after"]
+    again = CliRunner().invoke(app, ["repair", "--resume", f"stopped-{how}", "--json"])
+    assert json.loads(again.stdout)["repair"] == whole["repair"]
+
+
+def test_a_repair_and_an_adaptation_are_not_resumed_by_each_others_command(place: Path) -> None:
+    for command, folder in (("repair", "sft"), ("adapt", "repaired")):
+        done = CliRunner().invoke(app, [command, "--resume", folder])
+        assert done.exit_code == 1
+        assert "written by another command" in str(done.exception)
+
+
+def test_unmerged_adapters_are_merged_and_repaired(few: Path) -> None:
+    pytest.importorskip("peft")
+    changes = {"method": "sft", "lora": "r=4,merge=false", "epochs": 4, "lr": 1e-2, "out": few / "lora"}
+    toyjob.write_files(few / "cache")
+    cplus.adapt(toyjob.asked(few / "cache", **changes))
+    assert not (few / "lora" / "model" / "config.json").exists()
+    before = hashes(few / "lora")
+    done = cplus.repair(asked(tuned="lora/model", new=str(few / "cache" / "new.jsonl"), out="unloraed"), force=True)
+    moved = done.record["repair"]["moved"]
+    assert 0 < moved < done.record["counts"]["parameters"], "embeddings have no adapters"
+    assert hashes(few / "lora") == before
+    models.load(few / "unloraed" / "model", device="cpu")
+
+
+def spoken(fact: Example) -> Example:
+    """A fact of the toy world as free text."""
+    row = to_row(fact)
+    return FreeForm(
+        id=fact.id,
+        messages=(Message(role="user", content=str(row["question"])),),
+        response=str(row["choices"][row["answer"]]),
+    )
+
+
+def test_free_text_is_kept_by_its_loss(few: Path) -> None:
+    # The anchors stay multiple choice: the little model writes no probes in free text.
+    untaught = world.untaught("harbours")
+    facts = {"f-new": untaught[:12], "f-held": untaught[40:46], "f-past": world.taught("harbours")[8:20]}
+    for name, own in facts.items():
+        toyjob.write_rows(few / f"{name}.jsonl", [spoken(fact) for fact in own])
+    given = {"new": "f-new.jsonl", "past": "f-past.jsonl", "validation": "f-held.jsonl", "plain": True,
+             "max_new_tokens": 4}  # fmt: skip
+    cplus.adapt(toyjob.asked(few, anchors=None, method="sft", out=few / "f-sft", epochs=4, **given))
+    done = cplus.repair(asked(tuned="f-sft/model", out="f-repaired", **given))
+    levels = {own["name"]: own for own in done.record["repair"]["new"]}
+    assert set(levels) == {"new", "validation"}
+    for own in levels.values():
+        assert own["unit"] == "nats per token"
+        assert own["repaired"] <= own["limit"]
+    new = levels["new"]
+    assert new["limit"] == pytest.approx(new["tuned"] + 0.05 * (new["base"] - new["tuned"]))
+    rows = {row["name"]: row for row in done.record["figures"]["repair"]["rows"]}
+    assert rows["new"]["quantity"] == rows["past"]["quantity"] == "loss"
+    assert rows["new"]["tuned"] == pytest.approx(new["tuned"], abs=1e-4)
+    assert rows["new"]["repaired"] == pytest.approx(new["repaired"], abs=1e-4)
+
+
+def test_an_adaptation_repairs_its_model_as_its_last_step(few: Path) -> None:
+    config = toyjob.asked(few, new="few.jsonl", anchors="keep.jsonl", past="near.jsonl", method="sft", num_probes=8,
+                          repair=True, out=few / "with", stop="learned", epochs=25, lr=1.5e-3)  # fmt: skip
+    done = cplus.adapt(config).record
+    found = done["repair"]
+    assert 0 < found["share"] < 1
+    assert found["past"]["repaired"] < found["past"]["tuned"]
+    assert done["counts"]["probes"] == 8, "a method without probes gets a bank for the repair"
+    [note] = [note for note in done["notes"] if note.startswith("Repair after training: ")]
+    assert f"{100 * found['share']:.1f} % of the moved weights undone" in note
+    assert note in (few / "with" / "receipt.html").read_text()
+    assert models.load(few / "with" / "model", device="cpu").fingerprint == done["model"]["after"]
+    assert done["actual"]["seconds"]["repairing"] > 0
+
+
+def test_an_adaptation_without_anything_to_repair_is_written_with_the_reason(
+    few: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "largest_share", lambda known, resolution: 0.0)
+    config = toyjob.asked(few, new="few.jsonl", anchors="keep.jsonl", past="near.jsonl", repair=True, epochs=2,
+                          out=few / "without")  # fmt: skip
+    done = cplus.adapt(config).record
+    assert "no share of the changes can be undone" in done["repair"]["refused"]
+    assert any(note.startswith("NOT REPAIRED: no share") for note in done["notes"])
+    plain = cplus.adapt(config.model_copy(update={"repair": False, "out": few / "plain"})).record
+    assert plain["repair"] is None
+    assert done["model"]["after"] == plain["model"]["after"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"repair": True, "anchors": None, "method": "sft"}, "repair needs anchors"),
+        ({"repair": True, "lora": "r=4,merge=false"}, "leave out merge=false, or repair"),
+    ],
+)
+def test_an_adaptation_that_cannot_repair_is_refused(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        toyjob.asked(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"anchors": None}, "a repair needs anchors"),
+        ({"lr": 1e-3}, "a repair trains nothing, so it has no use for lr"),
+        ({"tolerance": 1.0}, "tolerance"),
+        ({"rounds": 0}, "rounds"),
+        ({"learning": 1}, "'learning' is not a setting"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        asked(**changes)
+
+
+def refused(config: cplus.RepairConfig, sentence: str) -> None:
+    """The repair is refused, its folder is not there, and the tuned model is as it was."""
+    before = hashes(Path("sft"))
+    with pytest.raises(ValueError, match=sentence) as error:
+        cplus.repair(config)
+    assert str(error.value).count("\n") == 0
+    assert not config.out.exists() or config.out == Path("sft")
+    assert hashes(Path("sft")) == before
+
+
+def test_models_that_are_not_a_pair_are_refused(few: Path, tiny_llama: Tiny) -> None:
+    refused(asked(tuned="toy-s", out="bad"), "base and tuned model differ in")
+    refused(asked(tuned="toy", out="bad"), "base and tuned model have the same weights, so there is nothing to undo")
+    models.save(tiny_llama.model, tiny_llama.tokenizer, few / "llama")
+    refused(asked(tuned="llama", out="bad"), r"the vocabularies of base and tuned model differ in [\d,]+ tokens")
+    loaded = models.load("sft/model", device="cpu")
+    models.save(loaded.model, loaded.tokenizer, few / "other")
+    config = json.loads((few / "other" / "config.json").read_text())
+    (few / "other" / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
+    refused(asked(tuned="other", out="bad"), "not of one architecture: hidden_act is 'silu' in the base and 'relu'")
+
+
+def test_a_tokenizer_that_splits_otherwise_is_refused(few: Path) -> None:
+    loaded = models.load("sft/model", device="cpu")
+    models.save(loaded.model, loaded.tokenizer, few / "split")
+    path = few / "split" / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    raw["normalizer"] = {"type": "Lowercase"}
+    raw["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+    path.write_text(json.dumps(raw))
+    refused(asked(tuned="split", out="bad"), "split the row .* into different tokens")
+
+
+def test_rows_that_were_not_learned_leave_nothing_to_keep(few: Path) -> None:
+    base, tuned = models.load("toy", device="cpu"), models.load("sft/model", device="cpu")
+    others = world.untaught("harbours")[40:120]
+    known = {
+        prediction.id
+        for own in (base, tuned)
+        for prediction in cplus.evaluate(own.model, own.tokenizer, others, interface="cloze").predictions
+        if prediction.right
+    }
+    unknown = [fact for fact in others if fact.id not in known][:6]
+    assert len(unknown) == 6
+    toyjob.write_rows(few / "unknown.jsonl", unknown)
+    refused(asked(new="unknown.jsonl", out="bad"), "has not learned the new rows, so there is nothing to keep")
+    toyjob.write_rows(few / "right.jsonl", list(world.taught("harbours")[30:36]))
+    refused(asked(new="right.jsonl", out="bad"), "the base model already answers every one of 6 new rows correctly")
+
+
+def test_no_share_that_keeps_the_new_rows_is_refused(few: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "largest_share", lambda known, resolution: 0.0)
+    refused(asked(out="bad"), "no share of the changes can be undone with the new rows still known")
+
+
+def test_the_output_folder_may_not_hold_the_tuned_model(few: Path) -> None:
+    with pytest.raises(ValueError, match="expected a folder of its own for the repaired model, but it holds sft/model"):
+        cplus.repair(asked(out="sft"), force=True)
+    refused(asked(out="sft"), "holds a finished job")
+    done = CliRunner().invoke(app, ["repair", "toy", "sft", *ARGUMENTS.split()])
+    assert "did you mean sft/model?" in str(done.exception)
+
+
+def test_changed_sums_are_refused(few: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(search.Search, "round", die)
+    with pytest.raises(MemoryError):
+        cplus.repair(asked(out="damaged"))
+    [path] = (few / "damaged" / "work").glob("importance-past.pt")
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(ValueError, match="remove the file to compute them anew"):
+        repairing.resume(Path("damaged"))
+
+
+def test_a_repair_that_did_not_help_says_so() -> None:
+    tuned = ModelId(name="tuned", fingerprint="f")
+    repair = Repair(tuned=tuned, undone=1, moved=4, sets=(TunedSet(name="past", retention=80.0, right=80.0),))
+    own = {"name": "past", "kind": "retention", "retention": {"percent": 79.0}, "nll": None}
+    found = repaired(repair, [own])
+    assert found["helped"] is False
+    assert sentences(found) == [
+        "The repair reset 25.0\u00a0% of the weights that training had changed; from tuned to repaired: "
+        "Retention on past 80.0\u00a0% to 79.0\u00a0%.",
+        "It did not improve the past rows measured here.",
+    ]
+    loss = {"name": "past", "kind": "retention", "retention": None, "after": None, "nll": {"before": 0.5, "after": 0.6}}
+    better = repaired(Repair(tuned=tuned, undone=1, moved=4, sets=(TunedSet(name="past", nll=0.7),)), [loss])
+    assert better["helped"] is True
+    assert len(sentences(better)) == 1
+    assert repaired(repair, [])["helped"] is None
+
+
+def test_every_option_the_page_names_exists() -> None:
+    known = {p for line in (Path(__file__).parent / "data" / "cli.txt").read_text().splitlines() for p in line.split()}
+    assert set(re.findall(r"--[a-z][a-z-]+", PAGE)) <= known

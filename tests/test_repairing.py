@@ -1,0 +1,296 @@
+"""Repair in memory: importance, ranking, search, and a tiny model that forgot."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from cplus.data.encoded import Encoded
+from cplus.losses import answer_losses
+from cplus.repairing.checks import Check, Unrepairable, loss_check, mean_loss, token_check
+from cplus.repairing.importance import Sums, add_importance
+from cplus.repairing.model import repair_model
+from cplus.repairing.ranking import Ranking, encode, ratio, undo
+from cplus.repairing.search import largest_share
+
+PAST, NEW, HELD = tiny.rows(10, seed=1), tiny.rows(6, seed=4), tiny.rows(4, seed=9)
+
+
+def trained(model: nn.Module, rows: Sequence[Encoded], steps: int, lr: float) -> nn.Module:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        answer_losses(model, rows).mean().backward()
+        optimizer.step()
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[nn.Module, nn.Module]:
+    """A model that knows the past rows, and the same model after learning the new ones alone."""
+    base = trained(tiny.lm(), PAST, 60, 1e-2)
+    return base, trained(copy.deepcopy(base), NEW, 25, 1e-2)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def changes(model: nn.Module, base: nn.Module, tuned: nn.Module) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Each weight now, in the base and in the tuned model."""
+    return [(p.detach(), weights(base)[name], weights(tuned)[name]) for name, p in model.named_parameters()]
+
+
+def same(model: nn.Module, expected: dict[str, Tensor]) -> bool:
+    return all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+
+
+def test_importance_is_the_mean_squared_gradient_of_each_row() -> None:
+    model = tiny.lm().eval()
+    params = list(model.parameters())
+    expected = [torch.zeros_like(p) for p in params]
+    for row in NEW:
+        for total, own in zip(expected, torch.autograd.grad(answer_losses(model, [row]).sum(), params), strict=True):
+            total += own**2 / len(NEW)
+    found = add_importance(model, NEW, params, Sums.zeros(params)).means()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_importance_leaves_gradients_modes_and_frozen_weights_alone() -> None:
+    model = tiny.lm().train()
+    first, *others = model.parameters()
+    first.requires_grad_(False)
+    others[0].grad = torch.ones_like(others[0])
+    sums = add_importance(model, NEW, [first], Sums.zeros([first]))
+    assert float(sums.tensors[0].sum()) > 0, "a frozen weight has an importance too"
+    assert model.training
+    assert not first.requires_grad
+    assert first.grad is None
+    assert others[0].requires_grad
+    assert bool((others[0].grad == 1).all())
+
+
+def test_importance_continues_from_any_row() -> None:
+    model = tiny.lm()
+    params = list(model.parameters())
+    whole = add_importance(model, NEW, params, Sums.zeros(params))
+    part = add_importance(model, NEW[:2], params, Sums.zeros(params))
+    assert part.rows == 2
+    add_importance(model, NEW, params, part)
+    assert part.rows == whole.rows == len(NEW)
+    assert all(map(torch.equal, part.tensors, whole.tensors))
+
+
+def test_importance_that_is_not_a_number_is_refused() -> None:
+    model = tiny.lm()
+    params = list(model.parameters())
+    with torch.no_grad():
+        params[0][:] = float("nan")
+    with pytest.raises(FloatingPointError, match="not finite"):
+        add_importance(model, NEW, params, Sums.zeros(params)).means()
+
+
+@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=40))
+def test_codes_are_in_the_order_of_the_scores(values: list[float]) -> None:
+    scores = torch.tensor(values)
+    order = scores.argsort()
+    codes = encode(scores, torch.ones_like(scores))[order].tolist()
+    assert codes == sorted(codes)
+    assert min(codes) > -(2**15)
+
+
+def test_a_share_of_the_moved_weights_is_found_exactly_but_for_ties() -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(50, 40).exp(), torch.randn(300).exp()]
+    deltas = [torch.ones(50, 40), torch.ones(300)]
+    deltas[0][:10] = 0
+    ranking = Ranking([encode(own, delta) for own, delta in zip(tensors, deltas, strict=True)])
+    assert ranking.moved == 1900
+    moved = torch.cat([own[delta != 0].flatten() for own, delta in zip(tensors, deltas, strict=True)])
+    for share in (0.0, 0.01, 0.3, 0.5, 0.99, 1.0):
+        threshold = ranking.threshold(share)
+        chosen = torch.cat([(code >= threshold).flatten() for code in ranking.codes])
+        assert int(chosen.sum()) == ranking.count(threshold)
+        assert share * 1900 - 12 <= ranking.count(threshold) <= share * 1900  # 12 of them share a code at most
+        if 0 < share < 1:
+            bound = moved.sort(descending=True).values[ranking.count(threshold) - 1]
+            own = torch.cat([one.flatten() for one in tensors])[chosen]
+            assert float(own.min()) >= float(bound) * 0.99
+
+
+def test_scores_that_are_no_numbers_are_refused() -> None:
+    with pytest.raises(FloatingPointError, match="finite scores"):
+        encode(torch.tensor([float("nan")]), torch.ones(1))
+
+
+def test_the_ratio_of_weights_that_no_row_depends_on_is_finite() -> None:
+    zeros = torch.zeros(3)
+    assert ratio(zeros, zeros, zeros).tolist() == [0.0, 0.0, 0.0]
+    assert bool(torch.isfinite(encode(ratio(torch.full((3,), 1e-4), zeros, zeros), torch.ones(3)).float()).all())
+
+
+def test_undoing_writes_exact_values() -> None:
+    base, tuned = [torch.tensor([0.1, 0.2, 0.3])], [torch.tensor([0.7, 0.8, 0.9])]
+    model = [torch.zeros(3)]
+    undo(model, base, tuned, [torch.tensor([5, 9, 7], dtype=torch.int16)], 7)
+    assert torch.equal(model[0], torch.tensor([0.7, 0.2, 0.3]))
+
+
+@given(st.floats(0.02, 1.0), st.floats(0.001, 0.2))
+def test_bisection_finds_the_largest_share_within_the_resolution(edge: float, resolution: float) -> None:
+    found = largest_share(lambda share: share <= edge, resolution)
+    assert found <= edge <= found + resolution or (found == 0 and edge <= resolution)
+
+
+def test_a_repair_keeps_the_new_rows_and_brings_past_rows_back(pair: tuple[nn.Module, nn.Module]) -> None:
+    base, tuned = pair
+    model = copy.deepcopy(tuned).train()
+    found = repair_model(model, weights(base), PAST, NEW)
+    assert model.training
+    [new] = found.new
+    assert new.repaired <= new.limit == pytest.approx(new.tuned + 0.05 * (new.base - new.tuned))
+    assert found.past.base < found.past.repaired < found.past.tuned
+    model.eval()
+    assert mean_loss(model, NEW, what="") == pytest.approx(new.repaired)
+    assert mean_loss(model, PAST, what="") == pytest.approx(found.past.repaired)
+    undone = moved = 0
+    for p, before, after in changes(model, base, tuned):
+        assert bool(((p == before) | (p == after)).all()), "every weight is the base's or the tuned one"
+        undone += int(((p == before) & (before != after)).sum())
+        moved += int((before != after).sum())
+    assert (undone, moved) == (found.undone, found.moved)
+    assert found.share == pytest.approx(found.shares[0], abs=0.01)
+    assert f"{100 * found.share:.1f} % of the moved weights undone" in str(found)
+
+
+def test_a_score_of_ones_own_decides_which_weights_are_undone(pair: tuple[nn.Module, nn.Module]) -> None:
+    base, tuned = pair
+    model, seen = copy.deepcopy(tuned), []
+
+    def largest_change(past: Tensor, new: Tensor, delta: Tensor) -> Tensor:
+        seen.append((float(past.min()), float(new.min())))
+        return delta.abs()
+
+    def undone_percent(own: nn.Module) -> float:
+        pairs = [(p == before, before != after) for p, before, after in changes(own, base, tuned)]
+        return 100 * sum(int((a & b).sum()) for a, b in pairs) / sum(int(b.sum()) for _, b in pairs)
+
+    check = Check(name="new", unit="% not known", measure=undone_percent, tolerance=10.0)
+    found = repair_model(model, weights(base), PAST, NEW, checks=(check,), score=largest_change)
+    assert 0.08 < found.share <= 0.1
+    assert all(past >= 0 and new >= 0 for past, new in seen)
+    undone = [(after - before).abs()[p == before] for p, before, after in changes(model, base, tuned)]
+    kept = [(after - before).abs()[p != before] for p, before, after in changes(model, base, tuned)]
+    assert float(torch.cat(kept).max()) <= float(torch.cat([own[own > 0] for own in undone]).min()) * 1.01
+
+
+def test_a_further_round_never_ends_with_a_higher_past_loss(pair: tuple[nn.Module, nn.Module]) -> None:
+    base, tuned = pair
+    once = repair_model(copy.deepcopy(tuned), weights(base), PAST, NEW)
+    twice = repair_model(copy.deepcopy(tuned), weights(base), PAST, NEW, rounds=2)
+    assert len(twice.shares) == 2
+    assert twice.shares[0] == once.shares[0]
+    assert twice.past.repaired <= once.past.repaired
+
+
+def test_held_out_rows_are_kept_as_well(pair: tuple[nn.Module, nn.Module]) -> None:
+    base, tuned = pair
+    checks = (token_check(NEW, tolerance=20.0), loss_check(HELD, name="held-out", held_out=True))
+    found = repair_model(copy.deepcopy(tuned), weights(base), PAST, NEW, checks=checks)
+    assert [own.name for own in found.new] == ["new", "held-out"]
+    for own in found.new:
+        assert own.limit is not None
+        assert own.repaired <= own.limit
+
+
+class Kept:
+    """A store in memory that dies after some rows."""
+
+    def __init__(self, dies_after: int | None = None) -> None:
+        self.sums: dict[str, Sums] = {}
+        self.left = dies_after
+        self.added = 0
+
+    def load(self, name: str, params: Sequence[Tensor]) -> Sums | None:
+        return self.sums.get(name)
+
+    def save(self, name: str, sums: Sums, *, complete: bool) -> None:
+        self.sums[name] = Sums(tensors=[own.clone() for own in sums.tensors], rows=sums.rows)
+        self.added += 1
+        if self.left is not None and self.added == self.left:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("rows", [3, 10, 14])
+def test_a_stopped_repair_leaves_the_tuned_model_and_continues_from_its_sums(
+    pair: tuple[nn.Module, nn.Module], rows: int
+) -> None:
+    base, tuned = pair
+    whole = copy.deepcopy(tuned)
+    repair_model(whole, weights(base), PAST, NEW)
+    store, model = Kept(dies_after=rows), copy.deepcopy(tuned)
+    with pytest.raises(KeyboardInterrupt):
+        repair_model(model, weights(base), PAST, NEW, store=store)
+    assert same(model, weights(tuned))
+    store.left = None
+    repair_model(model, weights(base), PAST, NEW, store=store)
+    assert store.added == len(PAST) + len(NEW), "no row is computed twice"
+    assert same(model, weights(whole))
+
+
+def impossible(measure: Any) -> Check:
+    return Check(name="new", unit="% not known", measure=measure, tolerance=0.0)
+
+
+def test_what_cannot_be_repaired_is_refused_and_left_as_it_was(pair: tuple[nn.Module, nn.Module]) -> None:
+    base, tuned = pair
+    model, before = copy.deepcopy(tuned), weights(tuned)
+
+    def exactly_tuned(model: nn.Module) -> float:
+        return 0.0 if same(model, before) else 50.0
+
+    cases = [
+        (weights(tuned), NEW, (), "base and tuned model have the same weights"),
+        (weights(base), PAST, (), "has not learned the new rows, so there is nothing to keep"),
+        (weights(base), NEW, (impossible(exactly_tuned),), "no share of the changes can be undone"),
+    ]
+    for own, new, checks, sentence in cases:
+        with pytest.raises(Unrepairable, match=sentence):
+            repair_model(model, own, PAST, new, checks=checks)
+        assert same(model, before)
+
+
+def test_a_repair_that_would_not_help_past_rows_is_refused(pair: tuple[nn.Module, nn.Module]) -> None:
+    knows, forgot = pair  # undoing leads from the model that knows the past rows to the one that forgot them
+    model = copy.deepcopy(knows)
+    check = impossible(lambda own: float(same(own, weights(forgot))))
+    with pytest.raises(Unrepairable, match="does not lower the loss of the past rows"):
+        repair_model(model, weights(forgot), PAST, HELD, checks=(check,))
+    assert same(model, weights(knows))
+
+
+def test_models_of_other_shapes_are_refused(pair: tuple[nn.Module, nn.Module]) -> None:
+    base, tuned = pair
+    other = weights(base)
+    name = next(iter(other))
+    with pytest.raises(ValueError, match=r"shape of 1 weights: .* is \[39, 16\] in the base and \[40, 16\]"):
+        repair_model(copy.deepcopy(tuned), other | {name: other[name][:39]}, PAST, NEW)
+    with pytest.raises(ValueError, match="only the tuned model has"):
+        repair_model(copy.deepcopy(tuned), {k: v for k, v in other.items() if k != name}, PAST, NEW)
+    with pytest.raises(ValueError, match="expected past and new rows"):
+        repair_model(copy.deepcopy(tuned), other, [], NEW)
+
+
+def test_the_package_is_small() -> None:
+    for path in (Path(__file__).parent.parent / "cplus" / "repairing").glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 220, path.name
