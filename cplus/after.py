@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -103,3 +105,38 @@ def known_rows(model: nn.Module, rows: Sequence[Encoded]) -> tuple[set[Encoded],
         known |= {row for row, own in zip(part, right.tolist(), strict=True) if own}
         work += Work(forward=measured(part).padded)
     return known, work
+
+
+@dataclass(frozen=True)
+class Undone:
+    """Weights reset to the base model's, those that past rows need most against new ones (`cplus.repairing`).
+
+    `strength` is how many percentage points of the known new rows may be given up, a row being known if each of its
+    target tokens is the likeliest one; where the tuned model knows less than half of the rows in this sense, their loss
+    may rise by 5 % of its fall instead. Where nothing can be undone the weights stay as they are.
+    """
+
+    strength: float = 1.0
+    needs: tuple[Rows, ...] = ("anchors", "probes")
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.strength <= 100.0:
+            raise ValueError(f"the points of Acquisition to give up must lie in [0, 100], got {self.strength}")
+
+    def __call__(self, model: nn.Module, base: Mapping[str, Tensor], material: Material) -> Work:
+        """One squared gradient per row, then a bisection on the share."""
+        from cplus.repairing.checks import Unrepairable, loss_check, token_check
+        from cplus.repairing.model import RESOLUTION, repair_model
+
+        past, new = [*material.rows("anchors"), *material.rows("probes")], list(material.new)
+        check = token_check(new, tolerance=self.strength)
+        if check.measure(model) > 50.0:
+            check = loss_check(new)
+        weights = {name: base.get(name, p.detach()) for name, p in model.named_parameters()}
+        work = sum((measured([row]) for row in (*past, *new)), Work())
+        # New rows are read here, by base and tuned model and at every trial; past rows by base, tuned and result.
+        read = {3: past, 3 + math.ceil(math.log2(1 / RESOLUTION)): new}
+        work += Work(forward=sum(n * measured(part).padded for n, rows in read.items() for part in batched(rows)))
+        with contextlib.suppress(Unrepairable):
+            repair_model(model, weights, past, new, checks=[check])
+        return work

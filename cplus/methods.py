@@ -524,6 +524,21 @@ _ROWS = (
         after=after.Averaged(),
     ),
     Method(
+        name="sft-repair",
+        summary="Fine-tunes, then resets the weights that past rows need more than new ones.",
+        paper="docs/repair.md",
+        after=after.Undone(),
+    ),
+    Method(
+        name="cplus-repair",
+        summary="CPLUS, then resets the weights that past rows need more than new ones.",
+        paper="docs/repair.md",
+        evidence=BLEND,
+        beta=0.9,
+        gate=smoothed,
+        after=after.Undone(),
+    ),
+    Method(
         name="replay-cplus",
         summary="Replay's training rows and CPLUS's gate together.",
         paper="docs/interpretations.md",

@@ -52,7 +52,7 @@ class Scale:
     sequence_rows: int | None = None
     shots: tuple[int, ...] = (2, 4)
     temperatures: tuple[float, ...] = (0.5, 0.8, 1.1)
-    studies: tuple[str, ...] = tuple(f"e{n:02d}" for n in range(1, 14))
+    studies: tuple[str, ...] = (*(f"e{n:02d}" for n in range(1, 14)), "frontier")
 
     @property
     def anchors(self) -> int:
