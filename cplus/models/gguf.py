@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from gguf import GGUFReader
@@ -15,20 +16,23 @@ from cplus import files, locks
 from cplus.files import cache_folder
 from cplus.terminal import console
 
-_FORMAT = 1  # increase when the conversion changes, so that older folders are not reused
+_FORMAT = 2  # increase when the conversion changes, so that older folders are not reused
 
 
-def converted(sha256: str, source: Callable[[], Path]) -> Path:
-    """The float32 folder of the GGUF file with this hash; `source` returns the file if it is not converted yet."""
+def converted(sha256: str, source: Callable[[Path], Path]) -> Path:
+    """The float32 folder of the GGUF file with this hash.
+
+    If it is not converted yet, `source` returns the file; it may create it in the temporary folder that it is given.
+    """
     folder = cache_folder() / "models" / f"gguf{_FORMAT}-{sha256[:32]}"
     if folder.exists():
         return folder
     with locks.holding(locks.beside(folder), wait=math.inf, notify=_print):
         if not folder.exists():  # another process may have converted it in the meantime
             files.tidy(folder.parent, folder.name)
-            path = source()
-            console.print(f"converting {path.name} to float32 in {folder}; this happens once")
-            with files.replacing_folder(folder) as part:
+            with files.scratch_folder(folder) as scratch, files.replacing_folder(folder) as part:
+                path = source(scratch)
+                _print(f"converting {path.name} to float32 in {folder}; this happens once")
                 convert(path, part)
     return folder
 
@@ -39,29 +43,39 @@ def _print(sentence: str) -> None:
 
 def convert(path: Path, out: Path) -> None:
     """Write a GGUF file's weights, dequantised, and its tokenizer as an ordinary model folder."""
-    pre_tokenizer = _pre_tokenizer(path)
+    reader = _opened(path)
     # Dequantised explicitly: a model with quantised blocks can be neither trained nor saved.
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
     model.save_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    if pre_tokenizer == "smollm":
+    if _field(reader, "tokenizer.ggml.pre") == "smollm":
         # transformers has no rule for this kind; without the step for digits "\n\n1" is tokenised incorrectly.
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
+    if _field(reader, "tokenizer.ggml.add_bos_token") and not _adds_bos(tokenizer):
+        tokenizer.add_bos_token = True  # transformers leaves it out for Gemma: 4.8 instead of 2.6 nats per token
     tokenizer.save_pretrained(out)
 
 
-def _pre_tokenizer(path: Path) -> str | None:
-    """The kind of pre-tokenizer that the file names; reading it also detects an incomplete file."""
+def _adds_bos(tokenizer: Any) -> bool:
+    return tokenizer.bos_token_id is None or tokenizer.encode("a")[0] == tokenizer.bos_token_id
+
+
+def _opened(path: Path) -> GGUFReader:
+    """The file's fields and tensors; an incomplete file is refused."""
     try:
-        field = GGUFReader(path).get_field("tokenizer.ggml.pre")
+        return GGUFReader(path)
     except (ValueError, LookupError, OverflowError) as error:
         size = path.stat().st_size
         raise ValueError(
             f"{path}: expected a complete GGUF file, but its {size:,} bytes cannot be read as one ({error}); "
             f"it may be truncated: download it again"
         ) from error
-    return None if field is None else str(field.contents())
+
+
+def _field(reader: GGUFReader, name: str) -> Any:
+    field = reader.get_field(name)
+    return None if field is None else field.contents()
