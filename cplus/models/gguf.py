@@ -24,12 +24,17 @@ _FORMAT = 2  # increase when the conversion changes, so that older folders are n
 _TIED = {model.sha256 for model in PACKAGED.values() if model.ties_head}
 
 
+def place(sha256: str) -> Path:
+    """Where the converted folder of the GGUF file with this hash is, or will be."""
+    return cache_folder() / "models" / f"gguf{_FORMAT}-{sha256[:32]}"
+
+
 def converted(sha256: str, source: Callable[[Path], Path]) -> Path:
     """The float32 folder of the GGUF file with this hash.
 
     If it is not converted yet, `source` returns the file; it may create it in the temporary folder that it is given.
     """
-    folder = cache_folder() / "models" / f"gguf{_FORMAT}-{sha256[:32]}"
+    folder = place(sha256)
     if folder.exists():
         return folder
     with locks.holding(locks.beside(folder), wait=math.inf, notify=_print):
