@@ -1,4 +1,4 @@
-"""What could change a number besides the settings: versions, machine, threads, commit."""
+"""What could change a number besides the settings: versions, machine, threads, commit; and its free memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def environment(*, threads: int, device: str) -> dict[str, Any]:
@@ -23,6 +25,19 @@ def environment(*, threads: int, device: str) -> dict[str, Any]:
         "device": device,
         "commit": _commit(),
     }
+
+
+def free_memory() -> int:
+    """Free bytes of memory; in a container no more than its limit."""
+    import psutil  # type: ignore[import-untyped]
+
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return free if limit == "max" else min(free, int(limit) - used)
 
 
 def _version(name: str) -> str | None:

@@ -77,6 +77,14 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
+@contextmanager
+def scratch_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder next to `path`, deleted when the block ends; `tidy` deletes what a killed process left."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".part") as scratch:
+        yield Path(scratch)
+
+
 def _replace_folder(part: Path, path: Path) -> None:
     """Move `part` to `path`; the old folder is then at `part`, or deleted."""
     if not path.exists():

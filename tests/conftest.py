@@ -205,3 +205,18 @@ def smollm() -> Any:
         return load("smollm2-135m")
     except ConnectionError as error:
         pytest.skip(f"smollm2-135m is not cached and cannot be fetched: {error}")
+
+
+@pytest.fixture(scope="session")
+def packaged_folder() -> Callable[[str], Path]:
+    """The converted folder of a packaged model that is in the cache, or a skip: fetching one takes minutes."""
+    from cplus.models.gguf import place
+    from cplus.models.packages import PACKAGED
+
+    def found(alias: str) -> Path:
+        folder = place(PACKAGED[alias].sha256)
+        if not folder.exists():
+            pytest.skip(f"{alias} is not in the cache; 'cplus evaluate {alias} --task csqa --limit 1' fetches it")
+        return folder
+
+    return found

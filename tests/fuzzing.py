@@ -33,7 +33,7 @@ from cplus.job.folder import Folder
 from cplus.job.folder import read_settings as read_job
 from cplus.job.settings import AdaptConfig, read_yaml
 from cplus.job.settings import settings as read_settings
-from cplus.models.gguf import _pre_tokenizer
+from cplus.models.gguf import _opened
 from cplus.probes.bank import Bank, Probe, seal
 from cplus.probes.build import _block_from_entry
 from cplus.probes.journal import open_journal
@@ -462,7 +462,7 @@ def _gguf_target(folder: Path) -> Target:
 
     def check(value: bytes) -> str:
         path.unlink()
-        return refusing(lambda: _pre_tokenizer(_written(path, value)))
+        return refusing(lambda: _opened(_written(path, value)))
 
     return Target(name="gguf", inputs=edited(whole), check=check)
 

