@@ -9,7 +9,6 @@ import random
 import signal
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,30 +44,10 @@ from cplus.receipts.receipt import read_receipt
 from cplus.receipts.verdict import headline
 from cplus.toy import world
 
+pytestmark = pytest.mark.usefixtures("one_thread", "cache")
+
 if not app.registered_commands:
     register()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
-        patch.setenv("CPLUS_CACHE", str(folder))
-        yield folder
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Path:
-    write_files(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture(scope="module")

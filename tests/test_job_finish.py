@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from toyjob import asked, write_files, write_rows
+from toyjob import asked, write_rows
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -27,7 +26,6 @@ from cplus.job.run import FinishedJob
 from cplus.loop import EpochEnded
 from cplus.probes import own_answers
 from cplus.probes.label import Label
-from cplus.receipts.receipt import read_receipt
 from cplus.receipts.verdict import headline
 from cplus.toy import world
 
@@ -37,30 +35,10 @@ TEMPLATE = (
 )
 CONSTANT = {"lr_schedule": "constant", "evaluate_every": 0}
 
+pytestmark = pytest.mark.usefixtures("one_thread", "cache")
+
 if not app.registered_commands:
     register()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
-        patch.setenv("CPLUS_CACHE", str(folder))
-        yield folder
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Path:
-    write_files(tmp_path)
-    return tmp_path
 
 
 def written(out: Path) -> dict[str, torch.Tensor]:
@@ -96,31 +74,6 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 # Ending early
-
-
-@pytest.mark.parametrize(("method", "step"), [("cpl", 1), ("cplus", 3), ("sft", 8)])
-def test_finish_writes_the_checkpoints_weights_and_says_unfinished(here: Path, method: str, step: int) -> None:
-    stop_at(step, asked(here, method=method, checkpoint_steps=1, evaluate_every=0))
-    out = here / "out"
-    kept = torch.load(out / "work" / "checkpoint.pt", weights_only=True)["state"]["weights"]
-    run = CliRunner().invoke(app, ["adapt", "--finish", str(out), "--json"])
-    assert run.exit_code == 0, run.output
-    assert same(kept, written(out))
-    record, receipt = json.loads((out / "record.json").read_text()), read_receipt(out)
-    assert record["unfinished"] == json.loads(run.stdout)["unfinished"] == {"updates": step, "planned": 9}
-    sentence = f"UNFINISHED: training was ended after update {step} of 9."
-    assert sentence in record["notes"]
-    assert sentence in receipt.notes
-    assert receipt.title == f"toy adapted by {method} (unfinished)"
-    assert sentence in (out / "README.md").read_text()
-    assert not (out / "work").exists()
-
-
-def test_finish_after_the_last_update_is_not_unfinished(here: Path) -> None:
-    stop_at(None, asked(here, method="sft", epochs=1, evaluate_every=0))
-    done = finish(here / "out")
-    assert done.record["unfinished"] is None
-    assert not any(note.startswith("UNFINISHED") for note in done.record["notes"])
 
 
 def test_finish_without_a_checkpoint_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
