@@ -16,6 +16,7 @@ import cplus
 from cplus.cli import app, register
 from cplus.experiment.driver import Training
 from cplus.interfaces import Rejected
+from cplus.interfaces.template import read_template
 from cplus.job.best import badness
 from cplus.job.checkpoint import Checkpoints
 from cplus.job.folder import Folder
@@ -246,11 +247,30 @@ def test_columns_of_other_names_are_read(chat: Path) -> None:
         prepared(free(chat, method="sft", anchors=None, **given, columns="prompt=wording,response=reply"))
 
 
-def test_a_chat_template_that_is_not_there_is_refused(chat: Path) -> None:
-    missing = free(chat).model_copy(update={"chat_template": chat / "none.jinja", "out": chat / "refused"})
-    with pytest.raises(ValueError, match=r"none\.jinja: expected a file with a chat template, but there is none"):
-        cplus.adapt(missing)
+def test_a_chat_template_that_is_missing_or_broken_is_refused_before_the_model_is_loaded(
+    chat: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cplus.models.load", lambda *_, **__: pytest.fail("loaded"))
+    (chat / "latin.jinja").write_bytes("{{ messages }} \xe4".encode("latin-1"))
+    (chat / "open.jinja").write_text("{% for m in messages %}\n{{ m.content }")
+    (chat / "other.jinja").write_text("<html></html>")
+    for name, sentence in (
+        ("none.jinja", "expected a file with a chat template, but there is none"),
+        ("latin.jinja", "expected a chat template in UTF-8"),
+        ("open.jinja:2", "expected a chat template in Jinja, but it does not parse"),
+        ("other.jinja", "never reads the variable messages"),
+    ):
+        file = chat / name.partition(":")[0]
+        with pytest.raises(ValueError, match=f"{name}: .*{sentence}"):
+            cplus.adapt(free(chat).model_copy(update={"chat_template": file, "out": chat / "refused"}))
     assert not (chat / "refused").exists()
+
+
+def test_templates_with_the_tags_of_transformers_are_read(tmp_path: Path) -> None:
+    text = "{% for m in messages %}{% if loop.index > 9 %}{% break %}{% endif %}{% generation %}{{ m.content }}"
+    text += "{% endgeneration %}{% endfor %}"
+    (tmp_path / "tags.jinja").write_text(text)
+    assert read_template(tmp_path / "tags.jinja") == text
 
 
 def test_requests_alone_get_the_models_own_answers(chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

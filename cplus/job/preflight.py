@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cplus import models
 from cplus.experiment.rows import Group, Rows
+from cplus.interfaces.template import read_template
 from cplus.job.memory import Footprint, ModelSize, check_packed, footprint, giga, model_size
 from cplus.job.progress import say
 from cplus.job.rows import Tasks, gather, located, read
@@ -30,6 +31,7 @@ class Preflight:
 def preflight(config: AdaptConfig, home: Path) -> Preflight:
     """Read and check everything that needs no model; a job that cannot work is refused here."""
     method = row_of(config)
+    _template(config, home)
     tasks = read(config, method, home)
     name = located(config.model, home)
     if name.endswith(".gguf") and Path(name).is_file():
@@ -92,12 +94,14 @@ def load(config: AdaptConfig, home: Path) -> Loaded:
         trust_remote_code=config.trust_remote_code,
         revision=config.revision,
     )
-    if config.chat_template is not None:
-        place = Path(located(str(config.chat_template), home))
-        if not place.is_file():
-            raise ValueError(f"{place}: expected a file with a chat template, but there is none")
-        loaded.tokenizer.chat_template = place.read_text(encoding="utf-8")
+    if (template := _template(config, home)) is not None:
+        loaded.tokenizer.chat_template = template
     return loaded
+
+
+def _template(config: AdaptConfig, home: Path) -> str | None:
+    place = config.chat_template
+    return None if place is None else read_template(Path(located(str(place), home)))
 
 
 def bind_rows(config: AdaptConfig, tasks: Tasks, base: Loaded) -> Rows:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -16,6 +15,7 @@ from cplus.data.readers import parse_columns
 from cplus.evaluation.judges import NAMES
 from cplus.evaluation.requirements import Requirement, parse
 from cplus.experiment.settings import Settings
+from cplus.job.faults import sentences
 
 Positive: TypeAlias = Annotated[int, Field(ge=1)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
@@ -169,6 +169,14 @@ class AdaptConfig(BaseModel):
     revision: str | None = Field(None, description="Branch, tag or commit of a model on the hub.")
     trust_remote_code: bool = Field(False, description="Allow code from the model's hub repository to run.")
 
+    if not TYPE_CHECKING:  # type checkers read the names and types of the fields
+
+        def __init__(self, /, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise ValueError(sentences(error, type(self).model_fields)) from error
+
     @model_validator(mode="before")
     @classmethod
     def _presets(cls, values: Any) -> Any:
@@ -238,21 +246,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
 """The settings besides the model, in the order they are shown."""
 
 
-OTHER_NAMES = {
-    "learning_rate": "lr", "lr_scheduler": "lr_schedule", "lr_scheduler_type": "lr_schedule", "optim": "optimizer",
-    "num_train_epochs": "epochs", "num_epochs": "epochs", "max_epochs": "epochs",
-    "per_device_train_batch_size": "batch_size", "train_batch_size": "batch_size", "micro_batch_size": "batch_size",
-    "gradient_accumulation_steps": "batch_size", "warmup_ratio": "warmup_steps", "max_grad_norm": "clip_norm",
-    "output_dir": "out", "output": "out", "train_file": "new", "train_data": "new", "dataset": "new", "data": "new",
-    "dataset_name": "new", "dataset_path": "new", "data_path": "new", "model_name": "model",
-    "model_name_or_path": "model", "base_model": "model", "bf16": "compute_dtype", "fp16": "compute_dtype",
-    "dtype": "compute_dtype", "torch_dtype": "compute_dtype", "lora_r": "lora", "lora_rank": "lora",
-    "lora_alpha": "lora", "use_peft": "lora", "random_seed": "seed", "eval_steps": "evaluate_every",
-    "eval_strategy": "evaluate_every", "evaluation_strategy": "evaluate_every", "save_steps": "checkpoint_steps",
-}  # fmt: skip
-"""The names of our settings in other trainers."""
-
-
 def paper(model: object) -> dict[str, Any]:
     """The paper's protocol for a model; Phi-3.5 has its own learning rate."""
     from cplus.models.presets import Preset
@@ -278,28 +271,9 @@ def paper(model: object) -> dict[str, Any]:
 def settings(values: Mapping[str, Any], *, where: str = "settings") -> AdaptConfig:
     """Check values against the schema; every fault is named."""
     try:
-        return AdaptConfig.model_validate(dict(values))
-    except ValidationError as error:
-        faults = [_fault(fault) for fault in error.errors()]
-        raise ValueError(f"{where}: " + "; ".join(faults)) from error
-
-
-def _fault(fault: Mapping[str, Any]) -> str:
-    name = ".".join(map(str, fault["loc"]))
-    if fault["type"] == "extra_forbidden":
-        near = (
-            [OTHER_NAMES[name]]
-            if name in OTHER_NAMES
-            else difflib.get_close_matches(name, AdaptConfig.model_fields, n=1)
-        )
-        hint = f"did you mean {near[0]}?" if near else "'cplus config --schema' lists all settings"
-        return f"{name!r} is not a setting; {hint}"
-    if fault["type"] == "missing":
-        return f"{name} is missing"
-    if fault["type"] == "value_error":  # our own sentences
-        message = str(fault["msg"]).removeprefix("Value error, ")
-        return f"{name}: {message}" if name else message
-    return f"{name}: {fault['msg']}, got {fault['input']!r:.60}"
+        return AdaptConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
