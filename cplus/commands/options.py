@@ -40,7 +40,10 @@ OptionalModel = Annotated[
     str | None, typer.Argument(help="Alias, hub id, folder or GGUF file.", autocompletion=COMPLETIONS["model"])
 ]
 Plain = Annotated[bool, typer.Option("--plain", help=AdaptConfig.model_fields["plain"].description)]
-TooLong = Annotated[Literal["refuse", "exclude"], setting("too_long")]
+TooLong = Annotated[
+    Literal["refuse", "exclude"],
+    setting("too_long", help="What to do with rows longer than the model's context window."),
+]
 
 
 def with_settings(names: Iterable[str]) -> Callable[[Command], Command]:

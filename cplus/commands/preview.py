@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _SETTINGS = (
     "new", "anchors", "split", "num_anchors", "num_new", "bank", "anchor_weight", "interface", "optimizer", "lr",
-    "weight_decay", "plain", "too_long", "data_dir", "device", "compute_dtype", "seed",
+    "weight_decay", "plain", "max_length", "too_long", "data_dir", "device", "compute_dtype", "seed",
 )  # fmt: skip
 
 

@@ -25,6 +25,8 @@ class Group:
     examples: tuple[Example, ...]
     known: tuple[Prediction, ...] = ()
     """The base model's answers, where they are already known."""
+    note: str = ""
+    """What was done to rows that were too long."""
 
     @property
     def closed(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
 
 from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -13,7 +12,7 @@ from jinja2.parser import Parser
 class _Generation(Extension):
     """Transformers' own tag around the assistant's words."""
 
-    tags: ClassVar = {"generation"}
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         """The statements inside the tag."""

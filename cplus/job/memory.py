@@ -60,6 +60,11 @@ def model_size(config: AdaptConfig, method: Method, where: Path | str) -> ModelS
         model = AutoModelForCausalLM.from_config(found, trust_remote_code=config.trust_remote_code)
         model = _adapted(config, method, model)
     text = found.get_text_config()
+    if config.max_length is not None and config.max_length > text.max_position_embeddings:
+        raise ValueError(
+            f"max_length must be at most the context window of {config.model}, {text.max_position_embeddings} tokens, "
+            f"got {config.max_length}"
+        )
     # A dense layer keeps about 16 vectors of the width for the backward pass, and three of the inner width.
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     token = 4 * text.num_hidden_layers * (16 * text.hidden_size + 3 * inner)

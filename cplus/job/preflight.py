@@ -15,6 +15,7 @@ from cplus.job.settings import AdaptConfig, paper
 from cplus.methods import Method
 from cplus.models import Loaded
 from cplus.probes.own_answers import own_answers
+from cplus.scoring import fitting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,25 +109,34 @@ def bind_rows(config: AdaptConfig, tasks: Tasks, base: Loaded) -> Rows:
     """The rows bound to the model, with its own answers where the settings say so."""
     with models.computing(config.compute_dtype, base.device):
         rows = gather(config, tasks, base)
-        return answered(rows, base) if config.own_answers else rows
+        return answered(rows, base, config.max_length or base.window) if config.own_answers else rows
 
 
-def answered(rows: Rows, base: Loaded) -> Rows:
+def answered(rows: Rows, base: Loaded, limit: int) -> Rows:
     """The rows to keep with the base model's own answers, where they are free text."""
     anchors, past, notes = rows.anchors, rows.past, list(rows.notes)
     if anchors is not None and not anchors.closed:
-        anchors, sentence = with_own_answers(anchors, base)
+        anchors, sentence = with_own_answers(anchors, base, limit)
         notes.append(sentence)
     if past is not None and not past.closed:
-        past, sentence = with_own_answers(past, base)
+        past, sentence = with_own_answers(past, base, limit)
         notes.append(sentence)
     return replace(rows, anchors=anchors, past=past, notes=tuple(notes))
 
 
-def with_own_answers(group: Group, base: Loaded) -> tuple[Group, str]:
-    """The group with the base model's greedy answers, kept in the cache, and a note about it."""
+def with_own_answers(group: Group, base: Loaded, limit: int) -> tuple[Group, str]:
+    """The group with the base model's greedy answers, kept in the cache, and a note about it.
+
+    A row that its answer makes longer than `limit` tokens is left out too.
+    """
     say(f"the base model answers the {len(group.examples)} {group.name} rows; its answers are cached")
     examples = own_answers(base, group.interface, group.examples, name=group.name)
+    examples = tuple(fitting(group.interface, examples, limit, "exclude"))
+    if not examples:
+        raise ValueError(
+            f"none of the {len(group.examples)} {group.name} rows fits {limit} tokens with the model's own answer; "
+            "raise max_length, or supply other rows"
+        )
     lost = len(group.examples) - len(examples)
     note = f"The {group.name} rows hold the base model's own answers" + (
         f"; left out without a complete answer: {lost}" * bool(lost)

@@ -133,7 +133,8 @@ def _first_shared(some: Group, others: Group) -> str:
 
 def notes(config: AdaptConfig, rows: Rows) -> tuple[str, ...]:
     """Notes on the rows that a reader of the figures must know."""
-    lines = []
+    groups = (rows.new, rows.validation, rows.anchors, rows.past, *rows.external, *rows.kept)
+    lines = list(dict.fromkeys(group.note for group in groups if group is not None and group.note))
     if rows.anchors is not None and (both := overlap(rows.anchors, rows.new)):
         count = len(rows.anchors.examples)
         lines.append(f"{both} of {count} anchors are also new rows: training changes what they protect.")
@@ -177,11 +178,22 @@ def _is_text(task: Task) -> bool:
 
 
 def group_of(config: AdaptConfig, task: Task, base: Loaded, *, name: str, part: Part) -> Group:
-    bound = bind(config, task, base)
-    examples = fitting(bound, task.examples, base.window, config.too_long)
+    """A task's rows, bound to the model and cut or left out where they are too long."""
+    bound, limit = bind(config, task, base), config.max_length or base.window
+    examples = fitting(bound, task.examples, limit, config.too_long)
     if not examples:
-        raise ValueError(f"{task.name}: none of {len(task.examples)} rows fits the model's window of {base.window}")
-    return Group(name=name, part=part, interface=bound, examples=tuple(examples))
+        raise ValueError(f"{task.name}: none of {len(task.examples)} rows fits the limit of {limit} tokens")
+    note = _length_note(name, task.examples, examples, limit)
+    return Group(name=name, part=part, interface=bound, examples=tuple(examples), note=note)
+
+
+def _length_note(name: str, given: Sequence[Example], kept: Sequence[Example], limit: int) -> str:
+    """What was done to the rows longer than the limit, with their number."""
+    left, total = len(given) - len(kept), len(given)
+    if left:
+        return f"{left} of {total} {name} rows are longer than {limit} tokens and are left out."
+    cut = sum(new is not old for new, old in zip(kept, given, strict=True))
+    return f"{cut} of {total} {name} rows are longer than {limit} tokens: their prompts lost the beginning." * bool(cut)
 
 
 def _external(config: AdaptConfig, task: Task, base: Loaded) -> Group:
@@ -230,4 +242,4 @@ def _known(
 ) -> Group:
     by_id = {prediction.id: prediction for prediction in predictions}
     known = tuple(by_id[example.id] for example in examples)
-    return Group(name=name, part=part, interface=whole.interface, examples=tuple(examples), known=known)
+    return replace(whole, name=name, part=part, examples=tuple(examples), known=known)

@@ -84,8 +84,13 @@ class AdaptConfig(BaseModel):
     )
     chat_template: Path | None = Field(None, description="File with a chat template to use instead of the model's.")
     max_new_tokens: Positive = Field(256, description="Free text: maximum number of tokens per answer.")
-    too_long: Literal["refuse", "exclude"] = Field(
-        "refuse", description="What to do with rows longer than the model's context window."
+    max_length: Positive | None = Field(
+        None, description="Maximum number of tokens per row; default: the model's context window."
+    )
+    too_long: Literal["refuse", "exclude", "truncate"] = Field(
+        "refuse",
+        description="What to do with rows longer than that. truncate: cut the beginning of the prompt, never the "
+        "answer.",
     )
     data_dir: Path | None = Field(None, description="Folder of the named tasks; default: CPLUS_DATA, then the hub.")
 
@@ -228,7 +233,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "What is learned and kept": (
         "new", "anchors", "past", "validation", "kept", "split", "num_anchors", "num_new", "external", "external_limit",
         "interface", "plain", "chat_template", "turns", "thinking", "columns", "own_answers", "judge", "max_new_tokens",
-        "too_long", "data_dir",
+        "max_length", "too_long", "data_dir",
     ),
     "How it is kept": (
         "preset", "method", "anchor_weight", "beta", "bank", "num_probes", "shots", "temperature", "topics",
