@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from toyjob import asked, write_rows
+from toyjob import asked, same, stop_at, write_rows, written
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -18,7 +18,6 @@ from cplus.experiment.driver import Training
 from cplus.interfaces import Rejected
 from cplus.interfaces.template import read_template
 from cplus.job.best import badness
-from cplus.job.checkpoint import Checkpoints
 from cplus.job.folder import Folder
 from cplus.job.plan import plan
 from cplus.job.prepare import Job, prepare
@@ -40,29 +39,6 @@ pytestmark = pytest.mark.usefixtures("one_thread", "cache")
 
 if not app.registered_commands:
     register()
-
-
-def written(out: Path) -> dict[str, torch.Tensor]:
-    return AutoModelForCausalLM.from_pretrained(out / "model").state_dict()
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def stop_at(step: int | None, config: cplus.AdaptConfig) -> None:
-    """Run the job until it fails just after the checkpoint of this update; None: when the whole training is done."""
-    real = Checkpoints.save
-
-    def save(self: Checkpoints, training: Training) -> None:
-        real(self, training)
-        if training.log.done if step is None else training.log.cursor.step == step:
-            raise OSError("the power went out")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpoints, "save", save)
-        with pytest.raises(OSError, match="power"):
-            cplus.adapt(config)
 
 
 def prepared(config: cplus.AdaptConfig) -> Job:

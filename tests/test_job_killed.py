@@ -12,7 +12,7 @@ import killed_adapt
 import pytest
 import torch
 from killed_job import MOMENTS
-from transformers import AutoModelForCausalLM
+from toyjob import same, written
 from typer.testing import CliRunner
 
 from cplus.cli import app, register
@@ -50,9 +50,7 @@ def test_finish_after_a_kill_writes_the_checkpoints_weights(stopped: Path, momen
     kept = torch.load(out / "work" / "checkpoint.pt", weights_only=True)["state"]["weights"]
     run = CliRunner().invoke(app, ["adapt", "--finish", str(out), "--json"])
     assert run.exit_code == 0, run.output
-    written = AutoModelForCausalLM.from_pretrained(out / "model").state_dict()
-    assert written.keys() == kept.keys()
-    assert all(torch.equal(written[name], kept[name]) for name in kept)
+    assert same(written(out), kept)
     record, receipt = json.loads((out / "record.json").read_text()), read_receipt(out)
     assert record["steps"] == step
     # A training that was whole when the process died is not called unfinished.

@@ -41,6 +41,7 @@ def _beginning(names: Iterable[str], incomplete: str) -> list[str]:
 
 def check(values: Mapping[str, Any]) -> None:
     """Refuse a misspelt model, method or task and a broken template; importing torch first would take seconds."""
+    from cplus.data.readers import weighted
     from cplus.interfaces.template import read_template
     from cplus.models.names import check as check_model
     from cplus.selection import method
@@ -52,7 +53,7 @@ def check(values: Mapping[str, Any]) -> None:
     for setting in _TASKS:
         found = values.get(setting) or ()
         for name in (found,) if isinstance(found, str) else found:
-            _check_task(str(name))
+            _check_task(weighted(str(name))[0] if setting == "new" else str(name))
     if (place := values.get("chat_template")) is not None:
         read_template(Path(place))
 

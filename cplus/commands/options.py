@@ -84,4 +84,6 @@ def _plain(annotation: Any) -> Any:
     if origin is Annotated:
         return _plain(inner[0])
     found = [_plain(kind) for kind in inner if kind is not type(None)]
+    if list[str] in found:
+        return list[str]
     return found[0] if found else str

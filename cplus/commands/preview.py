@@ -50,7 +50,7 @@ def preview(model: Model, json: Json = False, **options: Any) -> None:
         found = look(
             base.model,
             build_optimizer(config.settings(), base.model),
-            new=rows.new.encoded(),
+            new=rows.trained.encoded(),
             anchors=rows.anchors.encoded(),
             probes=probes,
             anchor_weight=next(weight for weight, kind in method.evidence if kind == "anchors"),

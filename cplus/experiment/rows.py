@@ -48,6 +48,17 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Source:
+    """A file of new rows: its weight, its rows, those trained on, and how many an epoch uses with copies."""
+
+    name: str
+    weight: float
+    rows: int
+    trained: int
+    per_epoch: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rows:
     """All rows of a job, read before the first update."""
 
@@ -60,6 +71,15 @@ class Rows:
     kept: tuple[Group, ...] = ()
     """The anchors of earlier jobs, each a past task of its own."""
     notes: tuple[str, ...] = ()
+    copies: tuple[Example, ...] = ()
+    """New rows that an epoch uses again, where their file has a weight above 1."""
+    sources: tuple[Source, ...] = ()
+    """The files of the new rows."""
+
+    @property
+    def trained(self) -> Group:
+        """The new rows with their copies: what one epoch trains on."""
+        return replace(self.new, examples=(*self.new.examples, *self.copies)) if self.copies else self.new
 
     def evaluated(self, max_free_text: int, seed: int) -> tuple[Group, ...]:
         """The groups evaluated before and after: new rows, past rows or else the anchors, and the external tasks."""

@@ -80,7 +80,7 @@ class Finished:
         """The updates done and planned, where training was ended before its last epoch and not by learning all."""
         if self.log.done:
             return None
-        planned = self.config.epochs * updates_per_epoch(len(self.rows.new.examples), self.config.batch_size)
+        planned = self.config.epochs * updates_per_epoch(len(self.rows.trained.examples), self.config.batch_size)
         return {"updates": self.log.cursor.step, "planned": planned}
 
     @property
@@ -116,6 +116,7 @@ def write_outputs(folder: Folder, done: Finished) -> dict[str, Any]:
         "figures": shown["figures"],
         "rows": row_hashes(done.groups),
         "counts": counts(done),
+        "sources": [dataclasses.asdict(source) for source in done.rows.sources],
         "tokens_by_role": tokens_by_role(done.rows.new.interface, done.rows.new.examples),
         "cost": done.cost,
         "planned": dict(done.planned),

@@ -8,7 +8,7 @@ from typing import Any
 
 from cplus.experiment.bank_cache import bank_folder
 from cplus.experiment.driver import adapted
-from cplus.experiment.rows import Group
+from cplus.experiment.rows import Group, Source
 from cplus.experiment.schedule import updates_per_epoch
 from cplus.job import timing
 from cplus.job.memory import Footprint, ModelSize, giga
@@ -31,6 +31,7 @@ class Plan:
     tokens_high: Tokens
     updates: int
     new: int
+    sources: tuple[Source, ...]
     anchors: int
     probes: int
     seconds: dict[str, Range]
@@ -64,6 +65,7 @@ class Plan:
             "tokens_per_epoch_high": {**asdict(self.tokens_high), "percent_above_sft": self.tokens_high.percent},
             "updates_per_epoch": self.updates,
             "counts": {"new": self.new, "anchors": self.anchors, "probes": self.probes},
+            "sources": [asdict(source) for source in self.sources],
             "seconds": {part: asdict(spent) for part, spent in self.seconds.items()},
             "total_seconds": asdict(self.total),
             "warnings": list(self.warnings),
@@ -113,7 +115,7 @@ def plan(config: AdaptConfig) -> Plan:
     tokens, high = (tokens_per_epoch(config, method, own) for own in (material, longer))
     seconds = {"evaluating": timing.evaluation_seconds(config, base, rows)}
     if probes:
-        seconds |= _writing(config, base, rows.anchors, len(material.new))
+        seconds |= _writing(config, base, rows.anchors, len(rows.new.examples))
     base = replace(base, model=adapted(config.settings(), method, base.model))
     pace = timing.pace(config, method, base, material)
     once = Range(0.0, 0.0)
@@ -127,7 +129,8 @@ def plan(config: AdaptConfig) -> Plan:
         tokens=tokens,
         tokens_high=high,
         updates=updates_per_epoch(len(material.new), config.batch_size),
-        new=len(material.new),
+        new=len(rows.new.examples),
+        sources=rows.sources,
         anchors=len(material.past[0].anchors),
         probes=probes,
         seconds=seconds,

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.fields import FieldInfo
 
 from cplus.adapters import Lora
-from cplus.data.readers import parse_columns
+from cplus.data.readers import parse_columns, weighted
 from cplus.evaluation.judges import NAMES
 from cplus.evaluation.requirements import Requirement, parse
 from cplus.experiment.settings import Settings
@@ -29,6 +29,18 @@ def _checked(text: object) -> object:
 
 def _columns(value: object) -> object:
     return parse_columns(value) if isinstance(value, str) else value
+
+
+def _new(value: object) -> object:
+    """One file as its name, several as a tuple; a weight is checked here."""
+    given = [value] if isinstance(value, str) else value
+    if given is None:
+        return None
+    if not isinstance(given, list | tuple) or not given or not all(isinstance(text, str) for text in given):
+        raise ValueError(f"expected a file or a list of files, each with a weight if wanted, got {value!r:.60}")
+    for text in given:
+        weighted(text)
+    return given[0] if len(given) == 1 else tuple(given)
 
 
 def _lora(value: object) -> object:
@@ -49,7 +61,11 @@ class AdaptConfig(BaseModel):
     model: str = Field(description="Model to adapt: alias, hub id, folder or GGUF file.")
     out: Path = Field(Path("out"), description="Output folder.")
 
-    new: str | None = Field(None, description="New rows to learn: a file, a named task or owner/name on the hub.")
+    new: Annotated[str | tuple[str, ...] | None, BeforeValidator(_new)] = Field(
+        None,
+        description="New rows to learn: a file, a named task or owner/name on the hub. Repeatable, with weights: "
+        "b.jsonl=0.5 uses half of its rows, b.jsonl=2 each row twice per epoch.",
+    )
     anchors: str | None = Field(None, description="Rows the model must keep, used as evidence: a file or a named task.")
     past: str | None = Field(None, description="Held-out past rows to measure Retention on; default: the anchors.")
     validation: str | None = Field(
@@ -222,6 +238,11 @@ class AdaptConfig(BaseModel):
             compute_dtype=self.compute_dtype,
             gradient_checkpointing=self.gradient_checkpointing,
         )
+
+    @property
+    def new_files(self) -> tuple[str, ...]:
+        """The files of new rows, each with its weight if it has one."""
+        return () if self.new is None else (self.new,) if isinstance(self.new, str) else self.new
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:

@@ -102,4 +102,4 @@ def assumed_material(
         written = earlier_bank(Path(located(str(place), home)), group).examples if method.needs_bank else ()
         encoded = [group.interface.encode(example) for example in written]
         past.append(past_rows(group.name, anchors=group.encoded(), probes=encoded, synthetic=encoded[:count]))
-    return Material(new=rows.new.encoded(), past=tuple(past)), len(probes)
+    return Material(new=rows.trained.encoded(), past=tuple(past)), len(probes)
