@@ -20,7 +20,7 @@ OTHER_NAMES = {
     "lora_alpha": "lora", "use_peft": "lora", "random_seed": "seed", "eval_steps": "evaluate_every",
     "eval_strategy": "evaluate_every", "evaluation_strategy": "evaluate_every", "save_steps": "checkpoint_steps",
     "max_seq_length": "max_length", "max_seq_len": "max_length", "sequence_len": "max_length",
-    "cutoff_len": "max_length", "truncation": "too_long",
+    "load_in_4bit": "load", "quantization_bit": "load", "cutoff_len": "max_length", "truncation": "too_long",
 }  # fmt: skip
 """The names of our settings in other trainers."""
 

@@ -192,6 +192,11 @@ def _notes(done: Finished) -> list[str]:
         notes.append(f"The weights are those of epoch {done.best_epoch}, the best on past and new rows.")
     if done.config.stop == "learned" and len(done.log.curve) < done.config.epochs:
         notes.append(f"Training ended after epoch {len(done.log.curve)}: every new row was learned.")
+    if done.config.load == "4bit":
+        notes.append(
+            "The base model was loaded in 4 bits (NF4): the figures before and after are of that model, not of the one "
+            "in full precision."
+        )
     if done.trainable < done.parameters:
         share = 100 * done.trainable / done.parameters
         notes.append(f"Only adapters were trained: {done.trainable:,} weights, {share:.2f} % of the model.")

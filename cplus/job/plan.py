@@ -77,9 +77,10 @@ class Plan:
         need, tokens, high, size = self.need, self.tokens, self.tokens_high, self.size
         kept, step = need.kept_bytes_per_parameter, need.step_bytes_per_parameter
         times = ", ".join(f"{part} {_range(spent)}" for part, spent in self.seconds.items())
+        base = "in float32" if self.config.load == "float32" else f"{size.packed:,} held in 4 bits"
         percent = f"{tokens.percent:+.0f}" + (f" to {high.percent:+.0f}" if high.percent > tokens.percent else "")
         return [
-            f"model      {self.config.model}: {size.parameters:,} parameters, {size.trainable:,} trained, in float32",
+            f"model      {self.config.model}: {size.parameters:,} parameters, {size.trainable:,} trained, {base}",
             f"rows       {self.new} new, {self.anchors} anchors, {self.probes} probes",
             f"training   {self.config.epochs} epochs at most, {self.updates} updates each",
             f"gate       {kept:.2f} bytes per trained parameter held, {step:.2f} more during an update",

@@ -13,7 +13,7 @@ from cplus.job.progress import say
 from cplus.job.rows import Tasks, gather, located, read
 from cplus.job.settings import AdaptConfig, paper
 from cplus.methods import Method
-from cplus.models import Loaded
+from cplus.models import Loaded, four_bit
 from cplus.probes.own_answers import own_answers
 from cplus.scoring import fitting
 
@@ -33,6 +33,8 @@ def preflight(config: AdaptConfig, home: Path) -> Preflight:
     """Read and check everything that needs no model; a job that cannot work is refused here."""
     method = row_of(config)
     _template(config, home)
+    if config.load == four_bit.NAME:
+        four_bit.check(models.choose_device(config.device))
     tasks = read(config, method, home)
     name = located(config.model, home)
     if name.endswith(".gguf") and Path(name).is_file():
@@ -79,7 +81,7 @@ def _check_bytes(found: Footprint, size: ModelSize, config: AdaptConfig) -> list
         warnings.append(
             f"memory may not suffice: about {giga(found.peak)} GB at the peak, {giga(found.available)} GB are free"
         )
-    if size.stored_dtype != "float32":
+    if size.stored_dtype != "float32" and config.load == "float32":
         warnings.append(
             f"the weights are stored in {size.stored_dtype}; they are trained in float32, because {size.stored_dtype} "
             "would round small updates away"
@@ -88,9 +90,10 @@ def _check_bytes(found: Footprint, size: ModelSize, config: AdaptConfig) -> list
 
 
 def load(config: AdaptConfig, home: Path) -> Loaded:
-    """The base model in float32, with the chat template of the settings."""
+    """The base model in the precision and with the chat template of the settings."""
     loaded = models.load(
         located(config.model, home),
+        dtype=config.load,
         device=config.device,
         trust_remote_code=config.trust_remote_code,
         revision=config.revision,

@@ -148,6 +148,9 @@ class AdaptConfig(BaseModel):
     warmup_steps: int = Field(0, ge=0, description="Number of updates over which the learning rate rises from 0.")
     weight_decay: float = Field(0.0, ge=0, description="Weight decay; part of the proposed update, so it is gated too.")
     clip_norm: float = Field(1.0, ge=0, description="Maximum norm of the gradient; 0 disables clipping.")
+    load: Literal["float32", "4bit"] = Field(
+        "float32", description="Precision of the base model in memory; 4bit trains adapters alone (lora)."
+    )
     lora: Annotated[Lora | None, BeforeValidator(_lora)] = Field(
         None, description="Train LoRA adapters: r=16, or r=16,alpha=32,dropout=0.05,merge=false."
     )
@@ -212,6 +215,11 @@ class AdaptConfig(BaseModel):
             raise ValueError("expected either new (rows to learn) or split (a task to split), and not both")
         if self.split is not None and (self.anchors is not None or self.past is not None):
             raise ValueError("split draws anchors and past rows itself; leave out anchors and past, or provide new")
+        if self.load == "4bit":
+            if self.lora is None:
+                raise ValueError("load 4bit trains adapters alone, as 4 bits hold no small update; add lora, as r=16")
+            if not self.lora.merge and self.save_dtype != "float32":
+                raise ValueError(f"adapters written apart stay float32; leave out save_dtype, got {self.save_dtype}")
         return self
 
     def settings(self, num_new: int = 0) -> Settings:
@@ -261,7 +269,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "How it is learned": (
         "epochs", "stop", "batch_size", "order", "optimizer", "lr", "lr_schedule", "warmup_steps", "weight_decay",
-        "clip_norm", "lora", "compute_dtype", "gradient_checkpointing", "seed",
+        "clip_norm", "load", "lora", "compute_dtype", "gradient_checkpointing", "seed",
     ),
     "What is watched and written": (
         "out", "max_asked", "evaluate_every", "evaluate_rows", "require", "keep_best", "save_dtype", "compare",
