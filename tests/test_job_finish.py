@@ -19,11 +19,13 @@ from cplus.interfaces import Rejected
 from cplus.interfaces.template import read_template
 from cplus.job.best import badness
 from cplus.job.folder import Folder
+from cplus.job.outputs import write_model
 from cplus.job.plan import plan
 from cplus.job.prepare import Job, prepare
 from cplus.job.resume import finish, resume
 from cplus.job.run import FinishedJob
 from cplus.loop import EpochEnded
+from cplus.models import load
 from cplus.probes import own_answers
 from cplus.probes.label import Label
 from cplus.receipts.verdict import headline
@@ -200,6 +202,14 @@ def test_free_text_without_a_judge_is_judged_by_losses(talked: FinishedJob) -> N
 def test_weights_are_written_in_the_precision_of_the_settings(talked: FinishedJob) -> None:
     found = AutoModelForCausalLM.from_pretrained(talked.folder / "model", dtype="auto")
     assert {value.dtype for value in found.state_dict().values()} == {torch.bfloat16}
+
+
+def test_a_smaller_precision_is_written_and_the_model_in_memory_keeps_its_own(tmp_path: Path) -> None:
+    base = load("toy", device="cpu")
+    write_model(Folder(tmp_path), base.model, base.tokenizer, "float16")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").state_dict()
+    assert all(torch.equal(value, base.model.state_dict()[name].half()) for name, value in found.items())
+    assert base.model.dtype == torch.float32
 
 
 @pytest.mark.parametrize("turns", ["all", "last"])
