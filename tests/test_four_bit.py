@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ import pytest
 import torch
 from toyjob import asked, same, stop_at, written
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 import cplus
 from cplus.adapters import lora, merged
+from cplus.cli import app, register
 from cplus.job.plan import plan
 from cplus.job.preflight import preflight
 from cplus.job.resume import finish, resume
@@ -21,6 +25,10 @@ from cplus.models import fingerprint, four_bit, load
 
 packed = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes: cplus[bnb]")
 pytestmark = pytest.mark.usefixtures("one_thread", "cache")
+
+
+if not app.registered_commands:
+    register()
 
 
 def four(here: Path, **changes: Any) -> cplus.AdaptConfig:
@@ -101,6 +109,17 @@ def test_a_job_trains_on_a_4_bit_base(here: Path, merge: bool) -> None:
         model = AutoModelForCausalLM.from_pretrained(out / "model")
         assert fingerprint(model) == done.record["model"]["after"]
         assert "quantization_config" not in json.loads((out / "model" / "config.json").read_text())
+
+
+@packed
+def test_the_documented_command_runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "adapt.md").read_text(encoding="utf-8")
+    section = page.split("## A base model in 4 bits")[1].split("\n## ")[0]
+    (command,) = re.findall(r"```bash\n(.*?)\n```", section, re.DOTALL)
+    monkeypatch.chdir(here)
+    run = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert run.exit_code == 0, run.output
+    assert json.loads((here / "packed" / "record.json").read_text())["settings"]["load"] == "4bit"
 
 
 @packed
