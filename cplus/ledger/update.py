@@ -75,13 +75,8 @@ def update(root: Path, given: Mapping[str, Any], *, force: bool = False) -> Upda
 
 def _one_file(new: object) -> str:
     """The stage's file: its rows are copied into the ledger, where they have no weights."""
-    names = (
-        [str(new)]
-        if isinstance(new, str | Path)
-        else [str(name) for name in new]
-        if isinstance(new, list | tuple)
-        else []
-    )
+    given = new if isinstance(new, list | tuple) else [new]
+    names = [str(name) for name in given if isinstance(name, str | Path)]
     if len(names) != 1 or weighted(names[0])[0] != names[0]:
         raise ValueError(f"expected one file of new rows without a weight for a stage, got {new}; join the files")
     return names[0]
