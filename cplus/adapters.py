@@ -96,7 +96,22 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 def merged(model: nn.Module) -> nn.Module:
     """The plain model with its adapters merged into the weights; a model without adapters is returned unchanged."""
     unload = getattr(model, "merge_and_unload", None)
-    return model if unload is None else _adapted(unload())
+    if unload is None:
+        return model
+    return _expanded(model) if any(hasattr(p, "quant_state") for p in model.parameters()) else _adapted(unload())
+
+
+def _expanded(model: Any) -> nn.Module:
+    """Adapters merged into the float32 values of packed weights: merged as 4 bits, they would be rounded away."""
+    import torch
+
+    layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")}
+    changes = {name: layer.get_delta_weight("default") for name, layer in layers.items()}
+    plain = model.unload().dequantize()
+    with torch.no_grad():
+        for name, change in changes.items():
+            plain.get_submodule(name.removeprefix("base_model.model.")).weight.add_(change)
+    return _adapted(plain)
 
 
 def merged_from(folder: Path, model: nn.Module) -> nn.Module:

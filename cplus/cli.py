@@ -24,7 +24,7 @@ class Command(TyperCommand):
     """A command that knows the option names of other trainers and names its own instead."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        from cplus.job.settings import OTHER_NAMES
+        from cplus.job.faults import OTHER_NAMES
 
         known = {option for parameter in self.params for option in parameter.opts}
         for option in (arg.partition("=")[0] for arg in args if arg.startswith("--") and arg != "--"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from toyjob import write_files
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -164,6 +165,31 @@ def tiny(request: pytest.FixtureRequest, make_tiny: Callable[[str], Tiny]) -> Ti
 def tiny_llama(make_tiny: Callable[[str], Tiny]) -> Tiny:
     """One tiny model, where the architecture does not matter."""
     return make_tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """One thread for the module: tiny tensors gain nothing from two, and the bits do not depend on the machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An empty cache of banks and answers for the module."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("CPLUS_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A folder with the rows of a small job."""
+    write_files(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,8 @@ from cplus import __version__
 from cplus.cli import app, register
 from cplus.commands import names
 from cplus.commands.options import SETTINGS
-from cplus.job.settings import OTHER_NAMES, AdaptConfig, settings
+from cplus.job.faults import OTHER_NAMES
+from cplus.job.settings import AdaptConfig, settings
 from cplus.methods import METHODS
 
 SURFACE = Path(__file__).parent / "data" / "cli.txt"
@@ -58,6 +59,9 @@ def test_version() -> None:
         ("adapt toy --split harbours --method cpluss", "unknown method 'cpluss'; did you mean cplus"),
         ("adapt toy --split harbours --interface leter", "'leter' is not one of 'letter', 'cloze', 'freeform'"),
         ("adapt toy --split harbours --preset paper --method cpluss", "unknown method 'cpluss'"),
+        ("adapt toy --split harbours --chat-template no.jinja", "no.jinja: expected a file with a chat template"),
+        ("adapt toy --split harbours --chat-template bad.jinja", "bad.jinja:2: expected a chat template in Jinja"),
+        ("adapt toy --split harbours --chat-template run.yaml", "run.yaml: expected a chat template, but it never"),
         ("adapt --config run.yaml", "unknown method 'slt'; did you mean sft"),
         ("update ledger --model toyy --new harbours", "unknown model 'toyy'"),
         ("evaluate toy --task harbors", "unknown task 'harbors'; did you mean harbours?"),
@@ -79,6 +83,7 @@ def test_version() -> None:
 )
 def test_a_misspelt_name_is_refused_before_torch_is_imported(command: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("model: toy\nsplit: harbours\nmethod: slt\n")
+    (tmp_path / "bad.jinja").write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
     code = (
         "import atexit, sys; from cplus.cli import main;"
         "atexit.register(lambda: print('heavy:', sorted({'torch', 'transformers'} & set(sys.modules)))); main()"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from cplus.cli import app, register
@@ -44,9 +45,9 @@ def test_every_setting_has_a_place_and_an_option() -> None:
     [
         ({"epoch": 3}, "'epoch' is not a setting; did you mean epochs?"),
         ({"zzz": 3}, "'zzz' is not a setting; 'cplus config --schema' lists"),
-        ({"lr": -1}, "lr: Input should be greater than 0, got -1"),
-        ({"lr": float("nan")}, "lr: Input should be"),
-        ({"order": "random"}, "order: Input should be 'shuffled' or 'file', got 'random'"),
+        ({"lr": -1}, "lr must be greater than 0, got -1"),
+        ({"lr": float("nan")}, "lr must be"),
+        ({"order": "random"}, "order must be 'shuffled' or 'file', got 'random'"),
         ({"lora": "16"}, "lora: expected r=16 or r=16,alpha=32"),
         ({"lora": "r=16,rank=3"}, "'lora.rank' is not a setting"),
         ({"require": ["forgetting<=0.1"]}, "expected retention>=SHARE or acquisition>=SHARE"),
@@ -60,6 +61,10 @@ def test_what_is_wrong_is_said_in_a_sentence(changes: dict[str, object], sentenc
     with pytest.raises(ValueError, match=r"^run\.yaml: ") as error:
         config.settings({**LEAST, **changes}, where="run.yaml")
     assert sentence in str(error.value)
+    with pytest.raises(ValueError, match=r"^(?!run)") as built:
+        config.AdaptConfig(**{**LEAST, **changes})
+    assert f"run.yaml: {built.value}" == str(error.value)
+    assert not isinstance(built.value, ValidationError)
 
 
 def test_a_preset_stands_below_what_is_given() -> None:

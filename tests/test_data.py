@@ -453,7 +453,7 @@ def test_split_command(tiny_llama, tmp_path):
     app.command()(command)
     arguments = [str(tmp_path / "m"), "--task", str(rows), "--out", str(tmp_path / "split.json"), "--device", "cpu"]
     refused = CliRunner().invoke(app, arguments)
-    assert "1 of 13 rows are longer than the model's window of 512" in str(refused.exception)
+    assert "1 of 13 rows are longer than the limit of 512" in str(refused.exception)
     assert not (tmp_path / "split.json").exists()
     done = CliRunner().invoke(app, [*arguments, "--too-long", "exclude", "--json"])
     report = json.loads(done.stdout)
@@ -488,7 +488,5 @@ def test_rows_longer_than_the_window_are_counted():
     rows = [Encoded((1,) * 5, (2,)), Encoded((1,) * 9, (2,)), Encoded((1,) * 4, (2, 2))]
     assert fit(rows, window=9).excluded == ()
     assert fit(rows, window=5, policy="exclude").kept == (0, 2)
-    with pytest.raises(
-        ValueError, match=r"1 of 3 rows .* window of 5 tokens \(the longest has 9; the first is row 2\)"
-    ):
+    with pytest.raises(ValueError, match=r"1 of 3 rows .* limit of 5 tokens \(the longest has 9; the first is row 2\)"):
         fit(rows, window=5)

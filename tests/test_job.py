@@ -9,14 +9,13 @@ import random
 import signal
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from toyjob import asked, write_files, write_rows
+from toyjob import asked, same, write_files, write_rows, written
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -45,30 +44,10 @@ from cplus.receipts.receipt import read_receipt
 from cplus.receipts.verdict import headline
 from cplus.toy import world
 
+pytestmark = pytest.mark.usefixtures("one_thread", "cache")
+
 if not app.registered_commands:
     register()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
-        patch.setenv("CPLUS_CACHE", str(folder))
-        yield folder
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Path:
-    write_files(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +55,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedJob:
     folder = tmp_path_factory.mktemp("finished")
     write_files(folder)
     return cplus.adapt(asked(folder, require=["retention>=0.2"], external=["plants"], external_limit=8))
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    return AutoModelForCausalLM.from_pretrained(out / "model").state_dict()
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_a_finished_folder_is_whole_and_its_figures_are_the_receipts(finished: FinishedJob) -> None:
@@ -163,7 +134,7 @@ def test_python_yaml_and_the_command_line_are_one_job(here: Path) -> None:
     path.write_text(json.dumps(config.model_copy(update={"out": here / "wrong"}).model_dump(mode="json")))
     run = CliRunner().invoke(app, ["adapt", "--config", str(path), "--out", str(here / "second"), "--json"])
     assert run.exit_code == 0, run.output
-    assert same(weights(first.folder), weights(here / "second"))
+    assert same(written(first.folder), written(here / "second"))
     assert not (here / "wrong").exists()
 
 
@@ -185,7 +156,7 @@ def test_the_bank_is_reused_and_a_given_one_must_be_sealed_for_the_same_anchors(
     count = len(list((cache / "banks").glob("bank-*")))
     given = cplus.adapt(asked(here, epochs=1, evaluate_every=0, bank=first.folder / "bank", out=here / "two"))
     assert len(list((cache / "banks").glob("bank-*"))) == count
-    assert same(weights(first.folder), weights(given.folder))
+    assert same(written(first.folder), written(given.folder))
     write_rows(here / "keep.jsonl", list(world.taught("plants")[:4]))
     with pytest.raises(ValueError, match="was sealed for 4 anchors"):
         cplus.adapt(asked(here, bank=first.folder / "bank", out=here / "three"))
@@ -270,7 +241,7 @@ def test_methods_that_use_the_bank_in_other_ways(here: Path, method: str) -> Non
 def test_bfloat16_computes_otherwise_and_keeps_float32_masters(here: Path) -> None:
     plain = cplus.adapt(asked(here, method="cpl", epochs=2, evaluate_every=0, out=here / "a"))
     low = cplus.adapt(asked(here, method="cpl", epochs=2, evaluate_every=0, out=here / "b", compute_dtype="bfloat16"))
-    a, b = weights(plain.folder), weights(low.folder)
+    a, b = written(plain.folder), written(low.folder)
     assert not same(a, b)
     assert all(value.dtype == torch.float32 for value in b.values())
     moved = {name: (a[name] - value).abs().max() for name, value in load("toy").model.state_dict().items()}
@@ -290,7 +261,7 @@ def test_gradient_checkpointing_computes_more_and_changes_nothing(here: Path, mo
     )
     again = cplus.adapt(asked(here, epochs=1, out=here / "again", gradient_checkpointing=True))
     assert recomputed
-    assert same(weights(plain.folder), weights(again.folder))
+    assert same(written(plain.folder), written(again.folder))
 
 
 def test_anchors_among_the_new_rows_are_counted_and_said(here: Path) -> None:
@@ -400,7 +371,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(
     assert not (here / "out" / "record.json").exists()
     monkeypatch.undo()
     whole = cplus.adapt(asked(here, method="cpl", out=here / "whole"))
-    assert same(weights(resume(here / "out").folder), weights(whole.folder))
+    assert same(written(resume(here / "out").folder), written(whole.folder))
 
 
 # Stopping and resuming
@@ -435,7 +406,7 @@ def test_a_signal_saves_and_a_resumed_job_is_bitwise_the_whole_one(
     with pytest.raises(ValueError, match="holds an unfinished job: --resume"):
         cplus.adapt(asked(here))
     done = resume(here / "out")
-    assert same(weights(whole.folder), weights(done.folder))
+    assert same(written(whole.folder), written(done.folder))
     assert done.record["figures"] == whole.record["figures"]
     assert done.record["curve"] == whole.record["curve"]
     cost = {name: value for name, value in done.record["cost"].items() if name != "seconds"}
@@ -471,7 +442,7 @@ def test_every_kind_of_method_goes_on_bitwise(
     with pytest.raises(OSError, match="power"):
         cplus.adapt(config)
     monkeypatch.undo()
-    assert same(weights(whole.folder), weights(resume(here / "out").folder))
+    assert same(written(whole.folder), written(resume(here / "out").folder))
 
 
 def test_resume_refuses_changed_rows_other_settings_and_a_damaged_checkpoint(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from toyjob import asked, write_files, write_rows
+from toyjob import asked, same, stop_at, write_rows, written
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -17,17 +16,18 @@ import cplus
 from cplus.cli import app, register
 from cplus.experiment.driver import Training
 from cplus.interfaces import Rejected
+from cplus.interfaces.template import read_template
 from cplus.job.best import badness
-from cplus.job.checkpoint import Checkpoints
 from cplus.job.folder import Folder
+from cplus.job.outputs import write_model
 from cplus.job.plan import plan
 from cplus.job.prepare import Job, prepare
 from cplus.job.resume import finish, resume
 from cplus.job.run import FinishedJob
 from cplus.loop import EpochEnded
+from cplus.models import load
 from cplus.probes import own_answers
 from cplus.probes.label import Label
-from cplus.receipts.receipt import read_receipt
 from cplus.receipts.verdict import headline
 from cplus.toy import world
 
@@ -37,53 +37,10 @@ TEMPLATE = (
 )
 CONSTANT = {"lr_schedule": "constant", "evaluate_every": 0}
 
+pytestmark = pytest.mark.usefixtures("one_thread", "cache")
+
 if not app.registered_commands:
     register()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
-        patch.setenv("CPLUS_CACHE", str(folder))
-        yield folder
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Path:
-    write_files(tmp_path)
-    return tmp_path
-
-
-def written(out: Path) -> dict[str, torch.Tensor]:
-    return AutoModelForCausalLM.from_pretrained(out / "model").state_dict()
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def stop_at(step: int | None, config: cplus.AdaptConfig) -> None:
-    """Run the job until it fails just after the checkpoint of this update; None: when the whole training is done."""
-    real = Checkpoints.save
-
-    def save(self: Checkpoints, training: Training) -> None:
-        real(self, training)
-        if training.log.done if step is None else training.log.cursor.step == step:
-            raise OSError("the power went out")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpoints, "save", save)
-        with pytest.raises(OSError, match="power"):
-            cplus.adapt(config)
 
 
 def prepared(config: cplus.AdaptConfig) -> Job:
@@ -96,31 +53,6 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 # Ending early
-
-
-@pytest.mark.parametrize(("method", "step"), [("cpl", 1), ("cplus", 3), ("sft", 8)])
-def test_finish_writes_the_checkpoints_weights_and_says_unfinished(here: Path, method: str, step: int) -> None:
-    stop_at(step, asked(here, method=method, checkpoint_steps=1, evaluate_every=0))
-    out = here / "out"
-    kept = torch.load(out / "work" / "checkpoint.pt", weights_only=True)["state"]["weights"]
-    run = CliRunner().invoke(app, ["adapt", "--finish", str(out), "--json"])
-    assert run.exit_code == 0, run.output
-    assert same(kept, written(out))
-    record, receipt = json.loads((out / "record.json").read_text()), read_receipt(out)
-    assert record["unfinished"] == json.loads(run.stdout)["unfinished"] == {"updates": step, "planned": 9}
-    sentence = f"UNFINISHED: training was ended after update {step} of 9."
-    assert sentence in record["notes"]
-    assert sentence in receipt.notes
-    assert receipt.title == f"toy adapted by {method} (unfinished)"
-    assert sentence in (out / "README.md").read_text()
-    assert not (out / "work").exists()
-
-
-def test_finish_after_the_last_update_is_not_unfinished(here: Path) -> None:
-    stop_at(None, asked(here, method="sft", epochs=1, evaluate_every=0))
-    done = finish(here / "out")
-    assert done.record["unfinished"] is None
-    assert not any(note.startswith("UNFINISHED") for note in done.record["notes"])
 
 
 def test_finish_without_a_checkpoint_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +204,14 @@ def test_weights_are_written_in_the_precision_of_the_settings(talked: FinishedJo
     assert {value.dtype for value in found.state_dict().values()} == {torch.bfloat16}
 
 
+def test_a_smaller_precision_is_written_and_the_model_in_memory_keeps_its_own(tmp_path: Path) -> None:
+    base = load("toy", device="cpu")
+    write_model(Folder(tmp_path), base.model, base.tokenizer, "float16")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").state_dict()
+    assert all(torch.equal(value, base.model.state_dict()[name].half()) for name, value in found.items())
+    assert base.model.dtype == torch.float32
+
+
 @pytest.mark.parametrize("turns", ["all", "last"])
 def test_the_assistants_turns_train(chat: Path, turns: str) -> None:
     job = prepared(free(chat, turns=turns, out=chat / turns))
@@ -293,11 +233,30 @@ def test_columns_of_other_names_are_read(chat: Path) -> None:
         prepared(free(chat, method="sft", anchors=None, **given, columns="prompt=wording,response=reply"))
 
 
-def test_a_chat_template_that_is_not_there_is_refused(chat: Path) -> None:
-    missing = free(chat).model_copy(update={"chat_template": chat / "none.jinja", "out": chat / "refused"})
-    with pytest.raises(ValueError, match=r"none\.jinja: expected a file with a chat template, but there is none"):
-        cplus.adapt(missing)
+def test_a_chat_template_that_is_missing_or_broken_is_refused_before_the_model_is_loaded(
+    chat: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cplus.models.load", lambda *_, **__: pytest.fail("loaded"))
+    (chat / "latin.jinja").write_bytes("{{ messages }} \xe4".encode("latin-1"))
+    (chat / "open.jinja").write_text("{% for m in messages %}\n{{ m.content }")
+    (chat / "other.jinja").write_text("<html></html>")
+    for name, sentence in (
+        ("none.jinja", "expected a file with a chat template, but there is none"),
+        ("latin.jinja", "expected a chat template in UTF-8"),
+        ("open.jinja:2", "expected a chat template in Jinja, but it does not parse"),
+        ("other.jinja", "never reads the variable messages"),
+    ):
+        file = chat / name.partition(":")[0]
+        with pytest.raises(ValueError, match=f"{name}: .*{sentence}"):
+            cplus.adapt(free(chat).model_copy(update={"chat_template": file, "out": chat / "refused"}))
     assert not (chat / "refused").exists()
+
+
+def test_templates_with_the_tags_of_transformers_are_read(tmp_path: Path) -> None:
+    text = "{% for m in messages %}{% if loop.index > 9 %}{% break %}{% endif %}{% generation %}{{ m.content }}"
+    text += "{% endgeneration %}{% endfor %}"
+    (tmp_path / "tags.jinja").write_text(text)
+    assert read_template(tmp_path / "tags.jinja") == text
 
 
 def test_requests_alone_get_the_models_own_answers(chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,14 +41,7 @@ def question(text: str, *choices: str, answer: int = 0) -> Choice:
 ANCHORS = [question(f"Which animal is number {n}?", "a dog", "a fish", answer=n % 2) for n in range(6)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors gain nothing from two threads, and lose much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # The engine
 

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +40,7 @@ if not app.registered_commands:
 
 TASKS = ("harbours", "craftsmen", "plants")
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The bits of the processes that these tests start and kill, whatever number of threads the suite has."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")  # the bits of the processes that these tests start and kill
 
 
 # Figures, by hand

@@ -6,7 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import cplus
 from cplus.data.examples import Example, to_row
+from cplus.experiment.driver import Training
+from cplus.job.checkpoint import Checkpoints
 from cplus.job.settings import AdaptConfig, settings
 from cplus.selection import method
 from cplus.toy import world
@@ -48,3 +55,28 @@ def asked(folder: Path, **changes: Any) -> AdaptConfig:
     if not method(str(changes.get("method", "cplus"))).needs_bank:
         del values["num_probes"]
     return settings(values | changes)
+
+
+def written(out: Path) -> dict[str, torch.Tensor]:
+    """The weights of a finished job."""
+    return AutoModelForCausalLM.from_pretrained(out / "model").state_dict()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether two models have the same bits."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def stop_at(step: int | None, config: cplus.AdaptConfig) -> None:
+    """Run the job until it fails just after the checkpoint of this update; None: when the whole training is done."""
+    real = Checkpoints.save
+
+    def save(self: Checkpoints, training: Training) -> None:
+        real(self, training)
+        if training.log.done if step is None else training.log.cursor.step == step:
+            raise OSError("the power went out")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "save", save)
+        with pytest.raises(OSError, match="power"):
+            cplus.adapt(config)

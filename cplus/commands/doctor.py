@@ -12,7 +12,7 @@ from cplus.commands.options import Json
 
 State: TypeAlias = Literal["good", "note", "absent", "bad"]
 _MARKS: dict[State, str] = {"good": "[green]ok", "note": "[yellow]note", "absent": "[dim]-", "bad": "[bold red]BAD"}
-_OPTIONAL = ("vllm", "bitsandbytes", "tensorboard", "wandb", "trackio")  # used if installed, in no extra of ours
+_OPTIONAL = ("vllm", "tensorboard", "wandb", "trackio")  # used if installed, in no extra of ours
 _TIMED = (16, 1_000_000)  # tensors and coordinates each: more than any cache holds
 _LEAST_FREE = 2_000_000_000  # bytes: a checkpoint and a model of a hundred million parameters
 

@@ -1,4 +1,4 @@
-"""Names of models, methods and tasks: completed by the shell, and refused if misspelt before torch is imported."""
+"""Names of models, methods, tasks and templates: completed by the shell, and refused before torch is imported."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def _beginning(names: Iterable[str], incomplete: str) -> list[str]:
 
 
 def check(values: Mapping[str, Any]) -> None:
-    """Refuse a misspelt model, method or task among these settings; importing torch first would take seconds."""
+    """Refuse a misspelt model, method or task and a broken template; importing torch first would take seconds."""
+    from cplus.data.readers import weighted
+    from cplus.interfaces.template import read_template
     from cplus.models.names import check as check_model
     from cplus.selection import method
 
@@ -51,7 +53,9 @@ def check(values: Mapping[str, Any]) -> None:
     for setting in _TASKS:
         found = values.get(setting) or ()
         for name in (found,) if isinstance(found, str) else found:
-            _check_task(str(name))
+            _check_task(weighted(str(name))[0] if setting == "new" else str(name))
+    if (place := values.get("chat_template")) is not None:
+        read_template(Path(place))
 
 
 def _check_task(name: str) -> None:

@@ -40,7 +40,10 @@ OptionalModel = Annotated[
     str | None, typer.Argument(help="Alias, hub id, folder or GGUF file.", autocompletion=COMPLETIONS["model"])
 ]
 Plain = Annotated[bool, typer.Option("--plain", help=AdaptConfig.model_fields["plain"].description)]
-TooLong = Annotated[Literal["refuse", "exclude"], setting("too_long")]
+TooLong = Annotated[
+    Literal["refuse", "exclude"],
+    setting("too_long", help="What to do with rows longer than the model's context window."),
+]
 
 
 def with_settings(names: Iterable[str]) -> Callable[[Command], Command]:
@@ -81,4 +84,6 @@ def _plain(annotation: Any) -> Any:
     if origin is Annotated:
         return _plain(inner[0])
     found = [_plain(kind) for kind in inner if kind is not type(None)]
+    if list[str] in found:
+        return list[str]
     return found[0] if found else str

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _SETTINGS = (
     "new", "anchors", "split", "num_anchors", "num_new", "bank", "anchor_weight", "interface", "optimizer", "lr",
-    "weight_decay", "plain", "too_long", "data_dir", "device", "compute_dtype", "seed",
+    "weight_decay", "plain", "max_length", "too_long", "data_dir", "device", "compute_dtype", "seed",
 )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def preview(model: Model, json: Json = False, **options: Any) -> None:
         found = look(
             base.model,
             build_optimizer(config.settings(), base.model),
-            new=rows.new.encoded(),
+            new=rows.trained.encoded(),
             anchors=rows.anchors.encoded(),
             probes=probes,
             anchor_weight=next(weight for weight, kind in method.evidence if kind == "anchors"),

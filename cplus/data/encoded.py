@@ -81,8 +81,8 @@ def fit(rows: Sequence[Encoded], window: int, policy: Literal["refuse", "exclude
     excluded = tuple(i for i, length in enumerate(lengths) if length > window)
     if excluded and policy == "refuse":
         raise ValueError(
-            f"{len(excluded)} of {len(rows)} rows are longer than the model's window of {window} tokens "
+            f"{len(excluded)} of {len(rows)} rows are longer than the limit of {window} tokens "
             f"(the longest has {max(lengths)}; the first is row {excluded[0] + 1}); "
-            f"shorten them, or exclude them by choice"
+            "shorten them, or choose with too_long what is done with them"
         )
     return Fitted(kept=tuple(i for i in range(len(rows)) if lengths[i] <= window), excluded=excluded)

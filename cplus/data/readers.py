@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -136,6 +137,26 @@ def parse_columns(text: str) -> dict[str, str]:
     if not all(name.strip() and source.strip() for name, _, source in pairs) or len(set(names)) < len(names):
         raise ValueError(f"expected columns as prompt=question,response=answer, each name once, got {text!r}")
     return {name.strip(): source.strip() for name, _, source in pairs}
+
+
+def weighted(text: str, home: Path | None = None) -> tuple[str, float]:
+    """The name and the weight in `name` or `name=weight`; a file that has the whole text as its name comes first.
+
+    >>> weighted("a.jsonl"), weighted("b.jsonl=0.5")
+    (('a.jsonl', 1.0), ('b.jsonl', 0.5))
+    """
+    name, mark, number = text.rpartition("=")
+    if not mark or ((home or Path.cwd()) / Path(text).expanduser()).exists():
+        return text, 1.0
+    try:
+        weight = float(number)
+    except ValueError:
+        if Path(name).suffix not in ENDINGS:  # the sign belongs to the name
+            return text, 1.0
+        weight = math.nan
+    if not 0 < weight < math.inf:
+        raise ValueError(f"expected a weight above 0 after the file, as in b.jsonl=0.5, got {text!r}")
+    return name, weight
 
 
 def _text(path: Path) -> str:

@@ -165,7 +165,12 @@ class Training:
     def weights(self) -> dict[str, Tensor]:
         """The state of everything that trains; frozen weights are the base model's."""
         frozen = {name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        return {name: value for name, value in self.model.state_dict().items() if name not in frozen}
+        # The scales of a packed weight are named after it.
+        return {
+            name: value
+            for name, value in self.model.state_dict().items()
+            if name not in frozen and name.partition(".weight.")[0] + ".weight" not in frozen
+        }
 
     def finish(self) -> nn.Module:
         """Remove the guard, merge adapters unless they stay separate, and apply what the method does after training.

@@ -25,6 +25,8 @@ class Group:
     examples: tuple[Example, ...]
     known: tuple[Prediction, ...] = ()
     """The base model's answers, where they are already known."""
+    note: str = ""
+    """What was done to rows that were too long."""
 
     @property
     def closed(self) -> bool:
@@ -46,6 +48,17 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Source:
+    """A file of new rows: its weight, its rows, those trained on, and how many an epoch uses with copies."""
+
+    name: str
+    weight: float
+    rows: int
+    trained: int
+    per_epoch: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rows:
     """All rows of a job, read before the first update."""
 
@@ -58,6 +71,15 @@ class Rows:
     kept: tuple[Group, ...] = ()
     """The anchors of earlier jobs, each a past task of its own."""
     notes: tuple[str, ...] = ()
+    copies: tuple[Example, ...] = ()
+    """New rows that an epoch uses again, where their file has a weight above 1."""
+    sources: tuple[Source, ...] = ()
+    """The files of the new rows."""
+
+    @property
+    def trained(self) -> Group:
+        """The new rows with their copies: what one epoch trains on."""
+        return replace(self.new, examples=(*self.new.examples, *self.copies)) if self.copies else self.new
 
     def evaluated(self, max_free_text: int, seed: int) -> tuple[Group, ...]:
         """The groups evaluated before and after: new rows, past rows or else the anchors, and the external tasks."""

@@ -20,6 +20,7 @@ from cplus.evidence import Evidence, Reference, Remembered
 from cplus.experiment.driver import adapted, build_optimizer
 from cplus.job.settings import AdaptConfig
 from cplus.methods import Method
+from cplus.models import four_bit
 from cplus.optim import AdamW
 from cplus.repairing.model import BYTES_PER_PARAMETER
 
@@ -33,6 +34,8 @@ class ModelSize:
     stored_dtype: str
     activation_bytes: int
     """Estimate for one pass of the largest size."""
+    packed: int = 0
+    """Parameters held in 4 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +60,14 @@ def model_size(config: AdaptConfig, method: Method, where: Path | str) -> ModelS
         raise ValueError(f"could not read the configuration of {config.model!r}: {error}") from error
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(found, trust_remote_code=config.trust_remote_code)
+        packed = four_bit.packable(model) if config.load == four_bit.NAME else 0
         model = _adapted(config, method, model)
     text = found.get_text_config()
+    if config.max_length is not None and config.max_length > text.max_position_embeddings:
+        raise ValueError(
+            f"max_length must be at most the context window of {config.model}, {text.max_position_embeddings} tokens, "
+            f"got {config.max_length}"
+        )
     # A dense layer keeps about 16 vectors of the width for the backward pass, and three of the inner width.
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     token = 4 * text.num_hidden_layers * (16 * text.hidden_size + 3 * inner)
@@ -68,6 +77,7 @@ def model_size(config: AdaptConfig, method: Method, where: Path | str) -> ModelS
         trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
         stored_dtype=str(getattr(found, "dtype", None) or "float32").removeprefix("torch."),
         activation_bytes=MAX_TOKENS * token + MAX_TOKENS // 4 * logits,
+        packed=packed,
     )
 
 
@@ -86,18 +96,21 @@ def footprint(config: AdaptConfig, method: Method, size: ModelSize, num_anchors:
     states = 8 if config.optimizer == "adamw" else 0
     gradient = 4
     objective = method.bytes_per_parameter
-    held = 4 * size.parameters + round(size.trainable * (gradient + states + kept + step + objective))
+    weights = 4 * (size.parameters - size.packed) + round(four_bit.BYTES_PER_WEIGHT * size.packed)
+    held = weights + round(size.trainable * (gradient + states + kept + step + objective))
     if method.after is not None:  # of frozen weights too, because adapters are merged into them
         held += 4 * (size.parameters - size.trainable)
     if config.repair:
         held = max(held, BYTES_PER_PARAMETER * size.parameters)
     checkpoint = round(size.trainable * (4 + states + kept))
+    # Merged, packed weights are float32 again.
+    expanded = 4 * size.packed if config.lora is not None and config.lora.merge else 0
     # A checkpoint is written beside the one it replaces.
     sums = 8 * size.parameters if config.repair else 0
     disk = 2 * checkpoint + 4 * size.parameters + sums + (64 << 20)
     return Footprint(
         held=held,
-        peak=held + size.activation_bytes,
+        peak=held + max(size.activation_bytes, expanded),
         available=available(models.choose_device(config.device)),
         kept_bytes_per_parameter=kept + objective,
         step_bytes_per_parameter=step,

@@ -83,7 +83,7 @@ class Finished:
         """The updates done and planned, where training was ended before its last epoch and not by learning all."""
         if self.log.done:
             return None
-        planned = self.config.epochs * updates_per_epoch(len(self.rows.new.examples), self.config.batch_size)
+        planned = self.config.epochs * updates_per_epoch(len(self.rows.trained.examples), self.config.batch_size)
         return {"updates": self.log.cursor.step, "planned": planned}
 
     @property
@@ -119,6 +119,7 @@ def write_outputs(folder: Folder, done: Finished) -> dict[str, Any]:
         "figures": shown["figures"],
         "rows": row_hashes(done.groups),
         "counts": counts(done),
+        "sources": [dataclasses.asdict(source) for source in done.rows.sources],
         "tokens_by_role": tokens_by_role(done.rows.new.interface, done.rows.new.examples),
         "cost": done.cost,
         "planned": dict(done.planned),
@@ -205,6 +206,11 @@ def _notes(done: Finished) -> list[str]:
         notes.append(f"NOT REPAIRED: {done.repaired}.")
     elif done.repaired is not None:
         notes.append(f"Repair after training: {done.repaired}.")
+    if done.config.load == "4bit":
+        notes.append(
+            "The base model was loaded in 4 bits (NF4): the figures before and after are of that model, not of the one "
+            "in full precision."
+        )
     if done.trainable < done.parameters:
         share = 100 * done.trainable / done.parameters
         notes.append(f"Only adapters were trained: {done.trainable:,} weights, {share:.2f} % of the model.")

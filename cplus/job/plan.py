@@ -8,7 +8,7 @@ from typing import Any
 
 from cplus.experiment.bank_cache import bank_folder
 from cplus.experiment.driver import adapted
-from cplus.experiment.rows import Group
+from cplus.experiment.rows import Group, Source
 from cplus.experiment.schedule import updates_per_epoch
 from cplus.job import timing
 from cplus.job.memory import Footprint, ModelSize, giga
@@ -34,6 +34,7 @@ class Plan:
     tokens_high: Tokens
     updates: int
     new: int
+    sources: tuple[Source, ...]
     anchors: int
     probes: int
     seconds: dict[str, Range]
@@ -67,6 +68,7 @@ class Plan:
             "tokens_per_epoch_high": {**asdict(self.tokens_high), "percent_above_sft": self.tokens_high.percent},
             "updates_per_epoch": self.updates,
             "counts": {"new": self.new, "anchors": self.anchors, "probes": self.probes},
+            "sources": [asdict(source) for source in self.sources],
             "seconds": {part: asdict(spent) for part, spent in self.seconds.items()},
             "total_seconds": asdict(self.total),
             "warnings": list(self.warnings),
@@ -78,9 +80,10 @@ class Plan:
         need, tokens, high, size = self.need, self.tokens, self.tokens_high, self.size
         kept, step = need.kept_bytes_per_parameter, need.step_bytes_per_parameter
         times = ", ".join(f"{part} {shown_range(spent)}" for part, spent in self.seconds.items())
+        base = "in float32" if self.config.load == "float32" else f"{size.packed:,} held in 4 bits"
         percent = f"{tokens.percent:+.0f}" + (f" to {high.percent:+.0f}" if high.percent > tokens.percent else "")
         return [
-            f"model      {self.config.model}: {size.parameters:,} parameters, {size.trainable:,} trained, in float32",
+            f"model      {self.config.model}: {size.parameters:,} parameters, {size.trainable:,} trained, {base}",
             f"rows       {self.new} new, {self.anchors} anchors, {self.probes} probes",
             f"training   {self.config.epochs} epochs at most, {self.updates} updates each",
             f"gate       {kept:.2f} bytes per trained parameter held, {step:.2f} more during an update",
@@ -117,7 +120,7 @@ def plan(config: AdaptConfig) -> Plan:
     tokens, high = (tokens_per_epoch(config, method, own) for own in (material, longer))
     seconds = {"evaluating": timing.evaluation_seconds(config, base, rows)}
     if probes:
-        seconds |= _writing(config, base, rows.anchors, len(material.new))
+        seconds |= _writing(config, base, rows.anchors, len(rows.new.examples))
     if config.repair:
         seconds["repairing"] = _repairing(config, base, rows.new, material, longer)
     base = replace(base, model=adapted(config.settings(), method, base.model))
@@ -133,7 +136,8 @@ def plan(config: AdaptConfig) -> Plan:
         tokens=tokens,
         tokens_high=high,
         updates=updates_per_epoch(len(material.new), config.batch_size),
-        new=len(material.new),
+        new=len(rows.new.examples),
+        sources=rows.sources,
         anchors=len(material.past[0].anchors),
         probes=probes,
         seconds=seconds,

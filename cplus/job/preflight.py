@@ -7,13 +7,15 @@ from pathlib import Path
 
 from cplus import models
 from cplus.experiment.rows import Group, Rows
+from cplus.interfaces.template import read_template
 from cplus.job.memory import Footprint, ModelSize, check_packed, footprint, giga, model_size
 from cplus.job.progress import say
 from cplus.job.rows import Tasks, gather, located, read
 from cplus.job.settings import AdaptConfig, paper
 from cplus.methods import Method
-from cplus.models import Loaded
+from cplus.models import Loaded, four_bit
 from cplus.probes.own_answers import own_answers
+from cplus.scoring import fitting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,9 @@ class Preflight:
 def preflight(config: AdaptConfig, home: Path) -> Preflight:
     """Read and check everything that needs no model; a job that cannot work is refused here."""
     method = row_of(config)
+    _template(config, home)
+    if config.load == four_bit.NAME:
+        four_bit.check(models.choose_device(config.device))
     tasks = read(config, method, home)
     name = located(config.model, home)
     if name.endswith(".gguf") and Path(name).is_file():
@@ -83,7 +88,7 @@ def _check_bytes(found: Footprint, size: ModelSize, config: AdaptConfig) -> list
         warnings.append(
             f"memory may not suffice: about {giga(found.peak)} GB at the peak, {giga(found.available)} GB are free"
         )
-    if size.stored_dtype != "float32":
+    if size.stored_dtype != "float32" and config.load == "float32":
         warnings.append(
             f"the weights are stored in {size.stored_dtype}; they are trained in float32, because {size.stored_dtype} "
             "would round small updates away"
@@ -92,44 +97,56 @@ def _check_bytes(found: Footprint, size: ModelSize, config: AdaptConfig) -> list
 
 
 def load(config: AdaptConfig, home: Path) -> Loaded:
-    """The base model in float32, with the chat template of the settings."""
+    """The base model in the precision and with the chat template of the settings."""
     loaded = models.load(
         located(config.model, home),
+        dtype=config.load,
         device=config.device,
         trust_remote_code=config.trust_remote_code,
         revision=config.revision,
     )
-    if config.chat_template is not None:
-        place = Path(located(str(config.chat_template), home))
-        if not place.is_file():
-            raise ValueError(f"{place}: expected a file with a chat template, but there is none")
-        loaded.tokenizer.chat_template = place.read_text(encoding="utf-8")
+    if (template := _template(config, home)) is not None:
+        loaded.tokenizer.chat_template = template
     return loaded
+
+
+def _template(config: AdaptConfig, home: Path) -> str | None:
+    place = config.chat_template
+    return None if place is None else read_template(Path(located(str(place), home)))
 
 
 def bind_rows(config: AdaptConfig, tasks: Tasks, base: Loaded) -> Rows:
     """The rows bound to the model, with its own answers where the settings say so."""
     with models.computing(config.compute_dtype, base.device):
         rows = gather(config, tasks, base)
-        return answered(rows, base) if config.own_answers else rows
+        return answered(rows, base, config.max_length or base.window) if config.own_answers else rows
 
 
-def answered(rows: Rows, base: Loaded) -> Rows:
+def answered(rows: Rows, base: Loaded, limit: int) -> Rows:
     """The rows to keep with the base model's own answers, where they are free text."""
     anchors, past, notes = rows.anchors, rows.past, list(rows.notes)
     if anchors is not None and not anchors.closed:
-        anchors, sentence = with_own_answers(anchors, base)
+        anchors, sentence = with_own_answers(anchors, base, limit)
         notes.append(sentence)
     if past is not None and not past.closed:
-        past, sentence = with_own_answers(past, base)
+        past, sentence = with_own_answers(past, base, limit)
         notes.append(sentence)
     return replace(rows, anchors=anchors, past=past, notes=tuple(notes))
 
 
-def with_own_answers(group: Group, base: Loaded) -> tuple[Group, str]:
-    """The group with the base model's greedy answers, kept in the cache, and a note about it."""
+def with_own_answers(group: Group, base: Loaded, limit: int) -> tuple[Group, str]:
+    """The group with the base model's greedy answers, kept in the cache, and a note about it.
+
+    A row that its answer makes longer than `limit` tokens is left out too.
+    """
     say(f"the base model answers the {len(group.examples)} {group.name} rows; its answers are cached")
     examples = own_answers(base, group.interface, group.examples, name=group.name)
+    examples = tuple(fitting(group.interface, examples, limit, "exclude"))
+    if not examples:
+        raise ValueError(
+            f"none of the {len(group.examples)} {group.name} rows fits {limit} tokens with the model's own answer; "
+            "raise max_length, or supply other rows"
+        )
     lost = len(group.examples) - len(examples)
     note = f"The {group.name} rows hold the base model's own answers" + (
         f"; left out without a complete answer: {lost}" * bool(lost)

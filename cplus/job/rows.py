@@ -10,12 +10,14 @@ from pathlib import Path
 from cplus import interfaces
 from cplus.data.examples import Choice, Example, FreeForm
 from cplus.data.predictions import Prediction
+from cplus.data.readers import weighted
 from cplus.data.split import cached_split, draw_anchors, stack
 from cplus.data.tasks import Task, load_task
 from cplus.experiment.rows import Group, Part, Rows, overlap
 from cplus.files import cache_folder
 from cplus.interfaces import Interface
 from cplus.job.folder import Folder
+from cplus.job.mixture import Mixture, mix
 from cplus.job.settings import AdaptConfig
 from cplus.methods import Method
 from cplus.models import Loaded
@@ -32,6 +34,8 @@ class Tasks:
     """What is read from files, before any model is loaded."""
 
     new: Task | None
+    mixture: Mixture | None
+    """The files that the new rows come from."""
     anchors: Task | None
     past: Task | None
     validation: Task | None
@@ -42,8 +46,14 @@ class Tasks:
     @property
     def formats(self) -> list[str]:
         """One line per file: the format that was detected and the number of rows."""
-        named = {"new": self.new, "validation": self.validation, "anchors": self.anchors, "past": self.past}
-        return [f"{name}: {task.detected}" for name, task in named.items() if task is not None and task.detected]
+        new = [] if self.mixture is None else [("new", task) for _, _, task in self.mixture.files]
+        named = [*new, ("validation", self.validation), ("anchors", self.anchors), ("past", self.past)]
+        several = len(new) > 1
+        return [
+            f"{name}: {task.name + ': ' if several and name == 'new' else ''}{task.detected}"
+            for name, task in named
+            if task is not None and task.detected
+        ]
 
 
 def read(config: AdaptConfig, method: Method, home: Path) -> Tasks:
@@ -51,23 +61,33 @@ def read(config: AdaptConfig, method: Method, home: Path) -> Tasks:
     if config.split is None and config.anchors is None and not config.kept and set(method.needs) != {"new"}:
         raise ValueError(f"method {method.name!r} needs anchors: rows the model should keep; provide some as anchors")
 
-    def load(name: str | None, *, requests: bool = False) -> Task | None:
-        if name is None:
-            return None
+    def load(name: str, *, requests: bool = False) -> Task:
         place = located(name, home)
         columns = config.columns if Path(place).exists() else None
         return load_task(place, config.data_dir, columns=columns, requests=requests)
 
     own = config.own_answers
-    new, split = load(config.new), load(config.split)
-    anchors, past = load(config.anchors, requests=own), load(config.past, requests=own)
-    validation = None if config.validation == "none" else load(config.validation)
+    given = [weighted(text, home) for text in config.new_files]
+    mixture = mix([(name, weight, load(name)) for name, weight in given], config.seed) if given else None
+    split = None if config.split is None else load(config.split)
+    anchors = None if config.anchors is None else load(config.anchors, requests=own)
+    past = None if config.past is None else load(config.past, requests=own)
+    validation = None if config.validation in (None, "none") else load(config.validation)
     external = tuple(load_task(located(name, home), config.data_dir) for name in config.external)
     names = [task.name for task in external]
     if len({*names, *_TAKEN}) != len(names) + len(_TAKEN):
         raise ValueError(f"expected external tasks of different names, none called {', '.join(_TAKEN)}, got {names}")
     kept = tuple(_anchors_of(Folder(Path(located(str(place), home)))) for place in config.kept)
-    return Tasks(new=new, anchors=anchors, past=past, validation=validation, split=split, external=external, kept=kept)
+    return Tasks(
+        new=None if mixture is None else mixture.task,
+        mixture=mixture,
+        anchors=anchors,
+        past=past,
+        validation=validation,
+        split=split,
+        external=external,
+        kept=kept,
+    )
 
 
 def _anchors_of(folder: Folder) -> Task:
@@ -88,6 +108,7 @@ def gather(config: AdaptConfig, tasks: Tasks, base: Loaded) -> Rows:
         rows = _split_rows(config, tasks.split, base)
     else:
         assert tasks.new is not None
+        assert tasks.mixture is not None
         known = {
             name: None if task is None else group_of(config, task, base, name=name, part="retention")
             for name, task in (("anchors", tasks.anchors), ("past", tasks.past))
@@ -95,6 +116,7 @@ def gather(config: AdaptConfig, tasks: Tasks, base: Loaded) -> Rows:
         new = group_of(config, tasks.new, base, name="new", part="acquisition")
         new, validation = _held_out(config, tasks.validation, base, new)
         rows = Rows(new=new, anchors=known["anchors"], past=known["past"], validation=validation)
+        rows = tasks.mixture.applied(rows)
     external = tuple(_external(config, task, base) for task in tasks.external)
     kept = tuple(
         group_of(config, task, base, name=f"kept {number}", part="retention")
@@ -133,7 +155,11 @@ def _first_shared(some: Group, others: Group) -> str:
 
 def notes(config: AdaptConfig, rows: Rows) -> tuple[str, ...]:
     """Notes on the rows that a reader of the figures must know."""
-    lines = []
+    groups = (rows.new, rows.validation, rows.anchors, rows.past, *rows.external, *rows.kept)
+    lines = list(dict.fromkeys(group.note for group in groups if group is not None and group.note))
+    if len(rows.sources) > 1 or any(source.weight != 1 for source in rows.sources):
+        shares = (f"{own.per_epoch} from {own.name} (weight {own.weight:g}, {own.rows} rows)" for own in rows.sources)
+        lines.append(f"New rows per epoch: {'; '.join(shares)}.")
     if rows.anchors is not None and (both := overlap(rows.anchors, rows.new)):
         count = len(rows.anchors.examples)
         lines.append(f"{both} of {count} anchors are also new rows: training changes what they protect.")
@@ -177,11 +203,22 @@ def _is_text(task: Task) -> bool:
 
 
 def group_of(config: AdaptConfig, task: Task, base: Loaded, *, name: str, part: Part) -> Group:
-    bound = bind(config, task, base)
-    examples = fitting(bound, task.examples, base.window, config.too_long)
+    """A task's rows, bound to the model and cut or left out where they are too long."""
+    bound, limit = bind(config, task, base), config.max_length or base.window
+    examples = fitting(bound, task.examples, limit, config.too_long)
     if not examples:
-        raise ValueError(f"{task.name}: none of {len(task.examples)} rows fits the model's window of {base.window}")
-    return Group(name=name, part=part, interface=bound, examples=tuple(examples))
+        raise ValueError(f"{task.name}: none of {len(task.examples)} rows fits the limit of {limit} tokens")
+    note = _length_note(name, task.examples, examples, limit)
+    return Group(name=name, part=part, interface=bound, examples=tuple(examples), note=note)
+
+
+def _length_note(name: str, given: Sequence[Example], kept: Sequence[Example], limit: int) -> str:
+    """What was done to the rows longer than the limit, with their number."""
+    left, total = len(given) - len(kept), len(given)
+    if left:
+        return f"{left} of {total} {name} rows are longer than {limit} tokens and are left out."
+    cut = sum(new is not old for new, old in zip(kept, given, strict=True))
+    return f"{cut} of {total} {name} rows are longer than {limit} tokens: their prompts lost the beginning." * bool(cut)
 
 
 def _external(config: AdaptConfig, task: Task, base: Loaded) -> Group:
@@ -230,4 +267,4 @@ def _known(
 ) -> Group:
     by_id = {prediction.id: prediction for prediction in predictions}
     known = tuple(by_id[example.id] for example in examples)
-    return Group(name=name, part=part, interface=whole.interface, examples=tuple(examples), known=known)
+    return replace(whole, name=name, part=part, examples=tuple(examples), known=known)

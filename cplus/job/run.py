@@ -31,6 +31,7 @@ from cplus.job.tracking import tracker
 from cplus.job.training import past_tasks, train
 from cplus.job.usage import PeakMemory, recorded, recorded_seconds
 from cplus.job.workload import assumed_material, tokens_per_epoch
+from cplus.models import four_bit
 from cplus.probes.bank import Bank
 from cplus.repairing.checks import Unrepairable
 from cplus.repairing.search import Repaired
@@ -122,7 +123,7 @@ def _finish(
     config, folder, guard = job.config, job.folder, training.prepared.guard
     layers = layer_shares(guard)
     best = Best(folder.best).restore(training) if config.keep_best else None
-    parameters = sum(p.numel() for p in training.model.parameters())
+    parameters = four_bit.num_weights(training.model)
     trainable = sum(p.numel() for p in training.model.parameters() if p.requires_grad)
     model = training.finish()
     repaired: Repaired | str | None = None

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from cplus.adapters import Lora
-from cplus.data.readers import parse_columns
+from cplus.data.readers import parse_columns, weighted
 from cplus.evaluation.judges import NAMES
 from cplus.evaluation.requirements import Requirement, parse
 from cplus.experiment.settings import Settings
+from cplus.job.faults import sentences
 
 Positive: TypeAlias = Annotated[int, Field(ge=1)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
@@ -29,6 +29,18 @@ def _checked(text: object) -> object:
 
 def _columns(value: object) -> object:
     return parse_columns(value) if isinstance(value, str) else value
+
+
+def _new(value: object) -> object:
+    """One file as its name, several as a tuple; a weight is checked here."""
+    given = [value] if isinstance(value, str) else value
+    if given is None:
+        return None
+    if not isinstance(given, list | tuple) or not given or not all(isinstance(text, str) for text in given):
+        raise ValueError(f"expected a file or a list of files, each with a weight if wanted, got {value!r:.60}")
+    for text in given:
+        weighted(text)
+    return given[0] if len(given) == 1 else tuple(given)
 
 
 def _lora(value: object) -> object:
@@ -49,7 +61,11 @@ class AdaptConfig(BaseModel):
     model: str = Field(description="Model to adapt: alias, hub id, folder or GGUF file.")
     out: Path = Field(Path("out"), description="Output folder.")
 
-    new: str | None = Field(None, description="New rows to learn: a file, a named task or owner/name on the hub.")
+    new: Annotated[str | tuple[str, ...] | None, BeforeValidator(_new)] = Field(
+        None,
+        description="New rows to learn: a file, a named task or owner/name on the hub. Repeatable, with weights: "
+        "b.jsonl=0.5 uses half of its rows, b.jsonl=2 each row twice per epoch.",
+    )
     anchors: str | None = Field(None, description="Rows the model must keep, used as evidence: a file or a named task.")
     past: str | None = Field(None, description="Held-out past rows to measure Retention on; default: the anchors.")
     validation: str | None = Field(
@@ -84,8 +100,13 @@ class AdaptConfig(BaseModel):
     )
     chat_template: Path | None = Field(None, description="File with a chat template to use instead of the model's.")
     max_new_tokens: Positive = Field(256, description="Free text: maximum number of tokens per answer.")
-    too_long: Literal["refuse", "exclude"] = Field(
-        "refuse", description="What to do with rows longer than the model's context window."
+    max_length: Positive | None = Field(
+        None, description="Maximum number of tokens per row; default: the model's context window."
+    )
+    too_long: Literal["refuse", "exclude", "truncate"] = Field(
+        "refuse",
+        description="What to do with rows longer than that. truncate: cut the beginning of the prompt, never the "
+        "answer.",
     )
     data_dir: Path | None = Field(None, description="Folder of the named tasks; default: CPLUS_DATA, then the hub.")
 
@@ -133,6 +154,9 @@ class AdaptConfig(BaseModel):
     warmup_steps: int = Field(0, ge=0, description="Number of updates over which the learning rate rises from 0.")
     weight_decay: float = Field(0.0, ge=0, description="Weight decay; part of the proposed update, so it is gated too.")
     clip_norm: float = Field(1.0, ge=0, description="Maximum norm of the gradient; 0 disables clipping.")
+    load: Literal["float32", "4bit"] = Field(
+        "float32", description="Precision of the base model in memory; 4bit trains adapters alone (lora)."
+    )
     lora: Annotated[Lora | None, BeforeValidator(_lora)] = Field(
         None, description="Train LoRA adapters: r=16, or r=16,alpha=32,dropout=0.05,merge=false."
     )
@@ -175,6 +199,14 @@ class AdaptConfig(BaseModel):
     revision: str | None = Field(None, description="Branch, tag or commit of a model on the hub.")
     trust_remote_code: bool = Field(False, description="Allow code from the model's hub repository to run.")
 
+    if not TYPE_CHECKING:  # type checkers read the names and types of the fields
+
+        def __init__(self, /, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise ValueError(sentences(error, type(self).model_fields)) from error
+
     @model_validator(mode="before")
     @classmethod
     def _presets(cls, values: Any) -> Any:
@@ -193,6 +225,11 @@ class AdaptConfig(BaseModel):
             raise ValueError("repair needs anchors: rows the model should keep; provide some as anchors")
         if self.repair and self.lora is not None and not self.lora.merge:
             raise ValueError("repair works on the model's own weights; leave out merge=false, or repair")
+        if self.load == "4bit":
+            if self.lora is None:
+                raise ValueError("load 4bit trains adapters alone, as 4 bits hold no small update; add lora, as r=16")
+            if not self.lora.merge and self.save_dtype != "float32":
+                raise ValueError(f"adapters written apart stay float32; leave out save_dtype, got {self.save_dtype}")
         return self
 
     def settings(self, num_new: int = 0) -> Settings:
@@ -222,6 +259,11 @@ class AdaptConfig(BaseModel):
         )
 
     @property
+    def new_files(self) -> tuple[str, ...]:
+        """The files of new rows, each with its weight if it has one."""
+        return () if self.new is None else (self.new,) if isinstance(self.new, str) else self.new
+
+    @property
     def requirements(self) -> tuple[Requirement, ...]:
         """The requirements, parsed."""
         return tuple(parse(text) for text in self.require)
@@ -231,7 +273,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "What is learned and kept": (
         "new", "anchors", "past", "validation", "kept", "split", "num_anchors", "num_new", "external", "external_limit",
         "interface", "plain", "chat_template", "turns", "thinking", "columns", "own_answers", "judge", "max_new_tokens",
-        "too_long", "data_dir",
+        "max_length", "too_long", "data_dir",
     ),
     "How it is kept": (
         "preset", "method", "anchor_weight", "beta", "strength", "bank", "num_probes", "shots", "temperature", "topics",
@@ -239,7 +281,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "How it is learned": (
         "epochs", "stop", "batch_size", "order", "optimizer", "lr", "lr_schedule", "warmup_steps", "weight_decay",
-        "clip_norm", "lora", "compute_dtype", "gradient_checkpointing", "seed",
+        "clip_norm", "load", "lora", "compute_dtype", "gradient_checkpointing", "seed",
     ),
     "What is watched and written": (
         "out", "max_asked", "evaluate_every", "evaluate_rows", "require", "keep_best", "save_dtype", "compare",
@@ -248,21 +290,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Machine": ("device", "revision", "trust_remote_code"),
 }  # fmt: skip
 """The settings besides the model, in the order they are shown."""
-
-
-OTHER_NAMES = {
-    "learning_rate": "lr", "lr_scheduler": "lr_schedule", "lr_scheduler_type": "lr_schedule", "optim": "optimizer",
-    "num_train_epochs": "epochs", "num_epochs": "epochs", "max_epochs": "epochs",
-    "per_device_train_batch_size": "batch_size", "train_batch_size": "batch_size", "micro_batch_size": "batch_size",
-    "gradient_accumulation_steps": "batch_size", "warmup_ratio": "warmup_steps", "max_grad_norm": "clip_norm",
-    "output_dir": "out", "output": "out", "train_file": "new", "train_data": "new", "dataset": "new", "data": "new",
-    "dataset_name": "new", "dataset_path": "new", "data_path": "new", "model_name": "model",
-    "model_name_or_path": "model", "base_model": "model", "bf16": "compute_dtype", "fp16": "compute_dtype",
-    "dtype": "compute_dtype", "torch_dtype": "compute_dtype", "lora_r": "lora", "lora_rank": "lora",
-    "lora_alpha": "lora", "use_peft": "lora", "random_seed": "seed", "eval_steps": "evaluate_every",
-    "eval_strategy": "evaluate_every", "evaluation_strategy": "evaluate_every", "save_steps": "checkpoint_steps",
-}  # fmt: skip
-"""The names of our settings in other trainers."""
 
 
 def paper(model: object) -> dict[str, Any]:
@@ -290,32 +317,9 @@ def paper(model: object) -> dict[str, Any]:
 def settings(values: Mapping[str, Any], *, where: str = "settings") -> AdaptConfig:
     """Check values against the schema; every fault is named."""
     try:
-        return AdaptConfig.model_validate(dict(values))
-    except ValidationError as error:
-        raise ValueError(f"{where}: {faults(error)}") from error
-
-
-def faults(error: ValidationError) -> str:
-    """Everything that is wrong with settings, in our own words."""
-    return "; ".join(_fault(fault) for fault in error.errors())
-
-
-def _fault(fault: Mapping[str, Any]) -> str:
-    name = ".".join(map(str, fault["loc"]))
-    if fault["type"] == "extra_forbidden":
-        near = (
-            [OTHER_NAMES[name]]
-            if name in OTHER_NAMES
-            else difflib.get_close_matches(name, AdaptConfig.model_fields, n=1)
-        )
-        hint = f"did you mean {near[0]}?" if near else "'cplus config --schema' lists all settings"
-        return f"{name!r} is not a setting; {hint}"
-    if fault["type"] == "missing":
-        return f"{name} is missing"
-    if fault["type"] == "value_error":  # our own sentences
-        message = str(fault["msg"]).removeprefix("Value error, ")
-        return f"{name}: {message}" if name else message
-    return f"{name}: {fault['msg']}, got {fault['input']!r:.60}"
+        return AdaptConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

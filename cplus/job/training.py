@@ -53,8 +53,8 @@ def train(
     """Train from the last checkpoint, or the beginning, to the end; an interrupted training can be resumed."""
     config = job.config
     past = past_tasks(job, bank)
-    training = begin(job.settings, job.base, job.rows.new.encoded(), past)
-    rows = [job.rows.new.examples, *(part for task in past for part in (task.anchors, task.probes))]
+    training = begin(job.settings, job.base, job.rows.trained.encoded(), past)
+    rows = [job.rows.trained.examples, *(part for task in past for part in (task.anchors, task.probes))]
     identity = files.fingerprint([job.base.fingerprint, *map(fingerprint, rows)])
     kept = Checkpoints(
         job.folder.checkpoint, identity, minutes=config.checkpoint_minutes, steps=config.checkpoint_steps
@@ -66,7 +66,7 @@ def train(
     if not train_on:
         return training
     best = Best(job.folder.best) if config.keep_best else None
-    updates = updates_per_epoch(len(job.rows.new.examples), config.batch_size)
+    updates = updates_per_epoch(len(job.rows.trained.examples), config.batch_size)
     begins = "training" if training.prepared.guard is None else "computing evidence"
     view = training_view(epochs=config.epochs, updates=updates, done=training.log.cursor.step, begins=begins)
     with interruption.patient(), view as shown:

@@ -71,16 +71,17 @@ def padded(rows: Sequence[Encoded]) -> int:
 def assumed_rows(config: AdaptConfig, tasks: Tasks, base: Loaded) -> tuple[Rows, str]:
     """Rows for a task that is not split yet: its first rows stand in for the incorrect and correct ones."""
     assert tasks.split is not None
-    whole = group_of(config, tasks.split, base, name=tasks.split.name, part="external").examples
+    given = group_of(config, tasks.split, base, name=tasks.split.name, part="external")
+    whole = given.examples
     count = config.num_new or len(whole) // 2
     cut = {"new": whole[:count], "anchors": whole[: config.num_anchors], "past": whole[count:] or whole}
     groups = {
-        name: replace(group_of(config, tasks.split, base, name=name, part="retention"), examples=tuple(examples))
-        for name, examples in cut.items()
+        name: replace(given, name=name, part="retention", examples=tuple(examples)) for name, examples in cut.items()
     }
     note = f"the number of rows that the model answers incorrectly is not known yet: {count} new rows are assumed"
     groups["new"] = replace(groups["new"], part="acquisition")
-    return Rows(new=groups["new"], anchors=groups["anchors"], past=groups["past"]), note
+    notes = tuple(filter(None, [given.note]))
+    return Rows(new=groups["new"], anchors=groups["anchors"], past=groups["past"], notes=notes), note
 
 
 def assumed_material(
@@ -103,4 +104,4 @@ def assumed_material(
         written = earlier_bank(Path(located(str(place), home)), group).examples if wanted else ()
         encoded = [group.interface.encode(example) for example in written]
         past.append(past_rows(group.name, anchors=group.encoded(), probes=encoded, synthetic=encoded[:count]))
-    return Material(new=rows.new.encoded(), past=tuple(past)), len(probes)
+    return Material(new=rows.trained.encoded(), past=tuple(past)), len(probes)

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from cplus import files, models
 from cplus.data.examples import Choice, Example, lines
-from cplus.data.readers import read_file
+from cplus.data.readers import read_file, weighted
 from cplus.data.tasks import Task, load_task
 from cplus.job.folder import Folder, claimed
 from cplus.job.interruption import Interrupted
@@ -61,6 +61,7 @@ def update(root: Path, given: Mapping[str, Any], *, force: bool = False) -> Upda
             raise ValueError(f"an update sets {name!r} itself; leave it out")
     if given.get("new") is None:
         raise ValueError("expected new: the rows to learn in this stage, a file or a named task")
+    given = {**given, "new": _one_file(given["new"])}
     _check_place(root, given)
     with claimed(Folder(root)):
         files.tidy(root)
@@ -70,6 +71,15 @@ def update(root: Path, given: Mapping[str, Any], *, force: bool = False) -> Upda
         config = _started(ledger, place, given, force=force)
         outcome = _worked(config, place)
         return Updated(ledger=_sealed(ledger, place, str(given["new"]), outcome), outcome=outcome)
+
+
+def _one_file(new: object) -> str:
+    """The stage's file: its rows are copied into the ledger, where they have no weights."""
+    given = new if isinstance(new, list | tuple) else [new]
+    names = [str(name) for name in given if isinstance(name, str | Path)]
+    if len(names) != 1 or weighted(names[0])[0] != names[0]:
+        raise ValueError(f"expected one file of new rows without a weight for a stage, got {new}; join the files")
+    return names[0]
 
 
 def _check_place(root: Path, given: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from cplus import files, toy
-from cplus.models import fetching, names
+from cplus.models import fetching, four_bit, names
 from cplus.models.gguf import converted
 from cplus.models.identity import fingerprint
 from cplus.models.packages import PACKAGED
@@ -50,18 +50,23 @@ def load(
     trust_remote_code: bool = False,
     revision: str | None = None,
 ) -> Loaded:
-    """Load a model by hub id, folder, GGUF file, built-in alias or preset name."""
+    """Load a model by hub id, folder, GGUF file, built-in alias or preset name.
+
+    The dtype `4bit` packs the weights of linear layers; everything else, and what they compute, is float32.
+    """
     where = resolve(str(name))
     local = isinstance(where, Path)
     if local and revision is not None:
         raise ValueError(f"revision applies to hub ids, but {str(name)!r} is local; leave revision out")
     options = {"trust_remote_code": trust_remote_code, "revision": revision, "local_files_only": local}
     target = choose_device(device)
+    packed = dtype == four_bit.NAME
+    precision = four_bit.loading(target) if packed else {"dtype": as_dtype(dtype)}
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
         with without_bars() if local else nullcontext():
             model, report = AutoModelForCausalLM.from_pretrained(
-                where, dtype=as_dtype(dtype), output_loading_info=True, use_safetensors=True, **options
+                where, output_loading_info=True, use_safetensors=True, **precision, **options
             )
     except OSError as error:
         raise ValueError(
@@ -74,7 +79,8 @@ def load(
             f"{str(name)!r} lacks {len(lacking)} of its weights or has them in another shape, e.g. {lacking[0]}; "
             f"expected a complete checkpoint of {type(model).__name__}"
         )
-    model.to(target).eval()
+    four_bit.settle(model) if packed else model.to(target)
+    model.eval()
     return replace(of(model, tokenizer), name=str(name), device=target)
 
 

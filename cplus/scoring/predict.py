@@ -12,12 +12,13 @@ from cplus.data.encoded import Encoded, fit
 from cplus.data.examples import Choice, Example, FreeForm
 from cplus.data.predictions import Prediction
 from cplus.interfaces import Interface
+from cplus.interfaces.truncation import longest_row, shortened
 from cplus.scoring.decoding import greedy
 from cplus.scoring.likelihoods import Score, log_likelihoods, read_targets, score_candidates
 
 Judge: TypeAlias = Callable[[str, Example], bool]
 """Whether a free-text answer to an example is right."""
-Policy: TypeAlias = Literal["refuse", "exclude"]
+Policy: TypeAlias = Literal["refuse", "exclude", "truncate"]
 
 
 def predict(
@@ -69,16 +70,21 @@ def repeated(
 
 
 def fitting(interface: Interface, examples: Sequence[Example], window: int, policy: Policy) -> list[Example]:
-    """The examples that fit the window with their longest answer; longer ones are refused or excluded."""
-    rows = []
-    for example in examples:
-        if own := interface.candidates(example):
-            rows.append(Encoded(interface.prompt(example), max(own, key=len)))
-        elif isinstance(example, FreeForm) and not example.answered:
-            rows.append(Encoded(interface.prompt(example), (0,)))
-        else:
-            rows.append(interface.encode(example))
+    """The examples that fit the window with their longest answer; longer ones are refused, excluded or truncated."""
+    if policy == "truncate":
+        return [_truncated(interface, example, window) for example in examples]
+    rows = [longest_row(interface, example) for example in examples]
     return [examples[i] for i in fit(rows, window, policy).kept]
+
+
+def _truncated(interface: Interface, example: Example, window: int) -> Example:
+    if (found := shortened(interface, example, window)) is None:
+        raise ValueError(
+            f"{example.id}: expected a row that fits {window} tokens once its prompt is cut, but what may not be cut "
+            f"is longer (the whole row has {len(longest_row(interface, example)) - 1}); shorten its answer, or exclude "
+            "rows that are too long"
+        )
+    return found
 
 
 def chosen(example: Example, scores: tuple[Score, ...]) -> Prediction:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from cplus.job.settings import AdaptConfig, Positive, faults
+from cplus.job.settings import AdaptConfig, Positive
 
 SHARED = (
     "new", "anchors", "past", "validation", "external", "external_limit", "interface", "plain", "chat_template",
-    "turns", "thinking", "columns", "own_answers", "judge", "max_new_tokens", "too_long", "data_dir", "bank",
-    "num_probes", "shots", "temperature", "topics", "compute_dtype", "seed", "out", "max_asked", "require",
+    "turns", "thinking", "columns", "own_answers", "judge", "max_new_tokens", "max_length", "too_long", "data_dir",
+    "bank", "num_probes", "shots", "temperature", "topics", "compute_dtype", "seed", "out", "max_asked", "require",
     "save_dtype", "checkpoint_minutes", "device", "revision", "trust_remote_code",
 )  # fmt: skip
 """The settings of a job that a repair uses too."""
@@ -59,6 +59,6 @@ class RepairConfig(AdaptConfig):
 def repair_settings(values: dict[str, Any], *, where: str = "settings") -> RepairConfig:
     """Check values against the schema; every fault is named."""
     try:
-        return RepairConfig.model_validate(values)
-    except ValidationError as error:
-        raise ValueError(f"{where}: {faults(error)}") from error
+        return RepairConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error

@@ -1,0 +1,59 @@
+"""`cplus adapt` killed with SIGKILL at each moment: `python killed_adapt.py FOLDER` prints how each process ended.
+
+One process has everything imported and forks a child for each moment, which runs the command until it is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from killed_job import before, child, ended, half_written
+from torch.optim.lr_scheduler import LambdaLR
+from toyjob import asked, write_files
+
+from cplus.cli import main as command
+from cplus.experiment import measure
+from cplus.job import run
+
+UPDATES = 9
+MOMENTS: dict[str, tuple[Callable[[], None], int]] = {
+    "the first epoch": (lambda: before(LambdaLR, "step", 3), 1),  # the scheduler's own first step, then update 2
+    "half a checkpoint": (lambda: half_written(5), 4),
+    "the evaluation of an epoch": (lambda: before(measure, "predict", 6), 6),
+    "the final evaluation": (
+        lambda: before(run, "answer", 2, lambda model, group, config, when, *_: when == "after"),
+        UPDATES,
+    ),
+}
+"""How a process dies, and the last update whose checkpoint is whole by then."""
+
+
+def attempt(patch: Callable[[], None], settings: Path) -> None:
+    """The command, up to the moment."""
+    patch()
+    sys.argv = ["cplus", "adapt", "--config", str(settings)]
+    command()
+
+
+def main(folder: Path) -> None:
+    """One job for each moment, in a folder of the moment's name."""
+    torch.set_num_threads(1)
+    write_files(folder)
+    # In this process, so that the children inherit the compiled kernels.
+    run.adapt(asked(folder, method="cpl", epochs=1, evaluate_every=0, out=folder / "whole"))
+    ends = {}
+    for name, (patch, _) in MOMENTS.items():
+        config = asked(folder, method="cpl", checkpoint_steps=1, out=folder / name)
+        settings = folder / f"{name}.yaml"
+        settings.write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
+        ends[name] = ended(child(partial(attempt, patch, settings)))
+    print(json.dumps(ends))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
