@@ -25,6 +25,8 @@ class Group:
     examples: tuple[Example, ...]
     known: tuple[Prediction, ...] = ()
     """The base model's answers, where they are already known."""
+    max_new_tokens: int | None = None
+    """Maximum length of an answer in free text, where these rows have their own."""
 
     @property
     def closed(self) -> bool:

@@ -45,7 +45,8 @@ def answer(
         scores = () if group.closed else tuple(log_likelihoods(model, group.encoded(), what=what))
         found = GroupAnswers(predictions=group.known, scores=scores)
     else:
-        found = evaluate(model, group, judge=judge(config.judge), max_new_tokens=config.max_new_tokens, what=what)
+        limit = min(config.max_new_tokens, group.max_new_tokens or config.max_new_tokens)
+        found = evaluate(model, group, judge=judge(config.judge), max_new_tokens=limit, what=what)
     if group.closed:
         return found
     texts = [str(prediction.answer) for prediction in (base or found.predictions)]

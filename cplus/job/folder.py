@@ -18,6 +18,7 @@ _OURS = (
     "model",
     "bank",
     "anchors.jsonl",
+    "past.jsonl",
     "record.json",
     "receipt.json",
     "receipt.html",
@@ -68,6 +69,11 @@ class Folder:
         return self.work / "best.pt"
 
     @property
+    def good(self) -> Path:
+        """The weights of the last epoch at which past rows had not lost too much."""
+        return self.work / "good.pt"
+
+    @property
     def bank(self) -> Path:
         """The sealed probes."""
         return self.root / "bank"
@@ -76,6 +82,11 @@ class Folder:
     def anchors(self) -> Path:
         """The anchors, for later jobs that protect them too."""
         return self.root / "anchors.jsonl"
+
+    @property
+    def past(self) -> Path:
+        """The held-out past rows that the base model wrote itself."""
+        return self.root / "past.jsonl"
 
     @property
     def model(self) -> Path:

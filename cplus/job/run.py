@@ -15,8 +15,8 @@ from cplus.experiment.driver import Training, TrainingLog
 from cplus.experiment.measure import GroupAnswers
 from cplus.experiment.rows import Group
 from cplus.job.answers import Before, answer, base_answers
-from cplus.job.bank import job_bank
-from cplus.job.best import Best
+from cplus.job.bank import job_bank, written_bank
+from cplus.job.best import Best, LastGood
 from cplus.job.folder import Folder, begin, check_free, claimed
 from cplus.job.interruption import Interrupted, Interruption
 from cplus.job.outputs import Finished, write_model, write_outputs
@@ -83,6 +83,8 @@ def work(
         check_requirements(config, job.groups, before.answers)
         if job.rows.anchors is not None:
             files.write_text(folder.anchors, lines(job.rows.anchors.examples))
+        if job.config.written and job.rows.past is not None and job.config.past is None:
+            files.write_text(folder.past, lines(job.rows.past.examples))
         with recorded(folder.seconds, "writing probes"):
             bank = _bank(job)
         training = train(job, before, bank, interruption, tracked, train_on=train_on)
@@ -120,6 +122,8 @@ def check_requirements(config: AdaptConfig, groups: tuple[Group, ...], before: M
 def _bank(job: Job) -> Bank | None:
     if not job.method.needs_bank or job.rows.anchors is None:
         return None
+    if job.written is not None:
+        return written_bank(job.folder.bank, job.written, job.settings.probes, job.base, job.rows.anchors)
     given = None if job.config.bank is None else Path(located(str(job.config.bank), job.home))
     return job_bank(job.folder.bank, job.settings.probes, job.base, job.rows.anchors, given)
 
@@ -131,6 +135,7 @@ def _finish(
     config, folder, guard = job.config, job.folder, training.prepared.guard
     layers = layer_shares(guard)
     best = Best(folder.best).restore(training) if config.keep_best else None
+    good = LastGood(folder.good).restore(training) if training.log.lost and best is None else None
     parameters = sum(p.numel() for p in training.model.parameters())
     trainable = sum(p.numel() for p in training.model.parameters() if p.requires_grad)
     model = training.finish()
@@ -155,6 +160,7 @@ def _finish(
         parameters=parameters,
         trainable=trainable,
         best_epoch=best,
+        good_epoch=good,
         planned=planned_usage(job, planned),
         actual=actual_usage(job, training.log, memory),
     )
