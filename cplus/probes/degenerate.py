@@ -11,7 +11,7 @@ NEAR = 0.7
 """Shared words divided by all words, from which on two self-written texts count as near duplicates."""
 MIN_WORDS, MAX_WORDS = 3, 120
 _RUN = re.compile(r"(\S.{0,24}?)\1{5,}", re.DOTALL)
-_DISTINCT = 0.6
+_DISTINCT = 0.5
 _SHORTEST = 12
 
 

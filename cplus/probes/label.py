@@ -82,6 +82,13 @@ def _written(
     ]
 
 
+def without_stop(text: str, stop: Sequence[str]) -> str:
+    """A decoded answer without the text that ended it."""
+    for mark in stop:
+        text = text.removesuffix(mark)
+    return text.strip()
+
+
 def _is_text(example: Example) -> bool:
     return isinstance(example, FreeForm) and example.is_text
 
@@ -89,10 +96,7 @@ def _is_text(example: Example) -> bool:
 def _judged(
     example: Example, row: DecodingRow, confidence: float, interface: Interface, *, cut: bool
 ) -> Label | Rejected:
-    text = row.text
-    for mark in interface.answer_stop:
-        text = text.removesuffix(mark)
-    text = text.strip()
+    text = without_stop(row.text, interface.answer_stop)
     if row.end == "limit" and not cut:
         return Rejected("answer without end")
     if not any(character.isalnum() for character in text):
