@@ -17,9 +17,8 @@ from cplus.evaluation.requirements import Measured, Requirement, possible
 from cplus.experiment.bank_cache import bank_folder, cached_bank
 from cplus.interfaces import Interface
 from cplus.job.progress import bank_view, say
-from cplus.job.written import MIN_YIELD
 from cplus.models import Loaded
-from cplus.probes.abilities import GENERAL
+from cplus.probes.abilities import GENERAL, MIN_YIELD
 from cplus.probes.label import without_stop
 from cplus.probes.local import LocalEngine
 from cplus.probes.settings import TOPICS, ProbeSettings

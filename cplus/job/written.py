@@ -18,14 +18,12 @@ from cplus.job.progress import bank_view, say
 from cplus.job.settings import AdaptConfig
 from cplus.methods import Method
 from cplus.models import Loaded
-from cplus.probes.abilities import ability
+from cplus.probes.abilities import MIN_YIELD, ability
 from cplus.probes.bank import Bank, Probe
 from cplus.probes.settings import TOPICS, ProbeSettings
 
 PAST_ROWS = 40
 """Self-written rows that are held out to measure Retention on."""
-MIN_YIELD = 0.25
-"""The smallest share of a model's texts that must be fit for use; below it, it cannot write what to keep."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,8 @@ _CALL = re.compile(r"\{.*\}", re.DOTALL)
 _PROSE = 20
 
 GENERAL = "general"
+MIN_YIELD = 0.25
+"""The smallest share of a model's texts that must be fit for use; below it, it cannot write what to keep."""
 _GENERAL = (
     "What", "How", "Explain", "Write a", "Why", "Give me", "Can you", "List", "Compare", "Describe", "I need", "Which",
     "Tell me", "Suggest", "Is it", "Summarize",
@@ -110,7 +112,7 @@ class Ability:
 
 ABILITIES = {
     GENERAL: Ability(openers=_GENERAL, answer_tokens=64, cut=True, bare=4),
-    "json": Ability(openers=_JSON, answer_tokens=192, cut=False, flaw=no_json),
+    "json": Ability(openers=_JSON, answer_tokens=256, cut=False, flaw=no_json),
     "style": Ability(openers=_STYLE, answer_tokens=96, cut=True, flaw=no_prose),
     "thinking": Ability(openers=_THINKING, answer_tokens=1024, cut=False, flaw=no_thought),
     "tools": Ability(openers=_TOOLS, answer_tokens=128, cut=False, flaw=no_call, tools=OFFERED),
