@@ -67,7 +67,7 @@ def _table(found: dict[str, Any]) -> Table:
 
     confidence, counts, labels = found["confidence"], found["counts"], found["labels"]
     rejected = ", ".join(f"{reason} {share:.1%}" for reason, share in found["rejected_shares"].items())
-    shares = ", ".join(f"{clean(answer)} {share:.0%}" for answer, share in list(labels["shares"].items())[:6])
+    shares = ", ".join(f"{_short(clean(answer))} {share:.0%}" for answer, share in list(labels["shares"].items())[:6])
     apart = "anchors not found" if labels["divergence"] is None else f"{labels['divergence']:.3f} bits from the anchors"
     rows = [
         ("unique inputs", f"{found['unique']} of {found['probes']} ({found['distinct_share']:.1%})"),
@@ -100,3 +100,7 @@ def _line(text: str) -> str:
     from cplus.terminal import clean
 
     return clean(" ".join(text.split()))[:110]
+
+
+def _short(answer: str) -> str:
+    return answer if len(answer) <= 40 else f"{answer[:39]}…"
