@@ -61,6 +61,7 @@ def register() -> None:
     """Every verb; their files import nothing heavy until they run."""
     from cplus.commands.adapt import adapt
     from cplus.commands.audit import audit
+    from cplus.commands.check import check
     from cplus.commands.config import config
     from cplus.commands.demo import demo
     from cplus.commands.doctor import doctor
@@ -83,6 +84,7 @@ def register() -> None:
         update,
         repair,
         receipt,
+        check,
         probe,
         audit,
         split,

@@ -605,7 +605,7 @@ def test_the_command_previews_the_toy_model(tmp_path: Path) -> None:
 def test_the_command_refuses_what_it_cannot_use(tmp_path: Path) -> None:
     write_files(tmp_path)
     new = ("--new", str(tmp_path / "new.jsonl"))
-    assert "needs anchors" in str(invoke("toy", *new).exception)
+    assert "needs anchors" in str(invoke("toy", *new, "--keep", "none").exception)
     assert "either new" in str(invoke("toy", "--anchors", "keep.jsonl").exception)
     files = (*new, "--anchors", str(tmp_path / "keep.jsonl"), "--interface", "cloze", "--device", "cpu")
     assert "expected a sealed bank" in str(invoke("toy", *files, "--bank", str(tmp_path)).exception)

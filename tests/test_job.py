@@ -274,8 +274,8 @@ def test_anchors_among_the_new_rows_are_counted_and_said(here: Path) -> None:
     ("changes", "sentence"),
     [
         ({"method": "cplu"}, "unknown method 'cplu'; did you mean cplus"),
-        ({"anchors": None}, "method 'cplus' needs anchors"),
-        ({"method": "distillation", "anchors": None}, "method 'distillation' needs anchors"),
+        ({"anchors": None, "keep": ("none",)}, "method 'cplus' needs anchors"),
+        ({"method": "distillation", "anchors": None, "keep": ("none",)}, "method 'distillation' needs anchors"),
         ({"new": "nowhere.jsonl"}, "there is no such file"),
         ({"interface": "freeform"}, "has multiple-choice rows; expected the interface letter or cloze"),
         ({"external": ["plants", "plants"]}, "expected external tasks of different names"),

@@ -353,7 +353,7 @@ def base(tiny_llama: Any) -> Loaded:
 
 def scripted_bank(folder: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Bank:
     interface = interfaces.build("cloze", base.tokenizer)
-    monkeypatch.setattr(building, "label", lambda model, engine, interface, examples: yes(interface)(examples))
+    monkeypatch.setattr(building, "labeller_of", lambda base, engine, interface, settings: yes(interface))
     texts = Scripted(lambda i: f"Is it {i}?\n" if i % 3 else "no end")
     return build(folder, base, interface, ANCHORS, ProbeSettings(**settings), engine=texts)
 

@@ -66,11 +66,11 @@ def _table(found: dict[str, Any]) -> Table:
     from cplus.terminal import clean
 
     confidence, counts, labels = found["confidence"], found["counts"], found["labels"]
-    rejected = ", ".join(f"{reason} {n}" for reason, n in sorted(counts["rejected"].items(), key=lambda item: -item[1]))
-    shares = ", ".join(f"{clean(answer)} {share:.0%}" for answer, share in list(labels["shares"].items())[:6])
+    rejected = ", ".join(f"{reason} {share:.1%}" for reason, share in found["rejected_shares"].items())
+    shares = ", ".join(f"{_short(clean(answer))} {share:.0%}" for answer, share in list(labels["shares"].items())[:6])
     apart = "anchors not found" if labels["divergence"] is None else f"{labels['divergence']:.3f} bits from the anchors"
     rows = [
-        ("unique inputs", f"{found['unique']} of {found['probes']}"),
+        ("unique inputs", f"{found['unique']} of {found['probes']} ({found['distinct_share']:.1%})"),
         (
             "confidence",
             f"mean {confidence['mean']:.3f}, median {confidence['median']:.3f}, p10 {confidence['p10']:.3f}",
@@ -82,6 +82,7 @@ def _table(found: dict[str, Any]) -> Table:
             "topics",
             f"{found['topics']['covered']} of {found['topics']['areas']}" if found["topics"]["areas"] else "no cue",
         ),
+        ("areas by words", f"{found['areas']['covered']} of {found['areas']['areas']}"),
     ]
     rows += [
         (clean(name), f"{one['exact']} exact ({one['exact_share']:.2%}), {one['near']} near ({one['near_share']:.2%})")
@@ -99,3 +100,7 @@ def _line(text: str) -> str:
     from cplus.terminal import clean
 
     return clean(" ".join(text.split()))[:110]
+
+
+def _short(answer: str) -> str:
+    return answer if len(answer) <= 40 else f"{answer[:39]}…"

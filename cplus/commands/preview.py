@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 _SETTINGS = (
-    "new", "anchors", "split", "num_anchors", "num_new", "bank", "anchor_weight", "interface", "optimizer", "lr",
-    "weight_decay", "plain", "max_length", "too_long", "data_dir", "device", "compute_dtype", "seed",
+    "new", "anchors", "keep", "split", "num_anchors", "num_new", "bank", "anchor_weight", "interface", "optimizer",
+    "lr", "weight_decay", "plain", "max_length", "too_long", "data_dir", "device", "compute_dtype", "seed",
 )  # fmt: skip
 
 
@@ -32,18 +32,21 @@ def preview(model: Model, json: Json = False, **options: Any) -> None:
     from cplus.diagnostics.preview import preview as look
     from cplus.experiment.driver import build_optimizer
     from cplus.job.bank import checked_bank
-    from cplus.job.preflight import load, row_of
-    from cplus.job.rows import gather, read
+    from cplus.job.preflight import bind_rows, load, row_of
+    from cplus.job.rows import read
     from cplus.job.settings import settings
+    from cplus.job.written import with_written
     from cplus.terminal import print_json
 
     method = row_of(config)
     tasks = read(config, method, Path.cwd())
     base = load(config, Path.cwd())
+    rows = bind_rows(config, tasks, base)
     with models.computing(config.compute_dtype, base.device):
-        rows = gather(config, tasks, base)
+        rows, written = with_written(config, method, rows, base)
         assert rows.anchors is not None, "the method needs anchors, and read() requires them"
-        probes: list[Any] = []
+        own = () if written is None else written.probes
+        probes: list[Any] = [rows.anchors.interface.encode(probe.example) for probe in own]
         if config.bank is not None:
             sealed = checked_bank(config.bank, base, rows.anchors)
             probes = [rows.anchors.interface.encode(example) for example in sealed.examples]

@@ -30,6 +30,10 @@ def probe(
     task: Annotated[
         str | None, typer.Option(help="Task to draw anchors from: a name or a file.", autocompletion=names.tasks)
     ] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(help="No anchors: the model writes everything itself: general, json, style, thinking or tools."),
+    ] = None,
     interface: InterfaceName = None,
     num_probes: Annotated[int, setting("num_probes", help="Number of probes in the bank (N).")] = 512,
     shots: Annotated[int, setting("shots")] = 2,
@@ -77,7 +81,10 @@ def probe(
     if model is None:
         raise ValueError("expected a model to probe, or --verify and a bank; see 'cplus probe --help'")
 
+    from dataclasses import replace
+
     from cplus import interfaces, models
+    from cplus.probes.abilities import MIN_YIELD
     from cplus.probes.build import build
     from cplus.probes.local import LocalEngine
     from cplus.probes.server import ServerEngine
@@ -95,10 +102,17 @@ def probe(
         confidence_floor=confidence_floor,
         domain=domain,
     )
-    source = _source(anchors, task, domain, data_dir)
+    source = None if keep else _source(anchors, task, domain, data_dir)
     base = models.load(model, device=device)
-    bound = interfaces.build(interface or source.interface, base.tokenizer, wording=source.wording, chat=not plain)
-    shown = _anchors(anchors, source, base, bound, seed=seed, limit=limit)
+    if source is None:
+        settings = replace(settings, ability=keep, topics=TOPICS, min_yield=max(min_yield, MIN_YIELD))
+        chat = bool(getattr(base.tokenizer, "chat_template", None)) and not plain
+        thinking = "keep" if keep == "thinking" else "off"
+        bound = interfaces.build(interface or "freeform", base.tokenizer, chat=chat, thinking=thinking)
+        shown: tuple[Example, ...] = ()
+    else:
+        bound = interfaces.build(interface or source.interface, base.tokenizer, wording=source.wording, chat=not plain)
+        shown = _anchors(anchors, source, base, bound, seed=seed, limit=limit)
     engine = ServerEngine(vllm) if vllm else LocalEngine(base.model, base.tokenizer, rows=rows)
     begun = time.perf_counter()
     with _progress(num_probes) as watch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, TypeAlias
 
 from cplus import files
@@ -62,6 +62,8 @@ class FreeForm:
     """The tool calls of the response."""
     tools: str = ""
     """The tools the model may call: a JSON list of schemas for the chat template."""
+    cut: bool = False
+    """Whether the response was cut off at a limit, so that its end is not known and not learned."""
 
     @property
     def answered(self) -> bool:
@@ -99,9 +101,13 @@ def to_row(example: Example) -> dict[str, Any]:
         example.calls or example.tools
     ):
         answer = {"response": example.response} if example.answered else {}
-        return {"id": example.id, "prompt": example.messages[0].content, **answer}
+        return {"id": example.id, "prompt": example.messages[0].content, **answer, **_cut(example)}
     tools = {"tools": example.tools} if example.tools else {}
-    return {"id": example.id, "messages": [_turn_row(turn) for turn in example.turns], **tools}
+    return {"id": example.id, "messages": [_turn_row(turn) for turn in example.turns], **tools, **_cut(example)}
+
+
+def _cut(example: FreeForm) -> dict[str, Any]:
+    return {"cut": True} if example.cut else {}
 
 
 def _turn_row(turn: Message) -> dict[str, Any]:
@@ -139,10 +145,10 @@ def from_row(row: Mapping[str, Any], *, where: str, id: str, requests: bool = Fa
         response = (
             row["response"] if requests and row["response"] is None else text(row["response"], f"{where}: response")
         )
-        return exchange(row["prompt"], response, where=where, id=id)
+        return _marked(exchange(row["prompt"], response, where=where, id=id), row, where)
     if "messages" in keys:
         turns = messages(row["messages"], where=where, requests=requests)
-        return conversation(turns, tools=row.get("tools"), where=where, id=id, requests=requests)
+        return _marked(conversation(turns, tools=row.get("tools"), where=where, id=id, requests=requests), row, where)
     if "prompt" in keys and requests:
         return exchange(row["prompt"], None, where=where, id=id)
     if "text" in keys:
@@ -151,6 +157,13 @@ def from_row(row: Mapping[str, Any], *, where: str, id: str, requests: bool = Fa
         f"{where}: expected the keys question, choices, answer; or prompt, response; or messages; or text; "
         f"found {', '.join(sorted(map(str, keys))) or 'none'}"
     )
+
+
+def _marked(example: FreeForm, row: Mapping[str, Any], where: str) -> FreeForm:
+    cut = row.get("cut")
+    if cut not in (None, True, False):
+        raise ValueError(f"{where}: expected cut to be true or false, got {cut!r:.60}")
+    return replace(example, cut=True) if cut else example
 
 
 def id_of(row: Mapping[str, Any], *, where: str, id: str) -> str:

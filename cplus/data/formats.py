@@ -178,8 +178,8 @@ def _untrained(turns: Sequence[Message]) -> list[Message]:
 _TALK = "conversation"
 FORMATS: tuple[Format, ...] = (
     Format(name="choice", keys=("question", "choices", "answer"), read=_own, family="choice"),
-    Format(name="prompt-response", keys=("prompt", "response"), read=_own, family=_TALK),
-    Format(name="messages", keys=("messages",), optional=("tools",), read=_own, family=_TALK),
+    Format(name="prompt-response", keys=("prompt", "response"), optional=("cut",), read=_own, family=_TALK),
+    Format(name="messages", keys=("messages",), optional=("tools", "cut"), read=_own, family=_TALK),
     Format(
         name="alpaca",
         keys=("instruction", "output"),

@@ -9,7 +9,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,9 @@ from cplus.optim import AdamW
 
 Evaluate: TypeAlias = Callable[[int], dict[str, float]]
 """Evaluates the model after the epoch of this number; returns figures for the curve."""
-Done: TypeAlias = Callable[[dict[str, float]], bool]
-"""Whether the figures of an epoch show that everything is learned."""
+Ending: TypeAlias = Literal["learned", "lost"]
+Done: TypeAlias = Callable[[dict[str, float]], Ending | None]
+"""Why the figures of an epoch end the training: everything is learned, or too much is lost; None if they do not."""
 
 
 def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
@@ -103,6 +104,8 @@ class TrainingLog:
     done: bool = False
     learned: bool = False
     """Whether training stopped because everything was learned."""
+    lost: bool = False
+    """Whether training stopped because past rows lost too much; the last update is then not wanted."""
     watch: Health = field(default_factory=Health)
 
     def to_state(self) -> dict[str, Any]:
@@ -192,7 +195,7 @@ class Training:
         norms = torch._foreach_norm([p.detach() for p in self.model.parameters() if p.requires_grad])
         return bool(torch.isfinite(torch.stack([norm.float() for norm in norms])).all())
 
-    def run(self, evaluate: Evaluate = lambda epoch: {}, done: Done = lambda point: False) -> Iterator[Event]:
+    def run(self, evaluate: Evaluate = lambda epoch: {}, done: Done = lambda point: None) -> Iterator[Event]:
         """Train from the log's position, updating the log; the state may be saved between two events."""
         log = self.log
         if log.done:
@@ -267,7 +270,8 @@ class Training:
         self.model.eval()
         begun = time.perf_counter()
         point |= evaluate(event.epoch)
-        log.done = log.learned = done(point)
+        ending = done(point)
+        log.done, log.learned, log.lost = ending is not None, ending == "learned", ending == "lost"
         log.evaluation_seconds += time.perf_counter() - begun
         self.model.train()
         log.curve.append(point)

@@ -27,6 +27,8 @@ class Group:
     """The base model's answers, where they are already known."""
     note: str = ""
     """What was done to rows that were too long."""
+    max_new_tokens: int | None = None
+    """Maximum length of an answer in free text, where these rows have their own."""
 
     @property
     def closed(self) -> bool:

@@ -87,7 +87,7 @@ def _until_learned(spec: RunSpec, given: Comparison, model: nn.Module) -> tuple[
             learned.append(found)
         return {"acquisition": found}
 
-    return evaluate, lambda point: len(learned) > spec.beyond
+    return evaluate, lambda point: "learned" if len(learned) > spec.beyond else None
 
 
 def _counts(given: Comparison) -> dict[str, int]:

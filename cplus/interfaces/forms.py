@@ -107,6 +107,13 @@ class Chat:
         end = rest[: min(ends)] if ends else rest.rstrip()
         return end or _end_of_text(self._tokenizer)
 
+    def asking(self, tools: str = "") -> tuple[str, str]:
+        """What the template writes before a user's words, and what ends them, up to its first special token."""
+        turns, tools = self._written((Message(role="user", content=_MARK),), tools)
+        before, _, rest = self._render(turns, tools).partition(_MARK)
+        ends = [rest.index(token) + len(token) for token in special_texts(self._tokenizer) if token in rest]
+        return before, rest[: min(ends)] if ends else rest.strip() or _end_of_text(self._tokenizer)
+
     @cached_property
     def knows_tools(self) -> bool:
         """Whether the template writes tools and their calls."""

@@ -62,7 +62,7 @@ class Freeform:
             if (earlier and self.turns == "all") or example.calls or self.form.thinking:
                 return self._conversation(example)
             text = self.form.text(example.messages, example.tools)
-            answer = f"{self.form.lead}{example.response}{self.form.end}"
+            answer = f"{self.form.lead}{example.response}{'' if example.cut else self.form.end}"
             return Encoded(self.form.tokens(text), following(self.form, self.tokenizer, text, answer))
 
     def _conversation(self, example: FreeForm) -> Encoded:
@@ -71,7 +71,10 @@ class Freeform:
         if self.turns == "last":
             trained = [False] * (len(trained) - 1) + [True]
         pieces, read = [], ""
-        for (before, answer), learned in zip(self.form.turns(example.turns, example.tools), trained, strict=True):
+        pairs = self.form.turns(example.turns, example.tools)
+        if example.cut:
+            pairs[-1] = (pairs[-1][0], pairs[-1][1].removesuffix(self.form.end))
+        for (before, answer), learned in zip(pairs, trained, strict=True):
             read += before
             if learned:
                 pieces += [read, answer]
@@ -123,7 +126,7 @@ class Freeform:
         """The conversation with that response."""
         if not isinstance(answer, str) or not answer.strip():
             raise ValueError(f"{example.id}: expected a response in words, got {answer!r:.60}")
-        return replace(_free(example), response=answer, calls="")
+        return replace(_free(example), response=answer, calls="", cut=False)
 
 
 def _free(example: Example) -> FreeForm:

@@ -21,6 +21,7 @@ from cplus.experiment.rows import Group
 from cplus.job.settings import AdaptConfig
 from cplus.models import Loaded
 from cplus.probes.engine import Request, Sampling, request_seed
+from cplus.probes.label import without_stop
 from cplus.probes.local import LocalEngine
 from cplus.scoring import Score, log_likelihoods
 
@@ -45,7 +46,8 @@ def answer(
         scores = () if group.closed else tuple(log_likelihoods(model, group.encoded(), what=what))
         found = GroupAnswers(predictions=group.known, scores=scores)
     else:
-        found = evaluate(model, group, judge=judge(config.judge), max_new_tokens=config.max_new_tokens, what=what)
+        limit = min(config.max_new_tokens, group.max_new_tokens or config.max_new_tokens)
+        found = evaluate(model, group, judge=judge(config.judge), max_new_tokens=limit, what=what)
     if group.closed:
         return found
     texts = [str(prediction.answer) for prediction in (base or found.predictions)]
@@ -86,9 +88,7 @@ def sampling_noise(base: Loaded, group: Group, config: AdaptConfig) -> float | N
             Request(index=i, prompt=few.interface.prompt(example), seed=request_seed(config.seed + number, i))
             for i, example in enumerate(few.examples)
         ]
-        texts = {
-            sample.index: _without_stop(sample.text, sampling.stop) for sample in engine.sample(requests, sampling)
-        }
+        texts = {sample.index: without_stop(sample.text, sampling.stop) for sample in engine.sample(requests, sampling)}
         own = [texts[i] for i in range(len(few.examples))]
         drawn.append(score_answers(base.model, few.interface, few.examples, own, what="noise floor"))
     pairs = [(one, other) for one, other in zip(*drawn, strict=True) if one is not None and other is not None]
@@ -96,12 +96,6 @@ def sampling_noise(base: Loaded, group: Group, config: AdaptConfig) -> float | N
         return None
     first, second = zip(*pairs, strict=True)
     return noise_floor([(s.total, s.num_tokens) for s in first], [(s.total, s.num_tokens) for s in second])
-
-
-def _without_stop(text: str, stop: Sequence[str]) -> str:
-    for end in stop:
-        text = text.removesuffix(end)
-    return text.strip()
 
 
 def _to_row(answers: GroupAnswers) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from cplus import files
@@ -10,8 +11,9 @@ from cplus.experiment.bank_cache import bank_folder, cached_bank
 from cplus.experiment.rows import Group
 from cplus.job.folder import Folder
 from cplus.job.progress import bank_view, say
+from cplus.job.written import Written
 from cplus.models import Loaded
-from cplus.probes.bank import Bank
+from cplus.probes.bank import Bank, described, seal
 from cplus.probes.settings import ProbeSettings
 
 
@@ -22,6 +24,20 @@ def job_bank(folder: Path, settings: ProbeSettings, base: Loaded, anchors: Group
         checked_bank(source, base, anchors)
         with files.replacing_folder(folder) as part:
             shutil.copytree(source, part, dirs_exist_ok=True)
+    return checked_bank(folder, base, anchors)
+
+
+def written_bank(folder: Path, written: Written, settings: ProbeSettings, base: Loaded, anchors: Group) -> Bank:
+    """The bank of a job that keeps self-written rows, sealed for its anchors, with what given anchors contribute."""
+    if not folder.exists():
+        probes, manifest = list(written.probes), dict(written.manifest)
+        if written.from_given:
+            given = replace(anchors, examples=written.given)
+            bank = Bank.load(_built(base, given, replace(settings, num_probes=written.from_given)))
+            probes += bank.probes
+            part = {"keep": "anchors", "probes": len(bank.probes), "drawn_from": bank.manifest["probes_sha256"]}
+            manifest["parts"] = [*manifest["parts"], part]
+        seal(folder, probes, {**manifest, "anchors": described(anchors.examples)})
     return checked_bank(folder, base, anchors)
 
 

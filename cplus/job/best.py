@@ -1,4 +1,4 @@
-"""The weights of the best epoch so far, kept beside the checkpoint."""
+"""The weights of the best epoch so far, and of the last good one, kept beside the checkpoint."""
 
 from __future__ import annotations
 
@@ -56,5 +56,26 @@ class Best:
         return int(kept["epoch"])
 
     def _read(self) -> dict[str, Any]:
-        kept: dict[str, Any] = torch.load(self._path, map_location="cpu", weights_only=True, mmap=True)
-        return kept
+        return _read(self._path)
+
+
+class LastGood:
+    """Writes the weights of every epoch at which past rows had not lost too much, each over the one before."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def keep(self, training: Training, epoch: int) -> None:
+        """Keep the weights of this epoch; 0 is the base model."""
+        files.write_state(self._path, {"epoch": epoch, "weights": training.weights()})
+
+    def restore(self, training: Training) -> int:
+        """Load the last good weights and return their epoch."""
+        kept = _read(self._path)
+        training.model.load_state_dict(kept["weights"], strict=False)
+        return int(kept["epoch"])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    kept: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return kept

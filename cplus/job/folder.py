@@ -19,6 +19,7 @@ _OURS = (
     "model",
     "bank",
     "anchors.jsonl",
+    "past.jsonl",
     "record.json",
     "receipt.json",
     "receipt.html",
@@ -69,6 +70,11 @@ class Folder:
         return self.work / "best.pt"
 
     @property
+    def good(self) -> Path:
+        """The weights of the last epoch at which past rows had not lost too much."""
+        return self.work / "good.pt"
+
+    @property
     def bank(self) -> Path:
         """The sealed probes."""
         return self.root / "bank"
@@ -77,6 +83,11 @@ class Folder:
     def anchors(self) -> Path:
         """The anchors, for later jobs that protect them too."""
         return self.root / "anchors.jsonl"
+
+    @property
+    def past(self) -> Path:
+        """The held-out past rows that the base model wrote itself."""
+        return self.root / "past.jsonl"
 
     @property
     def model(self) -> Path:

@@ -77,6 +77,8 @@ class Finished:
     best_epoch: int | None = None
     repaired: Repaired | str | None = None
     """What the repair did, or why there was none; None where it was not asked for."""
+    good_epoch: int | None = None
+    """The epoch whose weights are written because a later one lost too much; 0 is the base model."""
 
     @property
     def unfinished(self) -> dict[str, int] | None:
@@ -200,7 +202,14 @@ def _notes(done: Finished) -> list[str]:
         notes.append(f"UNFINISHED: training was ended after update {cut['updates']} of {cut['planned']}.")
     if done.best_epoch is not None:
         notes.append(f"The weights are those of epoch {done.best_epoch}, the best on past and new rows.")
-    if done.config.stop == "learned" and len(done.log.curve) < done.config.epochs:
+    if done.log.lost:
+        limit = done.config.lost_limit
+        notes.append(f"Training ended after epoch {len(done.log.curve)}: past rows lost more than {limit:g}.")
+    if done.good_epoch:
+        notes.append(f"The weights are those of epoch {done.good_epoch}, the last one evaluated before that.")
+    elif done.good_epoch == 0:
+        notes.append("The weights are the base model's, because the first evaluation lost too much; reduce the rate.")
+    if done.log.learned and len(done.log.curve) < done.config.epochs:
         notes.append(f"Training ended after epoch {len(done.log.curve)}: every new row was learned.")
     if isinstance(done.repaired, str):
         notes.append(f"NOT REPAIRED: {done.repaired}.")

@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cplus import models
 from cplus.experiment.bank_cache import bank_folder
 from cplus.experiment.driver import adapted
-from cplus.experiment.rows import Group, Source
+from cplus.experiment.rows import Group, Rows, Source
 from cplus.experiment.schedule import updates_per_epoch
 from cplus.job import timing
 from cplus.job.memory import Footprint, ModelSize, giga
@@ -19,7 +20,8 @@ from cplus.job.repair.timing import repair_seconds
 from cplus.job.settings import AdaptConfig
 from cplus.job.timing import Range
 from cplus.job.workload import Tokens, assumed_material, assumed_rows, evidence_tokens, tokens_per_epoch
-from cplus.methods import Material
+from cplus.job.written import interface_of, is_cached, portions, split_up, stand_in, with_written
+from cplus.methods import Material, Method
 from cplus.models import Loaded
 
 
@@ -109,8 +111,11 @@ def plan(config: AdaptConfig) -> Plan:
     found = preflight(config, home)
     base = load(config, home)
     assumed: list[str] = []
+    writing: Range | None = None
     if found.tasks.split is None:
         rows = bind_rows(config, found.tasks, base)
+        rows, writing, notes = _self_written(config, found.method, rows, base)
+        assumed += notes
     else:
         rows, note = assumed_rows(config, found.tasks, base)
         assumed.append(note)
@@ -119,7 +124,9 @@ def plan(config: AdaptConfig) -> Plan:
     longer, _ = assumed_material(config, method, rows, home, length=2)
     tokens, high = (tokens_per_epoch(config, method, own) for own in (material, longer))
     seconds = {"evaluating": timing.evaluation_seconds(config, base, rows)}
-    if probes:
+    if writing is not None:
+        seconds["writing probes"] = writing
+    elif probes and not config.written:
         seconds |= _writing(config, base, rows.anchors, len(rows.new.examples))
     if config.repair:
         seconds["repairing"] = _repairing(config, base, rows.new, material, longer)
@@ -154,6 +161,22 @@ def _repairing(config: AdaptConfig, base: Loaded, new: Group, short: Material, l
     ]
     trial = Range(count * during.low, count * during.high)
     return repair_seconds(config, base, short.new, Range(*tokens), trial=trial, max_rows=MAX_ROWS)
+
+
+def _self_written(
+    config: AdaptConfig, method: Method, rows: Rows, base: Loaded
+) -> tuple[Rows, Range | None, list[str]]:
+    """The rows with self-written ones from the cache, else with a few stand-ins and the seconds to write them all."""
+    asked = portions(config, method, len(rows.new.examples))
+    if all(is_cached(config, base, portion) for portion in asked):
+        return with_written(config, method, rows, base)[0], None, []
+    with models.computing(config.compute_dtype, base.device):
+        few, spent = timing.self_writing(config, base, asked[0].ability)
+    bound, total = interface_of(config, base), sum(portion.total for portion in asked)
+    banks = [stand_in(few, portion.total) for portion in asked]
+    rows, _ = split_up(config, method, rows, bound, asked, banks)
+    note = f"the base model has not written its {total} rows yet: {len(few)} were written to estimate the rest"
+    return rows, Range(total * spent.low, total * spent.high), [note]
 
 
 def _writing(config: AdaptConfig, base: Loaded, anchors: Group | None, num_new: int) -> dict[str, Range]:

@@ -12,6 +12,7 @@ from cplus.job.memory import Footprint, ModelSize, check_packed, footprint, giga
 from cplus.job.progress import say
 from cplus.job.rows import Tasks, gather, located, read
 from cplus.job.settings import AdaptConfig, paper
+from cplus.job.written import Written, with_written
 from cplus.methods import Method
 from cplus.models import Loaded, four_bit
 from cplus.probes.own_answers import own_answers
@@ -120,6 +121,13 @@ def bind_rows(config: AdaptConfig, tasks: Tasks, base: Loaded) -> Rows:
     with models.computing(config.compute_dtype, base.device):
         rows = gather(config, tasks, base)
         return answered(rows, base, config.max_length or base.window) if config.own_answers else rows
+
+
+def bind_all(config: AdaptConfig, found: Preflight, base: Loaded) -> tuple[Rows, Written | None]:
+    """The rows bound to the model, with those that it writes itself."""
+    rows = bind_rows(config, found.tasks, base)
+    with models.computing(config.compute_dtype, base.device):
+        return with_written(config, found.method, rows, base)
 
 
 def answered(rows: Rows, base: Loaded, limit: int) -> Rows:

@@ -11,10 +11,11 @@ from cplus.experiment.settings import Settings
 from cplus.job.folder import Folder
 from cplus.job.memory import Footprint
 from cplus.job.other_jobs import curves
-from cplus.job.preflight import bind_rows, load, preflight
+from cplus.job.preflight import bind_all, load, preflight
 from cplus.job.progress import say
 from cplus.job.rows import located
 from cplus.job.settings import AdaptConfig
+from cplus.job.written import Written
 from cplus.methods import Method
 from cplus.models import Loaded
 from cplus.receipts.receipt import ComparedRun
@@ -33,6 +34,8 @@ class Job:
     rows: Rows
     groups: tuple[Group, ...]
     comparisons: Mapping[str, ComparedRun]
+    written: Written | None = None
+    """The bank's self-written part, where the base model writes the rows to keep."""
 
     @property
     def settings(self) -> Settings:
@@ -50,7 +53,7 @@ def prepare(config: AdaptConfig, folder: Folder, home: Path) -> Job:
     method, size = found.method, found.size
     say(f"{config.model}: {size.parameters:,} parameters, {size.trainable:,} trained; {method.name}: {method.summary}")
     base = load(config, home)
-    rows = bind_rows(config, found.tasks, base)
+    rows, written = bind_all(config, found, base)
     for note in rows.notes:
         say(f"note: {note}")
     groups = rows.evaluated(config.max_asked, config.seed)
@@ -64,4 +67,5 @@ def prepare(config: AdaptConfig, folder: Folder, home: Path) -> Job:
         rows=rows,
         groups=groups,
         comparisons=curves([Path(located(str(place), home)) for place in config.compare], groups, config.method),
+        written=written,
     )

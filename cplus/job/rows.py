@@ -58,8 +58,10 @@ class Tasks:
 
 def read(config: AdaptConfig, method: Method, home: Path) -> Tasks:
     """Read every file and task; a method without the rows it needs is refused here."""
-    if config.split is None and config.anchors is None and not config.kept and set(method.needs) != {"new"}:
-        raise ValueError(f"method {method.name!r} needs anchors: rows the model should keep; provide some as anchors")
+    if not (config.split or config.anchors or config.kept or config.written) and set(method.needs) != {"new"}:
+        raise ValueError(
+            f"method {method.name!r} needs anchors: rows the model should keep; provide some as anchors or keep general"
+        )
 
     def load(name: str, *, requests: bool = False) -> Task:
         place = located(name, home)

@@ -14,8 +14,8 @@ from cplus.data.examples import lines
 from cplus.diagnostics.gateshares import layer_shares
 from cplus.experiment.driver import Training, TrainingLog
 from cplus.job.answers import Before, answer, base_answers
-from cplus.job.bank import job_bank
-from cplus.job.best import Best
+from cplus.job.bank import job_bank, written_bank
+from cplus.job.best import Best, LastGood
 from cplus.job.folder import Folder, begin, check_free, claimed
 from cplus.job.interruption import Interrupted, Interruption
 from cplus.job.outputs import Finished, write_model, write_outputs
@@ -88,6 +88,8 @@ def work(
         check_requirements(config, job.groups, before.answers)
         if job.rows.anchors is not None:
             files.write_text(folder.anchors, lines(job.rows.anchors.examples))
+        if job.config.written and job.rows.past is not None and job.config.past is None:
+            files.write_text(folder.past, lines(job.rows.past.examples))
         with recorded(folder.seconds, "writing probes"):
             bank = _bank(job)
         training = train(job, before, bank, interruption, tracked, train_on=train_on)
@@ -106,6 +108,8 @@ def work(
 def _bank(job: Job) -> Bank | None:
     if not uses_bank(job.config, job.method) or job.rows.anchors is None:
         return None
+    if job.written is not None:
+        return written_bank(job.folder.bank, job.written, job.settings.probes, job.base, job.rows.anchors)
     given = None if job.config.bank is None else Path(located(str(job.config.bank), job.home))
     return job_bank(job.folder.bank, job.settings.probes, job.base, job.rows.anchors, given)
 
@@ -123,6 +127,7 @@ def _finish(
     config, folder, guard = job.config, job.folder, training.prepared.guard
     layers = layer_shares(guard)
     best = Best(folder.best).restore(training) if config.keep_best else None
+    good = LastGood(folder.good).restore(training) if training.log.lost and best is None else None
     parameters = four_bit.num_weights(training.model)
     trainable = sum(p.numel() for p in training.model.parameters() if p.requires_grad)
     model = training.finish()
@@ -153,6 +158,7 @@ def _finish(
         trainable=trainable,
         best_epoch=best,
         repaired=repaired,
+        good_epoch=good,
         planned=planned_usage(job, planned),
         actual=actual_usage(job, training.log, memory),
     )

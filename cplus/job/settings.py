@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
@@ -15,6 +16,7 @@ from cplus.data.readers import parse_columns, weighted
 from cplus.evaluation.judges import NAMES
 from cplus.evaluation.requirements import Requirement, parse
 from cplus.experiment.settings import Settings
+from cplus.job import keep as keeping
 from cplus.job.faults import sentences
 
 Positive: TypeAlias = Annotated[int, Field(ge=1)]
@@ -25,6 +27,27 @@ def _checked(text: object) -> object:
     if isinstance(text, str):
         parse(text)
     return text
+
+
+def _kept(text: object) -> object:
+    if isinstance(text, str):
+        keeping.parse(text)
+    return text
+
+
+def _stop(value: object) -> object:
+    """`learned`, `never`, or `lost:0.02`, checked."""
+    if isinstance(value, str) and value not in ("learned", "never"):
+        mark, _, number = value.partition(":")
+        try:
+            limit = float(number)
+        except ValueError:
+            limit = math.nan
+        if mark != "lost" or not (math.isfinite(limit) and limit > 0):
+            raise ValueError(
+                f"expected learned, never or lost:LIMIT with a limit above 0, like lost:0.02, got {value!r}"
+            )
+    return value
 
 
 def _columns(value: object) -> object:
@@ -67,7 +90,15 @@ class AdaptConfig(BaseModel):
         "b.jsonl=0.5 uses half of its rows, b.jsonl=2 each row twice per epoch.",
     )
     anchors: str | None = Field(None, description="Rows the model must keep, used as evidence: a file or a named task.")
-    past: str | None = Field(None, description="Held-out past rows to measure Retention on; default: the anchors.")
+    keep: tuple[Annotated[str, BeforeValidator(_kept)], ...] = Field(
+        (),
+        description="What to keep: general (default without anchors), json, style, thinking or tools, written by the "
+        "base model itself; a file of rows (as anchors); none. Several with weights, like general=0.7. Repeatable.",
+    )
+    past: str | None = Field(
+        None,
+        description="Held-out past rows to measure Retention on; default: 40 self-written ones, or the anchors given.",
+    )
     validation: str | None = Field(
         None,
         description="Held-out new rows to measure learning on: a file or a task; none for none. Default: a tenth of 50 "
@@ -79,7 +110,9 @@ class AdaptConfig(BaseModel):
     split: str | None = Field(
         None, description="Task to split by the base model's answers: correct rows are past, incorrect rows are new."
     )
-    num_anchors: Positive = Field(8, description="With split: number of anchors to draw from the past rows (A).")
+    num_anchors: Positive = Field(
+        8, description="With split or self-written rows: number of anchors to draw from them (A)."
+    )
     num_new: Positive | None = Field(None, description="With split: number of new rows to learn; default: all.")
     external: tuple[str, ...] = Field((), description="Other task to evaluate before and after; repeatable.")
     external_limit: Positive | None = Field(200, description="Maximum number of rows per external task.")
@@ -138,9 +171,10 @@ class AdaptConfig(BaseModel):
     )
 
     epochs: Positive = Field(25, description="Maximum number of epochs.")
-    stop: Literal["learned", "never"] = Field(
+    stop: Annotated[str, BeforeValidator(_stop)] = Field(
         "learned",
-        description="learned: stop after the first epoch in which every new row is correct. never: run all epochs.",
+        description="learned: stop after the first epoch in which every new row is correct. never: run all epochs. "
+        "lost:0.02: as learned, and stop before past rows lose 0.02 (nats per token, or share of Retention).",
     )
     batch_size: Positive = Field(
         8, description="New rows per update, split into smaller passes where memory requires it."
@@ -210,10 +244,19 @@ class AdaptConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _presets(cls, values: Any) -> Any:
-        """Values of a preset; values that are given override them."""
-        if isinstance(values, dict) and values.get("preset") == "paper":
-            return {**paper(values.get("model")), **values}
-        return values
+        """Values of a preset; values that are given override them. A file to keep is a file of anchors."""
+        if not isinstance(values, dict):
+            return values
+        if values.get("preset") == "paper":
+            values = {**paper(values.get("model")), **values}
+        kept = values.get("keep")
+        kept = (kept,) if isinstance(kept, str) else kept
+        if not isinstance(kept, list | tuple) or not all(isinstance(text, str) for text in kept):
+            return values
+        file = keeping.given_file([keeping.parse(text) for text in kept])
+        if file is not None and values.get("anchors") not in (None, file):
+            raise ValueError(f"a file to keep is a file of anchors: expected {file} or {values['anchors']}, not both")
+        return {**values, "keep": tuple(kept), **({} if file is None else {"anchors": file})}
 
     @model_validator(mode="after")
     def _whole(self) -> AdaptConfig:
@@ -221,8 +264,8 @@ class AdaptConfig(BaseModel):
             raise ValueError("expected either new (rows to learn) or split (a task to split), and not both")
         if self.split is not None and (self.anchors is not None or self.past is not None):
             raise ValueError("split draws anchors and past rows itself; leave out anchors and past, or provide new")
-        if self.repair and self.split is None and self.anchors is None and not self.kept:
-            raise ValueError("repair needs anchors: rows the model should keep; provide some as anchors")
+        if self.repair and self.split is None and self.anchors is None and not self.kept and not self.written:
+            raise ValueError("repair needs rows the model should keep; provide anchors or keep")
         if self.repair and self.lora is not None and not self.lora.merge:
             raise ValueError("repair works on the model's own weights; leave out merge=false, or repair")
         if self.load == "4bit":
@@ -230,7 +273,29 @@ class AdaptConfig(BaseModel):
                 raise ValueError("load 4bit trains adapters alone, as 4 bits hold no small update; add lora, as r=16")
             if not self.lora.merge and self.save_dtype != "float32":
                 raise ValueError(f"adapters written apart stay float32; leave out save_dtype, got {self.save_dtype}")
+        written = self.written
+        if written and self.split is not None:
+            raise ValueError("split draws the rows to keep itself; leave out keep, or provide new")
+        if written and self.bank is not None:
+            raise ValueError(
+                "a bank belongs to the anchors it was written from, and here the model writes its own; provide anchors"
+            )
+        if self.lost_limit is not None and self.evaluate_every == 0:
+            raise ValueError(f"stop {self.stop} needs evaluations during training; set evaluate_every to at least 1")
         return self
+
+    @property
+    def written(self) -> dict[str, float]:
+        """The abilities for which the base model writes the rows to keep, each with its share of them."""
+        if not self.keep:
+            return keeping.default(given=bool(self.anchors or self.split or self.kept))
+        return keeping.shares([keeping.parse(text) for text in self.keep], anchors=self.anchors is not None)
+
+    @property
+    def lost_limit(self) -> float | None:
+        """How much past rows may lose before training stops."""
+        mark, _, number = self.stop.partition(":")
+        return float(number) if mark == "lost" else None
 
     def settings(self, num_new: int = 0) -> Settings:
         """The engine's settings; by default as many probes as new rows, so that a refresh costs about an epoch."""
@@ -271,9 +336,9 @@ class AdaptConfig(BaseModel):
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "What is learned and kept": (
-        "new", "anchors", "past", "validation", "kept", "split", "num_anchors", "num_new", "external", "external_limit",
-        "interface", "plain", "chat_template", "turns", "thinking", "columns", "own_answers", "judge", "max_new_tokens",
-        "max_length", "too_long", "data_dir",
+        "new", "anchors", "keep", "past", "validation", "kept", "split", "num_anchors", "num_new", "external",
+        "external_limit", "interface", "plain", "chat_template", "turns", "thinking", "columns", "own_answers", "judge",
+        "max_new_tokens", "max_length", "too_long", "data_dir",
     ),
     "How it is kept": (
         "preset", "method", "anchor_weight", "beta", "strength", "bank", "num_probes", "shots", "temperature", "topics",

@@ -15,10 +15,14 @@ from cplus.experiment.rows import Group, Rows
 from cplus.job.answers import FLOOR_ROWS, FLOOR_TOKENS, answer
 from cplus.job.settings import AdaptConfig
 from cplus.job.workload import Tokens
+from cplus.job.written import interface_of, writing_settings
 from cplus.loop import Stepped
 from cplus.methods import Material, Method, Past
 from cplus.models import Loaded
+from cplus.probes.bank import Probe
 from cplus.probes.engine import Request, Sampling
+from cplus.probes.general import SelfWritten
+from cplus.probes.generate import write_probes
 from cplus.probes.local import LocalEngine
 from cplus.probes.settings import MAX_NEW_TOKENS, ProbeSettings, plan
 from cplus.scoring import log_likelihoods
@@ -28,6 +32,7 @@ _EVIDENCE = 16
 _SAMPLES = (4, 16)
 _TOKENS = 16
 _YIELDS = (0.4, 0.9)
+_SELF_WRITTEN = 8
 """Range of the share of requests that give a probe."""
 
 
@@ -162,9 +167,19 @@ def writing(base: Loaded, anchors: Group, settings: ProbeSettings, labelling: Ev
     )
 
 
+def self_writing(config: AdaptConfig, base: Loaded, ability: str) -> tuple[list[Probe], Range]:
+    """A few rows that the base model writes itself, and the seconds per row: as measured, or twice that."""
+    settings = writing_settings(config, ability, _SELF_WRITTEN)
+    begun = time.perf_counter()
+    found = write_probes(base, interface_of(config, base), (), settings)
+    # A block is written at least, whatever the number of rows taken from it.
+    spent = (time.perf_counter() - begun) / max(len(found), SelfWritten.block * _YIELDS[1])
+    return found, Range(spent, 2 * spent)
+
+
 def training_seconds(config: AdaptConfig, tokens: Tokens, high: Tokens, found: Pace) -> Range:
     """Seconds of the updates and refreshes: of one epoch where training may stop early, to all epochs."""
-    first = 1 if config.stop == "learned" else config.epochs
+    first = 1 if config.stop != "never" else config.epochs
     return Range(
         first * (tokens.training * found.training.low + tokens.evidence * found.evidence),
         config.epochs * (high.training * found.training.high + high.evidence * found.evidence),
@@ -189,10 +204,10 @@ def evaluation_seconds(config: AdaptConfig, base: Loaded, rows: Rows) -> Range:
 
 def _rows_during(config: AdaptConfig, group: Group) -> Range:
     """Rows of a group evaluated during training; new rows are evaluated each epoch where they decide when to stop."""
-    first = 1 if config.stop == "learned" else config.epochs
+    first = 1 if config.stop != "never" else config.epochs
     count, every = len(group.examples), config.evaluate_every
     few = 0 if group.part == "external" or not every else min(count, config.evaluate_rows)
     drawn = Range(few * (first // every), few * (config.epochs // every)) if every else Range(0, 0)
-    if group.part != "acquisition" or config.stop != "learned":
+    if group.part != "acquisition" or config.stop == "never":
         return drawn
     return Range(count, count * config.epochs) if group.closed else drawn + Range(0, count * config.epochs)

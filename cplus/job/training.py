@@ -7,14 +7,15 @@ from pathlib import Path
 
 from cplus import files, models
 from cplus.data.examples import fingerprint
-from cplus.experiment.driver import Training, begin
+from cplus.experiment.driver import Ending, Training, begin
 from cplus.experiment.material import PastTask
-from cplus.experiment.measure import curve_figures, repeats_every_token
+from cplus.experiment.measure import GroupAnswers, curve_figures, loss_of, repeats_every_token
+from cplus.experiment.rows import Group
 from cplus.experiment.schedule import updates_per_epoch
 from cplus.health import Exploded
 from cplus.job.answers import Before
 from cplus.job.bank import earlier_bank
-from cplus.job.best import Best
+from cplus.job.best import Best, LastGood
 from cplus.job.checkpoint import Checkpoints
 from cplus.job.interruption import Interrupted, Interruption
 from cplus.job.preflight import uses_bank
@@ -61,11 +62,14 @@ def train(
     )
     if kept.load(training):
         say(f"resumed after update {kept.step}")
-        if training.log.cursor.epoch <= config.epochs and not training.log.learned:
+        if training.log.cursor.epoch <= config.epochs and not (training.log.learned or training.log.lost):
             training.log.done = False  # resumed with more epochs than it ended with
     if not train_on:
         return training
     best = Best(job.folder.best) if config.keep_best else None
+    good = LastGood(job.folder.good) if config.lost_limit is not None else None
+    if good is not None and training.log.cursor.step == 0:
+        good.keep(training, 0)
     updates = updates_per_epoch(len(job.rows.trained.examples), config.batch_size)
     begins = "training" if training.prepared.guard is None else "computing evidence"
     view = training_view(epochs=config.epochs, updates=updates, done=training.log.cursor.step, begins=begins)
@@ -76,8 +80,11 @@ def train(
                 _check(training, event)
                 ended = isinstance(event, EpochEnded)
                 point = training.log.curve[-1] if ended else None
-                if best is not None and point is not None:
-                    best.offer(training, point)
+                if point is not None and not training.log.lost:
+                    if best is not None:
+                        best.offer(training, point)
+                    if good is not None and evaluations.lost(point) is not None:
+                        good.keep(training, int(point["epoch"]))
                 if isinstance(event, Stepped) and event.step % 10 == 0:
                     training.tally()
                 shown.show(event, training.admitted, point)
@@ -133,24 +140,49 @@ class _Evaluations:
         self._new, *others = [group for group in job.groups if group.part != "external"]
         self._others = [group.drawn(job.config.evaluate_rows, job.config.seed) for group in others]
         self._encoded = training.prepared.material.new
+        self._start = past_loss([*self._others], self._before)
+        if job.config.lost_limit is not None and not any(group.part == "retention" for group in self._others):
+            raise ValueError(f"stop {job.config.stop} needs past rows to measure on; provide past, anchors or keep")
 
     def figures(self, epoch: int) -> dict[str, float]:
         """What is learned and lost after an epoch; all new rows are evaluated where that decides when to stop."""
-        every, decides = self._config.evaluate_every, self._config.stop == "learned" and self._new.closed
+        every, decides = self._config.evaluate_every, self._config.stop != "never" and self._new.closed
         due = every > 0 and epoch % every == 0
         new = self._new if decides else self._new.drawn(self._config.evaluate_rows, self._config.seed)
         groups = [*([new] if due or decides else []), *(self._others if due else [])]
         with models.computing(self._config.compute_dtype, self._device):
             return curve_figures(self._training.model, groups, self._before)
 
-    def done(self, point: Mapping[str, float]) -> bool:
-        """Whether training may stop: every new row is answered correctly, or every response would be repeated."""
+    def lost(self, point: Mapping[str, float]) -> float | None:
+        """What past rows have lost: the rise of their loss in nats per token, or the share lost of Retention."""
+        found = [1 - point["retention"] / 100] if "retention" in point else []
+        if self._start is not None and "past_nll" in point:
+            found.append(point["past_nll"] - self._start)
+        return max(found, default=None)
+
+    def done(self, point: Mapping[str, float]) -> Ending | None:
+        """Why training stops: too much is lost, every new row is correct, or every response would be repeated."""
+        limit, lost = self._config.lost_limit, self.lost(point)
+        if limit is not None and lost is not None and lost > limit:
+            say(f"stopped: past rows lost {lost:.3f}, more than {limit:g}; the last state before is written")
+            return "lost"
         if self._config.stop == "never":
-            return False
+            return None
         if self._new.closed:
-            return point.get("acquisition", 100.0) == 100.0
+            return "learned" if point.get("acquisition", 100.0) == 100.0 else None
         with models.computing(self._config.compute_dtype, self._device):
-            return repeats_every_token(self._training.model, self._encoded)
+            return "learned" if repeats_every_token(self._training.model, self._encoded) else None
+
+
+def past_loss(groups: Sequence[Group], before: Mapping[str, GroupAnswers]) -> float | None:
+    """The base model's loss on these rows of the past groups, in free text; None without such rows."""
+    scores = []
+    for group in groups:
+        seen = {example.id for example in group.examples}
+        if group.part == "retention" and not group.closed:
+            known = before[group.name]
+            scores += [s for p, s in zip(known.predictions, known.scores, strict=True) if p.id in seen]
+    return loss_of(scores) if scores else None
 
 
 def _log(tracked: Tracker, training: Training, event: object, point: Mapping[str, float] | None) -> None:

@@ -183,6 +183,7 @@ def _config(
             "kept": [str(job) for job in kept if Folder(job).anchors.is_file()],
             "external": [*map(str, external), *(values.get("external") or ())],
             "external_limit": None,
+            "keep": ("none",),  # a ledger keeps rows that it can follow by right and wrong
             # The rows are copies under other names, so the interface cannot be derived from the name later.
             "interface": values.get("interface") or own,
         },

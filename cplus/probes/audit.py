@@ -17,6 +17,7 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from cplus.data.examples import Choice, Example
+from cplus.probes.areas import areas
 from cplus.probes.bank import Bank, anchors_hash
 from cplus.probes.texts import input_key, input_text, normalise, words
 
@@ -44,6 +45,7 @@ def audit(bank: Bank, against: Sequence[ComparedRows], *, seed: int = 0) -> dict
         "bank": {key: bank.manifest[key] for key in ("model", "interface", "settings", "engine", "probes_sha256")},
         "probes": len(keys),
         "unique": len(set(keys)),
+        "distinct_share": round(len(set(keys)) / len(keys), 6),
         "duplicates": _duplicates(keys, texts),
         "confidence": confidence([probe.confidence for probe in bank.probes]),
         "against": found,
@@ -52,9 +54,12 @@ def audit(bank: Bank, against: Sequence[ComparedRows], *, seed: int = 0) -> dict
         "lengths": lengths(texts),
         "vocabulary": vocabulary(texts, [input_text(anchor, options=options) for anchor in anchors]),
         "topics": topics([probe.topic for probe in bank.probes], bank.manifest["settings"]["topics"]),
+        "areas": areas(texts),
         "anchor_use": dict(Counter(shot for probe in bank.probes for shot in probe.shots).most_common()),
         "counts": bank.manifest["counts"],
         "yield": bank.manifest["yield"],
+        "rejected_shares": _shares(bank.manifest["counts"]),
+        "parts": bank.manifest.get("parts", []),
         "sample": _sample(bank, options=options, seed=seed),
     }
 
@@ -191,6 +196,11 @@ def topics(given: Sequence[str | None], areas: Sequence[str]) -> dict[str, Any]:
         "covered": sum(counts[area] > 0 for area in areas),
         "counts": {area: counts[area] for area in areas},
     }
+
+
+def _shares(counts: Mapping[str, Any]) -> dict[str, float]:
+    """The share of the requests that were rejected for each reason, the most frequent first."""
+    return {reason: round(count / counts["requests"], 6) for reason, count in Counter(counts["rejected"]).most_common()}
 
 
 def _word_matrix(texts: Sequence[str], ids: Mapping[str, int]) -> csr_array:

@@ -106,6 +106,11 @@ def probe_from_row(row: Mapping[str, Any]) -> Probe:
     )
 
 
+def described(anchors: Sequence[Example]) -> dict[str, Any]:
+    """The anchors as a manifest names them."""
+    return {"count": len(anchors), "sha256": anchors_hash(anchors), "ids": [anchor.id for anchor in anchors]}
+
+
 def anchors_hash(anchors: Sequence[Example]) -> str:
     """The SHA-256 of a set of anchors, independent of their order."""
     return fingerprint(sorted(canonical_json(to_row(anchor)) for anchor in anchors))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,25 @@ from cplus.data.examples import Example
 from cplus.files import fingerprint, tidy
 from cplus.interfaces import Interface, Rejected
 from cplus.models import Loaded
-from cplus.probes.bank import MANIFEST, Bank, Probe, anchors_hash, probe_from_row, probe_to_row, seal
+from cplus.probes.bank import MANIFEST, Bank, Probe, described, probe_from_row, probe_to_row, seal
 from cplus.probes.engine import Engine
-from cplus.probes.generate import Block, RequestOutcome, Sampled, Tally, TooFewProbes, generate, rejections
+from cplus.probes.generate import (
+    Block,
+    RequestOutcome,
+    Sampled,
+    Tally,
+    TooFewProbes,
+    generate,
+    labeller_of,
+    rejections,
+)
 from cplus.probes.journal import journal_path, open_journal
-from cplus.probes.label import label
 from cplus.probes.local import LocalEngine
-from cplus.probes.settings import MAX_NEW_TOKENS, ProbeSettings, plan
+from cplus.probes.settings import ProbeSettings
+from cplus.probes.writers import writer
+
+_LATER = ("ability", "answer_tokens")
+"""Settings that a manifest holds only where they are used."""
 
 OnEvent = Callable[[Sampled | Block], None]
 
@@ -47,7 +58,7 @@ def build(
     path = journal_path(folder)
     tally = Tally(anchors, interface, settings)
     # Whichever engine samples the inputs, the frozen model itself answers them.
-    labeller = partial(label, base.model, local, interface)
+    labeller = labeller_of(base, local, interface, settings)
     with open_journal(path, _resumable(identity), wait=wait, notify=notify) as journal:
         if folder.exists():  # another process has built it in the meantime
             return _same(folder, identity)
@@ -72,21 +83,19 @@ def identify(
     base: Loaded, interface: Interface, anchors: Sequence[Example], settings: ProbeSettings, engine: Engine
 ) -> dict[str, Any]:
     """Everything that determines a bank's content."""
-    first = plan(0, anchors, settings)
+    written = writer(interface, anchors, settings)
     recorded = asdict(settings) | {
         "topics": list(settings.topics),
-        "max_new_tokens": settings.max_new_tokens or MAX_NEW_TOKENS[interface.name],
+        "max_new_tokens": settings.max_new_tokens or written.max_new_tokens,
     }
+    # Banks from anchors were sealed before these settings existed.
+    recorded = {key: value for key, value in recorded.items() if value is not None or key not in _LATER}
     return {
         "model": {"name": base.name, "fingerprint": base.fingerprint},
-        "anchors": {
-            "count": len(anchors),
-            "sha256": anchors_hash(anchors),
-            "ids": [anchor.id for anchor in anchors],
-        },
+        "anchors": described(anchors),
         "interface": interface.name,
         # These tokens depend on the wording of the request and on the tokenizer.
-        "first_request_sha256": fingerprint(list(interface.request(first.shots, first.topic))),
+        "first_request_sha256": fingerprint(list(written.request(written.plan(0)))),
         "settings": recorded,
         "engine": engine.describe(),
     }

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from functools import partial
 from math import ceil
 
-from cplus.data.examples import Choice, Example
+from cplus.data.examples import Choice, Example, FreeForm
 from cplus.interfaces import Interface, Rejected
 from cplus.models import Loaded
+from cplus.probes.abilities import ability, answer_flaw
 from cplus.probes.bank import Probe
+from cplus.probes.degenerate import near
 from cplus.probes.engine import Engine, Request, Sample, Sampling, request_seed
 from cplus.probes.label import Label, Labeller, label
 from cplus.probes.local import LocalEngine
-from cplus.probes.settings import BLOCK, MAX_NEW_TOKENS, ProbeSettings, RequestPlan, domain_test, plan
-from cplus.probes.texts import input_key
+from cplus.probes.settings import ProbeSettings, RequestPlan, domain_test
+from cplus.probes.texts import input_key, input_text, words
+from cplus.probes.writers import Writer, writer
 
 _PATIENCE = 2
 
@@ -63,6 +66,7 @@ class Tally:
         self._in_domain = domain_test(settings.domain) if settings.domain else None
         self._anchors = {self._key(anchor) for anchor in anchors}
         self._keys: set[str] = set()
+        self._words: list[frozenset[str]] = []
         self._answers: Counter[int] = Counter()
         self._quota = _quota(anchors, interface, settings)
         self.blocks: list[Block] = []
@@ -77,6 +81,11 @@ class Tally:
             return Rejected("duplicate")
         if self._in_domain is not None and not self._in_domain(example):
             return Rejected("outside the domain")
+        if self._settings.ability is not None:
+            spoken = words(input_text(example, options=False))
+            if any(near(spoken, other) for other in self._words):
+                return Rejected("near duplicate")
+            self._words.append(spoken)
         self._keys.add(key)
         return None
 
@@ -86,6 +95,10 @@ class Tally:
             return labelled
         if labelled.confidence < self._settings.confidence_floor:
             return Rejected("low confidence")
+        if self._settings.ability is not None and isinstance(labelled.example, FreeForm):
+            reason = answer_flaw(self._settings.ability, labelled.example)
+            if reason is not None:
+                return Rejected(reason)
         if self._quota is not None and isinstance(labelled.example, Choice):
             if self._answers[labelled.example.answer] >= self._quota:
                 return Rejected("enough of this label")
@@ -97,6 +110,8 @@ class Tally:
         self.blocks.append(block)
         self.probes += block.probes
         self._keys = {self._key(probe.example) for probe in self.probes}
+        if self._settings.ability is not None:
+            self._words = [words(input_text(probe.example, options=False)) for probe in self.probes]
         self._answers = Counter(probe.example.answer for probe in self.probes if isinstance(probe.example, Choice))
 
     @property
@@ -113,10 +128,12 @@ class Tally:
             return
         outcomes = [outcome for block in self.blocks for outcome in block.outcomes]
         reasons = ", ".join(f"{reason} {count}" for reason, count in rejections(outcomes).most_common())
+        remedy = "Use other anchors, another interface or fewer probes"
+        if self._settings.ability is not None:
+            remedy = f"It cannot show by itself what to keep ({self._settings.ability}): give rows with --anchors FILE"
         raise TooFewProbes(
             f"the model gave {len(self.probes)} of {self._settings.num_probes} probes in {len(outcomes)} requests and "
-            f"{gained} in the last {requests}, below {self._settings.min_yield:.0%}; rejected: {reasons}. Use other "
-            "anchors, another interface or fewer probes"
+            f"{gained} in the last {requests}, below {self._settings.min_yield:.0%}; rejected: {reasons}. {remedy}"
         )
 
     def _key(self, example: Example) -> str:
@@ -140,12 +157,13 @@ def generate(
 
     Paper: Algorithm 1, line 1; App. C.1, construction of the bank S_A.
     """
+    written = writer(interface, anchors, settings)
     while not tally.full:
         tally.check_yield()
         first = sum(len(block.outcomes) for block in tally.blocks)
-        plans = [plan(index, anchors, settings) for index in range(first, first + BLOCK)]
+        plans = [written.plan(index) for index in range(first, first + written.block)]
         read: dict[int, Example | Rejected] = {}
-        for sampled, parsed in _sampled(engine, interface, anchors, plans, settings):
+        for sampled, parsed in _sampled(engine, written, plans, settings):
             read[sampled.index] = parsed
             yield sampled
         block = _judged(plans, read, labeller, tally)
@@ -159,40 +177,47 @@ def write_probes(
     """The probes that a model writes from its anchors, in memory and without a seal."""
     tally = Tally(anchors, interface, settings)
     engine = LocalEngine(base.model, base.tokenizer)
-    for _ in generate(engine, partial(label, base.model, engine, interface), interface, anchors, settings, tally):
+    for _ in generate(engine, labeller_of(base, engine, interface, settings), interface, anchors, settings, tally):
         pass
     return tally.probes[: settings.num_probes]
 
 
+def labeller_of(base: Loaded, engine: LocalEngine, interface: Interface, settings: ProbeSettings) -> Labeller:
+    """The frozen model as it answers its own inputs; for an ability, answers may be cut off at its limit."""
+    if settings.ability is None:
+        return partial(label, base.model, engine, interface)
+    own = ability(settings.ability)
+    limit = settings.answer_tokens or own.answer_tokens
+    return partial(label, base.model, engine, interface, max_tokens=limit, cut=own.cut)
+
+
 def _sampled(
-    engine: Engine,
-    interface: Interface,
-    anchors: Sequence[Example],
-    plans: Sequence[RequestPlan],
-    settings: ProbeSettings,
+    engine: Engine, written: Writer, plans: Sequence[RequestPlan], settings: ProbeSettings
 ) -> Iterator[tuple[Sampled, Example | Rejected]]:
     requests = [
         Request(
             index=planned.index,
-            prompt=interface.request(planned.shots, planned.topic),
+            prompt=written.request(planned),
             seed=request_seed(settings.seed, planned.index),
         )
         for planned in plans
     ]
     sampling = Sampling(
         temperature=settings.temperature,
-        max_new_tokens=settings.max_new_tokens or MAX_NEW_TOKENS[interface.name],
-        stop=interface.stop(anchors),
+        max_new_tokens=settings.max_new_tokens or written.max_new_tokens,
+        stop=written.stop,
     )
-    shots = {planned.index: planned.shots for planned in plans}
+    planned_at = {planned.index: planned for planned in plans}
     for sample in engine.sample(requests, sampling):
-        parsed = interface.parse(_ended(sample, sampling), shots[sample.index])
+        parsed = written.parse(_ended(sample, sampling), planned_at[sample.index])
         reason = parsed.reason if isinstance(parsed, Rejected) else None
         yield Sampled(index=sample.index, text=sample.text, reason=reason), parsed
 
 
 def _ended(sample: Sample, sampling: Sampling) -> str:
     """The text of a sample: with a stop text if the model ended it, without its last line if the limit did."""
+    if not sampling.stop:
+        return sample.text
     if sample.end == "end of text":
         return sample.text + sampling.stop[0]
     lines, newline, _ = sample.text.rpartition("\n")

@@ -51,7 +51,7 @@ Not a setting: it does not depend on the size of the bank, so a bank is a prefix
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSettings:
-    """The settings of a bank; the paper does not use the last three.
+    """The settings of a bank; the paper does not use the last five.
 
     Paper: K, T and N in App. C.1.
     """
@@ -66,10 +66,16 @@ class ProbeSettings:
     label_balanced: bool = False
     confidence_floor: float = 0.0
     domain: str | None = None
+    ability: str | None = None
+    """What the model writes from nothing, without anchors: a name in `cplus.probes.abilities`."""
+    answer_tokens: int | None = None
+    """Maximum length of an answer; by default the ability's or the interface's own."""
 
     def __post_init__(self) -> None:
         if self.num_probes < 1:
             raise ValueError(f"num_probes must be at least 1, got {self.num_probes}")
+        if self.answer_tokens is not None and (self.ability is None or self.answer_tokens < 1):
+            raise ValueError(f"answer_tokens must be at least 1 and belongs to an ability, got {self.answer_tokens}")
         if self.shots < 1:
             raise ValueError(f"shots must be at least 1, got {self.shots}")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
@@ -88,6 +94,8 @@ class RequestPlan:
     index: int
     shots: tuple[Example, ...]
     topic: str | None
+    opener: str = ""
+    """The first words of the input, where they are given."""
 
 
 def plan(index: int, anchors: Sequence[Example], settings: ProbeSettings) -> RequestPlan:
@@ -101,16 +109,19 @@ def plan(index: int, anchors: Sequence[Example], settings: ProbeSettings) -> Req
             "give more anchors or reduce the number of shots"
         )
     shots = random.Random(f"{settings.seed}/shots/{index}").sample(list(anchors), settings.shots)
-    topic = None
-    if settings.topics:
-        cycle, position = divmod(index, len(settings.topics))
-        topic = _permuted(settings.topics, f"{settings.seed}/topics/{cycle}")[position]
+    topic = in_turn(settings.topics, index, f"{settings.seed}/topics") if settings.topics else None
     return RequestPlan(index=index, shots=tuple(shots), topic=topic)
 
 
+def in_turn(values: tuple[str, ...], index: int, seed: str) -> str:
+    """The value for this index: every value once per round, in a new order in every round."""
+    cycle, position = divmod(index, len(values))
+    return _permuted(values, f"{seed}/{cycle}")[position]
+
+
 @cache
-def _permuted(topics: tuple[str, ...], seed: str) -> tuple[str, ...]:
-    return tuple(random.Random(seed).sample(topics, len(topics)))
+def _permuted(values: tuple[str, ...], seed: str) -> tuple[str, ...]:
+    return tuple(random.Random(seed).sample(values, len(values)))
 
 
 def domain_test(name: str) -> Callable[[Example], bool]:

@@ -81,8 +81,13 @@ class RowSet:
 
     @property
     def followed(self) -> bool:
-        """Whether answers are the same, reworded or changed: free text without a judge that was not to be learned."""
-        return not self.judged and self.kind not in ("acquisition", "validation")
+        """Whether answers are the same, reworded or changed: free text without a judge that was not to be learned.
+
+        Plain texts have no input, so there is no answer to follow.
+        """
+        return (
+            not self.judged and self.kind not in ("acquisition", "validation") and any(row.input for row in self.rows)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

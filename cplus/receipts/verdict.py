@@ -102,6 +102,8 @@ def _past(found: Mapping[str, Any]) -> list[str]:
     if past is None:
         return []
     counts, total = past["answers"], past["rows"]
+    if counts is None:  # plain texts have losses alone
+        return [] if past["loss"] is None else [*_effect(past, found["noise_floor"]), *_plain(found)]
     others = f"{counts['same']:,} the same, {counts['reworded']:,} reworded, {counts['changed']:,} changed"
     answers = f"{'Its' if past['whole_task'] else 'Past'} answers: {others}, of {total:,}."
     if past["on_anchors"]:
@@ -124,7 +126,7 @@ def _effect(past: Mapping[str, Any], floor: float | None) -> list[str]:
         "unclear": f"No clear change was found{where}",
         "kept": f"No damage was found{where}",
     }[effect]
-    if past["answers"]["changed"] > past["rows"] / 2 and effect != "damaged":
+    if past["answers"] is not None and past["answers"]["changed"] > past["rows"] / 2 and effect != "damaged":
         rise = "a rise of the loss within noise" if effect == "slight" else "no clear rise of the loss"
         verdict = f"Most answers changed{where}, with {rise}"
     verb = "went" if signed(loss["rise"]) == signed(0.0) else "rose" if loss["rise"] > 0 else "fell"
