@@ -100,8 +100,9 @@ def test_low_rank_adapters_are_the_same_as_a_row_and_as_a_setting(
     assert_same(by_job("sft", files, tmp_path / "out", lora="r=16"), by_study("lora", given))
 
 
+@pytest.mark.parametrize("method", ["cplus", "flow", "ssu", "wise-ft"])
 def test_a_resumed_job_gives_the_studys_weights(
-    given: Comparison, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, given: Comparison, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cplus.job import training as phase
 
@@ -111,7 +112,7 @@ def test_a_resumed_job_gives_the_studys_weights(
     with monkeypatch.context() as patch:
         patch.setattr(phase, "_log", stop)  # after the first event; what was saved by then is nothing
         with pytest.raises(Interrupted):
-            adapt(settings("cplus", files, tmp_path / "out", checkpoint_steps=1))
+            adapt(settings(method, files, tmp_path / "out", checkpoint_steps=1))
     seen: list[int] = []
     with monkeypatch.context() as patch:
 
@@ -126,7 +127,7 @@ def test_a_resumed_job_gives_the_studys_weights(
     assert seen[-1] == 5
     resume(tmp_path / "out")
     found = weights(models.load(str(tmp_path / "out" / "model"), device="cpu").model)
-    assert_same(found, by_study("cplus", given))
+    assert_same(found, by_study(method, given))
 
 
 def test_another_setting_gives_other_weights(given: Comparison, files: Path, tmp_path: Path) -> None:
