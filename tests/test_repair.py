@@ -269,7 +269,10 @@ def test_an_adaptation_without_anything_to_repair_is_written_with_the_reason(
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"repair": True, "anchors": None, "method": "sft"}, "repair needs anchors"),
+        (
+            {"repair": True, "anchors": None, "keep": ("none",), "method": "sft"},
+            "repair needs rows the model should keep",
+        ),
         ({"repair": True, "lora": "r=4,merge=false"}, "leave out merge=false, or repair"),
     ],
 )
@@ -281,7 +284,7 @@ def test_an_adaptation_that_cannot_repair_is_refused(tmp_path: Path, changes: di
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"anchors": None}, "a repair needs anchors"),
+        ({"anchors": None, "keep": ("none",)}, "a repair needs rows the base model should keep"),
         ({"lr": 1e-3}, "a repair trains nothing, so it has no use for lr"),
         ({"tolerance": 1.0}, "tolerance"),
         ({"rounds": 0}, "rounds"),

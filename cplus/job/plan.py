@@ -114,7 +114,7 @@ def plan(config: AdaptConfig) -> Plan:
     writing: Range | None = None
     if found.tasks.split is None:
         rows = bind_rows(config, found.tasks, base)
-        rows, writing, notes = _self_written(config, found.method, rows, base)
+        rows, writing, notes = self_written(config, found.method, rows, base)
         assumed += notes
     else:
         rows, note = assumed_rows(config, found.tasks, base)
@@ -163,9 +163,7 @@ def _repairing(config: AdaptConfig, base: Loaded, new: Group, short: Material, l
     return repair_seconds(config, base, short.new, Range(*tokens), trial=trial, max_rows=MAX_ROWS)
 
 
-def _self_written(
-    config: AdaptConfig, method: Method, rows: Rows, base: Loaded
-) -> tuple[Rows, Range | None, list[str]]:
+def self_written(config: AdaptConfig, method: Method, rows: Rows, base: Loaded) -> tuple[Rows, Range | None, list[str]]:
     """The rows with self-written ones from the cache, else with a few stand-ins and the seconds to write them all."""
     asked = portions(config, method, len(rows.new.examples))
     if all(is_cached(config, base, portion) for portion in asked):

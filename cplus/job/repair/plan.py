@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from cplus.experiment.bank_cache import bank_folder
+from cplus.experiment.rows import Rows
 from cplus.job import timing
 from cplus.job.memory import giga
-from cplus.job.plan import shown_range
+from cplus.job.plan import self_written, shown_range
 from cplus.job.repair.prepare import Given, prepare
 from cplus.job.repair.settings import RepairConfig
 from cplus.job.repair.timing import TRIALS, repair_seconds
 from cplus.job.timing import Range
+from cplus.methods import Method
+from cplus.models import Loaded
 from cplus.repairing.model import BYTES_PER_PARAMETER
 
 
@@ -74,7 +77,14 @@ class RepairPlan:
 
 def plan(config: RepairConfig) -> RepairPlan:
     """Check everything and time a few rows; nothing is written but the cache."""
-    given = prepare(config, Path.cwd())
+    writing: list[Range | None] = []
+
+    def stand_ins(config: RepairConfig, method: Method, rows: Rows, base: Loaded) -> tuple[Rows, None]:
+        rows, spent, _ = self_written(config, method, rows, base)
+        writing.append(spent)
+        return rows, None
+
+    given = prepare(config, Path.cwd(), stand_ins)
     base, rows, anchors = given.base, given.rows, given.rows.anchors
     assert anchors is not None
     settings = config.settings(len(rows.new.examples)).probes
@@ -88,8 +98,10 @@ def plan(config: RepairConfig) -> RepairPlan:
         )
         if group.part == "retention" and not group.closed and config.judge == "none":
             seconds["evaluating"] += timing.noise_floor(config, base, group, found)
-    written = config.bank is not None or bank_folder(base, anchors.interface, anchors.examples, settings).exists()
-    if not written:
+    built = config.bank is not None or bank_folder(base, anchors.interface, anchors.examples, settings).exists()
+    if writing[0] is not None:
+        seconds["writing probes"] = writing[0]
+    elif not built and not config.written:
         seconds["writing probes"] = timing.writing(base, anchors, settings, times[anchors.name])
     probes, own = settings.num_probes, [len(row) for row in anchors.encoded()]
     mean, others = sum(own) / len(own), min(probes, max(0, config.max_rows - len(own)))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from cplus import models
 from cplus.experiment.rows import Group, Rows
@@ -13,7 +15,8 @@ from cplus.job.progress import say
 from cplus.job.repair.settings import RepairConfig
 from cplus.job.repair.tuned import check_pair, load_tuned
 from cplus.job.rows import Tasks, located, read
-from cplus.methods import METHODS
+from cplus.job.written import Written, with_written
+from cplus.methods import METHODS, Method
 from cplus.models import Loaded
 from cplus.repairing.model import BYTES_PER_PARAMETER
 
@@ -42,6 +45,8 @@ class Given:
     rows: Rows
     groups: tuple[Group, ...]
     notes: tuple[str, ...]
+    written: Written | None = None
+    """What the base model wrote itself of the rows to keep."""
 
     @property
     def new(self) -> list[Group]:
@@ -49,8 +54,14 @@ class Given:
         return [self.rows.new, *([] if self.rows.validation is None else [self.rows.validation])]
 
 
-def prepare(config: RepairConfig, home: Path) -> Given:
-    """Check, load and bind everything; whatever can be refused without an evaluation is refused here."""
+Write: TypeAlias = Callable[[RepairConfig, Method, Rows, Loaded], tuple[Rows, Written | None]]
+
+
+def prepare(config: RepairConfig, home: Path, write: Write = with_written) -> Given:
+    """Check, load and bind everything; whatever can be refused without an evaluation is refused here.
+
+    `write` gives the rows to keep that the base model writes itself; a plan has other means.
+    """
     _check_places(config, home)
     tasks = read(config, METHODS[config.method], home)
     for line in tasks.formats:
@@ -61,7 +72,8 @@ def prepare(config: RepairConfig, home: Path) -> Given:
     base = load(config, home)
     tuned = load_tuned(config, base, home)
     notes = _one_template(config, base, tuned)
-    rows = _bound(config, tasks, base, tuned)
+    with models.computing(config.compute_dtype, base.device):
+        rows, written = write(config, METHODS[config.method], _bound(config, tasks, base, tuned), base)
     for note in (*rows.notes, *notes):
         say(f"note: {note}")
     groups = rows.evaluated(config.max_asked, config.seed)
@@ -75,6 +87,7 @@ def prepare(config: RepairConfig, home: Path) -> Given:
         rows=rows,
         groups=groups,
         notes=tuple(notes),
+        written=written,
     )
 
 

@@ -9,7 +9,7 @@ from cplus import files, models
 from cplus.data.examples import lines
 from cplus.experiment.material import PastTask
 from cplus.job.answers import answer, base_answers
-from cplus.job.bank import job_bank
+from cplus.job.bank import job_bank, written_bank
 from cplus.job.folder import Folder, begin, check_free, claimed, discard, read_values
 from cplus.job.interruption import Interrupted, Interruption
 from cplus.job.outputs import write_model
@@ -124,8 +124,10 @@ def _repaired(given: Given, folder: Folder, interruption: Interruption) -> dict[
 
 def _bank(given: Given, folder: Folder) -> Bank:
     assert given.rows.anchors is not None
-    own = None if given.config.bank is None else Path(located(str(given.config.bank), given.home))
     settings = given.config.settings(len(given.rows.new.examples)).probes
+    if given.written is not None:
+        return written_bank(folder.bank, given.written, settings, given.base, given.rows.anchors)
+    own = None if given.config.bank is None else Path(located(str(given.config.bank), given.home))
     return job_bank(folder.bank, settings, given.base, given.rows.anchors, own)
 
 

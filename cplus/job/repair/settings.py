@@ -9,10 +9,10 @@ from pydantic import Field, model_validator
 from cplus.job.settings import AdaptConfig, Positive
 
 SHARED = (
-    "new", "anchors", "past", "validation", "external", "external_limit", "interface", "plain", "chat_template",
-    "turns", "thinking", "columns", "own_answers", "judge", "max_new_tokens", "max_length", "too_long", "data_dir",
-    "bank", "num_probes", "shots", "temperature", "topics", "compute_dtype", "seed", "out", "max_asked", "require",
-    "save_dtype", "checkpoint_minutes", "device", "revision", "trust_remote_code",
+    "new", "anchors", "keep", "past", "validation", "external", "external_limit", "interface", "plain",
+    "chat_template", "turns", "thinking", "columns", "own_answers", "judge", "max_new_tokens", "max_length",
+    "too_long", "data_dir", "bank", "num_probes", "shots", "temperature", "topics", "compute_dtype", "seed", "out",
+    "max_asked", "require", "save_dtype", "checkpoint_minutes", "device", "revision", "trust_remote_code",
 )  # fmt: skip
 """The settings of a job that a repair uses too."""
 MAX_ROWS = 256
@@ -44,8 +44,8 @@ class RepairConfig(AdaptConfig):
 
     @model_validator(mode="after")
     def _no_training(self) -> RepairConfig:
-        if self.anchors is None:
-            raise ValueError("a repair needs anchors: rows the base model should keep; provide some as anchors")
+        if self.anchors is None and not self.written:
+            raise ValueError("a repair needs rows the base model should keep; provide anchors, or leave out keep none")
         foreign = [name for name in self.model_fields_set if name not in {"model", *SHARED, *OWN}]
         if changed := [n for n in foreign if getattr(self, n) != type(self).model_fields[n].default]:
             raise ValueError(f"a repair trains nothing, so it has no use for {changed[0]}; leave it out")
