@@ -101,7 +101,7 @@ def test_the_walk_through_repairs_and_python_gives_the_same_model(place: Path) -
     rows = {(row["name"], row["quantity"]): row for row in by_command["figures"]["repair"]["rows"]}
     new, past = rows["new", "Acquisition"], rows["past", "Retention"]
     assert new["tuned"] - 1 <= new["repaired"]
-    assert past["repaired"] > past["tuned"] + 5  # 24 points with this seed
+    assert past["repaired"] > past["tuned"] + 5  # 38 points with this seed
     assert by_command["figures"]["repair"]["helped"]
     assert past["repaired"] == by_command["figures"]["retention"]["percent"]
     sft = record(place / "sft")

@@ -115,7 +115,9 @@ class Search:
             threshold = ranking.threshold(share)
             self._put(ranking, threshold)
             values = found[share] = self._measured()
-            kept = ranking.count(threshold) > 0 and all(map(float.__le__, values, self._limits))
+            kept = ranking.count(threshold) > 0 and all(
+                v <= limit for v, limit in zip(values, self._limits, strict=True)
+            )
             self._notify(f"repair: {100 * share:.1f} % undone: {self._shown(values)}: {'kept' if kept else 'too much'}")
             return kept
 
