@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ from cplus.probes.bank import Bank
 from cplus.probes.texts import input_key
 from cplus.receipts.receipt import read_receipt
 
-register()
+if not app.registered_commands:
+    register()
 
 
 @pytest.fixture(autouse=True)
@@ -138,3 +141,21 @@ def test_a_check_refuses_what_it_cannot_compare(cache: Path, tmp_path: Path, tin
     rubbish = invoke(str(tmp_path / "other"), "toy", "--num-probes", "8")
     assert "It cannot show by itself what to keep (general): give rows with --anchors FILE" in str(rubbish.exception)
     assert "no judge was chosen" in str(invoke("toy", "toy", "--require", "retention>=0.9").exception)
+
+
+def test_the_pages_commands_run(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    docs = Path(__file__).parent.parent / "docs"
+    sections = [
+        (docs / "adapt.md").read_text().split("## Nothing but new rows")[1].split("\n## ")[0],
+        (docs / "adapt.md").read_text().split("## Stop before it hurts")[1].split("\n## ")[0],
+        (docs / "probes.md").read_text().split("## Requests from nothing")[1].split("\n## ")[0],
+    ]
+    blocks = [block for text in sections for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)]
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert len(lines) == 5
+    for line in lines:
+        run = CliRunner().invoke(app, shlex.split(line)[1:])
+        assert run.exit_code in ((0, 2) if "check" in line else (0,)), run.output
+    assert "areas are covered" in (tmp_path / "own.html").read_text()

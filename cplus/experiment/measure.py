@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from cplus.data.batching import batched
 from cplus.data.encoded import Encoded
+from cplus.data.examples import Example, FreeForm
 from cplus.data.predictions import Prediction
 from cplus.evaluation import acquisition, flips, retention
 from cplus.evaluation.retention_acquisition import Flip
@@ -36,6 +38,35 @@ def evaluate(
     answers = predict(model, group.interface, group.examples, judge=judge, max_new_tokens=max_new_tokens, what=what)
     scores = () if group.closed else tuple(log_likelihoods(model, group.encoded(), what=f"{what}: likelihood"))
     return GroupAnswers(predictions=tuple(answers), scores=scores)
+
+
+def evaluate_texts(model: nn.Module, group: Group, *, what: str = "evaluating") -> GroupAnswers:
+    """The likelihoods of plain texts; nothing is generated, because a text answers nothing."""
+    scores = tuple(log_likelihoods(model, group.encoded(), what=what))
+    pairs = zip(group.examples, scores, strict=True)
+    return GroupAnswers(
+        predictions=tuple(unjudged(example, response_of(example), score) for example, score in pairs),
+        scores=scores,
+        base_answers=scores,
+    )
+
+
+def unjudged(example: Example, answer: str, score: Score) -> Prediction:
+    """An answer in free text that nobody judges, with this likelihood."""
+    return Prediction(
+        id=example.id,
+        answer=answer,
+        correct=None,
+        confidence=math.exp(score.mean),
+        scores=(score.mean,),
+        num_tokens=(score.num_tokens,),
+    )
+
+
+def response_of(example: Example) -> str:
+    """The given response of a row in free text."""
+    assert isinstance(example, FreeForm)
+    return example.response
 
 
 def answered(model: nn.Module, group: Group) -> list[Prediction]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from cplus.data.encoded import Encoded
-from cplus.data.examples import Example
+from cplus.data.examples import Example, FreeForm
 from cplus.data.predictions import Prediction
 from cplus.interfaces import Interface
 from cplus.probes.texts import input_key
@@ -34,6 +34,11 @@ class Group:
     def closed(self) -> bool:
         """Whether the answers are choices; else they are free text."""
         return self.interface.name != "freeform"
+
+    @property
+    def texts(self) -> bool:
+        """Whether the rows are plain texts, which have a loss and no answer."""
+        return all(isinstance(example, FreeForm) and example.is_text for example in self.examples)
 
     def encoded(self) -> list[Encoded]:
         """The rows as tokens."""

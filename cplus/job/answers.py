@@ -16,7 +16,7 @@ from cplus.data.predictions import Prediction
 from cplus.evaluation.answers import score_answers
 from cplus.evaluation.judges import judge
 from cplus.evaluation.statistics import noise_floor
-from cplus.experiment.measure import GroupAnswers, evaluate
+from cplus.experiment.measure import GroupAnswers, evaluate, evaluate_texts
 from cplus.experiment.rows import Group
 from cplus.job.settings import AdaptConfig
 from cplus.models import Loaded
@@ -42,6 +42,8 @@ def answer(
 ) -> GroupAnswers:
     """A group's answers; free text also has the scores of the base model's answers, `base`, by default its own."""
     what = f"{when}: {group.name}"
+    if group.texts and group.part == "retention":
+        return evaluate_texts(model, group, what=what)
     if group.known and when == "before":
         scores = () if group.closed else tuple(log_likelihoods(model, group.encoded(), what=what))
         found = GroupAnswers(predictions=group.known, scores=scores)
@@ -66,7 +68,7 @@ def base_answers(path: Path, base: Loaded, groups: Sequence[Group], config: Adap
         answers = {name: _from_row(row) for name, row in stored["answers"].items()}
         return Before(answers=answers, noise_floor=stored["noise_floor"])
     answers = {group.name: answer(base.model, group, config, "before") for group in groups}
-    past = [group for group in groups if group.part == "retention" and not group.closed]
+    past = [group for group in groups if group.part == "retention" and not group.closed and not group.texts]
     floor = sampling_noise(base, past[0], config) if past and judge(config.judge) is None else None
     rows = {name: _to_row(own) for name, own in answers.items()}
     files.write_json(path, {"identity": identity, "answers": rows, "noise_floor": floor})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,10 +10,10 @@ import torch
 
 from cplus import interfaces, models
 from cplus.data.examples import Example, FreeForm
-from cplus.data.predictions import Prediction
 from cplus.environment import environment
 from cplus.evaluation.requirements import Measured, Requirement, possible
 from cplus.experiment.bank_cache import bank_folder, cached_bank
+from cplus.experiment.measure import response_of, unjudged
 from cplus.interfaces import Interface
 from cplus.job.progress import bank_view, say
 from cplus.models import Loaded
@@ -92,27 +91,11 @@ def losses(loaded: Loaded, bound: Interface, examples: Sequence[Example]) -> lis
 def answers(loaded: Loaded, bound: Interface, examples: Sequence[Example], limit: int) -> list[str]:
     """The model's own answers, by the rule and the engine that wrote the base model's; a text has none but itself."""
     if all(isinstance(example, FreeForm) and example.is_text for example in examples):
-        return [_response(example) for example in examples]
+        return [response_of(example) for example in examples]
     engine = LocalEngine(loaded.model, bound.tokenizer)
     prompts = [bound.prompt(example) for example in examples]
     rows = engine.greedy(prompts, max_new_tokens=limit, stop=bound.answer_stop)
     return [without_stop(row.text, bound.answer_stop) for row in rows]
-
-
-def _response(example: Example) -> str:
-    assert isinstance(example, FreeForm)
-    return example.response
-
-
-def _prediction(example: Example, answer: str, score: Score) -> Prediction:
-    return Prediction(
-        id=example.id,
-        answer=answer,
-        correct=None,
-        confidence=math.exp(score.mean),
-        scores=(score.mean,),
-        num_tokens=(score.num_tokens,),
-    )
 
 
 def _check_vocabulary(known: dict[str, int], base: str, tuned: Loaded) -> None:
@@ -141,8 +124,8 @@ def _receipt(
     ]
     compared = rows(
         examples,
-        [_prediction(example, _response(example), score) for example, score in zip(examples, was, strict=True)],
-        [_prediction(example, text, score) for example, text, score in zip(examples, said, now, strict=True)],
+        [unjudged(example, response_of(example), score) for example, score in zip(examples, was, strict=True)],
+        [unjudged(example, text, score) for example, text, score in zip(examples, said, now, strict=True)],
         interface="freeform",
         losses=found,
         answers=found,

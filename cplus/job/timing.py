@@ -197,7 +197,7 @@ def evaluation_seconds(config: AdaptConfig, base: Loaded, rows: Rows) -> Range:
             answered * count * found.answering.low + during.low * found.during.low,
             2 * count * found.answering.high + during.high * found.during.high,
         )
-        if group.part == "retention" and not group.closed and config.judge == "none":
+        if group.part == "retention" and not group.closed and not group.texts and config.judge == "none":
             spent += noise_floor(config, base, group, found)
     return spent
 
