@@ -19,6 +19,8 @@ from cplus.experiment.settings import Settings
 from cplus.job import keep as keeping
 from cplus.job.faults import sentences
 
+WARMUP_SHARE = 0.1
+"""A job's learning rate rises over this share of its updates unless it says otherwise (docs/studies.md, frontier)."""
 Positive: TypeAlias = Annotated[int, Field(ge=1)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
@@ -185,7 +187,11 @@ class AdaptConfig(BaseModel):
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Learning rate schedule; linear and cosine decay to 0."
     )
-    warmup_steps: int = Field(0, ge=0, description="Number of updates over which the learning rate rises from 0.")
+    warmup_steps: int | None = Field(
+        None,
+        ge=0,
+        description="Number of updates over which the learning rate rises from 0; default: a tenth of all updates.",
+    )
     weight_decay: float = Field(0.0, ge=0, description="Weight decay; part of the proposed update, so it is gated too.")
     clip_norm: float = Field(1.0, ge=0, description="Maximum norm of the gradient; 0 disables clipping.")
     load: Literal["float32", "4bit"] = Field(
@@ -309,7 +315,8 @@ class AdaptConfig(BaseModel):
             optimizer=self.optimizer,
             weight_decay=self.weight_decay,
             clip_norm=self.clip_norm or None,
-            warmup_steps=self.warmup_steps,
+            warmup_steps=self.warmup_steps or 0,
+            warmup_share=WARMUP_SHARE if self.warmup_steps is None else 0.0,
             lr_schedule=self.lr_schedule,
             anchor_weight=self.anchor_weight,
             beta=self.beta,

@@ -19,6 +19,8 @@ RUNGS = 5
 """Rates of a ladder, each half of the one before."""
 TOP = {"lora": 6.4, "osf": 6.4, "mofo": 6.4, "stm": 6.4, "talr": 3.2, "flow": 3.2, "eaft": 3.2, "asft": 3.2}
 """The highest rate as a multiple of the scale's, where it is not 1.6: methods that move fewer weights, or less."""
+CONSTANT = 3
+"""The number of its lower rates that are also tried without a warm-up; at the higher ones e13 has the answer."""
 WARMUP = 0.15
 EPOCHS = 40
 LEARNED = 99.0
@@ -66,9 +68,12 @@ CHOSEN: Mapping[str, Choice] = {}
 
 
 def ladder(method: str) -> list[Choice]:
-    """Five rates, a factor of two apart, with and without a warm-up."""
+    """Five rates with a warm-up, each half of the one before; the lower three of them also without one."""
     top = TOP.get(method, 1.6)
-    return [Choice(rate=top / 2**k, warm=warm) for warm in (True, False) for k in range(RUNGS)]
+    return [
+        *(Choice(rate=top / 2**k, warm=True) for k in range(RUNGS)),
+        *(Choice(rate=top / 2**k, warm=False) for k in range(RUNGS - CONSTANT, RUNGS)),
+    ]
 
 
 def run_of(scale: Scale, method: str, choice: Choice, seed: int) -> RunSpec:
