@@ -18,6 +18,7 @@ from cplus.experiment.comparison import Comparison, set_up
 from cplus.experiment.record import RunResult, load_result, save_result
 from cplus.experiment.settings import RunSpec
 from cplus.experiment.task_split import split_task
+from cplus.studies.frontier import CHOSEN
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +102,15 @@ def test_json_is_one_object_on_standard_output(tmp_path: Path) -> None:
         "import dataclasses, cplus.commands.demo as d; spec = d.base_spec;"
         "small = dict(epochs=1, num_probes=16, num_past=40, external_limit=20);"
         "d.base_spec = lambda m, s: dataclasses.replace(spec(m, s), **small);"
-        f"d.demo(seeds=1, methods='replay,cpl', out=__import__('pathlib').Path({str(tmp_path)!r}), json=True)"
+        f"d.demo(seeds=1, methods='replay,cpl', tuned='none', json=True, "
+        f"out=__import__('pathlib').Path({str(tmp_path)!r}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     report = json.loads(done.stdout)
     assert [row["method"] for row in report["rows"]] == ["sft", "replay", "cpl", "cplus"]
-    assert set(report["rows"][0]) == {"method", "seed", "retention", "acquisition", "external", "seconds"}
+    assert set(report["rows"][0]) == {
+        "method", "tuned", "updates", "seed", "retention", "acquisition", "external", "seconds",
+    }  # fmt: skip
     assert set(report["summary"]["cplus"]["retention"]) == {"mean"}  # one seed has no standard error
     assert (tmp_path / "demo.png").stat().st_size > 5_000
     assert len(list((tmp_path / "records").glob("*.json"))) == 4
@@ -139,3 +143,17 @@ def test_the_verdict_says_who_did_not_learn() -> None:
     table["cpl"]["acquisition"]["mean"] = 99.0
     assert "lost 30.0 %" in demo.verdict(table)
     assert "+20.0 points kept" in demo.verdict(table)
+    table["sft, tuned"] = {"retention": {"mean": 94.0}, "acquisition": {"mean": 100.0}}
+    table["cplus-repair, tuned"] = {"retention": {"mean": 98.0}, "acquisition": {"mean": 100.0}}
+    assert demo.verdict(table).endswith("own best rate it lost 6.0 %, CPLUS with repair 2.0 %.")
+
+
+def test_a_tuned_row_has_the_frontiers_rate_on_the_demos_rows() -> None:
+    plain, tuned = demo.base_spec("cplus-repair", 3), demo.tuned_spec("cplus-repair", 3)
+    assert tuned.lr == pytest.approx(plain.lr * CHOSEN["cplus-repair"].rate)
+    assert (tuned.stop_at, tuned.beyond) == (99.0, 2)
+    shared = ("task", "seed", "num_new", "num_anchors", "num_probes", "batch_size", "order", "external")
+    assert [getattr(tuned, name) for name in shared] == [getattr(plain, name) for name in shared]
+    assert [demo.entry(plain), demo.entry(tuned)] == ["cplus-repair", "cplus-repair, tuned"]
+    with pytest.raises(ValueError, match="no rate was chosen for ogd"):
+        demo.named_tuned("sft,ogd")

@@ -311,7 +311,7 @@ def test_the_average_line_is_the_mean_of_the_tasks_lines() -> None:
 @pytest.mark.skipif(not DESK.is_dir(), reason="no desk results: 'cplus study all --scale desk' makes them")
 def test_the_readme_says_what_the_committed_results_give() -> None:
     found = collect(DESK)
-    committed = between((ROOT / "README.md").read_text())
+    committed = between((ROOT / "docs" / "results.md").read_text())
     assert markdown(found).replace(f" --out {DESK.parent}", "") == committed
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 Summary: TypeAlias = dict[str, dict[str, dict[str, float]]]
-"""`mean` and, for more than one seed, `se` by method and metric."""
+"""`mean` and, for more than one seed, `se` by row (`sft`, `sft, tuned`) and metric."""
 
 
 def demo(
@@ -24,6 +24,10 @@ def demo(
     methods: Annotated[
         str, typer.Option(help="Methods to compare, separated by commas; 'all' for every row of 'cplus methods'.")
     ] = "sft,replay,cpl,cplus",
+    tuned: Annotated[
+        str,
+        typer.Option(help="Methods to show once more at their own best rate, from 'cplus study frontier'; or 'none'."),
+    ] = "sft,osf,cplus-repair",
     out: Annotated[Path, typer.Option(help="Folder for the figure and the run records.")] = Path("runs/demo"),
     json: Json = False,
 ) -> None:
@@ -32,7 +36,7 @@ def demo(
     from cplus.plotting import retention_bars
     from cplus.terminal import console, print_json
 
-    results = compare(named(methods), seeds, out)
+    results = compare(named(methods), seeds, out, tuned=named_tuned(tuned))
     table = summary(results)
     report = {"rows": [row(result) for result in results], "summary": table}
     write_json(out / "demo.json", report)
@@ -69,6 +73,38 @@ def base_spec(method: str, seed: int) -> RunSpec:
     )
 
 
+def tuned_spec(method: str, seed: int) -> RunSpec:
+    """The same rows at the rate and schedule that the frontier chose for the method, until everything is learned."""
+    from dataclasses import replace
+
+    from cplus.studies import SCALES
+    from cplus.studies.frontier import CHOSEN, run_of
+
+    plain = base_spec(method, seed)
+    return replace(
+        run_of(SCALES["desk"], method, CHOSEN[method], seed),
+        num_anchors=plain.num_anchors,
+        num_probes=plain.num_probes,
+        external=plain.external,
+    )
+
+
+def named_tuned(methods: str) -> list[str]:
+    """The methods to show at their own best rate."""
+    from cplus.selection import method
+    from cplus.studies.frontier import CHOSEN
+
+    asked = [] if methods == "none" else [method(name.strip()).name for name in methods.split(",")]
+    if unknown := [name for name in asked if name not in CHOSEN]:
+        raise ValueError(f"no rate was chosen for {unknown[0]}; expected some of {', '.join(CHOSEN)}, or none")
+    return asked
+
+
+def entry(spec: RunSpec) -> str:
+    """The name of a row: the method, and whether its rate was tuned."""
+    return spec.method if spec.stop_at is None else f"{spec.method}, tuned"
+
+
 def named(methods: str) -> list[str]:
     """The chosen methods; SFT and CPLUS are always included, because the verdict compares them."""
     from cplus.methods import METHODS
@@ -80,14 +116,13 @@ def named(methods: str) -> list[str]:
     return list(dict.fromkeys(["sft", *asked, "cplus"]))
 
 
-def compare(methods: Sequence[str], seeds: int, out: Path) -> list[RunResult]:
+def compare(methods: Sequence[str], seeds: int, out: Path, tuned: Sequence[str] = ()) -> list[RunResult]:
     """Every method on the same split, anchors, bank and seeds, with progress; each run is saved when it ends."""
     import torch
 
     from cplus import models
     from cplus.experiment import comparison, run, task_split
     from cplus.experiment.record import save_result
-    from cplus.loop import EpochEnded, Event
     from cplus.terminal import console, progress
 
     torch.set_num_threads(1)  # threads waiting for each other cost a model this small more than they gain
@@ -98,19 +133,16 @@ def compare(methods: Sequence[str], seeds: int, out: Path) -> list[RunResult]:
     console.print(f"it answers {len(split[1].past)} of {len(split[1].predictions)} questions correctly")
     results = []
     with progress() as bars:
-        bar = bars.add_task("adapting", total=seeds * len(methods) * first.epochs)
+        bar = bars.add_task("adapting", total=seeds * (len(methods) + len(tuned)))
         for seed in range(seeds):
             bars.update(bar, description=f"seed {seed}: the frozen model writes {first.num_probes} probes")
             given = comparison.set_up(base_spec("sft", seed), base, split, out / "banks")
-            for method in methods:
-                bars.update(bar, description=f"seed {seed}: {method}")
-
-                def advance(event: Event) -> None:
-                    if isinstance(event, EpochEnded):
-                        bars.advance(bar)
-
-                results.append(run.run(base_spec(method, seed), given, watch=advance))
+            specs = [*(base_spec(method, seed) for method in methods), *(tuned_spec(method, seed) for method in tuned)]
+            for spec in specs:
+                bars.update(bar, description=f"seed {seed}: {entry(spec)}")
+                results.append(run.run(spec, given))
                 save_result(results[-1], out / "records")
+                bars.advance(bar)
     return results
 
 
@@ -118,6 +150,8 @@ def row(result: RunResult) -> dict[str, Any]:
     """One run in the demo's JSON."""
     return {
         "method": result.spec.method,
+        "tuned": result.spec.stop_at is not None,
+        "updates": result.counts["updates"],
         "seed": result.spec.seed,
         "retention": result.retention,
         "acquisition": result.acquisition,
@@ -131,10 +165,10 @@ def summary(results: Sequence[RunResult]) -> Summary:
     from cplus.evaluation import estimate
 
     table: Summary = {}
-    for method in dict.fromkeys(result.spec.method for result in results):
-        mine = [row(result) for result in results if result.spec.method == method]
+    for method in dict.fromkeys(entry(result.spec) for result in results):
+        mine = [row(result) for result in results if entry(result.spec) == method]
         table[method] = {}
-        for metric in ("retention", "acquisition", "external"):
+        for metric in ("retention", "acquisition", "external", "updates"):
             found = estimate([float(r[metric]) for r in mine])
             table[method][metric] = {"mean": found.mean} | ({} if found.error is None else {"se": found.error})
     return table
@@ -149,15 +183,15 @@ def show(results: Sequence[RunResult], table: Summary) -> None:
     from cplus.terminal import output
 
     grid = Table(box=None, header_style="bold")
-    for column in ("method", "Retention %", "Acquisition %", "other domains %", "seconds", "extra memory"):
+    for column in ("method", "Retention %", "Acquisition %", "other domains %", "updates", "seconds", "extra memory"):
         grid.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for method, metrics in table.items():
-        mine = [result for result in results if result.spec.method == method]
+        mine = [result for result in results if entry(result.spec) == method]
         cells = [_cell(**metrics[metric]) for metric in ("retention", "acquisition", "external")]
         seconds = estimate([result.seconds for result in mine]).mean
-        style = "bold" if method == "cplus" else None
+        style = "bold" if method in ("cplus", "cplus-repair, tuned") else None
         extra = f"{mine[0].extra_bytes / mine[0].counts['parameters']:.0f} bytes/param"
-        grid.add_row(label(method), *cells, f"{seconds:.1f}", extra, style=style)
+        grid.add_row(label(method), *cells, f"{metrics['updates']['mean']:.0f}", f"{seconds:.1f}", extra, style=style)
     output.print(grid)
     counts, seeds = results[0].counts, len({result.spec.seed for result in results})
     overlap = estimate([result.counts["overlap"] for result in results]).mean
@@ -179,12 +213,18 @@ def _cell(mean: float, se: float | None = None) -> str:
 
 
 def verdict(table: Summary) -> str:
-    """The result in one sentence."""
+    """The result in one sentence: at the demo's rate, and at each method's own best."""
     slowest = min(table, key=lambda method: table[method]["acquisition"]["mean"])
     learned = table[slowest]["acquisition"]["mean"]
-    lost = {method: 100 - table[method]["retention"]["mean"] for method in ("sft", "cplus")}
+    lost = {method: 100 - own["retention"]["mean"] for method, own in table.items()}
     start = "Every method learned the new facts" if learned >= 99 else f"{slowest} learned only {learned:.1f} %"
+    plain, ours = "sft, tuned", "cplus-repair, tuned"
+    tuned = (
+        f" With every method at its own best rate it lost {lost[plain]:.1f} %, CPLUS with repair {lost[ours]:.1f} %."
+        if plain in table and ours in table
+        else ""
+    )
     return (
-        f"{start}; plain fine-tuning lost {lost['sft']:.1f} % of what the model knew, CPLUS {lost['cplus']:.1f} %: "
-        f"{lost['sft'] - lost['cplus']:+.1f} points kept."
+        f"{start}; at an aggressive rate plain fine-tuning lost {lost['sft']:.1f} % of what the model knew, CPLUS "
+        f"{lost['cplus']:.1f} %: {lost['sft'] - lost['cplus']:+.1f} points kept.{tuned}"
     )
