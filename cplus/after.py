@@ -111,17 +111,17 @@ def known_rows(model: nn.Module, rows: Sequence[Encoded]) -> tuple[set[Encoded],
 class Undone:
     """Weights reset to the base model's, those that past rows need most against new ones (`cplus.repairing`).
 
-    `strength` is how many percentage points of the known new rows may be given up, a row being known if each of its
+    `points` is how many percentage points of the known new rows may be given up, a row being known if each of its
     target tokens is the likeliest one; where the tuned model knows less than half of the rows in this sense, their loss
     may rise by 5 % of its fall instead. Where nothing can be undone the weights stay as they are.
     """
 
-    strength: float = 1.0
+    points: float = 1.0
     needs: tuple[Rows, ...] = ("anchors", "probes")
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.strength <= 100.0:
-            raise ValueError(f"the points of Acquisition to give up must lie in [0, 100], got {self.strength}")
+        if not 0.0 <= self.points <= 100.0:
+            raise ValueError(f"the points of Acquisition to give up must lie in [0, 100], got {self.points}")
 
     def __call__(self, model: nn.Module, base: Mapping[str, Tensor], material: Material) -> Work:
         """One squared gradient per row, then a bisection on the share."""
@@ -129,7 +129,7 @@ class Undone:
         from cplus.repairing.model import RESOLUTION, repair_model
 
         past, new = [*material.rows("anchors"), *material.rows("probes")], list(material.new)
-        check = token_check(new, tolerance=self.strength)
+        check = token_check(new, tolerance=self.points)
         if check.measure(model) > 50.0:
             check = loss_check(new)
         weights = {name: base.get(name, p.detach()) for name, p in model.named_parameters()}

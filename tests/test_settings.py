@@ -24,6 +24,7 @@ OWN_VALUES: dict[tuple[str, str], Any] = {("strength", "stm"): 1e3}
 BLENDED = {
     "cplus", "norm-matched", "shuffled", "constant-label", "balanced-label", "cplus-no-ema", "cplus-norm-aligned",
     "cplus-cvar", "cplus-rotating", "cplus-remembering", "cplus-gradient", "replay-cplus", "ssu",
+    "cplus-repair",
 }  # fmt: skip
 FROM_BANK = BLENDED | {"cplus-probes"}
 EVIDENCE = FROM_BANK | {"cpl", "cplus-anchors", "agem", "ogd"}
@@ -39,7 +40,7 @@ USES = {
     },
 }  # fmt: skip
 """Which rows each setting acts on; a row that drops one must be taken out here, in the open."""
-BANK_USERS = FROM_BANK | {"probe-replay", "anchor-probe-replay", "ssr", "probe-distillation"}
+BANK_USERS = FROM_BANK | {"probe-replay", "anchor-probe-replay", "ssr", "probe-distillation", "sft-repair"}
 
 
 @cache

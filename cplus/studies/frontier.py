@@ -150,10 +150,15 @@ Cost: TypeAlias = Callable[[RunResult], float]
 COSTS: Mapping[str, Cost] = {"updates": updates, "FLOPs": flops, "seconds": seconds}
 
 
-def frontier(results: Iterable[RunResult], cost: Cost = updates) -> Line:
+def required(plain: Iterable[RunResult]) -> float:
+    """The Acquisition that a run must reach to count; none where SFT itself never learned, as at the scale `smoke`."""
+    return LEARNED if any(result.acquisition >= LEARNED for result in plain) else 0.0
+
+
+def frontier(results: Iterable[RunResult], cost: Cost = updates, least: float = LEARNED) -> Line:
     """The line of the runs that learned everything: Retention never falls as the cost rises."""
     best: dict[float, float] = {}
-    for spent, kept in sorted((cost(r), r.retention) for r in results if r.acquisition >= LEARNED):
+    for spent, kept in sorted((cost(r), r.retention) for r in results if r.acquisition >= least):
         best[spent] = max([kept, *best.values()])
     return list(best.items())
 
@@ -172,15 +177,14 @@ def height(line: Line, spent: float) -> float:
     return line[-1][1]
 
 
-def distances(results: Iterable[RunResult], plain: Iterable[RunResult], cost: Cost = updates) -> dict[int, float]:
+def distances(results: Iterable[RunResult], plain: Sequence[RunResult], cost: Cost = updates) -> dict[int, float]:
     """Each run's Retention less that of SFT's line of the same seed at the same cost; runs that did not learn: none."""
-    lines: dict[int, Line] = {}
-    for result in plain:
-        lines.setdefault(result.spec.seed, frontier(pick(plain, seed=result.spec.seed), cost))
+    least = required(plain)
+    lines = {seed: frontier(pick(plain, seed=seed), cost, least) for seed in {result.spec.seed for result in plain}}
     return {
         r.spec.seed: r.retention - height(lines[r.spec.seed], cost(r))
         for r in results
-        if r.acquisition >= LEARNED and lines.get(r.spec.seed)
+        if r.acquisition >= least and lines.get(r.spec.seed)
     }
 
 
@@ -205,17 +209,13 @@ def chosen(results: Sequence[RunResult], base_lr: float) -> dict[str, Choice]:
 
 
 def reported(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
-    """The chosen rung of each method on the seeds that chose nothing."""
+    """The chosen rung of each method on the seeds that chose nothing; every run where a scale has not that rung."""
     mine = [result for result in results if result.spec.seed not in TUNING_SEEDS]
     own: dict[str, list[RunResult]] = {}
     for method in dict.fromkeys(result.spec.method for result in mine):
-        rung = CHOSEN.get(method)
-        own[method] = [
-            r
-            for r in pick(mine, method=method)
-            if rung is None or (math.isclose(r.spec.lr, _lr(mine) * rung.rate) and bool(r.spec.warmup) == rung.warm)
-        ]
-    return {method: found for method, found in own.items() if found}
+        runs_of_it = pick(mine, method=method)
+        own[method] = [r for r in runs_of_it if rung_of(r, _lr(mine)) == CHOSEN.get(method)] or runs_of_it
+    return own
 
 
 def _lr(results: Sequence[RunResult]) -> float:
