@@ -58,7 +58,7 @@ mutants: .venv/.installed
 docs:
 	@$(BIN)/python -c 'import cplus, material, mkdocstrings' 2>/dev/null || { echo "make docs needs the extra 'docs'; install it with:" \
 		"make .venv/.installed && .venv/bin/pip install --constraint constraints.txt --editable '.[docs]'" >&2; exit 1; }
-	$(BIN)/python -m mkdocs build --strict --clean
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean
 
 lint: .venv/.installed
 	$(BIN)/ruff check --fix .
