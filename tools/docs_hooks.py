@@ -17,7 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from docs_reference import PAGES
 
 ROOT = Path(__file__).parent.parent
-ROOT_PAGES = {name: f"project/{name.lower()}" for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")}
+ROOT_PAGES = {
+    name: f"project/{name.lower()}" for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+}
 LINK = re.compile(r"(\]\()(?!https?://|mailto:|#|/)([^)#\s]+)(#[^)\s]*)?(\))")
 FENCE = re.compile(r"(^ *```.*?^ *```[^\n]*$)", re.DOTALL | re.MULTILINE)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".jsonl": "json", ".toml": "toml"}
@@ -96,5 +98,3 @@ def shown(path: str) -> str:
     text = here.read_text(encoding="utf-8")
     cut = "" if len(text) <= LONGEST else f"The first {LONGEST:,} of {len(text):,} characters.\n\n"
     return f"# `{path}`\n\n{cut}````{LANGUAGES.get(here.suffix, 'text')}\n{text[:LONGEST].rstrip()}\n````\n"
-
-

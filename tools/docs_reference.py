@@ -88,7 +88,11 @@ def settings() -> str:
     for group, names in {"The model": ("model",), **GROUPS}.items():
         lines += [f"## {group}", "", *_settings_table(properties, names)]
     own = RepairConfig.model_json_schema()["properties"]
-    lines += ["## A repair's own", "", "`cplus repair` (`cplus.RepairConfig`) has these, and shares with `cplus adapt`:"]
+    lines += [
+        "## A repair's own",
+        "",
+        "`cplus repair` (`cplus.RepairConfig`) has these, and shares with `cplus adapt`:",
+    ]
     lines += [", ".join(f"`{name}`" for name in SHARED) + ".", "", *_settings_table(own, OWN)]
     return "\n".join(lines)
 
@@ -171,7 +175,14 @@ def _annotated(annotation: Any) -> str:
 
 def _default(parameter: Any) -> str:
     value = parameter.default
-    if parameter.required or value is None or value is False or value == () or callable(value) or "UNSET" in repr(value):
+    if (
+        parameter.required
+        or value is None
+        or value is False
+        or value == ()
+        or callable(value)
+        or "UNSET" in repr(value)
+    ):
         return ""
     return f"`{getattr(value, 'value', value)}`"
 
@@ -181,7 +192,9 @@ def _settings_table(properties: dict[str, Any], names: tuple[str, ...]) -> list[
     for name in names:
         field = properties[name]
         default = field.get("default")
-        shown = "" if default in (None, [], ()) else f"`{str(default).lower() if isinstance(default, bool) else default}`"
+        shown = (
+            "" if default in (None, [], ()) else f"`{str(default).lower() if isinstance(default, bool) else default}`"
+        )
         rows.append(f"| `{name}` | {_kind(field)} | {shown} | {_text(field.get('description'))} |")
     return [*rows, ""]
 
@@ -199,7 +212,13 @@ def _kind(field: dict[str, Any]) -> str:
         return "list" if not field.get("items") else f"list of {_kind(field['items'])}"
     if "$ref" in field:
         return "`" + field["$ref"].rsplit("/", 1)[-1].lower() + "`"
-    words = {"string": "text", "integer": "whole number", "number": "number", "boolean": "yes or no", "object": "mapping"}
+    words = {
+        "string": "text",
+        "integer": "whole number",
+        "number": "number",
+        "boolean": "yes or no",
+        "object": "mapping",
+    }
     bounds = {"minimum": ">= {}", "exclusiveMinimum": "> {}", "maximum": "<= {}", "exclusiveMaximum": "< {}"}
     limits = [text.format(f"{field[key]:g}") for key, text in bounds.items() if key in field]
     return " ".join([words.get(field.get("type", ""), "value"), ", ".join(limits)]).strip()
