@@ -1,7 +1,7 @@
-"""Hooks of the documentation site (mkdocs.yml): pages made from the code, and links out of `docs/` that also work on GitHub.
+"""Hooks of the documentation site: pages made from the code, and links out of `docs/` that also work on GitHub.
 
-Pages under `reference/` are made at build time from the command line and the settings' schema. A link from a page to a file
-outside `docs/`, such as `../examples/trainer.py`, leads to a page that shows the file. Neither needs torch.
+Pages under `reference/` are made at build time from the command line and the settings' schema. A link from a page to a
+file outside `docs/`, such as `../examples/trainer.py`, leads to a page that shows the file. Neither needs torch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from docs_reference import PAGES
 
 ROOT = Path(__file__).parent.parent
-ROOT_PAGES = {
-    name: f"project/{name.lower()}" for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
-}
+ROOT_NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+ROOT_PAGES = {name: f"project/{name.lower()}" for name in ROOT_NAMES}
 LINK = re.compile(r"(\]\()(?!https?://|mailto:|#|/)([^)#\s]+)(#[^)\s]*)?(\))")
 FENCE = re.compile(r"(^ *```.*?^ *```[^\n]*$)", re.DOTALL | re.MULTILINE)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".jsonl": "json", ".toml": "toml"}

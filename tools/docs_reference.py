@@ -1,4 +1,4 @@
-"""The reference pages of the documentation site: commands, settings, Python API and records, made from the code itself."""
+"""The reference pages of the documentation site, made from the code: commands, settings, Python API, records."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ API = {
         "cplus.job.run.adapt", "cplus.job.run.FinishedJob", "cplus.job.plan.plan", "cplus.job.repair.run.repair",
         "cplus.api.receipt",
     ),
-    "Methods": ("cplus.methods.Method", "cplus.data.material.Past", "cplus.data.material.Material", "cplus.gates.Proposal",
-                "cplus.gates.Elementwise"),
+    "Methods": ("cplus.methods.Method", "cplus.data.material.Past", "cplus.data.material.Material",
+                "cplus.gates.Proposal", "cplus.gates.Elementwise"),
     "Trainer, TRL, PEFT": (
         "cplus.integrations.transformers.preserve", "cplus.integrations.transformers.PreservationCallback",
-        "cplus.integrations.transformers.protected", "cplus.integrations.rows.encoded", "cplus.integrations.rows.bank_rows",
+        "cplus.integrations.transformers.protected", "cplus.integrations.rows.encoded",
+        "cplus.integrations.rows.bank_rows",
     ),
     "Several processes": ("cplus.integrations.distributed.save", "cplus.integrations.distributed.load"),
     "JAX": ("cplus.integrations.optax.collaborative", "cplus.integrations.optax.blend"),
     "Algorithm 1": (
-        "cplus.algorithm.blend", "cplus.algorithm.collaborates", "cplus.algorithm.smooth", "cplus.algorithm.coefficient",
-        "cplus.algorithm.apply", "cplus.algorithm.run",
+        "cplus.algorithm.blend", "cplus.algorithm.collaborates", "cplus.algorithm.smooth",
+        "cplus.algorithm.coefficient", "cplus.algorithm.apply", "cplus.algorithm.run",
     ),
 }  # fmt: skip
 """What the page of the Python API shows, by section."""
@@ -53,9 +54,10 @@ def commands() -> str:
     lines = [
         "# Commands",
         "",
-        "Made from the command line itself; `cplus COMMAND --help` prints the same. Every command that reports figures takes",
-        "`--json`: one object on standard output, everything else on standard error. Exit code 0 is success, 1 an error in one",
-        "sentence, 2 a requirement that was not met or an option that does not exist, 130 and 143 a job that was stopped.",
+        "Made from the command line itself; `cplus COMMAND --help` prints the same. Every command that reports figures",
+        "takes `--json`: one object on standard output, everything else on standard error. Exit code 0 is success, 1 an",
+        "error in one sentence, 2 a requirement that was not met or an option that does not exist, 130 and 143 a job that",
+        "was stopped.",
         "",
     ]
     for name, command in _walk(typer.main.get_command(app), "cplus"):
@@ -80,9 +82,9 @@ def settings() -> str:
         "# Settings",
         "",
         "The settings of `cplus adapt`, made from their schema. One name everywhere: `batch_size` in YAML and in",
-        "`cplus.AdaptConfig`, `--batch-size` on the command line (`validation` is `--validate` there). An unknown name or a wrong",
-        "value is refused in one sentence. `cplus config --example` prints a YAML file with every setting, `cplus config --schema`",
-        "the JSON Schema.",
+        "`cplus.AdaptConfig`, `--batch-size` on the command line (`validation` is `--validate` there). An unknown name or",
+        "a wrong value is refused in one sentence. `cplus config --example` prints a YAML file with every setting,",
+        "`cplus config --schema` the JSON Schema.",
         "",
     ]
     for group, names in {"The model": ("model",), **GROUPS}.items():
@@ -104,7 +106,8 @@ def api() -> str:
         "# Python API",
         "",
         f"Public names of the package itself: `{names}`. Below each is shown where it is defined. The settings",
-        "`AdaptConfig` and `RepairConfig` are in [Settings](settings.md), the rows of `METHODS` in [Methods](../methods.md).",
+        "`AdaptConfig` and `RepairConfig` are in [Settings](settings.md), the rows of `METHODS` in",
+        "[Methods](../methods.md).",
         "",
     ]
     return "\n".join([*head, *_sections(API)])
