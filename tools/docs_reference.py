@@ -55,9 +55,9 @@ def commands() -> str:
         "# Commands",
         "",
         "Made from the command line itself; `cplus COMMAND --help` prints the same. Every command that reports figures",
-        "takes `--json`: one object on standard output, everything else on standard error. Exit code 0 is success, 1 an",
-        "error in one sentence, 2 a requirement that was not met or an option that does not exist, 130 and 143 a job that",
-        "was stopped.",
+        "takes `--json`: one object on standard output, everything else on standard error. Exit code 0 is success, 1",
+        "an error in one sentence, 2 a requirement that was not met or an option that does not exist, 130 and 143 a",
+        "job that was stopped.",
         "",
     ]
     for name, command in _walk(typer.main.get_command(app), "cplus"):
@@ -82,8 +82,8 @@ def settings() -> str:
         "# Settings",
         "",
         "The settings of `cplus adapt`, made from their schema. One name everywhere: `batch_size` in YAML and in",
-        "`cplus.AdaptConfig`, `--batch-size` on the command line (`validation` is `--validate` there). An unknown name or",
-        "a wrong value is refused in one sentence. `cplus config --example` prints a YAML file with every setting,",
+        "`cplus.AdaptConfig`, `--batch-size` on the command line (`validation` is `--validate` there). An unknown name",
+        "or a wrong value is refused in one sentence. `cplus config --example` prints a YAML file with every setting,",
         "`cplus config --schema` the JSON Schema.",
         "",
     ]
