@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-portable lint bench clean faults fuzz soak coverage mutants
+.PHONY: demo test test-portable lint docs bench clean faults fuzz soak coverage mutants
 
 demo: .venv/.installed
 	$(BIN)/cplus demo
@@ -54,6 +54,12 @@ mutants: .venv/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt cosmic-ray==8.7.0 mutmut==3.8.0
 	$(BIN)/python benchmarks/mutants.py --out benchmarks/results/mutants.json
 
+# The documentation site, into site/; a warning, such as a broken link, is an error.
+docs:
+	@$(BIN)/python -c 'import cplus, material, mkdocstrings' 2>/dev/null || { echo "make docs needs the extra 'docs'; install it with:" \
+		"make .venv/.installed && .venv/bin/pip install --constraint constraints.txt --editable '.[docs]'" >&2; exit 1; }
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean
+
 lint: .venv/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -65,4 +71,4 @@ lint: .venv/.installed
 	touch $@
 
 clean:
-	rm -rf .venv runs build *.egg-info
+	rm -rf .venv runs build site *.egg-info

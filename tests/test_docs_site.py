@@ -1,0 +1,125 @@
+"""The documentation site builds strictly, leaves no page out, and its reference pages name all there is."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from cplus.cli import app, register
+from cplus.job.settings import AdaptConfig
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+from docs_hooks import ROOT_PAGES, outside, rewritten  # noqa: E402
+from docs_reference import API, PAGES, RECORDS  # noqa: E402
+
+if not app.registered_commands:
+    register()
+
+
+def pages(nav: Any) -> list[str]:
+    """The files of a navigation."""
+    if isinstance(nav, str):
+        return [nav]
+    return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in pages(part)]
+
+
+def test_every_page_is_in_the_navigation_and_exists() -> None:
+    listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    written = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert len(listed) == len(set(listed))
+    assert set(listed) == written | set(PAGES) | set(ROOT_PAGES.values()) - {"project/readme.md"}
+
+
+def test_every_relative_link_of_a_page_leads_to_a_file() -> None:
+    for path in (ROOT / "docs").rglob("*.md"):
+        text = re.sub(r"^ *```.*?^ *```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for link in re.findall(r"\]\(([^)#\s]+)", text):
+            assert link.startswith("https://") or (path.parent / link).exists(), f"{path.name}: {link}"
+
+
+def test_links_out_of_the_folder_lead_to_pages_that_show_the_files() -> None:
+    text = "[a](../../examples/trainer.py) [b](../data.md#files) [c](../../README.md#x)\n"
+    text += "```\n[d](../../examples/lora.py)\n```\n"
+    assert outside(text, "docs/guides/x.md") == {"examples/trainer.py"}
+    assert rewritten(text, "docs/guides/x.md", "guides/x.md").splitlines() == [
+        "[a](../files/examples/trainer.py.md) [b](../data.md#files) [c](../project/readme.md#x)",
+        *text.splitlines()[1:],
+    ]
+
+
+def test_the_reference_names_every_command_option_and_setting() -> None:
+    commands, settings = PAGES["reference/commands.md"](), PAGES["reference/settings.md"]()
+    surface = (ROOT / "tests" / "data" / "cli.txt").read_text().splitlines()
+    headings = re.findall(r"^## `(.*)`$", commands, re.M)
+    assert set(headings) == {line for line in surface if any(other.startswith(f"{line} ") for other in surface)}
+    options = {name for line in surface for name in re.findall(r"--[a-z0-9-]+", line)} - {"--help"}
+    assert all(f"`{option}`" in commands for option in options)
+    assert all(f"| `{name}` |" in settings for name in AdaptConfig.model_fields)
+
+
+def test_what_the_reference_shows_of_python_exists() -> None:
+    for name in (name for table in (API, RECORDS) for names in table.values() for name in names):
+        module, _, member = name.rpartition(".")
+        source = (ROOT / (module.replace(".", "/") + ".py")).read_text()
+        assert re.search(rf"^(def|class) {member}\b", source, re.M), name
+
+
+def test_without_the_extra_the_line_that_installs_it_is_printed(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    made = subprocess.run(["make", "docs", f"BIN={tmp_path}"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert made.returncode != 0
+    assert "pip install --constraint constraints.txt --editable '.[docs]'" in made.stderr
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("material", "mkdocstrings")),
+    reason="the extra 'docs' is not installed: pip install --constraint constraints.txt --editable '.[docs]'",
+)
+def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    assert "WARNING" not in built.stderr
+    found = list((tmp_path / "site").rglob("*.html"))
+    assert len(found) > 30
+    for page in found:
+        loaded = re.findall(r"<(?:script|img|iframe)[^>]*?src=\"?([^\"\s>]+)", page.read_text())
+        loaded += re.findall(r"<link[^>]*?rel=\"?(?:stylesheet|icon|preconnect)[^>]*", page.read_text())
+        assert not [link for link in loaded if "//" in link], page
+
+
+def test_the_guide_to_my_data_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
+    blocks = re.findall(r"```(python|bash)\n(.*?)```", (ROOT / "docs" / "guides" / "my_data.md").read_text(), re.DOTALL)
+    assert [kind for kind, _ in blocks] == ["python", "bash", "python"]
+    for kind, text in blocks:
+        if kind == "python":
+            exec(compile(text, "docs/guides/my_data.md", "exec"), {})
+            continue
+        run = CliRunner().invoke(app, shlex.split(text.replace("\\\n", " "))[1:])
+        assert run.exit_code == 0, run.output
+
+
+def test_the_guide_to_my_trainer_makes_its_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path))
+    text = (ROOT / "docs" / "guides" / "my_trainer.md").read_text().split("## 1. Evidence")[1].split("## 2.")[0]
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(block, "docs/guides/my_trainer.md", "exec"), names)
+    assert len(names["anchors"]) == 2
+    assert len(names["probes"]) == 8

@@ -1,0 +1,75 @@
+"""What is published is whole: every data file is in the wheel, and all files name one version."""
+
+from __future__ import annotations
+
+import glob
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cplus import __version__
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "cplus"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def tracked(folder: str) -> set[str]:
+    """The files under version control in a folder; without git, all that are not compiled."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", folder],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode == 0:
+        return {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
+    found = [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return {str(path.relative_to(ROOT)) for path in found}
+
+
+def test_the_wheel_holds_every_data_file() -> None:
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["cplus"]
+    packed = {
+        f"cplus/{name}"
+        for pattern in patterns  # as setuptools reads them
+        for name in glob.glob(pattern, root_dir=PACKAGE, recursive=True)
+        if (PACKAGE / name).is_file()
+    }
+    data = {name for name in tracked("cplus") if not name.endswith(".py")}
+    assert "cplus/gate.cpp" in data
+    missing = data - packed
+    assert not missing, f"{sorted(missing)}: add them to package-data in pyproject.toml, or they are absent after pip"
+    assert all(glob.glob(pattern, root_dir=PACKAGE, recursive=True) for pattern in patterns)
+
+
+def test_the_wheel_holds_every_module() -> None:
+    assert PROJECT["tool"]["setuptools"]["packages"]["find"]["include"] == ["cplus*"]
+    folders = {(ROOT / name).parent for name in tracked("cplus") if name.endswith(".py")}
+    for folder in folders:
+        assert (folder / "__init__.py").is_file(), f"{folder} has no __init__.py: setuptools leaves it out of the wheel"
+
+
+def test_all_files_name_one_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    newest = re.search(r"^## .*?(\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest is not None
+    assert {PROJECT["project"]["version"], citation["version"], newest[1]} == {__version__}
+
+
+@pytest.mark.parametrize("name", ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "README.md"])
+def test_links_of_root_pages_lead_to_files(name: str) -> None:
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / name).read_text()):
+        assert link.startswith("https://") or (ROOT / link).exists(), link
+
+
+def test_the_workflow_runs_what_continuous_integration_runs() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    assert [step["run"] for step in jobs["test"]["steps"] if "run" in step] == [".ci/run"]
+    for template in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        assert yaml.safe_load(template.read_text()), template
