@@ -66,36 +66,40 @@ class Evidence(Protocol):
 
 @contextmanager
 def borrowed_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Run in evaluation mode with empty `.grad` fields, then restore the user's gradients and mode."""
-    kept, training = [p.grad for p in params], model.training
+    """Run in evaluation mode with empty `.grad` fields, then restore the user's gradients and each module's mode."""
+    kept, modes = [p.grad for p in params], [(module, module.training) for module in model.modules()]
     for p in params:
         p.grad = None
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        for module, training in modes:  # one by one: a frozen BatchNorm stays in evaluation mode
+            module.training = training
         for p, grad in zip(params, kept, strict=True):
             p.grad = grad
 
 
 def take_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> list[Tensor]:
     """Take this process's part of the gradients out of `.grad`; a parameter without evidence is an error."""
-    missing = [p for p in params if p.grad is None]
-    if missing:
-        names = named(model)
-        shown = ", ".join(names.get(id(p), "a parameter outside the model") for p in missing[:3])
-        raise ValueError(
-            f"{len(missing)} of {len(params)} protected parameters get no evidence (first: {shown}): the loss of the "
-            "anchors and probes does not depend on them; freeze them with requires_grad_(False) or remove them from "
-            "the optimizer"
-        )
+    refuse_unreached(model, params, [p for p in params if p.grad is None])
     gradients: list[Tensor] = []
     for p in params:
         assert p.grad is not None
         gradients.append(local(p.grad))
         p.grad = None
     return gradients
+
+
+def refuse_unreached(model: nn.Module, params: Sequence[nn.Parameter], missing: Sequence[nn.Parameter]) -> None:
+    """Refuse protected parameters for which there is no evidence."""
+    if missing:
+        names = named(model)
+        shown = ", ".join(names.get(id(p), "a parameter outside the model") for p in missing[:3])
+        raise ValueError(
+            f"{len(missing)} of {len(params)} protected parameters get no evidence (first: {shown}): the loss of the "
+            "evidence does not depend on them; freeze them with requires_grad_(False) or remove them from the optimizer"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
