@@ -22,7 +22,7 @@ from cplus.kernels import Signs
 from cplus.optim import AdamW, Armed
 from cplus.ranks import Layout, layout, local
 from cplus.stepping import first_moments, nested
-from cplus.support import bare, check_engine, check_supported, trainable, unwrapped
+from cplus.support import bare, check_engine, check_predicts_tokens, check_supported, trainable, unwrapped
 
 Projection: TypeAlias = Callable[[Sequence[Tensor], Sequence[Sequence[Tensor]]], None]
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -86,6 +86,7 @@ def rows_of_tokens(
         raise ValueError(f"anchor_weight must lie in [0, 1], got {anchor_weight}")
     if not anchors and not probes:
         raise ValueError("protect needs evidence of past behaviour: give anchors, probes or both; got neither")
+    check_predicts_tokens(model)
     weight = anchor_weight if anchors and probes else float(bool(anchors))
     parts = (("anchors", weight, anchors), ("probes", 1.0 - weight, probes))
     return MeanGradient(

@@ -65,17 +65,27 @@ class Evidence(Protocol):
 
 
 @contextmanager
-def borrowed_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Run in evaluation mode with empty `.grad` fields, then restore the user's gradients and each module's mode."""
-    kept, modes = [p.grad for p in params], [(module, module.training) for module in model.modules()]
-    for p in params:
-        p.grad = None
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run in evaluation mode, then restore each module's own mode: a frozen BatchNorm stays frozen."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for module, training in modes:  # one by one: a frozen BatchNorm stays in evaluation mode
+        for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def borrowed_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Run in evaluation mode with empty `.grad` fields, then restore the user's gradients and modes."""
+    kept = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    try:
+        with evaluating(model):
+            yield
+    finally:
         for p, grad in zip(params, kept, strict=True):
             p.grad = grad
 
@@ -285,12 +295,11 @@ class LogitBasis:
 @torch.no_grad()
 def example_losses(model: nn.Module, rows: Sequence[Encoded]) -> list[float]:
     """The loss of each row, in the order of the rows, in evaluation mode."""
-    losses, training = [0.0] * len(rows), model.training
-    model.eval()
-    for batch in like_length(rows, MAX_TOKENS):
-        for i, loss in zip(batch, answer_losses(model, [rows[i] for i in batch]).tolist(), strict=True):
-            losses[i] = loss
-    model.train(training)
+    losses = [0.0] * len(rows)
+    with evaluating(model):
+        for batch in like_length(rows, MAX_TOKENS):
+            for i, loss in zip(batch, answer_losses(model, [rows[i] for i in batch]).tolist(), strict=True):
+                losses[i] = loss
     return losses
 
 
