@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cplus import algorithm, kernels
+from cplus.any_loss import Entry, LossGradient, sources
 from cplus.data.encoded import Encoded
 from cplus.evidence import Evidence, MeanGradient, Reference, Source, memory_of, named
 from cplus.gates import Average, Collaborative, Gate, Proposal
@@ -21,7 +21,8 @@ from cplus.health import ZERO_EVIDENCE
 from cplus.kernels import Signs
 from cplus.optim import AdamW, Armed
 from cplus.ranks import Layout, layout, local
-from cplus.support import bare, check_engine, check_supported, trainable, unwrapped
+from cplus.stepping import first_moments, nested
+from cplus.support import bare, check_engine, check_predicts_tokens, check_supported, trainable, unwrapped
 
 Projection: TypeAlias = Callable[[Sequence[Tensor], Sequence[Sequence[Tensor]]], None]
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -41,6 +42,7 @@ def protect(
     anchors: Sequence[Encoded] = (),
     probes: Sequence[Encoded] = (),
     anchor_weight: float = 0.5,
+    evidence: Sequence[Entry] = (),
     beta: float = 0.9,
     ema: kernels.EmaType = "float32",
     refresh_every: int | None = None,
@@ -48,24 +50,47 @@ def protect(
 ) -> Guard:
     """CPLUS on this optimizer: call `guard.refresh()` at the start of each epoch, then train as before.
 
-    Either anchors or probes may be empty; the other then has all the weight. `refresh_every=n` refreshes
-    automatically before the first and every n-th step.
+    The evidence is rows of tokens, `anchors` and `probes`, or any loss: `evidence` lists a weight, the batches and a
+    function `loss(model, batch)` for each source. Either anchors or probes may be empty; the other then has all the
+    weight. `refresh_every=n` refreshes automatically before the first and every n-th step.
     """
+    model = bare(model)
+    if evidence and (anchors or probes):
+        raise ValueError(
+            "give anchors and probes, or evidence, not both; rows of tokens become evidence by the loss "
+            "lambda model, rows: cplus.losses.answer_losses(model, rows).mean()"
+        )
+    chosen = LossGradient(model=model, sources=sources(evidence)) if evidence else None
+    guard = Guard(
+        optimizer,
+        model,
+        evidence=chosen or rows_of_tokens(model, anchors, probes, anchor_weight),
+        gate=Collaborative(beta=beta, ema=ema),
+        refresh_every=refresh_every,
+        allow_16bit=allow_16bit,
+    )
+    if chosen is not None:
+        try:
+            chosen.rehearse(guard.params)
+        except BaseException:
+            guard.detach()
+            raise
+    return guard
+
+
+def rows_of_tokens(
+    model: nn.Module, anchors: Sequence[Encoded], probes: Sequence[Encoded], anchor_weight: float
+) -> MeanGradient:
+    """The paper's evidence: the cross-entropy of anchors and probes."""
     if not 0.0 <= anchor_weight <= 1.0:
         raise ValueError(f"anchor_weight must lie in [0, 1], got {anchor_weight}")
     if not anchors and not probes:
         raise ValueError("protect needs evidence of past behaviour: give anchors, probes or both; got neither")
+    check_predicts_tokens(model)
     weight = anchor_weight if anchors and probes else float(bool(anchors))
     parts = (("anchors", weight, anchors), ("probes", 1.0 - weight, probes))
-    sources = tuple(Source(name=name, weight=w, rows=rows) for name, w, rows in parts if rows)
-    model = bare(model)
-    return Guard(
-        optimizer,
-        model,
-        evidence=MeanGradient(model=model, sources=sources),
-        gate=Collaborative(beta=beta, ema=ema),
-        refresh_every=refresh_every,
-        allow_16bit=allow_16bit,
+    return MeanGradient(
+        model=model, sources=tuple(Source(name=name, weight=w, rows=rows) for name, w, rows in parts if rows)
     )
 
 
@@ -474,36 +499,3 @@ class Guard:
                 f"the gradient of {name} is not finite at step {self.steps + 1}; the parameters are unchanged. Lower "
                 "the learning rate, clip the gradient or check the batch"
             )
-
-
-_HOOKED = Optimizer.profile_hook_step(lambda _: None).__code__
-
-
-def nested(optimizer: Optimizer) -> bool:
-    """Whether a hook was called by a step inside a step: torch hooks both if a subclass calls `super().step()`.
-
-    The outer step's hooks see the whole update. A failed step would upset a counter, so the call stack is read.
-    """
-    steps, frame = 0, sys._getframe(1).f_back
-    while frame is not None and steps < 2:
-        steps += frame.f_code is _HOOKED and frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
-    return steps > 1
-
-
-def first_moments(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """The optimizer's running mean of each parameter's gradient, or the gradient itself if it keeps no such mean.
-
-    None if there is no gradient or if the mean is stored in a form that cannot be read.
-    """
-    averages = {
-        id(p): bool(group.get("betas") or group.get("momentum"))
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-    found: list[Tensor | None] = []
-    for p in params:
-        state = optimizer.state.get(p, {})
-        kept = state.get("exp_avg", state.get("momentum_buffer"))
-        found.append(None if p.grad is None else kept if kept is not None else None if averages[id(p)] else p.grad)
-    return found

@@ -65,37 +65,51 @@ class Evidence(Protocol):
 
 
 @contextmanager
-def borrowed_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Run in evaluation mode with empty `.grad` fields, then restore the user's gradients and mode."""
-    kept, training = [p.grad for p in params], model.training
-    for p in params:
-        p.grad = None
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run in evaluation mode, then restore each module's own mode: a frozen BatchNorm stays frozen."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def borrowed_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Run in evaluation mode with empty `.grad` fields, then restore the user's gradients and modes."""
+    kept = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    try:
+        with evaluating(model):
+            yield
+    finally:
         for p, grad in zip(params, kept, strict=True):
             p.grad = grad
 
 
 def take_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> list[Tensor]:
     """Take this process's part of the gradients out of `.grad`; a parameter without evidence is an error."""
-    missing = [p for p in params if p.grad is None]
-    if missing:
-        names = named(model)
-        shown = ", ".join(names.get(id(p), "a parameter outside the model") for p in missing[:3])
-        raise ValueError(
-            f"{len(missing)} of {len(params)} protected parameters get no evidence (first: {shown}): the loss of the "
-            "anchors and probes does not depend on them; freeze them with requires_grad_(False) or remove them from "
-            "the optimizer"
-        )
+    refuse_unreached(model, params, [p for p in params if p.grad is None])
     gradients: list[Tensor] = []
     for p in params:
         assert p.grad is not None
         gradients.append(local(p.grad))
         p.grad = None
     return gradients
+
+
+def refuse_unreached(model: nn.Module, params: Sequence[nn.Parameter], missing: Sequence[nn.Parameter]) -> None:
+    """Refuse protected parameters for which there is no evidence."""
+    if missing:
+        names = named(model)
+        shown = ", ".join(names.get(id(p), "a parameter outside the model") for p in missing[:3])
+        raise ValueError(
+            f"{len(missing)} of {len(params)} protected parameters get no evidence (first: {shown}): the loss of the "
+            "evidence does not depend on them; freeze them with requires_grad_(False) or remove them from the optimizer"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,12 +295,11 @@ class LogitBasis:
 @torch.no_grad()
 def example_losses(model: nn.Module, rows: Sequence[Encoded]) -> list[float]:
     """The loss of each row, in the order of the rows, in evaluation mode."""
-    losses, training = [0.0] * len(rows), model.training
-    model.eval()
-    for batch in like_length(rows, MAX_TOKENS):
-        for i, loss in zip(batch, answer_losses(model, [rows[i] for i in batch]).tolist(), strict=True):
-            losses[i] = loss
-    model.train(training)
+    losses = [0.0] * len(rows)
+    with evaluating(model):
+        for batch in like_length(rows, MAX_TOKENS):
+            for i, loss in zip(batch, answer_losses(model, [rows[i] for i in batch]).tolist(), strict=True):
+                losses[i] = loss
     return losses
 
 

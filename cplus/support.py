@@ -54,6 +54,21 @@ def check_engine(model: nn.Module, where: Layout, *, whole: bool) -> None:
         raise TypeError("this method needs whole vectors and the parameters are sharded; use DDP or one process")
 
 
+def check_predicts_tokens(model: nn.Module) -> None:
+    """Refuse rows of tokens as evidence for a model that does not predict each token from those before it."""
+    config, head = getattr(model, "config", None), getattr(model, "get_output_embeddings", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise TypeError(
+            f"anchors and probes need a model that predicts the next token, and {type(model).__name__} is an encoder "
+            "and a decoder; pass evidence=[(1.0, batches, lambda model, batch: model(**batch).loss)]"
+        )
+    if head is not None and head() is None:
+        raise TypeError(
+            f"anchors and probes need a model that predicts the next token, and {type(model).__name__} has no output "
+            "embedding; pass evidence=[(1.0, batches, lambda model, batch: model(**batch).loss)]"
+        )
+
+
 def check_adapters(model: nn.Module) -> None:
     """Refuse adapters that the forward pass does not use, or that shift positions."""
     if any(getattr(module, "merged", False) is True for module in model.modules()):

@@ -18,7 +18,9 @@ PACKAGE = ROOT / "cplus"
 LAYERS = {
     "foundation": "algorithm cost environment files health imports locks terminal",
     "rows": "data interfaces toy",
-    "gate": "adapters attach evidence gates kernels losses native optim projections ranks shield support",
+    "gate": (
+        "adapters any_loss attach evidence gates kernels losses native optim projections ranks shield stepping support"
+    ),
     "models": "evaluation models scoring toy.pretrain",
     "methods": "after loop methods objectives repairing reweighting selection",
     "probes": "probes",

@@ -16,6 +16,7 @@ import two_ranks
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from any_models import regressor
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -82,9 +83,26 @@ def work(rank: int, folder: Path) -> None:
     model, optimizer, guard = adapters(sharded)
     train(model, optimizer, guard, 1, EPOCH)
     found["lora"] = (guard.where.sharded, whole(model))
+    found["any loss"] = any_loss(rank)
     found["said"] = refusals(rank)
     found |= trainers(folder)
     torch.save(found, folder / f"found-{rank}.pt")
+
+
+def any_loss(rank: int) -> dict[str, Any]:
+    """Each process has half of one source's batches and all of the other's, replicated and sharded."""
+    found: dict[str, Any] = {}
+    for name, wrap in (("ddp", DistributedDataParallel), ("fsdp", fully_shard)):
+        case = regressor()
+        model = wrap(case.model)
+        entries = [(0.5, case.past[rank::2], case.loss), (0.5, case.new, case.loss)]
+        reference = protect(SGD(model.parameters(), lr=0.1), model, evidence=entries).refresh()
+        found[name] = (reference.vectors[0], reference.losses)
+    case = regressor()
+    model = fully_shard(case.model)
+    with pytest.raises(ValueError) as error:
+        protect(SGD(model.parameters(), lr=0.1), model, evidence=[(1.0, case.past[: 2 + rank], case.loss)])
+    return {**found, "refused": str(error.value)}
 
 
 def phi_in_bf16() -> dict[str, Any]:

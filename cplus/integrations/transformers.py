@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -12,11 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback
 
+from cplus.any_loss import Entry
 from cplus.attach import Guard, protect
 from cplus.data.encoded import Encoded
 from cplus.integrations.guard_state import ABOUT, carry, load_guard, save_guard
+from cplus.integrations.past import LOSS, RETENTION, HeldOut, Past
 from cplus.integrations.peft import scope
 from cplus.kernels import read
+from cplus.support import bare
 from cplus.terminal import console
 
 Refresh: TypeAlias = Literal["epoch"] | int
@@ -28,17 +32,32 @@ def preserve(
     anchors: Sequence[Encoded] = (),
     probes: Sequence[Encoded] = (),
     anchor_weight: float = 0.5,
+    evidence: Sequence[Entry] = (),
+    past: Past | None = None,
     beta: float = 0.9,
     refresh: Refresh = "epoch",
     resume_from: Path | str | None = None,
 ) -> PreservationCallback:
-    """CPLUS on this trainer, before its other callbacks, so that every tracker logs the gate's figures."""
+    """CPLUS on this trainer, before its other callbacks, so that every tracker logs the gate's figures.
+
+    The evidence keeps its own loss, whatever the trainer's is. `past` is held out: it is only measured, at each of the
+    trainer's evaluations, as `eval_cplus/past_loss` and `eval_cplus/retention`.
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(
+            f"preserve needs a transformers.Trainer or a subclass of it, got {type(trainer).__name__}; with your own "
+            "loop, call cplus.protect(optimizer, model, ...)"
+        )
+    if past is not None and trainer.args.eval_strategy == "no":
+        warnings.warn("past is measured at each evaluation, and eval_strategy is 'no'", stacklevel=2)
     if trainer.is_deepspeed_enabled:
         raise TypeError("DeepSpeed ZeRO steps a flat copy of the parameters; use FSDP2 (fsdp_version 2) instead")
     callback = PreservationCallback(
         anchors=anchors,
         probes=probes,
         anchor_weight=anchor_weight,
+        evidence=evidence,
+        past=past,
         beta=beta,
         refresh=refresh,
         resume_from=resume_from,
@@ -60,20 +79,24 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
         anchors: Sequence[Encoded] = (),
         probes: Sequence[Encoded] = (),
         anchor_weight: float = 0.5,
+        evidence: Sequence[Entry] = (),
+        past: Past | None = None,
         beta: float = 0.9,
         refresh: Refresh = "epoch",
         resume_from: Path | str | None = None,
         allow_16bit: bool = False,
     ) -> None:
-        if not anchors and not probes:
+        if not anchors and not probes and not evidence:
             raise ValueError("the callback needs evidence of past behaviour: give anchors, probes or both; got neither")
         if refresh != "epoch" and (not isinstance(refresh, int) or refresh < 1):
             raise ValueError(f"refresh must be 'epoch' or a number of steps of at least 1, got {refresh!r}")
         self.anchors, self.probes, self.anchor_weight, self.beta = anchors, probes, anchor_weight, beta
-        self.refresh, self.allow_16bit = refresh, allow_16bit
+        self.evidence, self.refresh, self.allow_16bit = evidence, refresh, allow_16bit
+        self.past = None if past is None else HeldOut(past)
         self.resume_from = None if resume_from is None else Path(resume_from)
         self.guard: Guard | None = None
         self.losses: dict[str, float] = {}
+        self.measured: dict[str, float] = {}
         self.within_epoch = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any) -> None:
@@ -85,12 +108,15 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
             anchors=self.anchors,
             probes=self.probes,
             anchor_weight=self.anchor_weight,
+            evidence=self.evidence,
             beta=self.beta,
             allow_16bit=self.allow_16bit,
         )
         if state.is_world_process_zero:
             console.print(f"cplus: {scope(model, self.guard)}", soft_wrap=True)
         self.within_epoch = False
+        if self.past is not None:
+            self._begin_past(self.past, args, state, model)
         if state.global_step:
             load_guard(self.guard, self._checkpoint(args, state))
             done = math.modf(state.epoch)[0]
@@ -107,8 +133,15 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
         if self.refresh != "epoch" and state.global_step % self.refresh == 0:
             self._refresh()
 
-    def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, float], **_: Any) -> None:
-        """Log the losses of the evidence and the share of coordinates admitted since the last log."""
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, float], **seen: Any) -> None:
+        """Log the losses of the evidence and the share of coordinates admitted since the last log.
+
+        The log of an evaluation gains what past behaviour measures; it comes before `on_evaluate`.
+        """
+        if self.past is not None and any(name.startswith("eval_") for name in logs):
+            self.measured = {f"eval_{name}": value for name, value in self.past.figures(bare(seen["model"])).items()}
+            logs.update(self.measured)
+            state.log_history[-1].update(self.measured)
         if self.guard is None or "loss" not in logs:
             return
         figures = {f"cplus/{name}_loss": loss for name, loss in self.losses.items()}
@@ -118,17 +151,35 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
         logs.update(figures)
         state.log_history[-1].update(figures)
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, *, metrics: dict[str, float], **_: Any) -> None:
+        """Add the same figures to the metrics, from which the trainer chooses its best model and stops early."""
+        metrics.update(self.measured)
+
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save the guard's state in the trainer's checkpoint folder."""
         if self.guard is None or args.save_only_model:
             return
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         save_guard(self.guard, folder, first=state.is_world_process_zero)
+        if self.past is not None and state.is_world_process_zero:
+            self.past.save(folder)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Remove the gate."""
         if self.guard is not None:
             self.guard.detach()
+
+    def _begin_past(self, past: HeldOut, args: Any, state: Any, model: Any) -> None:
+        """Evaluate the past rows before training, or restore the answers of the run that is resumed."""
+        if state.global_step:
+            past.load(self._checkpoint(args, state))
+        else:
+            past.begin(bare(model))
+        if str(args.metric_for_best_model or "").removeprefix("eval_") == RETENTION and not any(past.right):
+            raise ValueError(
+                f"metric_for_best_model is {RETENTION}, and none of the {len(past.rows)} past rows is answered "
+                f"correctly before training; use {LOSS}, or give rows that the model knows"
+            )
 
     def _refresh(self) -> None:
         assert self.guard is not None

@@ -1,0 +1,35 @@
+"""TRL's KTOTrainer; the evidence keeps its own loss, cross-entropy.    python examples/kto_trainer.py"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+from datasets import Dataset
+from trl import KTOConfig, KTOTrainer
+
+import cplus
+from cplus import models
+from cplus.data.tasks import load_task
+from cplus.integrations.transformers import preserve
+from cplus.toy.world import prompt
+
+
+def build(**changes: Any) -> tuple[KTOTrainer, dict[str, Any]]:
+    """A trainer on right and wrong answers, and known facts as anchors."""
+    base, facts = models.load("toy"), list(load_task("harbours").examples)[:24]
+    rows = [
+        {"prompt": prompt(f.question), "completion": f" {f.choices[f.answer - i % 2]}", "label": i % 2 == 0}
+        for i, f in enumerate(facts[:16])
+    ]
+    settings = {"output_dir": tempfile.mkdtemp(), "report_to": "none", "save_strategy": "no", "use_cpu": True}
+    args = KTOConfig(**(settings | {"bf16": False, "gradient_checkpointing": False, "learning_rate": 1e-3} | changes))
+    data = Dataset.from_list(rows)
+    trainer = KTOTrainer(model=base.model, args=args, train_dataset=data, processing_class=base.tokenizer)
+    return trainer, {"anchors": cplus.encode(facts[16:], base.tokenizer, interface="cloze")}
+
+
+if __name__ == "__main__":
+    trainer, evidence = build()
+    preserve(trainer, **evidence)  # +
+    trainer.train()

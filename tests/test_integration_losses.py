@@ -1,0 +1,97 @@
+"""Trainers with losses of their own: `preserve` gives the weights of a hand-written loop with the same loss."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+from trained import flat
+
+from cplus.attach import protect
+from cplus.integrations.transformers import preserve
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NAMES = ("classification", "seq2seq_trainer", "dpo_trainer", "kto_trainer", "reward_trainer", "grpo_trainer")
+SAME = {
+    "num_train_epochs": 2,
+    "per_device_train_batch_size": 8,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "weight_decay": 0.0,
+    "train_sampling_strategy": "sequential",
+    "optim": "adamw_torch",
+    "disable_tqdm": True,
+    "seed": 0,
+}
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[Any, dict[str, Any]]]:
+    """An example's trainer and evidence, without dropout, always the same."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+    def made(name: str) -> tuple[Any, dict[str, Any]]:
+        torch.manual_seed(0)
+        found = importlib.import_module(name).build(**SAME)
+        for module in found[0].model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return found  # type: ignore[no-any-return]
+
+    return made
+
+
+def fixed_samples(run: Any) -> dict[str, Tensor]:
+    """Sample once and give the trainer this batch at every step."""
+    torch.manual_seed(1)
+    run.model.train()
+    batch = run._prepare_inputs(next(iter(run.get_train_dataloader())))
+    run._prepare_inputs = lambda _: batch
+    return batch  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_trainer_with_its_own_loss_gives_the_weights_of_a_hand_written_loop(
+    name: str, build: Callable[[str], tuple[Any, dict[str, Any]]]
+) -> None:
+    run, evidence = build(name)
+    start = flat(run.model)
+    if name == "grpo_trainer":
+        fixed_samples(run)
+    callback = preserve(run, **evidence)
+    run.train()
+    assert callback.guard is not None
+    assert callback.guard.steps == run.state.global_step > 2
+
+    other, evidence = build(name)
+    assert torch.equal(flat(other.model), start)
+    if name == "grpo_trainer":
+        fixed_samples(other)
+        other.current_gradient_accumulation_steps = 1
+    model = other.model
+    optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    guard = protect(optimizer, model, **evidence)
+    model.train()
+    for _ in range(2):
+        guard.refresh()
+        for inputs in other.get_train_dataloader():
+            optimizer.zero_grad()
+            other.compute_loss(model, other._prepare_inputs(inputs)).backward()
+            optimizer.step()
+    assert guard.steps == callback.guard.steps
+    apart, moved = (flat(run.model) - flat(model)).abs(), (flat(run.model) - start).abs()
+    assert float(apart.max()) < 1e-5
+    assert float(apart.mean()) < 1e-7
+    assert float(moved.mean()) > 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_example_is_short(name: str) -> None:
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 40
