@@ -1,4 +1,8 @@
-"""The frontier: what does a method keep beyond plain fine-tuning at its best rate, with the same number of updates?"""
+"""The frontier: what does a method keep beyond plain fine-tuning at its best rate, with the same number of updates?
+
+Every method picks the rung of its ladder that keeps most within a budget: the updates that SFT needs at a fifth of the
+scale's rate, with a warm-up. A seed of its own picks; the others report.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,15 @@ RUNGS = 5
 TOP = {"lora": 6.4, "osf": 6.4, "mofo": 6.4, "stm": 6.4, "talr": 3.2, "flow": 3.2, "eaft": 3.2, "asft": 3.2}
 """The highest rate as a multiple of the scale's, where it is not 1.6: methods that move fewer weights, or less."""
 CONSTANT = 3
+LADDER = RUNGS + CONSTANT
 """The number of its lower rates that are also tried without a warm-up; at the higher ones e13 has the answer."""
 WARMUP = 0.15
 EPOCHS = 40
 LEARNED = 99.0
-BEYOND = 2
+BEYOND = (2, 5)
 """Epochs that a method which works on the finished model trains after everything is learned: it needs room to undo."""
+BUDGET_RATE = 0.2
+"""SFT at this multiple of the scale's rate, with a warm-up, sets the budget of updates."""
 TUNING_SEEDS = (100,)
 """It chooses each method's rate and schedule, and nothing is reported of it."""
 ABLE = ("wise-ft", "sft-repair", "cplus-repair")
@@ -58,36 +65,39 @@ RECIPE = "sft-repair"
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A rung of a method's ladder: its rate as a multiple of the scale's, and whether it begins with a warm-up."""
+    """A rung of a method's ladder: its rate as a multiple of the scale's, whether it begins with a warm-up, and the
+    epochs after everything is learned.
+    """
 
     rate: float
     warm: bool
+    beyond: int = 0
 
 
 CHOSEN: Mapping[str, Choice] = {
-    "sft": Choice(rate=0.1, warm=False),
-    "replay": Choice(rate=0.4, warm=False),
-    "probe-replay": Choice(rate=0.4, warm=False),
-    "anchor-probe-replay": Choice(rate=0.4, warm=False),
-    "distillation": Choice(rate=0.4, warm=False),
-    "probe-distillation": Choice(rate=0.4, warm=False),
+    "sft": Choice(rate=0.2, warm=False),
+    "replay": Choice(rate=0.2, warm=False),
+    "probe-replay": Choice(rate=0.2, warm=False),
+    "anchor-probe-replay": Choice(rate=0.2, warm=False),
+    "distillation": Choice(rate=0.2, warm=True),
+    "probe-distillation": Choice(rate=0.2, warm=False),
     "kl-base": Choice(rate=0.2, warm=False),
     "eaft": Choice(rate=0.2, warm=False),
-    "talr": Choice(rate=0.8, warm=False),
+    "talr": Choice(rate=3.2, warm=True),
     "stm": Choice(rate=0.4, warm=False),
-    "flow": Choice(rate=0.2, warm=True),
-    "ewc": Choice(rate=0.4, warm=False),
-    "lora": Choice(rate=1.6, warm=False),
-    "osf": Choice(rate=0.8, warm=False),
+    "flow": Choice(rate=0.4, warm=False),
+    "ewc": Choice(rate=0.2, warm=True),
+    "lora": Choice(rate=0.8, warm=True),
+    "osf": Choice(rate=0.8, warm=True),
     "freeze-layers": Choice(rate=0.4, warm=False),
-    "ssu": Choice(rate=0.1, warm=True),
+    "ssu": Choice(rate=0.4, warm=False),
     "mofo": Choice(rate=0.4, warm=False),
-    "cautious": Choice(rate=0.8, warm=True),
-    "wise-ft": Choice(rate=1.6, warm=True),
-    "cpl": Choice(rate=0.1, warm=False),
+    "cautious": Choice(rate=0.2, warm=False),
+    "wise-ft": Choice(rate=0.8, warm=True, beyond=5),
+    "cpl": Choice(rate=0.4, warm=True),
     "cplus": Choice(rate=0.4, warm=False),
-    "sft-repair": Choice(rate=0.4, warm=False),
-    "cplus-repair": Choice(rate=0.8, warm=True),
+    "sft-repair": Choice(rate=0.2, warm=False, beyond=2),
+    "cplus-repair": Choice(rate=0.8, warm=True, beyond=2),
 }
 """What the tuning seed chose at the scale `desk`; a test compares it with the committed results."""
 
@@ -95,10 +105,9 @@ CHOSEN: Mapping[str, Choice] = {
 def ladder(method: str) -> list[Choice]:
     """Five rates with a warm-up, each half of the one before; the lower three of them also without one."""
     top = TOP.get(method, 1.6)
-    return [
-        *(Choice(rate=top / 2**k, warm=True) for k in range(RUNGS)),
-        *(Choice(rate=top / 2**k, warm=False) for k in range(RUNGS - CONSTANT, RUNGS)),
-    ]
+    rates = [(top / 2**k, True) for k in range(RUNGS)] + [(top / 2**k, False) for k in range(RUNGS - CONSTANT, RUNGS)]
+    later = BEYOND if method in ABLE else (0,)
+    return [Choice(rate=rate, warm=warm, beyond=beyond) for beyond in later for rate, warm in rates]
 
 
 def run_of(scale: Scale, method: str, choice: Choice, seed: int) -> RunSpec:
@@ -109,7 +118,7 @@ def run_of(scale: Scale, method: str, choice: Choice, seed: int) -> RunSpec:
         warmup=WARMUP if choice.warm else 0.0,
         epochs=EPOCHS if scale.name != "smoke" else scale.base.epochs,
         stop_at=LEARNED,
-        beyond=BEYOND if method in ABLE else 0,
+        beyond=choice.beyond,
         external=(),
         seed=seed,
     )
@@ -122,7 +131,7 @@ def runs(scale: Scale) -> list[RunSpec]:
     seeds = range(scale.seeds_where_five)
     return [
         *(run_of(scale, m, rung, seed) for m in (*NEIGHBOURS, *OURS) for rung in ladder(m) for seed in TUNING_SEEDS),
-        *(run_of(scale, m, rung, seed) for m in ("sft", RECIPE) for rung in ladder(m) for seed in seeds),
+        *(run_of(scale, m, rung, seed) for m in ("sft", RECIPE) for rung in ladder(m)[:LADDER] for seed in seeds),
         *(run_of(scale, m, rung, seed) for m, rung in CHOSEN.items() for seed in seeds),
     ]
 
@@ -190,21 +199,29 @@ def distances(results: Iterable[RunResult], plain: Sequence[RunResult], cost: Co
 
 def rung_of(result: RunResult, base_lr: float) -> Choice:
     """The rung of a run's ladder."""
-    return Choice(rate=round(result.spec.lr / base_lr, 6), warm=bool(result.spec.warmup))
+    rate = round(result.spec.lr / base_lr, 6)
+    return Choice(rate=rate, warm=bool(result.spec.warmup), beyond=result.spec.beyond)
+
+
+def budget(plain: Iterable[RunResult], base_lr: float) -> dict[int, float]:
+    """The updates of SFT at the budget's rate, by seed."""
+    rung = Choice(rate=BUDGET_RATE, warm=True)
+    return {r.spec.seed: updates(r) for r in plain if r.spec.method == "sft" and rung_of(r, base_lr) == rung}
 
 
 def chosen(results: Sequence[RunResult], base_lr: float) -> dict[str, Choice]:
-    """Each method's best rung on the tuning seeds: the largest mean distance, with everything learned on each."""
-    tuning = pick(results, seed=TUNING_SEEDS)
+    """Each method's rung that learns everything and keeps most within the budget on the tuning seed.
+
+    A method that needs more than the budget at every rung has the rung with the fewest updates.
+    """
+    tuning = [result for result in pick(results, seed=TUNING_SEEDS) if result.acquisition >= LEARNED]
+    limit = max(budget(tuning, base_lr).values())
     found: dict[str, Choice] = {}
     for method in dict.fromkeys(result.spec.method for result in tuning):
-        rungs: dict[Choice, dict[int, float]] = {}
-        for rung in dict.fromkeys(rung_of(r, base_lr) for r in pick(tuning, method=method)):
-            own = [r for r in pick(tuning, method=method) if rung_of(r, base_lr) == rung]
-            rungs[rung] = distances(own, pick(tuning, method="sft"))
-        whole = {rung: sum(own.values()) for rung, own in rungs.items() if len(own) == len(TUNING_SEEDS)}
-        if whole:
-            found[method] = max(whole, key=whole.__getitem__)
+        own = pick(tuning, method=method)
+        within = [result for result in own if updates(result) <= limit]
+        best = max(within, key=lambda r: r.retention) if within else min(own, key=updates)
+        found[method] = rung_of(best, base_lr)
     return found
 
 
@@ -229,20 +246,24 @@ def summary(results: Sequence[Result]) -> Summary:
     plain = [result for result in pick(mine, method="sft") if result.spec.seed not in TUNING_SEEDS]
     table = reported(mine)
     rows = tuple(_row(method, own, plain) for method, own in table.items())
-    ahead = {method: distances(own, plain) for method, own in table.items()}
-    ours = ahead.get(RECIPE, {})
-    claims = [Claim(says=f"{RECIPE} lies above SFT's line", margin=_mean(ours))]
-    for method, own in ahead.items():
-        if method in NEIGHBOURS and method != "sft":
-            both = {seed: ours[seed] - own[seed] for seed in ours.keys() & own.keys()}
-            claims.append(Claim(says=f"{RECIPE} lies further above it than {method}", margin=_mean(both)))
-    kept = _mean({r.spec.seed: r.retention for r in table.get(RECIPE, [])})
+    ours = _kept(table.get(RECIPE, []))
+    ahead = distances(table.get(RECIPE, []), plain)
+    claims = [Claim(says=f"{RECIPE} lies above SFT's line at equal updates", margin=_mean(ahead))]
+    for method, own in table.items():
+        if method in NEIGHBOURS:
+            both = {seed: ours[seed] - kept for seed, kept in _kept(own).items() if seed in ours}
+            claims.append(Claim(says=f"{RECIPE} keeps more than {method}", margin=_mean(both)))
     steps = _mean({r.spec.seed: updates(r) for r in table.get(RECIPE, [])})
     answer = (
-        f"At its own best rate and until the new rows are learned, {RECIPE} keeps {shown(kept)} % with {shown(steps)} "
-        f"updates: {shown(_mean(ours), sign=True)} points above the line of plain fine-tuning at equal updates."
+        f"Within the budget and at its own best rate, {RECIPE} keeps {shown(_mean(ours))} % with {shown(steps)} "
+        f"updates: {shown(_mean(ahead), sign=True)} points above the line of plain fine-tuning at equal updates."
     )
     return Summary(rows=rows, answer=answer, claims=tuple(claims))
+
+
+def _kept(results: Iterable[RunResult]) -> dict[int, float]:
+    """Retention by seed."""
+    return {result.spec.seed: result.retention for result in results}
 
 
 def _mean(values: Mapping[int, float]) -> Estimate | None:
@@ -257,7 +278,7 @@ def _row(method: str, own: Sequence[RunResult], plain: Sequence[RunResult]) -> S
         **{name: _mean({r.spec.seed: cost(r) for r in own}) for name, cost in COSTS.items()},
         **{f"above SFT at equal {name}": _mean(distances(own, plain, cost)) for name, cost in COSTS.items()},
     }
-    at = {"method": method, "lr": first.lr, "warmup": bool(first.warmup)}
+    at = {"method": method, "lr": first.lr, "warmup": bool(first.warmup), "beyond": first.beyond}
     return SummaryRow(at=at, figures={name: value for name, value in found.items() if value is not None})
 
 
