@@ -338,3 +338,20 @@ def test_two_ranks_refuse_alike(two: list[dict[str, Any]]) -> None:
         assert "the 2 processes hold different anchors; create them in one process and distribute them" in said["rows"]
         assert "is not finite at step 1; the parameters are unchanged" in said["nan"]
     assert "held by another process" in two[0]["said"]["nan"]
+
+
+def test_two_processes_share_the_batches_of_any_loss(two: list[dict[str, Any]]) -> None:
+    case = regressor()
+    params = list(case.model.parameters())
+    expected = [torch.zeros_like(p) for p in params]
+    for batches in (case.past, case.new):
+        for batch in batches:
+            gradients = torch.autograd.grad(case.loss(case.model, batch), params)
+            expected = [e + 0.5 * g / len(batches) for e, g in zip(expected, gradients, strict=True)]
+    first, second = (found["any loss"] for found in two)
+    for found in (first, second):
+        assert distance(found["ddp"][0], expected) < 1e-5
+        assert found["ddp"][1] == pytest.approx(found["fsdp"][1])
+        assert "evidence1 has more batches in some of the 2 processes" in found["refused"]
+    shards = zip(first["fsdp"][0], second["fsdp"][0], strict=True)
+    assert distance([torch.cat(pair) for pair in shards], expected) < 1e-5
