@@ -52,7 +52,7 @@ class Scale:
     sequence_rows: int | None = None
     shots: tuple[int, ...] = (2, 4)
     temperatures: tuple[float, ...] = (0.5, 0.8, 1.1)
-    studies: tuple[str, ...] = (*(f"e{n:02d}" for n in range(1, 14)), "frontier")
+    studies: tuple[str, ...] = tuple(f"e{n:02d}" for n in range(1, 14))
 
     @property
     def anchors(self) -> int:
@@ -126,6 +126,8 @@ _TOY = RunSpec(
     external=DOMAINS,
     external_limit=400,
 )
+# The frontier's rates were chosen on the toy world.
+TOY_STUDIES = (*(f"e{n:02d}" for n in range(1, 14)), "frontier")
 SMOKE = Scale(
     name="smoke",
     summary="the smallest toy model, one seed, a few steps: does every study run?",
@@ -154,6 +156,7 @@ SMOKE = Scale(
     new_and_anchor_task=("plants", "harbours"),
     sequence_rows=128,
     temperatures=(0.8,),
+    studies=TOY_STUDIES,
 )
 DESK = Scale(
     name="desk",
@@ -174,6 +177,7 @@ DESK = Scale(
     aggressive_schedule=(5e-3, 10),
     new_and_anchor_task=("machines", "harbours"),
     sequence_rows=1024,
+    studies=TOY_STUDIES,
 )
 # Free text, where SFT forgets much: terse answers are taught to a chat model. Chosen on one development setting,
 # `benchmarks/real.py style`, with fewer rows to save time.

@@ -20,9 +20,11 @@ from cplus.studies.figures.tables import ADDED_HERE, ComparisonLine, Table, cell
 from cplus.studies.frontier import LEARNED, OURS, RECIPE, TUNING_SEEDS, reported, updates
 from cplus.studies.summaries import pick, shown
 
-NAMED = {"replay": (6, -11), "probe-replay": (6, -4), "lora": (6, -4), "osf": (6, -9), "wise-ft": (6, 5)}
+NAMED = {"replay": (-32, -3), "freeze-layers": (7, -3), "lora": (6, -4), "osf": (7, -9), "wise-ft": (7, 0)}
 """Neighbours with a name of their own in the figure, and where it is written; the others are dots."""
-PLACES = {"cplus": (6, -10), "sft-repair": (6, -10), RECIPE: (6, 4)}
+LOWEST = 75.0
+"""Methods that keep less are in the table alone."""
+PLACES = {"cplus": (-32, 2), "cplus-repair": (7, 3), RECIPE: (-52, 3)}
 
 
 def _others(runs: list[RunResult]) -> list[RunResult]:
@@ -30,11 +32,11 @@ def _others(runs: list[RunResult]) -> list[RunResult]:
 
 
 def _plain_line(runs: list[RunResult]) -> list[tuple[float, Estimate]]:
-    """Mean updates and Retention of SFT at each rung with a warm-up that learned everything on every seed."""
-    plain = [run for run in pick(_others(runs), method="sft") if run.spec.warmup]
+    """Mean updates and Retention of SFT at each rung that learned everything on every seed."""
+    plain = pick(_others(runs), method="sft")
     points = []
-    for rate in sorted({run.spec.lr for run in plain}):
-        own = pick(plain, lr=rate)
+    for rate, warmup in sorted({(run.spec.lr, run.spec.warmup) for run in plain}):
+        own = pick(plain, lr=rate, warmup=warmup)
         if all(run.acquisition >= LEARNED for run in own):
             points.append((sum(map(updates, own)) / len(own), estimate([run.retention for run in own])))
     return sorted(points, key=lambda point: point[0])
@@ -58,10 +60,11 @@ def fig_frontier(found: Collected) -> Picture:
             linewidth=1.6,
             markersize=4.5,
             capsize=2,
-            label="SFT, five rates with a warm-up",
+            label="SFT, eight rates and schedules",
         )
         for method, own in table.items():
-            if method != "sft" and all(run.acquisition >= LEARNED for run in own):
+            best = estimate([run.retention for run in own]).mean
+            if method != "sft" and all(run.acquisition >= LEARNED for run in own) and best >= LOWEST:
                 _point(axis, method, own)
         axis.plot([], [], "o", color=SOFT, alpha=0.5, markersize=3.5, label="another method at its best rate")
         axis.legend(loc="lower right")
