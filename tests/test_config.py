@@ -102,3 +102,14 @@ def test_the_commands_print_schema_and_example() -> None:
     assert schema.exit_code == 0
     assert '"additionalProperties": false' in schema.stdout
     assert run(app, ["config", "--example"]).stdout == config.example()
+
+
+def test_a_jobs_rate_rises_over_a_tenth_of_its_updates() -> None:
+    given = config.settings({"model": "toy", "new": "rows.jsonl"})
+    assert (given.settings().warmup_steps, given.settings().warmup_share) == (0, 0.1)
+    constant = config.settings({"model": "toy", "new": "rows.jsonl", "warmup_steps": 0})
+    assert (constant.settings().warmup_steps, constant.settings().warmup_share) == (0, 0.0)
+    paper = config.settings({"model": "toy", "new": "rows.jsonl", "preset": "paper"})
+    assert paper.settings().warmup_share == 0.0
+    chosen = config.settings({"model": "toy", "new": "rows.jsonl", "warmup_steps": 7})
+    assert (chosen.settings().warmup_steps, chosen.settings().warmup_share) == (7, 0.0)
