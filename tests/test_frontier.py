@@ -61,23 +61,28 @@ def test_distances_are_paired_by_seed_and_need_full_learning() -> None:
     assert distances(own[:1], lines, frontier.flops) == pytest.approx({0: 10.0})
 
 
-def test_the_tuning_seed_chooses_the_rung_and_other_seeds_do_not() -> None:
+def test_the_tuning_seed_chooses_within_the_budget_and_other_seeds_do_not() -> None:
     found = [
         *plain(TUNING),
         made("cplus", FAST, TUNING, 10, 85.0),
-        made("cplus", SLOW, TUNING, 40, 99.0),
+        made("cplus", SLOW, TUNING, 40, 97.0),
+        made("cplus", Choice(rate=0.1, warm=True), TUNING, 41, 99.0),
+        made("osf", FAST, TUNING, 80, 99.0),
+        made("osf", SLOW, TUNING, 70, 98.0),
         made("lora", FAST, TUNING, 10, 99.0, learned=10.0),
         made("cplus", FAST, 0, 10, 99.0),
     ]
     best = chosen(found, DESK.base.lr)
-    assert best["cplus"] == SLOW
+    assert best["cplus"] == SLOW  # SFT needs 40 updates at this rung
+    assert best["osf"] == SLOW  # nothing lies within the budget: the fewest updates
     assert "lora" not in best  # it did not learn
 
 
 def test_every_rung_is_half_of_the_one_before_and_reported_seeds_choose_nothing() -> None:
     for method in (*frontier.NEIGHBOURS, *frontier.OURS):
-        warm = [rung.rate for rung in ladder(method) if rung.warm]
+        warm = [rung.rate for rung in ladder(method)[: frontier.LADDER] if rung.warm]
         assert len(warm) == 5
+        assert len(ladder(method)) == frontier.LADDER * (2 if method in frontier.ABLE else 1)
         assert all(a == pytest.approx(2 * b) for a, b in itertools.pairwise(warm))
         assert method in METHODS
     specs = runs(DESK)
@@ -109,7 +114,7 @@ def test_the_summary_compares_the_recipe_with_every_neighbour(monkeypatch: pytes
         )
     ]
     summary = STUDIES["frontier"].summary(found)
-    assert [claim.verdict for claim in summary.claims] == ["holds", "holds"]
+    assert [claim.verdict for claim in summary.claims] == ["holds"] * 3  # SFT's line, SFT, Replay
     assert "keeps 98.1 ± 0.1 % with 20.0 ± 0.0 updates: +13.1 ± 0.1 points" in summary.answer
     rows = {row.at["method"]: row.figures for row in summary.rows}
     assert rows["sft"]["updates"].mean == 40.0  # the chosen rung alone
