@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-portable lint docs bench clean faults fuzz soak coverage mutants
+.PHONY: demo test test-long test-portable lint docs bench clean faults fuzz soak coverage mutants
 
 demo: .venv/.installed
 	$(BIN)/cplus demo
@@ -12,6 +12,10 @@ test: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto
+
+# The longer forms that the suite leaves out to stay within a quarter of an hour.
+test-long: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto -m long
 
 # The suite under other instructions and numbers of threads, an hour or more; resumes, and exit code 1 where a row is red.
 test-portable: .venv/.installed

@@ -38,6 +38,7 @@ def test_adapt_survives_every_fault(tmp_path: Path) -> None:
     assert len(table(tmp_path, ["adapt"], [])) == len(FAULTS)
 
 
+@pytest.mark.long
 def test_the_others_survive_a_kill(tmp_path: Path) -> None:
     assert len(table(tmp_path, ["probe", "study", "update"], ["kill -9"])) == 3
 

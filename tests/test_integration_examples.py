@@ -80,6 +80,7 @@ def test_a_row_of_ones_own_runs_in_a_job(tmp_path: Path) -> None:
     assert record["settings"]["method"] == "python:own_method:SOFT"
 
 
+@pytest.mark.long
 def test_a_row_of_ones_own_runs_in_the_workers_of_a_study(tmp_path: Path) -> None:
     shutil.copy(EXAMPLES / "own_method.py", tmp_path)
     command = [*CPLUS, "study", "e03", "--scale", "smoke", "--workers", "2", "--json", "--out", "results"]
@@ -147,6 +148,7 @@ def test_fsdp2_under_torchrun(tmp_path: Path) -> None:
     sharded([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"], tmp_path)
 
 
+@pytest.mark.long
 def test_fsdp2_under_accelerate(tmp_path: Path) -> None:
     plain = [
         "--multi_gpu",

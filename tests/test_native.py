@@ -93,6 +93,7 @@ def build_and_gate(folder: str, start: object, answers: object) -> None:
 
 
 @needs_compiler
+@pytest.mark.long
 def test_processes_that_build_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     start, answers = context.Barrier(3), context.Queue()

@@ -42,6 +42,7 @@ def test_a_row_that_allows_all_the_processor_has_repeats_a_native_one(
     assert [portable.twin(name) for name in ("native-1", "native-2", "default-1")] == [None] * 3
 
 
+@pytest.mark.long
 def test_a_failure_is_named_and_a_row_that_ended_is_not_run_again(
     portable: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.long
 def test_a_killed_bank_goes_on_and_equals_an_uninterrupted_one(
     tmp_path: Path, base: models.Loaded, command: typer.Typer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

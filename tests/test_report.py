@@ -190,6 +190,7 @@ def test_a_figure_is_drawn_again_byte_for_byte(results: Path, report: Path, tmp_
         assert re.search(r"n = 1( seed)?\b", picture.caption)
 
 
+@pytest.mark.long
 def test_the_page_is_the_same_again_and_speaks_of_every_study(results: Path, report: Path, tmp_path: Path) -> None:
     said = json.loads((report / "said.json").read_text())
     assert set(said["studies"]) == set(STUDIES)

@@ -153,6 +153,7 @@ def test_replay_has_all_anchors_and_ssr_the_latest_answers(base: models.Loaded) 
     assert refined(dataclasses.replace(written, written_by=base.fingerprint), base, 1) == [open_question]
 
 
+@pytest.mark.long
 def test_the_benchmark_compares_methods_from_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`benchmarks/sequence.py` with small tasks: what holds whatever the trainings come to.
 
@@ -383,6 +384,7 @@ update(Path("killed"), {"new": "craftsmen.jsonl"})
 """
 
 
+@pytest.mark.long
 def test_a_killed_update_goes_on_with_the_same_command(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(made)
     monkeypatch.setenv("CPLUS_CACHE", str(made / "cache"))
