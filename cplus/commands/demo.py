@@ -183,14 +183,14 @@ def show(results: Sequence[RunResult], table: Summary) -> None:
     from cplus.terminal import output
 
     grid = Table(box=None, header_style="bold")
-    for column in ("method", "Retention %", "Acquisition %", "other domains %", "updates", "seconds", "extra memory"):
+    for column in ("method", "Retention %", "learned %", "other domains %", "updates", "s", "bytes/param"):
         grid.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for method, metrics in table.items():
         mine = [result for result in results if entry(result.spec) == method]
         cells = [_cell(**metrics[metric]) for metric in ("retention", "acquisition", "external")]
         seconds = estimate([result.seconds for result in mine]).mean
         style = "bold" if method in ("cplus", "cplus-repair, tuned") else None
-        extra = f"{mine[0].extra_bytes / mine[0].counts['parameters']:.0f} bytes/param"
+        extra = f"{mine[0].extra_bytes / mine[0].counts['parameters']:.0f}"
         grid.add_row(label(method), *cells, f"{metrics['updates']['mean']:.0f}", f"{seconds:.1f}", extra, style=style)
     output.print(grid)
     counts, seeds = results[0].counts, len({result.spec.seed for result in results})
