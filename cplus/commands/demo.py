@@ -183,7 +183,7 @@ def show(results: Sequence[RunResult], table: Summary) -> None:
     from cplus.terminal import output
 
     grid = Table(box=None, header_style="bold")
-    for column in ("method", "Retention %", "learned %", "others %", "updates", "s", "bytes/param"):
+    for column in ("method", "Retention %", "learned %", "others %", "updates", "s", "bytes"):
         grid.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for method, metrics in table.items():
         mine = [result for result in results if entry(result.spec) == method]
@@ -197,7 +197,8 @@ def show(results: Sequence[RunResult], table: Summary) -> None:
     overlap = estimate([result.counts["overlap"] for result in results]).mean
     output.print(
         f"\n{f'Mean ± standard error over {seeds} seeds' if seeds > 1 else 'One seed'}; {counts['new']} new facts, "
-        f"{counts['past']} past facts, {counts['anchors']} anchors, {counts['probes']} probes; others: what is kept of the other domains; the bank contains "
+        f"{counts['past']} past facts, {counts['anchors']} anchors, {counts['probes']} probes; others: "
+        f"what is kept of the other domains; the bank contains "
         f"{overlap:.0f} of the past facts on average."
     )
     output.print(verdict(table), style="bold")
