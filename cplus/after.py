@@ -93,18 +93,11 @@ def move(model: nn.Module, base: Mapping[str, Tensor], tuned: Mapping[str, Tenso
 
 def known_rows(model: nn.Module, rows: Sequence[Encoded]) -> tuple[set[Encoded], Work]:
     """The rows whose every target token is the likeliest one after those before it, and the forward passes."""
-    import torch
+    from cplus.scoring import read_targets
 
-    from cplus.losses import target_logits
-
-    known, work = set(), Work()
-    for part in batched(rows):
-        with torch.no_grad():
-            logits, labels = target_logits(model, part)
-        right = ((logits.argmax(-1) == labels) | (labels == -100)).all(1)
-        known |= {row for row, own in zip(part, right.tolist(), strict=True) if own}
-        work += Work(forward=measured(part).padded)
-    return known, work
+    readings = read_targets(model, rows, what="known rows")
+    known = {row for row, reading in zip(rows, readings, strict=True) if reading.likeliest}
+    return known, Work(forward=sum(measured(part).padded for part in batched(rows)))
 
 
 @dataclass(frozen=True)

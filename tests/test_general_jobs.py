@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +25,7 @@ if not app.registered_commands:
     register()
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        place = tmp_path_factory.mktemp("cache")
-        patch.setenv("CPLUS_CACHE", str(place))
-        yield place
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def alone(folder: Path, **changes: Any) -> Any:

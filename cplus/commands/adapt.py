@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
@@ -51,14 +51,11 @@ def adapt(
     from cplus.job import plan as planning
     from cplus.job import resume as resuming
     from cplus.job import run
-    from cplus.terminal import output, print_json
+    from cplus.terminal import print_json
 
     with interruptible():
         if plan:
-            planned = planning.plan(asked)
-            print_json(planned.row()) if json else output.print(
-                "\n".join(planned.lines()), markup=False, soft_wrap=True
-            )
+            show_plan(planning.plan(asked), json=json)
             return
         if finish is not None:
             outcome = resuming.finish(finish)
@@ -77,6 +74,28 @@ def _settings(config: Path | None, chosen: Mapping[str, Any]) -> AdaptConfig:
     if config is None:
         return settings(chosen)
     return settings({**read_yaml(config), **chosen}, where=str(config))
+
+
+class Planned(Protocol):
+    """The result of `--plan`, of a job or of a repair."""
+
+    def row(self) -> dict[str, Any]:
+        """As one JSON object."""
+        ...
+
+    def lines(self) -> list[str]:
+        """In words."""
+        ...
+
+
+def show_plan(planned: Planned, *, json: bool) -> None:
+    """Print a plan."""
+    from cplus.terminal import output, print_json
+
+    if json:
+        print_json(planned.row())
+    else:
+        output.print("\n".join(planned.lines()), markup=False, soft_wrap=True)
 
 
 @contextmanager

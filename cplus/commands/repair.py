@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cplus.commands import names
-from cplus.commands.adapt import NOT_KEPT, interruptible
+from cplus.commands.adapt import NOT_KEPT, interruptible, show_plan
 from cplus.commands.options import Json, OptionalModel, given, setting, with_settings
 from cplus.job.repair.settings import SHARED, RepairConfig, repair_settings
 
@@ -47,14 +47,11 @@ def repair(
 
     from cplus.job.repair import plan as planning
     from cplus.job.repair import run
-    from cplus.terminal import output, print_json
+    from cplus.terminal import print_json
 
     with interruptible():
         if plan:
-            planned = planning.plan(asked)
-            print_json(planned.row()) if json else output.print(
-                "\n".join(planned.lines()), markup=False, soft_wrap=True
-            )
+            show_plan(planning.plan(asked), json=json)
             return
         outcome = run.repair(asked, force=force) if resume is None else run.resume(resume)
     print_json(_row(outcome)) if json else _show(outcome)
