@@ -45,6 +45,14 @@ class Encoded:
         """The number of tokens in the loss."""
         return sum(self.scored) if self.scored else len(self.target)
 
+    def features(self) -> dict[str, list[int]]:
+        """The row as trainers and their collators take it: all tokens, and labels of -100 where nothing is learned.
+
+        >>> Encoded((1, 2), (3,)).features()
+        {'input_ids': [1, 2, 3], 'labels': [-100, -100, 3]}
+        """
+        return {"input_ids": [*self.prompt, *self.target], "labels": [-100] * len(self.prompt) + [*self.labels]}
+
     def __len__(self) -> int:
         return len(self.prompt) + len(self.target)
 

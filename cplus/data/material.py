@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from cplus.data.encoded import Encoded
@@ -42,6 +42,8 @@ class Material:
 
     new: Sequence[Encoded]
     past: tuple[Past, ...] = ()
+    choices: Mapping[Encoded, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    """The tokens of every choice of a new row, its target among them, where the row has choices."""
 
     def __post_init__(self) -> None:
         if not self.new:

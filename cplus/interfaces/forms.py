@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MARK = "ANSWER-STANDS-HERE"
+_REMEMBERED = 400
+"""Characters of a plain text whose tokens are remembered, at most; and the number of such texts."""
+_REMEMBERED_TEXTS = 1 << 14
 
 
 class Form(Protocol):
@@ -203,6 +206,7 @@ class Plain:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        self._known: dict[str, tuple[int, ...]] = {}
 
     def text(self, messages: Sequence[Message], tools: str = "") -> str:
         """One paragraph per turn, the last one open."""
@@ -222,8 +226,15 @@ class Plain:
         return pairs
 
     def tokens(self, text: str) -> tuple[int, ...]:
-        """Tokens of a text from its beginning."""
-        return opening(self._tokenizer, text)
+        """Tokens of a text from its beginning; short ones are remembered, because every choice repeats its question."""
+        found = self._known.get(text)
+        if found is None:
+            found = opening(self._tokenizer, text)
+            if len(text) <= _REMEMBERED:
+                if len(self._known) >= _REMEMBERED_TEXTS:
+                    self._known.clear()
+                self._known[text] = found
+        return found
 
     @cached_property
     def end(self) -> str:

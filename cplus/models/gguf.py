@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from gguf import GGUFReader
 from tokenizers import pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from cplus import files, locks
 from cplus.environment import free_memory
 from cplus.files import cache_folder
 from cplus.models import space
 from cplus.models.packages import PACKAGED
-from cplus.models.unpacking import is_known, memory_needed, write_weights
+from cplus.models.unpacking import architecture, is_known, memory_needed, write_weights
 from cplus.terminal import console
 
 _FORMAT = 2  # increase when the conversion changes, so that older folders are not reused
@@ -63,11 +64,13 @@ def convert(path: Path, out: Path, *, tie_head: bool = False) -> None:
         )
     if is_known(reader):
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        if (head := _field(reader, f"{architecture(reader)}.attention.key_length")) is not None:
+            config.head_dim = head  # transformers takes 128 for every Qwen3
         write_weights(reader, config, out, tie_head=tie_head)
     else:
         # Dequantised explicitly: a model with quantised blocks can be neither trained nor saved.
         model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+            path.parent, gguf_file=path.name, dtype=torch.float32, **_dequantised()
         )
         model.save_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
@@ -79,6 +82,13 @@ def convert(path: Path, out: Path, *, tie_head: bool = False) -> None:
     if _field(reader, "tokenizer.ggml.add_bos_token") and not _adds_bos(tokenizer):
         tokenizer.add_bos_token = True  # transformers leaves it out for Gemma: 4.8 instead of 2.6 nats per token
     tokenizer.save_pretrained(out)
+
+
+def _dequantised() -> dict[str, Any]:
+    """The option that dequantises; older versions of transformers lack it because they always do."""
+    if not hasattr(transformers, "GgufConfig"):
+        return {}
+    return {"quantization_config": transformers.GgufConfig(dequantize=True)}
 
 
 def _adds_bos(tokenizer: Any) -> bool:

@@ -77,10 +77,10 @@ def write_weights(reader: GGUFReader, config: Any, out: Path, *, tie_head: bool)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    sources = _sources(model, architecture(reader))
+    named = sources(model, architecture(reader))
     if config.tie_word_embeddings:
-        del sources["lm_head.weight"]
-    absent = sorted(source for source in sources.values() if source not in tensors)
+        del named["lm_head.weight"]
+    absent = sorted(source for source in named.values() if source not in tensors)
     if absent:
         raise ValueError(
             f"the GGUF file lacks {len(absent)} of the weights of {type(model).__name__}, e.g. {absent[0]}; "
@@ -89,7 +89,7 @@ def write_weights(reader: GGUFReader, config: Any, out: Path, *, tie_head: bool)
     writer = _Shards(out)
     layout = _LAYOUTS[architecture(reader)]
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    for name, source in sources.items():
+    for name, source in named.items():
         source = _HEAD if tie_head and source == _EMBEDDING else source
         weights = layout(_dequantised(tensors[source]), source, config)
         if weights.shape != shapes[name]:
@@ -101,7 +101,7 @@ def write_weights(reader: GGUFReader, config: Any, out: Path, *, tie_head: bool)
     GenerationConfig.from_model_config(config).save_pretrained(out)
 
 
-def _sources(model: Any, arch: str) -> dict[str, str]:
+def sources(model: Any, arch: str) -> dict[str, str]:
     """The file's name of each weight of the model."""
     kind: MODEL_ARCH = next(key for key, value in MODEL_ARCH_NAMES.items() if value == arch)
     table = get_tensor_name_map(kind, model.config.num_hidden_layers)
