@@ -61,10 +61,24 @@ def local(tensor: Tensor) -> Tensor:
     return detached.to_local() if hasattr(detached, "to_local") else detached
 
 
+def local_rows(rows: Tensor, p: Tensor) -> Tensor:
+    """The part of a vector with one entry for each row of `p` that belongs to the rows this process holds."""
+    if not hasattr(p, "device_mesh"):
+        return rows
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+    assert isinstance(p, DTensor)
+    placements = [place if place.is_shard(0) else Replicate() for place in p.placements]
+    spread = distribute_tensor(rows.to(p.device), p.device_mesh, placements, src_data_rank=None)  # every process has it
+    return spread.to_local()
+
+
 def layout(params: Sequence[nn.Parameter], names: dict[int, str]) -> Layout:
-    """How these parameters are distributed; anything but replicas and FSDP2 shards is refused."""
+    """How these parameters are distributed; anything but replicas and shards of FSDP2 or ZeRO is refused."""
     running = dist.is_available() and dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if running else (0, 1)
+    if any(hasattr(p, "zero_partition") for p in params):
+        return Layout(rank=rank, world=world, sharded=True)
     spread = [p for p in params if hasattr(p, "device_mesh")]
     if not spread:
         return Layout(rank=rank, world=world)

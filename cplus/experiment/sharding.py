@@ -1,0 +1,161 @@
+"""A model over several processes: sharded by FSDP2 or copied, and its state as that of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from cplus import world
+from cplus.ranks import local
+
+Place: TypeAlias = Callable[[nn.Module], "nn.Module | None"]
+"""Distributes a model in place and returns its twin: the same model without weights, or None where it stays whole."""
+
+
+def copied(model: nn.Module) -> None:
+    """Every process keeps the whole model."""
+
+
+def sharded(model: nn.Module) -> nn.Module | None:
+    """Every process keeps its part of each weight: FSDP2, block by block; one process keeps everything."""
+    if world.size() == 1:
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    twin = _without_weights(model)
+    mesh = init_device_mesh(next(model.parameters()).device.type, (world.size(),))
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    blocks = set(getattr(base, "_no_split_modules", None) or ())
+    for module in list(model.modules()):
+        if type(module).__name__ in blocks:
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return twin
+
+
+PLACES: dict[str, Place] = {"fsdp": sharded, "ddp": copied}
+
+
+def _without_weights(model: nn.Module) -> nn.Module:
+    """A copy whose parameters have shapes only; tied ones stay tied."""
+    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, {**empty})
+
+
+@torch.no_grad()
+def gathered(model: nn.Module, twin: nn.Module) -> nn.Module:
+    """The whole model in every process, as the twin with the weights of all; the caller frees it by `emptied`."""
+    whole = {name: _whole(p) for name, p in model.named_parameters()}
+    _replace(twin, lambda name, p: nn.Parameter(whole[name], p.requires_grad))
+    return twin.train(model.training)
+
+
+def emptied(twin: nn.Module) -> None:
+    """Give back the memory of the twin's weights."""
+    _replace(twin, lambda name, p: nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad))
+
+
+def _replace(module: nn.Module, made: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
+    """Put other parameters in the place of a module's; a tied one is made once, under its first name."""
+    known = {id(p): made(name, p) for name, p in module.named_parameters()}
+    for name, p in list(module.named_parameters(remove_duplicate=False)):
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, known[id(p)])
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, in every process."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def one_weights(weights: dict[str, Tensor]) -> dict[str, Any]:
+    """Whole weights in the first process."""
+    return {name: _kept(value) for name, value in weights.items()}
+
+
+def own_weights(weights: dict[str, Tensor], held: dict[str, Tensor]) -> dict[str, Tensor]:
+    """This process's part of whole weights, placed like those it holds."""
+    return {name: _part(value, held[name]) for name, value in weights.items()}
+
+
+def one_state(state: dict[str, Any], params: Sequence[nn.Parameter]) -> dict[str, Any]:
+    """The state of a sharded training as one process would have it; complete in the first process only.
+
+    `params` are the guard's parameters, in whose order its lists are.
+    """
+
+    def gather(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: gather(inner) for key, inner in value.items()}
+        if _by_parameter(value, params):
+            return [_kept(_like(part, p)) for part, p in zip(value, params, strict=True)]
+        return [gather(inner) for inner in value] if isinstance(value, list) else value
+
+    guard = state["guard"]
+    return {
+        **state,
+        "weights": one_weights(state["weights"]),
+        "optimizer": tree_map_only(Tensor, _kept, state["optimizer"]),
+        "guard": None if guard is None else {**gather(guard), "ranks": 1},
+    }
+
+
+def own_state(
+    state: dict[str, Any], weights: dict[str, Tensor], optimized: Sequence[nn.Parameter], params: Sequence[nn.Parameter]
+) -> dict[str, Any]:
+    """This process's part of the state of one process, placed like the weights, the optimizer's and the guard's."""
+    moments = {
+        i: {name: _part(value, optimized[i]) for name, value in own.items()}
+        for i, own in state["optimizer"]["state"].items()
+    }
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: cut(inner) for key, inner in value.items()}
+        if _by_parameter(value, params):
+            return [local(_part(part, p)) for part, p in zip(value, params, strict=True)]
+        return [cut(inner) for inner in value] if isinstance(value, list) else value
+
+    guard = state["guard"]
+    return {
+        **state,
+        "weights": own_weights(state["weights"], weights),
+        "optimizer": {**state["optimizer"], "state": moments},
+        "guard": None if guard is None else {**cut(guard), "ranks": world.size()},
+    }
+
+
+def _by_parameter(value: Any, params: Sequence[nn.Parameter]) -> bool:
+    return isinstance(value, list) and len(value) == len(params) and all(isinstance(part, Tensor) for part in value)
+
+
+def _kept(tensor: Tensor) -> Tensor | None:
+    """A tensor's whole value in the first process's memory; every process takes part."""
+    whole = _whole(tensor)
+    return whole.cpu() if world.first() else None
+
+
+def _like(part: Tensor, p: nn.Parameter) -> Tensor:
+    """This process's part of something that is sharded like the parameter."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(p, DTensor):
+        return part
+    return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
+def _part(whole: Tensor, like: Tensor) -> Tensor:
+    """The part of a whole tensor that this process holds of one like it; nothing is sent."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(like, DTensor) or whole.shape != like.shape:
+        return whole.clone()
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -1,0 +1,269 @@
+"""The processes that do one job together: who is first, what all of them agree on, and how all of them end.
+
+torchrun and Accelerate start the processes and describe them in the environment. Outside `joined` every process is
+alone: rank 0 of 1.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from cplus.files import fingerprint
+from cplus.terminal import console, output
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+T = TypeVar("T")
+Row = TypeVar("Row")
+
+_MEETING = timedelta(minutes=5)
+"""How long processes wait for each other at the start."""
+_WORKING = timedelta(days=30)
+"""How long they wait for one that works alone; a process that ends is noticed at once, whatever this is."""
+_FAILED = "cplus/failed"
+
+
+class Elsewhere(Exception):
+    """Another process of this job failed and has reported it."""
+
+
+class Lost(ValueError):
+    """Another process of this job ended without a report."""
+
+
+@dataclass
+class _World:
+    rank: int = 0
+    size: int = 1
+    store: Store | None = None
+
+
+_here = _World()
+
+
+def started() -> tuple[int, int]:
+    """The rank of this process and the number of processes, as the launcher says."""
+    size = int(os.environ.get("WORLD_SIZE") or 1)
+    return (int(os.environ.get("RANK") or 0), size) if size > 1 and "RANK" in os.environ else (0, 1)
+
+
+def size() -> int:
+    """The number of processes that do this job."""
+    return _here.size
+
+
+def rank() -> int:
+    """The number of this process, from 0."""
+    return _here.rank
+
+
+def first() -> bool:
+    """Whether this process writes, and speaks for all."""
+    return _here.rank == 0
+
+
+def neighbours() -> int:
+    """The number of processes that the launcher started on this machine."""
+    everywhere = started()[1]
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or everywhere) if everywhere > 1 else 1
+
+
+@contextmanager
+def joined() -> Iterator[None]:
+    """Do a job together with the other processes that the launcher started; if one fails, all of them end.
+
+    One process reports the failure, the others are silent: the first one if the error says that all `agreed` on it,
+    otherwise the one that fails first.
+    """
+    if _here.size > 1 or started()[1] == 1:
+        yield
+        return
+    import torch.distributed as dist
+
+    own = not dist.is_initialized()
+    console.quiet = output.quiet = started()[0] > 0
+    try:
+        _connect()
+        yield
+        dist.barrier()
+        if own:
+            dist.destroy_process_group()
+    except Elsewhere:
+        console.quiet = True
+        raise
+    except BaseException as error:
+        reports = first() if getattr(error, "agreed", False) else _reports()
+        console.quiet = not reports
+        if not _is_lost(error):
+            raise
+        sentence = f"another of the {started()[1]} processes ended: it was killed, or ran out of memory"
+        raise (Lost if reports else Elsewhere)("; ".join([sentence, *getattr(error, "__notes__", ())])) from error
+    finally:
+        _here.rank, _here.size, _here.store = 0, 1, None
+
+
+def _connect() -> None:
+    """Meet the other processes: NCCL between GPUs, gloo between CPUs and for everything that is not a tensor."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    own_rank, world = started()
+    if torch.cuda.is_available():
+        device, count = int(os.environ.get("LOCAL_RANK") or 0), torch.cuda.device_count()
+        if device >= count:
+            raise ValueError(
+                f"process {own_rank} has no GPU of its own: {socket.gethostname()} has {count}; start at most {count} "
+                "processes there, or set CUDA_VISIBLE_DEVICES= to use the CPU"
+            )
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if not dist.is_initialized():
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        try:
+            store, _, _ = next(rendezvous("env://", own_rank, world, timeout=_MEETING))
+            dist.init_process_group(backend, store=store, rank=own_rank, world_size=world, timeout=_WORKING)
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"the {world} processes could not meet at {address} (MASTER_ADDR, MASTER_PORT): {reason}; choose "
+                "another port, or torchrun --standalone on one machine"
+            ) from error
+    _here.rank, _here.size = dist.get_rank(), dist.get_world_size()
+    _here.store = dist.distributed_c10d._get_default_store()
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether an operation failed because another process is gone."""
+    import torch.distributed as dist
+
+    if isinstance(error, dist.DistError):
+        return True
+    marks = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
+    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
+
+
+def _reports() -> bool:
+    """Whether this process is the first to fail, and so the one that reports."""
+    if _here.store is None:
+        return started()[0] == 0
+    me = str(_here.rank)
+    try:
+        return _here.store.compare_set(_FAILED, "", me).decode() == me
+    except RuntimeError:  # the store went with the process that held it
+        return False
+
+
+def named(sentence: str) -> str:
+    """A sentence with the name of its process, where that is not the first."""
+    own, world = started()
+    return f"process {own} of {world} on {socket.gethostname()}: {sentence}" if own else sentence
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, this process works as if it were the only one; the others wait for it elsewhere."""
+    kept = (_here.rank, _here.size)
+    _here.rank, _here.size = 0, 1
+    try:
+        yield
+    finally:
+        _here.rank, _here.size = kept
+
+
+def shared(work: Callable[[], T]) -> T:
+    """What the first process computes, in all of them; they wait for it, and a failure ends all of them."""
+    if _here.size == 1:
+        return work()
+    value = None
+    if first():
+        with alone():
+            value = work()
+    found: T = _broadcast(value)
+    return found
+
+
+def in_turn(work: Callable[[], T]) -> T:
+    """The same work in every process: first in the first one, which fills the caches, then in the others."""
+    if _here.size == 1:
+        return work()
+    if not first():
+        _broadcast(None)
+    with alone():
+        value = work()
+    if first():
+        _broadcast(None)
+    return value
+
+
+def _broadcast(value: Any) -> Any:
+    import torch.distributed as dist
+
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def gathered(value: T) -> list[T]:
+    """Every process's value, in the order of their ranks."""
+    if _here.size == 1:
+        return [value]
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * _here.size
+    dist.all_gather_object(found, value)
+    return found
+
+
+def agree(what: str, value: object) -> None:
+    """Refuse a value, of plain JSON types, that differs between the processes."""
+    marks = gathered(fingerprint(value))
+    other = next((i for i, mark in enumerate(marks) if mark != marks[0]), None)
+    if other is not None:
+        refuse(
+            f"the {_here.size} processes differ in {what}: process {other} has {marks[other][:12]}, process 0 has "
+            f"{marks[0][:12]}; give all of them the same command, files and versions"
+        )
+
+
+def refuse(sentence: str) -> NoReturn:
+    """Refuse what all processes have found; the first one reports it."""
+    raise ValueError(sentence) if first() else Elsewhere(sentence)
+
+
+def largest(values: Sequence[int]) -> list[int]:
+    """The largest of the processes' numbers, place by place: how all of them notice what one of them saw."""
+    if _here.size == 1:
+        return list(values)
+    import torch
+    import torch.distributed as dist
+
+    box = torch.tensor(values)
+    if dist.get_backend() == "nccl":  # a group of the caller's own
+        box = box.cuda()
+    dist.all_reduce(box, dist.ReduceOp.MAX)
+    return [int(value) for value in box.tolist()]
+
+
+def spread(rows: Sequence[Row], work: Callable[[Sequence[Row]], Sequence[T]]) -> list[T]:
+    """The results for all rows, in their order, each computed by one of the processes."""
+    if _here.size == 1:
+        return list(work(rows))
+    own = rows[_here.rank :: _here.size]
+    return interleaved(gathered(list(work(own)) if own else []), len(rows))
+
+
+def interleaved(parts: Sequence[Sequence[T]], count: int) -> list[T]:
+    """The first of each part, then the second of each, and so on.
+
+    >>> interleaved(["ace", "bd"], 5)
+    ['a', 'b', 'c', 'd', 'e']
+    """
+    return [parts[i % len(parts)][i // len(parts)] for i in range(count)]

@@ -1,0 +1,247 @@
+"""`cplus adapt` in several processes: the figures of one, one report of a failure, resumed by any number of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toyjob import asked, same, write_files, written
+from typer.testing import CliRunner
+
+from cplus import world
+from cplus.cli import app, register
+from cplus.job import preflight
+from cplus.job.resume import resume
+from cplus.job.run import adapt
+from cplus.models import resolve
+
+pytestmark = [pytest.mark.usefixtures("one_thread", "cache"), pytest.mark.timeout(900)]
+
+if not app.registered_commands:
+    register()
+
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+CLOSE = 1e-6
+"""The relative distance of all weights; measured: 1.7e-7."""
+
+
+def started(command: list[str], cache: Path) -> subprocess.CompletedProcess[str]:
+    """A script or a launcher on this machine's processors, one thread for each process."""
+    environment = {**os.environ, "CPLUS_CACHE": str(cache), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (Path(__file__).parents[1], Path(__file__).parent)))
+    run = [sys.executable, *command]
+    return subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
+
+
+def forked(folder: Path, cache: Path, *names: str) -> dict[str, list[int]]:
+    """How each process of these jobs ended."""
+    done = started([str(Path(__file__).with_name("ranks_job.py")), str(folder), *names], cache)
+    assert done.returncode == 0, done.stderr
+    ends: dict[str, list[int]] = json.loads(done.stdout.splitlines()[-1])
+    return ends
+
+
+def said(folder: Path, name: str, size: int = 2) -> list[str]:
+    """What each process of a job printed."""
+    return [(folder / f"{name}-{rank}.err").read_text(encoding="utf-8") for rank in range(size)]
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """The relative distance of two models' weights."""
+    left, right = (torch.cat([each[name].double().flatten() for name in a]) for each in (a, b))
+    return float((left - right).norm() / right.norm())
+
+
+def record(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "record.json").read_text(encoding="utf-8"))
+    return found
+
+
+def check_alike(out: Path, other: Path) -> None:
+    """The same figures, and weights within rounding."""
+    here, there = record(out), record(other)
+    costs = [own["figures"].pop("preservation_percent") for own in (here, there)]
+    assert costs[0] == pytest.approx(costs[1], rel=0.1)  # smaller batches have less padding
+    for name in ("figures", "counts", "steps", "epochs", "notes", "rows"):
+        assert here[name] == there[name], name
+    assert here["bank"]["probes_sha256"] == there["bank"]["probes_sha256"]
+    for name in ("training_rows", "training_tokens", "preservation_rows", "preservation_tokens"):
+        assert here["cost"][name] == there["cost"][name], name
+    for point, expected in zip(here["curve"], there["curve"], strict=True):
+        assert point == pytest.approx(expected, rel=1e-3)  # a share of coordinates that the mask admitted is in it
+    assert distance(written(out), written(other)) < CLOSE
+    assert {entry.name for entry in out.iterdir()} == {entry.name for entry in other.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rows, and the job as one process does it."""
+    place = tmp_path_factory.mktemp("job")
+    write_files(place)
+    adapt(asked(place, checkpoint_steps=1, out=place / "one"))
+    return place
+
+
+@pytest.fixture(scope="module")
+def ends(folder: Path, cache: Path) -> dict[str, list[int]]:
+    """Jobs of two processes that do not end well, and one whose weights are copied."""
+    found = forked(folder, cache, "killed", "failing", "stopped", "other", "ddp")
+    for size in (1, 2, 4):
+        shutil.copytree(folder / "killed", folder / f"killed{size}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, cache: Path) -> Path:
+    """The job under torchrun."""
+    settings = asked(folder, checkpoint_steps=1, out=folder / "two").model_dump(mode="json")
+    (folder / "two.yaml").write_text(json.dumps(settings), encoding="utf-8")
+    done = started(["-m", *TORCHRUN, "-m", "cplus", "adapt", "--config", str(folder / "two.yaml"), "--json"], cache)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 9  # one object, from one process
+    for line in ("new: choice rows", "parameters, ", "written to"):
+        assert done.stderr.count(line) == 1, done.stderr
+    return folder / "two"
+
+
+def test_torchrun_ends_as_one_process(folder: Path, two: Path) -> None:
+    check_alike(two, folder / "one")
+    shards, whole = (record(out)["cost"]["extra_bytes"] for out in (two, folder / "one"))
+    assert shards == pytest.approx(whole / 2, rel=0.01)  # each process holds its half of the gate
+
+
+@pytest.mark.long
+def test_copies_end_as_one_process(folder: Path, ends: dict[str, list[int]]) -> None:
+    assert ends["ddp"] == [0, 0], said(folder, "ddp")
+    check_alike(folder / "ddp", folder / "one")
+
+
+def test_a_killed_process_ends_the_job_with_one_sentence(folder: Path, ends: dict[str, list[int]]) -> None:
+    assert ends["killed"] == [1, -9]
+    report = "error: another of the 2 processes ended: it was killed, or ran out of memory; continue with: cplus adapt"
+    assert f"{report} --resume {folder / 'killed'}" in said(folder, "killed")[0]
+    assert not (folder / "killed" / "record.json").exists()
+
+
+def test_a_killed_job_is_resumed_by_one_process(folder: Path, ends: dict[str, list[int]]) -> None:
+    resume(folder / "killed1")
+    check_alike(folder / "killed1", folder / "one")
+
+
+@pytest.mark.long
+def test_a_killed_job_is_resumed_by_two_under_accelerate(
+    folder: Path, two: Path, ends: dict[str, list[int]], cache: Path
+) -> None:
+    done = started(["-m", *ACCELERATE, "-m", "cplus", "adapt", "--resume", str(folder / "killed2")], cache)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("resumed after update 4") == 1
+    check_alike(folder / "killed2", folder / "one")
+    assert same(written(folder / "killed2"), written(two))  # the world is as large as before, so the bits are the same
+
+
+@pytest.mark.long
+def test_a_killed_job_is_resumed_by_four_and_three(folder: Path, ends: dict[str, list[int]], cache: Path) -> None:
+    found = forked(folder, cache, "resumed-4-killed4", "three")
+    assert found == {"resumed-4-killed4": [0] * 4, "three": [0] * 3}
+    for out in ("killed4", "three"):  # three do not divide a batch of four
+        check_alike(folder / out, folder / "one")
+
+
+@pytest.mark.long
+def test_adapters_end_as_in_one_process(folder: Path, cache: Path) -> None:
+    pytest.importorskip("peft")
+    adapt(asked(folder, checkpoint_steps=1, out=folder / "lora1", lora={"r": 4}, keep_best=True))
+    assert forked(folder, cache, "lora") == {"lora": [0, 0]}, said(folder, "lora")
+    check_alike(folder / "lora", folder / "lora1")
+
+
+def test_an_error_of_one_process_is_reported_by_it_alone(folder: Path, ends: dict[str, list[int]]) -> None:
+    assert ends["failing"] == [1, 1]
+    first, second = said(folder, "failing")
+    assert "error" not in first
+    assert second.startswith("error: process 1 of 2 on ")
+    assert second.strip().endswith("the disk is gone")
+
+
+def test_a_signal_to_one_process_stops_and_saves_all(folder: Path, ends: dict[str, list[int]]) -> None:
+    assert ends["stopped"] == [143, 143]
+    first, second = said(folder, "stopped")
+    assert first.count("and saved. Continue with: cplus adapt --resume") == 1
+    assert "saved" not in second
+    kept = torch.load(folder / "stopped" / "work" / "checkpoint.pt", weights_only=True)["state"]
+    assert f"stopped after update {kept['log']['cursor']['step']} of 9" in first
+
+
+def test_a_process_with_another_file_is_refused(folder: Path, ends: dict[str, list[int]]) -> None:
+    assert ends["other"] == [1, 1]
+    first, second = said(folder, "other")
+    assert "error: the 2 processes differ in their rows: process 1 has" in first
+    assert second == ""
+    assert not (folder / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"repair": True}, "repair runs in one process"),
+        ({"method": "agem"}, "method 'agem' needs whole weights in every process; add sharding ddp"),
+        ({"method": "ewc"}, "method 'ewc' needs whole weights in every process; add sharding ddp"),
+    ],
+)
+def test_what_several_processes_cannot_do_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], sentence: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    config = asked(folder, **changes)
+    with pytest.raises(ValueError, match=sentence):
+        preflight.check_processes(config, preflight.row_of(config))
+
+
+def test_other_commands_need_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    run = CliRunner().invoke(app, ["methods"])
+    assert "expected one process, got 2: cplus methods runs in one alone" in str(run.exception)
+
+
+def test_memory_is_counted_by_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def held(**changes: Any) -> int:
+        config = asked(folder, **changes)
+        method = preflight.row_of(config)
+        size = preflight.model_size(config, method, resolve("toy"))
+        return preflight.footprint(config, method, size, 4).held
+
+    one, weights = held(), 4 * 601_536
+    monkeypatch.setenv("RANK", "0")
+    for size, here in ((2, 2), (8, 4)):
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+        assert held(sharding="ddp") == here * one
+        assert held() == here * (one // size + weights)
+
+
+def test_without_a_launcher_a_process_is_alone() -> None:
+    assert world.started() == (0, 1)
+    with world.joined():
+        assert (world.rank(), world.size(), world.first(), world.neighbours()) == (0, 1, True, 1)
+        assert world.shared(lambda: 7) == world.in_turn(lambda: 7) == 7
+        assert world.spread([1, 2], lambda rows: [2 * row for row in rows]) == [2, 4]
+        world.agree("a value", 1)
+
+
+def test_processes_that_cannot_meet_are_told_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "no"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"the 2 processes could not meet at 127.0.0.1:no"), world.joined():
+        raise AssertionError
+    assert world.size() == 1
