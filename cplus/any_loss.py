@@ -11,7 +11,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from cplus.evidence import Reference, borrowed_gradients, check_finite, length, named, refuse_unreached
+from cplus.evidence import (
+    Passes,
+    Reference,
+    borrowed_gradients,
+    check_finite,
+    length,
+    marked,
+    named,
+    refuse_unreached,
+)
 from cplus.ranks import Layout, layout, local
 
 LossFunction: TypeAlias = Callable[[nn.Module, Any], Tensor]
@@ -85,16 +94,16 @@ class LossGradient:
         where = layout(params, named(self.model))
         vector: list[Tensor | None] = [None] * len(params)
         losses: dict[str, float] = {}
-        with undisturbed(self.model, params, where):
+        with undisturbed(self.model, params, where) as passes:
             for source in self.sources:
-                batches, losses[source.name] = self._pass(source, params, where)
-                # FSDP2 averages gradients over the processes; the mean over all batches needs their sum.
+                batches, losses[source.name] = self._pass(source, params, where, passes)
+                # FSDP2 and ZeRO average gradients over the processes; the mean over all batches needs their sum.
                 scale = (where.world if where.sharded else 1) / batches
-                for i, (p, held) in enumerate(zip(params, vector, strict=True)):
-                    if p.grad is not None:
-                        part, p.grad = local(p.grad).mul_(scale), None
+                for i, (part, held) in enumerate(zip(passes.take(), vector, strict=True)):
+                    if part is not None:
+                        part.mul_(scale)
                         vector[i] = part.mul_(source.weight) if held is None else held.add_(part, alpha=source.weight)
-        self._check_reached(params, [g is not None for g in vector], where)
+            self._check_reached(params, passes, where)
         whole = [torch.zeros_like(local(p)) if g is None else g for p, g in zip(params, vector, strict=True)]
         if not where.sharded:
             whole = [where.sum(g) for g in whole]
@@ -104,9 +113,10 @@ class LossGradient:
     def rehearse(self, params: Sequence[nn.Parameter]) -> None:
         """Refuse what a refresh would refuse: every batch is read, and used until all parameters are reached."""
         where = layout(params, named(self.model))
-        with undisturbed(self.model, params, where):
+        with undisturbed(self.model, params, where) as passes:
             for source in self.sources:
-                _, loss = self._pass(source, params, where, enough=lambda: all(p.grad is not None for p in params))
+                _, loss = self._pass(source, params, where, passes, enough=lambda: not passes.unreached())
+                passes.take()
                 if not math.isfinite(loss):
                     raise FloatingPointError(f"the loss of {source.name} is {loss}: evidence must be finite")
                 again = any(True for _ in source.batches)
@@ -115,41 +125,43 @@ class LossGradient:
                         f"{source.name} had no batch when read a second time, and every refresh reads all batches; "
                         "give a list or a DataLoader over a dataset that can be read repeatedly"
                     )
-            reached = [p.grad is not None for p in params]
-        self._check_reached(params, reached, where)
+            self._check_reached(params, passes, where)
 
     def _pass(
         self,
         source: LossSource,
         params: Sequence[nn.Parameter],
         where: Layout,
+        passes: Passes,
         enough: Callable[[], bool] = lambda: False,
     ) -> tuple[float, float]:
-        """Add a source's gradients to `.grad`; the number of batches and the mean loss over all processes.
+        """Add up a source's gradients; the number of batches and the mean loss over all processes.
 
-        Once it is `enough`, further batches are only read; never under FSDP2, where every pass is collective.
+        Once it is `enough`, further batches are only read; never if sharded, where every pass is collective.
         """
         counts = [0.0, 0.0, 0.0]  # batches, batches used, the sum of their losses
-        for number, batch in enumerate(in_step(source, where, params[0].device), start=1):
+        for number, (batch, last) in enumerate(marked(in_step(source, where, params[0].device)), start=1):
             counts[0] += 1
             if number > 1 and not where.sharded and enough():
                 continue
             loss = source.at(self.model, batch, number)
-            loss.backward()  # type: ignore[no-untyped-call]
+            passes.backward(loss, last=last)
             counts = [counts[0], counts[1] + 1, counts[2] + loss.item()]
         batches, used, total = where.sums(counts, params[0].device)
         if not batches:
             raise ValueError(f"{source.name} has no batch; give at least one, in a list or DataLoader")
         return batches, total / used
 
-    def _check_reached(self, params: Sequence[nn.Parameter], reached: Sequence[bool], where: Layout) -> None:
+    def _check_reached(self, params: Sequence[nn.Parameter], passes: Passes, where: Layout) -> None:
         """Refuse a parameter that no batch of any process reaches."""
-        anywhere = where.sums([float(r) for r in reached], params[0].device)
-        refuse_unreached(self.model, params, [p for p, r in zip(params, anywhere, strict=True) if not r])
+        missing = {id(p) for p in passes.unreached()}
+        processes = where.sums([id(p) in missing for p in passes.trained], params[0].device)
+        unreached = [p for p, count in zip(passes.trained, processes, strict=True) if count == where.world]
+        refuse_unreached(self.model, passes.trained, unreached)
 
 
 def in_step(source: LossSource, where: Layout, device: torch.device) -> Iterator[Any]:
-    """The batches; under FSDP2, where every pass is collective, all processes must have the same number of them."""
+    """The batches; if sharded, where every pass is collective, all processes must have the same number of them."""
     if not where.sharded:
         yield from source.batches
         return
@@ -169,7 +181,7 @@ def in_step(source: LossSource, where: Layout, device: torch.device) -> Iterator
 
 
 @contextmanager
-def undisturbed(model: nn.Module, params: Sequence[nn.Parameter], where: Layout) -> Iterator[None]:
+def undisturbed(model: nn.Module, params: Sequence[nn.Parameter], where: Layout) -> Iterator[Passes]:
     """Run a user's losses; gradients, modes, buffers and random state are restored, a changed state is refused."""
     buffers = [
         (module, f"{path}.{name}".lstrip("."), name, buffer, None if buffer is None else buffer.clone())
@@ -182,8 +194,8 @@ def undisturbed(model: nn.Module, params: Sequence[nn.Parameter], where: Layout)
     changed: list[str] = []
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=random_device(device)):
         try:
-            with borrowed_gradients(model, params):
-                yield
+            with borrowed_gradients(model, params) as passes:
+                yield passes
         finally:
             for module, full, name, buffer, copy in buffers:
                 if not unchanged(module._buffers.get(name), copy):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -19,10 +19,12 @@ from cplus.evidence import Evidence, MeanGradient, Reference, Source, memory_of,
 from cplus.gates import Average, Collaborative, Gate, Proposal
 from cplus.health import ZERO_EVIDENCE
 from cplus.kernels import Signs
+from cplus.only_rows import OnlyRows, Rows, chosen_rows
 from cplus.optim import AdamW, Armed
 from cplus.ranks import Layout, layout, local
 from cplus.stepping import first_moments, nested
 from cplus.support import bare, check_engine, check_predicts_tokens, check_supported, trainable, unwrapped
+from cplus.zero import Lazily, Zero, is_engine
 
 Projection: TypeAlias = Callable[[Sequence[Tensor], Sequence[Sequence[Tensor]]], None]
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -46,6 +48,7 @@ def protect(
     beta: float = 0.9,
     ema: kernels.EmaType = "float32",
     refresh_every: int | None = None,
+    only_rows: OnlyRows | None = None,
     allow_16bit: bool = False,
 ) -> Guard:
     """CPLUS on this optimizer: call `guard.refresh()` at the start of each epoch, then train as before.
@@ -53,6 +56,7 @@ def protect(
     The evidence is rows of tokens, `anchors` and `probes`, or any loss: `evidence` lists a weight, the batches and a
     function `loss(model, batch)` for each source. Either anchors or probes may be empty; the other then has all the
     weight. `refresh_every=n` refreshes automatically before the first and every n-th step.
+    `only_rows={"model.embed_tokens.weight": [50000, 50001]}` trains these rows of a parameter; its others stay.
     """
     model = bare(model)
     if evidence and (anchors or probes):
@@ -67,6 +71,7 @@ def protect(
         evidence=chosen or rows_of_tokens(model, anchors, probes, anchor_weight),
         gate=Collaborative(beta=beta, ema=ema),
         refresh_every=refresh_every,
+        only_rows=only_rows,
         allow_16bit=allow_16bit,
     )
     if chosen is not None:
@@ -109,26 +114,36 @@ class Guard:
         gate: Gate | None = None,
         projection: Projection | None = None,
         refresh_every: int | None = None,
+        only_rows: OnlyRows | None = None,
         allow_16bit: bool = False,
     ) -> None:
-        self.optimizer = unwrapped(optimizer)
         self.model, self.evidence, self.gate, self.projection = bare(model), evidence, gate, projection
+        self.optimizer = unwrapped(optimizer, self.model)
+        self.zero = Zero(self.model, self.optimizer) if is_engine(self.model) else None
         if refresh_every is not None and refresh_every < 1:
             raise ValueError(f"refresh_every must be at least 1, got {refresh_every}")
         if evidence is None and (projection is not None or gate is None or gate.uses != "nothing"):
             raise ValueError("this gate or projection reads evidence of past behaviour, and none was given")
+        if self.zero is not None and refresh_every is not None:
+            raise ValueError("inside its step ZeRO cannot compute evidence; call guard.refresh() between two updates")
+        if self.zero is not None and only_rows:
+            raise ValueError("ZeRO steps flat partitions, which have no rows; train only some rows with FSDP2 or DDP")
         self.refresh_every, self.allow_16bit = refresh_every, allow_16bit
+        self.only_rows = dict(only_rows or {})
         self.refreshes = 0
         self.steps = 0
         self.observers: list[Observer] = []
         self._kept: list[list[Tensor | Signs]] = []
         self.theta: list[Tensor] = []
         self.params: list[nn.Parameter] = []
+        self.rows: dict[int, Rows] = {}
         self.names: dict[int, str] = {}
         self.where = Layout()
+        self._others: dict[int, Tensor] = {}
         self._unseen: list[nn.Parameter] = []
         self._marks: list[tuple[int, Tensor | None]] = []
         self._proposing = False
+        self._coefficients: Iterator[Tensor] = iter(())
         self._bind()
         self.hooks = [
             self.optimizer.register_step_pre_hook(self._before),
@@ -155,7 +170,10 @@ class Guard:
     @vectors.setter
     def vectors(self, vectors: Sequence[Sequence[Tensor]]) -> None:
         packs = self.gate is not None and self.gate.uses == "signs" and self.projection is None
-        self._kept = [[Signs.of(g) if packs else g for g in vector] for vector in vectors]
+        self._kept = [[self._signs(i, g) if packs else g for i, g in enumerate(vector)] for vector in vectors]
+
+    def _signs(self, position: int, g: Tensor) -> Signs:
+        return Signs.of(self.rows[position].only(g) if position in self.rows else g)
 
     def evidence_at(self, position: int) -> Tensor:
         """The evidence for one parameter, or its signs if only those are stored."""
@@ -174,7 +192,14 @@ class Guard:
     @property
     def step_nbytes(self) -> int:
         """The additional memory during a step: any optimizer but our AdamW needs a copy of the parameters."""
-        return 0 if self.gate is None or self.one_pass else sum(local(p).nbytes for p in self.params)
+        copied = range(len(self.params)) if self._copies else self.rows
+        sizes = [local(self.params[i]).nbytes for i in copied]
+        return sum(sizes) if self.zero is None else max(sizes, default=0)
+
+    @property
+    def _copies(self) -> bool:
+        """Whether a step copies all parameters, not only those of which some rows stay."""
+        return self.gate is not None and not self.one_pass
 
     def detach(self) -> None:
         """Remove the hooks: the optimizer is plain again."""
@@ -182,6 +207,7 @@ class Guard:
             hook.remove()
         self.hooks = []
         self.theta = []
+        self._others = {}
 
     def __enter__(self) -> Guard:
         return self
@@ -225,7 +251,9 @@ class Guard:
 
     def _bind(self) -> None:
         """Bind the optimizer's parameters; they may be replaced, as sharding does, only before the first refresh."""
-        params = trainable(self.optimizer)
+        params = trainable(self.optimizer) if self.zero is None else self.zero.params
+        if self.zero is not None:
+            self.zero.follow()
         if len(params) == len(self.params) and all(p is q for p, q in zip(params, self.params, strict=True)):
             return
         if self._kept:
@@ -237,9 +265,11 @@ class Guard:
         whole = self.gate is not None and self.gate.whole
         whole = whole or self.projection is not None or memory_of(self.evidence) is not None
         check_engine(self.model, self.where, whole=whole)
+        self.rows = chosen_rows(self.only_rows, self.model, params)
         seen = {id(p) for p in params}
         held = [*self.model.parameters(), *(p for group in self.optimizer.param_groups for p in group["params"])]
-        self._unseen = list({id(p): p for p in held if id(p) not in seen}.values())
+        if self.zero is None:  # ZeRO writes the model's parameters itself, from the partitions
+            self._unseen = list({id(p): p for p in held if id(p) not in seen}.values())
 
     @torch.no_grad()
     def _before(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
@@ -258,8 +288,10 @@ class Guard:
                 raise RuntimeError(
                     "no evidence yet: call guard.refresh() before the first step, or pass refresh_every=n"
                 )
-        if self.gate is not None and not self.one_pass:
-            self.theta = kernels.copies([local(p) for p in self.params])
+        if self._copies:
+            stepped = self.params if self.zero is None else [self.params[self.zero.position]]
+            self.theta = kernels.copies([local(p) for p in stepped])
+        self._others = {i: self.theta[i] if self.theta else local(self.params[i]).clone() for i in self.rows}
         self._proposing = False
         if closure is None:
             self._ready()
@@ -305,7 +337,8 @@ class Guard:
         """Restore the parameters to their values before a step that failed."""
         for p, theta in zip(self.params, self.theta, strict=False):
             local(p).copy_(theta)
-        self.theta = []
+        self._put_back()
+        self.theta, self._others = [], {}
         if isinstance(self.optimizer, AdamW):
             self.optimizer.armed = None
 
@@ -317,11 +350,29 @@ class Guard:
         """
         if nested(self.optimizer):
             return
-        self._check_unseen()
-        theta, self.theta = self.theta, []
         gate = self.gate
+        if self.zero is not None and gate is not None:
+            self._after_partition(gate)
+            return
+        self._check_unseen()
+        self._put_back()
+        try:
+            self._gate_step()
+        finally:
+            self._put_back()  # interpolating between two equal numbers may still turn -0.0 into 0.0
+            self._others = {}
+
+    def _put_back(self) -> None:
+        """Undo what was done to rows that do not train."""
+        for i, theta in self._others.items():
+            self.rows[i].put_back(local(self.params[i]), theta)
+
+    def _gate_step(self) -> None:
+        """Gate the proposal that the parameters hold; our AdamW has gated its own."""
+        gate = self.gate
+        theta, self.theta = self.theta, []
         if gate is None or self.one_pass:
-            counts = self._proposing and not self._idle
+            counts = self._proposing and not self._idle and (self.zero is None or self.zero.position == 0)
             self.steps += counts
             if gate is not None and gate.average is not None:
                 gate.average.step += counts
@@ -343,25 +394,53 @@ class Guard:
                 proposal.proposed.copy_(algorithm.apply(proposal.theta, proposal.proposed, c))
         self.steps += 1
 
+    def _after_partition(self, gate: Gate) -> None:
+        """Gate the partition that ZeRO has stepped; all partitions together are one step."""
+        assert self.zero is not None
+        position = self.zero.position
+        proposal = self._of_partition(position)
+        if self._idle:
+            if not torch.equal(proposal.theta, proposal.proposed):
+                raise RuntimeError("the optimizer moved parameters at learning rate 0, where nothing is gated")
+            return
+        if position == 0:
+            self._coefficients = gate.coefficients(Lazily(len(self.params), self._of_partition))
+        c = next(self._coefficients)
+        self._show(position, proposal, c)
+        proposal.proposed.copy_(algorithm.apply(proposal.theta, proposal.proposed, c))
+        self.steps += position == len(self.params) - 1
+        self.theta = []
+
+    def _of_partition(self, position: int) -> Proposal:
+        """The proposal for a partition; one that is not being stepped proposes nothing."""
+        assert self.zero is not None
+        p, moment = self.params[position], None
+        now = position == self.zero.position
+        if now and self.gate is not None and self.gate.average is None:
+            (moment,) = first_moments(self.optimizer, [p])
+        return self._proposal(position, self.theta[0] if now else local(p), local(p), moment)
+
     def _proposals(self, theta: Sequence[Tensor], proposed: Sequence[Tensor]) -> list[Proposal]:
-        evidence = self._kept[0] if self._kept else [None] * len(self.params)
         moments: list[Tensor | None] = [None] * len(self.params)
         if self.gate is not None and self.gate.average is None:  # the paper's gate does not read them
             moments = first_moments(self.optimizer, self.params)
-        return [
-            Proposal(
-                theta=t,
-                proposed=q,
-                g_hat=g,
-                gradient=None if p.grad is None else local(p.grad),
-                momentum=None if m is None else local(m),
-            )
-            for p, t, q, g, m in zip(self.params, theta, proposed, evidence, moments, strict=True)
-        ]
+        return [self._proposal(i, t, q, m) for i, (t, q, m) in enumerate(zip(theta, proposed, moments, strict=True))]
+
+    def _proposal(self, position: int, theta: Tensor, proposed: Tensor, momentum: Tensor | None) -> Proposal:
+        gradient = self.params[position].grad
+        return Proposal(
+            theta=theta,
+            proposed=proposed,
+            g_hat=self._kept[0][position] if self._kept else None,
+            gradient=None if gradient is None else local(gradient),
+            momentum=None if momentum is None else local(momentum),
+        )
 
     @property
     def _idle(self) -> bool:
         """Whether the learning rate is 0: the first warm-up step, or a step that only creates optimizer state."""
+        if self.zero is not None:
+            return self.zero.idle
         return all(group.get("lr") == 0 for group in self.optimizer.param_groups)
 
     @cached_property
@@ -430,6 +509,8 @@ class Guard:
 
     def _show_armed(self, p: nn.Parameter, theta: Tensor, proposed: Tensor) -> None:
         position = next(i for i, q in enumerate(self.params) if q is p)
+        if position in self.rows:
+            self.rows[position].put_back(proposed, theta)
         proposal = Proposal(theta=theta, proposed=proposed, g_hat=self._kept[0][position], gradient=p.grad)
         self._show_applied(position, proposal, self._average().step + 1)
 
@@ -496,6 +577,7 @@ class Guard:
         if self.where.sums([len(bad)], total.device)[0] if self.where.sharded else bad:
             name = self.names.get(id(bad[0]), "a parameter") if bad else "a parameter held by another process"
             raise FloatingPointError(
-                f"the gradient of {name} is not finite at step {self.steps + 1}; the parameters are unchanged. Lower "
-                "the learning rate, clip the gradient or check the batch"
+                f"the gradient of {name} is not finite at step {self.steps + 1}; "
+                + ("the parameters are unchanged. " if self.zero is None else "resume from a checkpoint. ")
+                + "Lower the learning rate, clip the gradient or check the batch"
             )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,10 @@ from cplus.data.encoded import Encoded
 from cplus.losses import answer_losses, shared_losses, target_logits
 from cplus.projections import dot, orthonormal
 from cplus.ranks import Layout, layout, local
+from cplus.zero import inside, is_engine, name_of, partitions
+from cplus.zero_passes import running
 
+Item = TypeVar("Item")
 Losses = Callable[[nn.Module, Sequence[Encoded]], Tensor]
 
 
@@ -76,29 +79,89 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+class Passes(Protocol):
+    """Backward passes over the evidence, and the gradients they leave."""
+
+    @property
+    def trained(self) -> Sequence[nn.Parameter]:
+        """The parameters that should get a gradient."""
+        ...
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add a loss's gradient; `last` marks the last one before `take`."""
+        ...
+
+    def take(self) -> list[Tensor | None]:
+        """Take out this process's part of the gradients since the last call, None where there is none."""
+        ...
+
+    def unreached(self) -> list[nn.Parameter]:
+        """The parameters that got no gradient so far."""
+        ...
+
+
+class PlainPasses:
+    """Passes whose gradients torch accumulates in `.grad`."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self.trained = params
+        self.reached: set[int] = set()
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add to `.grad`."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def take(self) -> list[Tensor | None]:
+        """The part of each `.grad` that this process holds; the fields are emptied."""
+        self.reached |= {id(p) for p in self.trained if p.grad is not None}
+        gradients = [None if p.grad is None else local(p.grad) for p in self.trained]
+        for p in self.trained:
+            p.grad = None
+        return gradients
+
+    def unreached(self) -> list[nn.Parameter]:
+        """The parameters whose `.grad` was empty."""
+        return [p for p in self.trained if p.grad is None and id(p) not in self.reached]
+
+
 @contextmanager
-def borrowed_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Run in evaluation mode with empty `.grad` fields, then restore the user's gradients and modes."""
+def borrowed_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> Iterator[Passes]:
+    """Run in evaluation mode with empty gradients, then restore the user's gradients and modes."""
+    if is_engine(model):
+        with evaluating(model), running(model) as passes:
+            yield passes
+        return
     kept = [p.grad for p in params]
     for p in params:
         p.grad = None
     try:
         with evaluating(model):
-            yield
+            yield PlainPasses(params)
     finally:
         for p, grad in zip(params, kept, strict=True):
             p.grad = grad
 
 
-def take_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> list[Tensor]:
+def take_gradients(model: nn.Module, params: Sequence[nn.Parameter], passes: Passes | None = None) -> list[Tensor]:
     """Take this process's part of the gradients out of `.grad`; a parameter without evidence is an error."""
-    refuse_unreached(model, params, [p for p in params if p.grad is None])
-    gradients: list[Tensor] = []
-    for p in params:
-        assert p.grad is not None
-        gradients.append(local(p.grad))
-        p.grad = None
-    return gradients
+    passes = passes or PlainPasses(params)
+    refuse_unreached(model, passes.trained, passes.unreached())
+    gradients = passes.take()
+    return [torch.zeros_like(local(p)) if g is None else g for p, g in zip(params, gradients, strict=True)]
+
+
+def marked(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
+    """Each item with whether it is the last one.
+
+    >>> list(marked("ab"))
+    [('a', False), ('b', True)]
+    """
+    rest = iter(items)
+    for item in rest:
+        for following in rest:
+            yield item, False
+            item = following
+        yield item, True
 
 
 def refuse_unreached(model: nn.Module, params: Sequence[nn.Parameter], missing: Sequence[nn.Parameter]) -> None:
@@ -135,19 +198,19 @@ class MeanGradient:
         seen = [(i, row) for i, source in enumerate(self.sources) for row in source.at(refresh)]
         for source in self.sources:
             where.check_alike(source.at(refresh), source.name, params[0].device)
-        # FSDP2 averages gradients over the processes; the mean over all rows is a sum over them.
+        # FSDP2 and ZeRO average gradients over the processes; the mean over all rows is a sum over them.
         processes = where.world if where.sharded else 1
         weights = [source.weight / len(source.at(refresh)) * processes for source in self.sources]
-        with borrowed_gradients(self.model, params):
-            for batch, counts in local_batches(seen, where, self.max_tokens):
+        with borrowed_gradients(self.model, params) as passes:
+            for (batch, counts), last in marked(local_batches(seen, where, self.max_tokens)):
                 batch_rows = [row for _, row in batch]
                 losses = self.losses(self.model, batch_rows)
                 factors = losses.new_tensor([weights[i] * counts for i, _ in batch])
-                (losses * factors).sum().backward()  # type: ignore[no-untyped-call]
+                passes.backward((losses * factors).sum(), last=last)
                 for (i, _), loss in zip(batch, losses.tolist(), strict=True):
                     totals[i] += loss * counts
                 work += measured(batch_rows)
-            vector = take_gradients(self.model, params)
+            vector = take_gradients(self.model, params, passes)
         if not where.sharded:
             vector = [where.sum(g) for g in vector]
         rows, tokens, padded, *totals = where.sums([work.rows, work.tokens, work.padded, *totals], vector[0].device)
@@ -334,8 +397,11 @@ def length(vector: Sequence[Tensor], where: Layout) -> float:
 
 
 def named(model: nn.Module) -> dict[int, str]:
-    """The name of each parameter by its identity."""
-    return {id(p): name for name, p in model.named_parameters()}
+    """The name of each parameter by its identity; those of an engine's partitions, too."""
+    names = {id(p): name for name, p in inside(model).named_parameters()}
+    if is_engine(model):
+        names |= {id(p): name_of(i) for i, p in enumerate(partitions(model))}
+    return names
 
 
 def check_finite(

@@ -6,27 +6,30 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cplus.ranks import Layout
+from cplus.zero import PASS_THE_ENGINE, inside, is_engine
 
 IN_BACKWARD = "it updates inside the backward pass, before the gate could see a step; use AdamW"
 REFUSED = {
     "schedulefree": "schedule-free optimizers keep a second iterate the gate cannot see; use AdamW with a schedule",
-    "deepspeed": "DeepSpeed ZeRO steps a flat copy of the parameters; use FSDP2 (fully_shard) instead",
     "lomo": IN_BACKWARD,
     "LayerWiseDummyOptimizer": IN_BACKWARD,
     "OptimizerInBackward": IN_BACKWARD,
 }
 
 
-def unwrapped(optimizer: object) -> Optimizer:
-    """The torch optimizer inside Accelerate's wrapper, or the object itself; unsupported ones are refused by name."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    kinds = [f"{kind.__module__}.{kind.__qualname__}" for o in (optimizer, inner) for kind in type(o).__mro__]
-    for name, reason in REFUSED.items():
+def unwrapped(optimizer: object, model: nn.Module) -> Optimizer:
+    """The torch optimizer inside the wrappers of Accelerate and DeepSpeed; unsupported ones are refused by name."""
+    layers = [optimizer]
+    while len(layers) < 3 and (inner := getattr(layers[-1], "optimizer", None)) is not None:
+        layers.append(inner)
+    kinds = [f"{kind.__module__}.{kind.__qualname__}" for layer in layers for kind in type(layer).__mro__]
+    refused = REFUSED if is_engine(model) else {**REFUSED, "deepspeed": PASS_THE_ENGINE}
+    for name, reason in refused.items():
         if any(name in kind for kind in kinds):
             raise TypeError(f"{type(optimizer).__name__} cannot be protected: {reason}")
-    if not isinstance(inner, Optimizer):
+    if not isinstance(layers[-1], Optimizer):
         raise TypeError(f"protect needs a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    return inner
+    return layers[-1]
 
 
 def trainable(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -43,12 +46,13 @@ def bare(model: nn.Module) -> nn.Module:
 def check_engine(model: nn.Module, where: Layout, *, whole: bool) -> None:
     """Refuse engines whose steps or shards the guard would misinterpret."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    model = inside(model)
     if "FullyShardedDataParallel" in kinds:
         raise TypeError("the model is wrapped by FSDP1; use FSDP2 (torch.distributed.fsdp.fully_shard) instead")
     check_adapters(model)
     if not where.sharded:
         return
-    if "FSDPModule" not in kinds:
+    if not kinds & {"FSDPModule", "DeepSpeedEngine"}:
         raise TypeError("the parameters are sharded, but not by FSDP2; shard them with fully_shard instead")
     if whole:
         raise TypeError("this method needs whole vectors and the parameters are sharded; use DDP or one process")
@@ -56,6 +60,7 @@ def check_engine(model: nn.Module, where: Layout, *, whole: bool) -> None:
 
 def check_predicts_tokens(model: nn.Module) -> None:
     """Refuse rows of tokens as evidence for a model that does not predict each token from those before it."""
+    model = inside(model)
     config, head = getattr(model, "config", None), getattr(model, "get_output_embeddings", None)
     if getattr(config, "is_encoder_decoder", False):
         raise TypeError(

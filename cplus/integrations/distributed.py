@@ -1,4 +1,7 @@
-"""A guard's state as a `torch.distributed.checkpoint`: saved and loaded by any number of processes."""
+"""A guard's state as a `torch.distributed.checkpoint`: saved and loaded by any number of processes.
+
+Under DeepSpeed ZeRO each process writes a file of its own instead, because the partitions depend on their number.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from cplus.attach import Guard
+from cplus.files import write_state
 from cplus.ranks import local
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -21,6 +25,10 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 def save(guard: Guard, folder: Path | str) -> None:
     """Write the guard's state; every process calls it and writes the part it holds."""
+    if guard.zero is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        write_state(Path(folder) / _own(guard), {"rank": guard.where.rank, "guard": guard.state_dict()})
+        return
     state = guard.state_dict()
     del state["ranks"]
     state_dict_saver.save(dict(_flat(state, (), guard)), checkpoint_id=folder, no_dist=not _running())
@@ -28,6 +36,9 @@ def save(guard: Guard, folder: Path | str) -> None:
 
 def load(guard: Guard, folder: Path | str) -> None:
     """Restore a state written by `save`, by any number of processes; every process calls it."""
+    if guard.zero is not None:
+        _load_own(guard, Path(folder))
+        return
     if not (Path(folder) / ".metadata").is_file():
         raise ValueError(f"{folder}: expected a guard's distributed checkpoint, but it has no .metadata file")
     saved = filesystem.FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -44,6 +55,23 @@ def load(guard: Guard, folder: Path | str) -> None:
     template = guard.state_dict()
     ranks = template.pop("ranks")
     guard.load_state_dict({"ranks": ranks, **_filled(template, (), loaded, names(guard))})
+
+
+def _own(guard: Guard) -> str:
+    return f"zero-{guard.where.rank}-of-{guard.where.world}.pt"
+
+
+def _load_own(guard: Guard, folder: Path) -> None:
+    """Restore this process's file; partitions of another number of processes have other coordinates."""
+    if not (folder / _own(guard)).is_file():
+        found = sorted(path.name for path in folder.glob("zero-*-of-*.pt"))
+        written = f"{found[0].split('-')[3].removesuffix('.pt')} processes wrote" if found else "it does not have"
+        raise ValueError(
+            f"{folder}: expected ZeRO's state of {guard.where.world} processes, which {written}; resume with the "
+            "number of processes that saved it"
+        )
+    state = torch.load(folder / _own(guard), map_location=guard.params[0].device, weights_only=True)
+    guard.load_state_dict(state["guard"])
 
 
 def names(guard: Guard) -> list[str]:

@@ -57,7 +57,10 @@ def load_guard(guard: Guard, folder: Path) -> None:
 
 
 def _sums(guard: Guard) -> dict[str, float]:
-    """A cheap fingerprint of the weights: the sum of each parameter, over all shards."""
+    """A cheap fingerprint of the weights: the sum of each parameter or ZeRO partition, over all shards."""
+    if guard.zero is not None:
+        own = guard.zero.sums()
+        return dict(zip(own, guard.where.sums(list(own.values()), guard.params[0].device), strict=True))
     sums = [p.detach().sum(dtype=torch.float64) for p in guard.params]
     whole = [s.full_tensor() if hasattr(s, "full_tensor") else s for s in sums]
     return {guard.names[id(p)]: float(s) for p, s in zip(guard.params, whole, strict=True)}

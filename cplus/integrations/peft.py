@@ -9,12 +9,16 @@ from cplus.attach import Guard
 
 def scope(model: nn.Module, guard: Guard) -> str:
     """What the gate acts on, in one sentence."""
-    gated = {id(p) for p in guard.params}
+    params = guard.params if guard.zero is None else guard.zero.trained
+    gated = {id(p) for p in params}
     frozen = [p for p in model.parameters() if id(p) not in gated]
     packed = sum(not p.is_floating_point() for p in frozen)
-    count = sum(p.numel() for p in guard.params)
-    sentence = f"the gate acts on {len(guard.params)} tensors of {count:,} coordinates"
+    count = sum(getattr(p, "ds_numel", p.numel()) for p in params)  # ZeRO 3 leaves the parameters themselves empty
+    sentence = f"the gate acts on {len(params)} tensors of {count:,} coordinates"
     if frozen:
         quantised = f", {packed} of them quantised," if packed else ""
         sentence += f"; {len(frozen)} tensors{quantised} are frozen and do not change"
+    for position, rows in guard.rows.items():
+        p = guard.params[position]
+        sentence += f"; of {guard.names[id(p)]} only {rows.count:,} of {p.shape[0]:,} rows train"
     return sentence

@@ -20,6 +20,7 @@ from cplus.integrations.guard_state import ABOUT, carry, load_guard, save_guard
 from cplus.integrations.past import LOSS, RETENTION, HeldOut, Past
 from cplus.integrations.peft import scope
 from cplus.kernels import read
+from cplus.only_rows import OnlyRows, chosen_rows
 from cplus.support import bare
 from cplus.terminal import console
 
@@ -36,12 +37,13 @@ def preserve(
     past: Past | None = None,
     beta: float = 0.9,
     refresh: Refresh = "epoch",
+    only_rows: OnlyRows | None = None,
     resume_from: Path | str | None = None,
 ) -> PreservationCallback:
     """CPLUS on this trainer, before its other callbacks, so that every tracker logs the gate's figures.
 
     The evidence keeps its own loss, whatever the trainer's is. `past` is held out: it is only measured, at each of the
-    trainer's evaluations, as `eval_cplus/past_loss` and `eval_cplus/retention`.
+    trainer's evaluations, as `eval_cplus/past_loss` and `eval_cplus/retention`. `only_rows` is that of `cplus.protect`.
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(
@@ -50,8 +52,9 @@ def preserve(
         )
     if past is not None and trainer.args.eval_strategy == "no":
         warnings.warn("past is measured at each evaluation, and eval_strategy is 'no'", stacklevel=2)
-    if trainer.is_deepspeed_enabled:
-        raise TypeError("DeepSpeed ZeRO steps a flat copy of the parameters; use FSDP2 (fsdp_version 2) instead")
+    if only_rows and trainer.is_deepspeed_enabled:
+        raise ValueError("ZeRO steps flat partitions, which have no rows; train only some rows with FSDP2 or DDP")
+    chosen_rows(only_rows or {}, trainer.model, [p for p in trainer.model.parameters() if p.requires_grad])
     callback = PreservationCallback(
         anchors=anchors,
         probes=probes,
@@ -60,8 +63,10 @@ def preserve(
         past=past,
         beta=beta,
         refresh=refresh,
+        only_rows=only_rows,
         resume_from=resume_from,
     )
+    callback.trainer = trainer
     trainer.callback_handler.callbacks.insert(0, callback)
     return callback
 
@@ -70,7 +75,7 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
     """Owns the guard of one training run.
 
     Passed as `callbacks=[...]` it works the same, but the trackers of `report_to` run before it and miss its figures;
-    `preserve` puts it first.
+    `preserve` puts it first and lets it find the engine of DeepSpeed.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
         past: Past | None = None,
         beta: float = 0.9,
         refresh: Refresh = "epoch",
+        only_rows: OnlyRows | None = None,
         resume_from: Path | str | None = None,
         allow_16bit: bool = False,
     ) -> None:
@@ -92,8 +98,10 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
             raise ValueError(f"refresh must be 'epoch' or a number of steps of at least 1, got {refresh!r}")
         self.anchors, self.probes, self.anchor_weight, self.beta = anchors, probes, anchor_weight, beta
         self.evidence, self.refresh, self.allow_16bit = evidence, refresh, allow_16bit
+        self.only_rows = only_rows
         self.past = None if past is None else HeldOut(past)
         self.resume_from = None if resume_from is None else Path(resume_from)
+        self.trainer: Trainer | None = None
         self.guard: Guard | None = None
         self.losses: dict[str, float] = {}
         self.measured: dict[str, float] = {}
@@ -102,14 +110,16 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any) -> None:
         """Attach to the optimizer in its final, wrapped and sharded form; restore the saved state of a resumed run."""
         self.on_train_end(args, state, control)
+        engine = None if self.trainer is None else self.trainer.deepspeed
         self.guard = protect(
             optimizer,
-            model,
+            model if engine is None else engine,
             anchors=self.anchors,
             probes=self.probes,
             anchor_weight=self.anchor_weight,
             evidence=self.evidence,
             beta=self.beta,
+            only_rows=self.only_rows,
             allow_16bit=self.allow_16bit,
         )
         if state.is_world_process_zero:
@@ -209,6 +219,9 @@ def admitted_share(guard: Guard) -> float | None:
         admitted = sum(float(read(ema).sum(dtype=torch.float64)) for ema in held)
         admitted /= 1.0 - gate.average.beta**gate.average.step
         offered = float(sum(ema.numel() for ema in held))
+    if guard.zero is not None:  # padding is always admitted
+        padding = guard.zero.padding * offered / sum(p.numel() for p in guard.params)
+        admitted, offered = admitted - padding, offered - padding
     if guard.where.sharded:
         admitted, offered = guard.where.sums([admitted, offered], guard.params[0].device)
     return admitted / offered if offered else None

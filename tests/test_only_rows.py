@@ -1,0 +1,221 @@
+"""Some rows of a parameter train and its others stay, bit for bit, whatever the optimizer does to them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import trained
+from quadratic import Bag, PastEvidence, past_gradient
+from test_attach import EPOCH, OPTIMIZERS, STEPS, each_optimizer, set_gradients, train
+from torch import Tensor, nn
+
+from cplus import algorithm, kernels, optim
+from cplus.attach import Guard, protect
+from cplus.gates import Collaborative, Proposal
+from cplus.integrations.peft import scope
+from cplus.integrations.transformers import preserve
+from cplus.losses import answer_losses
+from cplus.projections import agem
+
+EMBEDDING = "model.embed_tokens.weight"
+ROWS = {"weights.0": [3, 1], "weights.1": [0, 4]}  # of four rows of three coordinates, and of five coordinates
+TRAINED = ((0, [1, 3]), (1, [0, 4]))
+needs_compiler = pytest.mark.skipif(not kernels.can_compile("cpu"), reason="no C++ compiler on this machine")
+
+
+def bits(p: Tensor) -> Tensor:
+    """Bit patterns, which tell -0.0 from 0.0."""
+    return p.detach().clone().view(torch.int32)
+
+
+def bag_with_negative_zeros() -> Bag:
+    bag = Bag(torch.float32)
+    with torch.no_grad():
+        bag.weights[0][0, 1] = bag.weights[1][2] = -0.0
+    return bag
+
+
+def guarded(name: str, only_rows: dict[str, list[int]] | None = None, **changes: Any) -> tuple[Bag, Any, Guard]:
+    bag = bag_with_negative_zeros()
+    optimizer = OPTIMIZERS[name][0](list(bag.weights)) if name in OPTIMIZERS else optim.AdamW(bag.weights, **OWN)
+    settings = {"evidence": PastEvidence(), "gate": Collaborative(beta=0.9)} | changes
+    return bag, optimizer, Guard(optimizer, bag, only_rows=ROWS if only_rows is None else only_rows, **settings)
+
+
+OWN = {"lr": 0.01, "weight_decay": 0.1}
+
+
+@each_optimizer
+def test_the_update_of_the_other_rows_is_dropped_and_nothing_else_changes(name: str) -> None:
+    bag, optimizer, guard = guarded(name)
+    start = [bits(p) for p in bag.weights]
+    twin = bag_with_negative_zeros()
+    plain = OPTIMIZERS[name][0](list(twin.weights))
+
+    def propose(theta: list[Tensor], batch: int) -> list[Tensor]:
+        for p, value in zip(twin.weights, theta, strict=True):
+            p.data.copy_(value)
+        set_gradients(twin, batch)
+        plain.step()
+        proposed = [p.detach().clone() for p in twin.weights]
+        for i, rows in TRAINED:
+            others = [row for row in range(len(theta[i])) if row not in rows]
+            proposed[i][others] = theta[i][others]
+        return proposed
+
+    expected = algorithm.run(
+        [p.detach() for p in twin.weights],
+        epochs=[range(first, first + EPOCH) for first in range(1, STEPS + 1, EPOCH)],
+        propose=propose,
+        anchor_gradient=past_gradient,
+        probe_gradient=lambda theta: [torch.zeros_like(p) for p in theta],
+        anchor_weight=1.0,
+        beta=0.9,
+    )
+    train(bag, optimizer, guard)
+    assert all(torch.equal(p.detach(), q) for p, q in zip(bag.weights, expected, strict=True))
+    for i, rows in TRAINED:
+        changed = (bits(bag.weights[i]) != start[i]).reshape(len(start[i]), -1).any(dim=1)
+        assert changed.nonzero().flatten().tolist() == rows
+    assert not torch.equal(bits(bag.weights[2]), start[2])
+
+
+@needs_compiler
+@pytest.mark.parametrize("beta", [0.0, 0.9])
+@pytest.mark.parametrize("name", ["one-pass", "adamw-fused"])
+def test_the_compiled_passes_keep_the_other_rows_too(name: str, beta: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, optimizer, guard = guarded("adamw-fused", gate=Collaborative(beta=beta))
+    train(plain, optimizer, guard)
+    monkeypatch.setattr(kernels, "WORTH_COMPILING", 0)
+    bag, optimizer, guard = guarded(name, gate=Collaborative(beta=beta))
+    assert (guard.compiled, guard.one_pass) == (True, name == "one-pass")
+    start = [bits(p) for p in bag.weights]
+    train(bag, optimizer, guard)
+    for p, q in zip(bag.weights, plain.weights, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+    for i, rows in TRAINED:
+        others = [row for row in range(len(start[i])) if row not in rows]
+        assert torch.equal(bits(bag.weights[i])[others], start[i][others])
+    assert guard.step_nbytes == 4 * ((12 + 5) if name == "one-pass" else (12 + 5 + 6))
+
+
+@needs_compiler
+@pytest.mark.parametrize("worth", [0, 10**12])
+def test_observers_see_no_proposal_for_the_other_rows(worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "WORTH_COMPILING", worth)
+    _, optimizer, guard = guarded("one-pass")
+    seen: list[tuple[int, Tensor, Tensor]] = []
+
+    def watch(position: int, proposal: Proposal, c: Tensor) -> None:
+        seen.append((position, proposal.delta.clone(), c.clone()))
+
+    guard.observers.append(watch)
+    guard.refresh()
+    for batch in range(1, 4):
+        for p in guard.params:
+            p.grad = torch.full_like(p, float(batch))
+        optimizer.step()
+    assert len(seen) == 9
+    for position, delta, c in seen:
+        if position == 0:
+            assert not delta[[0, 2]].any()
+            assert delta[[1, 3]].all()
+            assert bool((c[[0, 2]] == 1).all())
+
+
+def test_a_projection_without_a_gate_keeps_the_other_rows() -> None:
+    project = {"gate": None, "projection": lambda gradients, vectors: agem(gradients, vectors[0])}
+    bag, optimizer, guard = guarded("momentum", **project)
+    start = [bits(p) for p in bag.weights]
+    train(bag, optimizer, guard, 1, 4)
+    assert torch.equal(bits(bag.weights[0])[[0, 2]], start[0][[0, 2]])
+    assert not torch.equal(bits(bag.weights[0])[[1, 3]], start[0][[1, 3]])
+
+
+def test_a_saved_run_continues_bitwise() -> None:
+    bag, optimizer, guard = guarded("adamw")
+    train(bag, optimizer, guard, 1, 8)
+    kept = copy.deepcopy((bag.state_dict(), optimizer.state_dict(), guard.state_dict()))
+    train(bag, optimizer, guard, 9, STEPS)
+    other, other_optimizer, other_guard = guarded("adamw")
+    for part, state in zip((other, other_optimizer, other_guard), kept, strict=True):
+        part.load_state_dict(state)
+    train(other, other_optimizer, other_guard, 9, STEPS)
+    assert all(torch.equal(bits(p), bits(q)) for p, q in zip(bag.weights, other.weights, strict=True))
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, "lm_head.weight"])
+def test_tied_embeddings_learn_new_tokens_by_either_name(name: str) -> None:
+    model = tiny.lm()
+    model.resize_token_embeddings(tiny.VOCABULARY + 2, mean_resizing=False)
+    new = [tiny.VOCABULARY, tiny.VOCABULARY + 1]
+    rows = [tiny.Encoded((1, 2, 3), (new[0],)), tiny.Encoded((new[0], 5), (new[1],))]
+    before = {key: bits(p) for key, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    guard = protect(optimizer, model, anchors=tiny.rows(4), only_rows={name: new}, refresh_every=2)
+    first = answer_losses(model, rows).mean().item()
+    for _ in range(6):
+        optimizer.zero_grad()
+        answer_losses(model, rows).mean().backward()
+        optimizer.step()
+    assert answer_losses(model, rows).mean().item() < first
+    now = {key: bits(p) for key, p in model.named_parameters()}
+    assert torch.equal(now[EMBEDDING][: tiny.VOCABULARY], before[EMBEDDING][: tiny.VOCABULARY])
+    assert (now[EMBEDDING][tiny.VOCABULARY :] != before[EMBEDDING][tiny.VOCABULARY :]).any(dim=1).all()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert all(not torch.equal(now[key], before[key]) for key in before)  # the rest of the model trains
+    assert scope(model, guard).endswith(f"; of {EMBEDDING} only 2 of 42 rows train")
+
+
+def test_the_trainer_trains_only_these_rows(tmp_path: Path) -> None:
+    run = trained.trainer(tmp_path, weight_decay=0.1, max_grad_norm=1.0, num_train_epochs=1)
+    start = bits(run.model.model.embed_tokens.weight)
+    preserve(run, anchors=trained.ANCHORS, only_rows={EMBEDDING: range(30, 40)})
+    run.train()
+    now = bits(run.model.model.embed_tokens.weight)
+    assert torch.equal(now[:30], start[:30])
+    assert (now[30:] != start[30:]).any()
+    with pytest.raises(ValueError, match=r"'model\.embed_tokens\.weight' has the rows 0 to 39, and only_rows names 40"):
+        preserve(run, anchors=trained.ANCHORS, only_rows={EMBEDDING: [40]})
+
+
+BAD = [
+    ({"model.embed_token.weight": [1]}, ValueError, "no such parameter; did you mean 'model.embed_tokens.weight'"),
+    ({"?": [1]}, ValueError, r"no such parameter; model\.named_parameters\(\) lists them"),
+    ({EMBEDDING: [3, 40]}, ValueError, "has the rows 0 to 39, and only_rows names 40; after adding tokens, call"),
+    ({EMBEDDING: [-1]}, ValueError, "has the rows 0 to 39, and only_rows names -1"),
+    ({EMBEDDING: []}, ValueError, "no row to train; set requires_grad=False instead"),
+    ({EMBEDDING: [True, False]}, TypeError, "whole numbers counted from 0, got True"),
+    ({EMBEDDING: torch.tensor([0.5])}, TypeError, "whole numbers counted from 0, got 0.5"),
+    ({EMBEDDING: 7}, TypeError, "must be a list of whole numbers, got int"),
+    ({EMBEDDING: [1], "lm_head.weight": [2]}, ValueError, "different rows, but they are one tied parameter"),
+    ({"model.norm.weight": [1]}, ValueError, "'model.norm.weight', which the optimizer does not train"),
+]
+
+
+@pytest.mark.parametrize(("only", "kind", "words"), BAD)
+def test_bad_rows_are_named_before_the_first_step(only: Any, kind: type[Exception], words: str) -> None:
+    model = tiny.lm()
+    model.model.norm.weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(kind, match=words):
+        protect(optimizer, model, anchors=tiny.rows(2), only_rows=only)
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_single_number_has_no_rows() -> None:
+    module = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(1.0))})
+    with pytest.raises(ValueError, match="'scale', which is a single number and has no rows"):
+        Guard(torch.optim.SGD(module.parameters(), lr=0.1), module, evidence=PastEvidence(), only_rows={"scale": [0]})
+
+
+def test_the_same_rows_for_both_names_of_a_tied_parameter_are_fine() -> None:
+    model = tiny.lm()
+    only = {EMBEDDING: [1, 2], "lm_head.weight": torch.tensor([2, 1])}
+    guard = protect(torch.optim.AdamW(model.parameters()), model, anchors=tiny.rows(2), only_rows=only)
+    assert [rows.here.tolist() for rows in guard.rows.values()] == [[1, 2]]

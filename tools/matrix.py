@@ -1,0 +1,148 @@
+"""Virtual environments with the versions that neighbours pin, and the guard's contract tests in each.
+
+    python tools/matrix.py [NAME ...] [--folder runs/matrix] [--page docs/integrations.md]
+
+An environment gets torch first and a constraint that keeps it, then its pins, then the tests; exit code 1 if a test of
+any of them fails. The table of the page is replaced row by row, so that one environment can be run again by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ("pytest>=9", "pytest-timeout>=2.3", "hypothesis>=6.150")
+BASE = (
+    "accelerate",
+    "datasets",
+    "peft",
+    "trl",
+    "scipy",
+    "rich",
+    "psutil",
+    "typer",
+    "pydantic",
+    "PyYAML",
+    "jinja2",
+    "gguf",
+)
+CONTRACT = (
+    "tests/test_attach.py",
+    "tests/test_only_rows.py",
+)  # every optimizer, tied embeddings, Trainer
+SHOWN = ("transformers", "trl", "peft", "accelerate", "datasets", "torch")
+BEGIN, END = "<!-- matrix -->", "<!-- /matrix -->"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """The pins of one neighbour."""
+
+    about: str
+    pins: tuple[str, ...] = ()
+
+
+ENVIRONMENTS = {
+    "oldest": Environment(about="oldest transformers", pins=("transformers==5.4.0",)),
+    "llama-factory": Environment(
+        about="LLaMA-Factory 0.9.5's upper bounds",
+        pins=("transformers==5.6.0", "accelerate==1.11.0", "datasets==4.0.0", "peft==0.18.1", "trl==0.24.0"),
+    ),
+    "unsloth": Environment(
+        about="Unsloth 2026.10.9's upper bounds", pins=("transformers==5.17.0", "trl==1.15.0", "datasets>=4.6,<5")
+    ),
+    "axolotl": Environment(
+        about="axolotl 0.21's pins",
+        pins=(
+            "transformers==5.20.1",
+            "tokenizers==0.23.3",
+            "accelerate==1.15.0",
+            "datasets==5.0.1",
+            "peft==0.21.2",
+            "trl==1.14.1",
+            "pydantic==2.13.5",
+            "typer==0.25.1",
+        ),
+    ),
+    "newest": Environment(about="newest of everything", pins=("transformers",)),
+}
+
+
+def build(name: str, folder: Path) -> Path:
+    """Create the environment, or find it: its interpreter."""
+    place = folder / name
+    python = place / "bin" / "python"
+    if (place / "built").is_file():
+        return python
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(place)], check=True)
+    torch = metadata.version("torch")  # the same build as ours, such as 2.13.0+cpu
+    constraint = place / "constraints.txt"
+    constraint.write_text(f"torch=={torch}\n")
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", str(constraint)]
+    subprocess.run([*pip, "torch"], check=True)
+    named = {re.split(r"[=<>]", pin)[0] for pin in ENVIRONMENTS[name].pins}
+    subprocess.run([*pip, *ENVIRONMENTS[name].pins, *(b for b in BASE if b not in named), *TOOLS], check=True)
+    (place / "built").write_text("")
+    return python
+
+
+def versions(python: Path) -> dict[str, str]:
+    """What is installed of the packages in the table."""
+    listed = subprocess.run([str(python), "-m", "pip", "freeze"], capture_output=True, text=True, check=True).stdout
+    return {name: version for name, _, version in (line.partition("==") for line in listed.splitlines())}
+
+
+def contract(python: Path, tests: list[str]) -> tuple[bool, str]:
+    """Run the tests with this checkout; whether they pass, and pytest's last line."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    print(done.stdout[-6000:] if done.returncode else done.stdout[-300:], flush=True)
+    counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)", done.stdout.strip().splitlines()[-1])
+    return done.returncode == 0, ", ".join(counts)
+
+
+def with_row(page: str, name: str, found: dict[str, str], result: str) -> str:
+    """The page with this environment's row in its table, replaced or added."""
+    head, rest = page.split(BEGIN)
+    table, tail = rest.split(END)
+    about = ENVIRONMENTS[name].about
+    row = f"| {about} | {' | '.join(found.get(package, '-') for package in SHOWN)} | {result} |"
+    rows = {line.split(" | ")[0]: line for line in table.strip().splitlines()}
+    rows[f"| {about}"] = row
+    return f"{head}{BEGIN}\n\n" + "\n".join(rows.values()) + f"\n\n{END}{tail}"
+
+
+def main() -> int:
+    """Build and test the named environments, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ENVIRONMENTS)}; default: all")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "runs" / "matrix", help="where the environments are built"
+    )
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "integrations.md", help="the page with the table")
+    parser.add_argument("--tests", nargs="+", default=list(CONTRACT), help="the contract tests")
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in ENVIRONMENTS]
+    if unknown:
+        parser.error(f"no environment is named {unknown[0]!r}; there are {', '.join(ENVIRONMENTS)}")
+    held = True
+    for name in options.names or ENVIRONMENTS:
+        python = build(name, options.folder)
+        fine, result = contract(python, options.tests)
+        held &= fine
+        options.page.write_text(with_row(options.page.read_text(), name, versions(python), result))
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
