@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -52,8 +52,7 @@ class Averaged:
     Source: Wortsman et al. 2022, WiSE-FT, Eq. 1.    theta = (1 - a) theta0 + a theta_tuned
 
     `strength` is a (the paper proposes 0.5 where nothing else is known). None chooses the smallest a of 0.1, 0.2, ...,
-    1 with which every new row that the tuned model knows stays known; a row is known if each of its target tokens is
-    the likeliest one.
+    1 with which every new row that the tuned model knows stays known.
     """
 
     strength: float | None = None
@@ -69,12 +68,12 @@ class Averaged:
         if self.strength is not None:
             move(model, base, tuned, self.strength)
             return Work()
-        known, work = known_rows(model, material.new)
+        known, work = known_rows(model, material)
         for tenths in range(1, 11) if known else (10,):
             move(model, base, tuned, tenths / 10)
             if tenths == 10:
                 break
-            found, passed = known_rows(model, material.new)
+            found, passed = known_rows(model, material)
             work += passed
             if known <= found:
                 break
@@ -91,22 +90,35 @@ def move(model: nn.Module, base: Mapping[str, Tensor], tuned: Mapping[str, Tenso
                 p.copy_(torch.lerp(base[name].to(p.device), tuned[name], share))
 
 
-def known_rows(model: nn.Module, rows: Sequence[Encoded]) -> tuple[set[Encoded], Work]:
-    """The rows whose every target token is the likeliest one after those before it, and the forward passes."""
-    from cplus.scoring import read_targets
+def known_rows(model: nn.Module, material: Material) -> tuple[set[Encoded], Work]:
+    """The new rows that a model knows, and the forward passes that this took.
 
-    readings = read_targets(model, rows, what="known rows")
-    known = {row for row, reading in zip(rows, readings, strict=True) if reading.likeliest}
-    return known, Work(forward=sum(measured(part).padded for part in batched(rows)))
+    A row with choices is known if its target is the best of them by mean token log-likelihood, as Acquisition counts
+    it; any other if each of its target tokens is the likeliest one after those before it.
+    """
+    from cplus.scoring import read_targets, score_candidates
+
+    choices = {row: own for row in material.new if len(own := material.choices.get(row, ())) > 1}
+    scores = score_candidates(model, [row.prompt for row in choices], list(choices.values()), what="known rows")
+    known = {
+        row
+        for (row, own), found in zip(choices.items(), scores, strict=True)
+        if own[max(range(len(own)), key=lambda i: found[i].mean)] == row.target
+    }
+    others = [row for row in material.new if row not in choices]
+    readings = read_targets(model, others, what="known rows")
+    known |= {row for row, reading in zip(others, readings, strict=True) if reading.likeliest}
+    passed = sum(len(row.prompt) + sum(map(len, own)) for row, own in choices.items())
+    return known, Work(forward=passed + sum(measured(part).padded for part in batched(others)))
 
 
 @dataclass(frozen=True)
 class Undone:
     """Weights reset to the base model's, those that past rows need most against new ones (`cplus.repairing`).
 
-    `points` is how many percentage points of the known new rows may be given up, a row being known if each of its
-    target tokens is the likeliest one; where the tuned model knows less than half of the rows in this sense, their loss
-    may rise by 5 % of its fall instead. Where nothing can be undone the weights stay as they are.
+    `points` is how many percentage points of the new rows may become unknown (`known_rows`); where the tuned model
+    knows less than half of them, their loss may rise by 5 % of its fall instead. Where nothing can be undone the
+    weights stay as they are.
     """
 
     points: float = 1.0
@@ -118,18 +130,25 @@ class Undone:
 
     def __call__(self, model: nn.Module, base: Mapping[str, Tensor], material: Material) -> Work:
         """One squared gradient per row, then a bisection on the share."""
-        from cplus.repairing.checks import Unrepairable, loss_check, token_check
+        from cplus.repairing.checks import Check, Unrepairable, loss_check
         from cplus.repairing.model import RESOLUTION, repair_model
 
         past, new = [*material.rows("anchors"), *material.rows("probes")], list(material.new)
-        check = token_check(new, tolerance=self.points)
-        if check.measure(model) > 50.0:
-            check = loss_check(new)
+        read = Work()
+
+        def unknown(model: nn.Module) -> float:
+            nonlocal read
+            known, passed = known_rows(model, material)
+            read += passed
+            return 100 * sum(row not in known for row in new) / len(new)
+
+        check = Check(name="new", unit="% not known", measure=unknown, tolerance=self.points)
+        by_loss = unknown(model) > 50.0
         weights = {name: base.get(name, p.detach()) for name, p in model.named_parameters()}
         work = sum((measured([row]) for row in (*past, *new)), Work())
-        # New rows are read here, by base and tuned model and at every trial; past rows by base, tuned and result.
-        read = {3: past, 3 + math.ceil(math.log2(1 / RESOLUTION)): new}
-        work += Work(forward=sum(n * measured(part).padded for n, rows in read.items() for part in batched(rows)))
         with contextlib.suppress(Unrepairable):
-            repair_model(model, weights, past, new, checks=[check])
-        return work
+            repair_model(model, weights, past, new, checks=[loss_check(new) if by_loss else check])
+        # Past rows are read by base, tuned and repaired model, new rows by base and tuned model and at every trial.
+        trials = {3: past, 2 + math.ceil(math.log2(1 / RESOLUTION)): new if by_loss else []}
+        passes = sum(n * measured(part).padded for n, rows in trials.items() for part in batched(rows))
+        return work + read + Work(forward=passes)

@@ -10,7 +10,7 @@ from torch import nn
 
 from cplus.data.encoded import Encoded
 from cplus.evaluation.statistics import token_loss
-from cplus.scoring import log_likelihoods, read_targets
+from cplus.scoring import log_likelihoods
 
 FALL = 0.05
 """Free text: how much of the fall of the new loss may be given up."""
@@ -62,18 +62,6 @@ def loss_check(rows: Sequence[Encoded], *, name: str = "new", tolerance: float =
         return mean_loss(model, rows, what=f"repair: {name} loss")
 
     return Check(name=name, unit="nats per token", measure=measure, tolerance=tolerance, held_out=held_out)
-
-
-def token_check(
-    rows: Sequence[Encoded], *, name: str = "new", tolerance: float = POINTS, held_out: bool = False
-) -> Check:
-    """The share of rows whose every target token is the likeliest one must stay within some percentage points."""
-
-    def measure(model: nn.Module) -> float:
-        readings = read_targets(model, rows, what=f"repair: {name} rows")
-        return 100 * sum(not reading.likeliest for reading in readings) / len(readings)
-
-    return Check(name=name, unit="% not known", measure=measure, tolerance=tolerance, held_out=held_out)
 
 
 def mean_loss(model: nn.Module, rows: Sequence[Encoded], *, what: str) -> float:

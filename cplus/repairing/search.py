@@ -56,7 +56,7 @@ class Repaired:
     past_rows: int
     new_rows: int
     shares: tuple[float, ...]
-    """The share found in each round; the round whose past loss is nearest to the base's is the result."""
+    """The share found in each round; the round whose past loss is least above the base's is the result."""
 
     @property
     def share(self) -> float:
@@ -84,7 +84,7 @@ class _Outcome:
 
 
 class Search:
-    """Finds the share of each round and remembers the round whose past loss is nearest to the base's."""
+    """Finds the share of each round and remembers the round whose past loss is least above the base's."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Search:
             found_here = _Outcome(
                 past=self._past(), values=found[share], ranking=ranking, threshold=ranking.threshold(share)
             )
-            self._best = min(filter(None, (self._best, found_here)), key=lambda outcome: self._away(outcome.past))
+            self._best = min(filter(None, (self._best, found_here)), key=lambda outcome: self._above(outcome.past))
 
     def result(self, past_rows: int, new_rows: int) -> Repaired:
         """The best round, its weights in the model."""
@@ -140,10 +140,10 @@ class Search:
                 f"{self._shown(self._limits)}); allow more with a larger tolerance, or use the tuned model as it is"
             )
         undone, moved = best.ranking.count(best.threshold), best.ranking.moved
-        if self._away(best.past) >= self._away(tuned_past):
+        if best.past >= max(base_past, tuned_past):
             raise Unrepairable(
-                f"undoing {100 * undone / moved:.1f} % of the changes does not bring the loss of the past rows nearer "
-                f"to the base's ({tuned_past:.3f} nats per token with the tuned model, {best.past:.3f} after, "
+                f"undoing {100 * undone / moved:.1f} % of the changes does not lower the loss of the past rows "
+                f"({tuned_past:.3f} nats per token with the tuned model, {best.past:.3f} after, "
                 f"{base_past:.3f} with the base): there is nothing to repair"
             )
         self._put(best.ranking, best.threshold)
@@ -162,9 +162,9 @@ class Search:
             shares=tuple(self._shares),
         )
 
-    def _away(self, past: float) -> float:
-        """How far the past rows' loss lies from the base's: a gate may have lowered that of the rows it protected."""
-        return abs(past - self._past_levels[0])
+    def _above(self, past: float) -> float:
+        """How far the past rows' loss lies above the base's; a gate may have lowered it below, on the rows it saw."""
+        return max(0.0, past - self._past_levels[0])
 
     def _put(self, ranking: Ranking, threshold: int) -> None:
         undo(self._weights.params, self._weights.base, self._weights.tuned, ranking.codes, threshold)

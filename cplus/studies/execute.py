@@ -154,6 +154,7 @@ def without_method(spec: Spec) -> Spec:
         stop_at=None,
         strength=None,
         beyond=0,
+        stop_loss=None,
         diagnose=(),
     )
 

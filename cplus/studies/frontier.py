@@ -35,6 +35,8 @@ BUDGET_RATE = 0.2
 """SFT at this multiple of the scale's rate, with a warm-up, sets the budget of updates."""
 TUNING_SEEDS = (100,)
 """It chooses each method's rate and schedule, and nothing is reported of it."""
+FIRST_SEED = 5
+"""The first of the seeds that report; those below were seen while the rules of this study were made."""
 ABLE = ("wise-ft", "sft-repair", "cplus-repair")
 NEIGHBOURS = (
     "sft",
@@ -59,8 +61,10 @@ NEIGHBOURS = (
     "wise-ft",
 )
 OURS = ("cpl", "cplus", "sft-repair", "cplus-repair")
-RECIPE = "sft-repair"
-"""The row whose distance from SFT's line is the largest on the tuning seed; its whole ladder is reported as well."""
+RECIPE = "cplus-repair"
+"""What the claims are about: the row that keeps most within the budget on the tuning seed."""
+LADDERS = ("sft", "sft-repair")
+"""The rows whose whole ladder is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +78,10 @@ class Choice:
     beyond: int = 0
 
 
+DEMO_SEEDS = range(10, 15)
+"""The seeds of the demo's training; a fault of the repair was found on those before."""
+BROUGHT_BACK = {"sft-repair": 90.0, "cplus-repair": 95.0}
+"""What a repair is to keep, in percent, after the demo's training: twelve epochs at a rate that does most damage."""
 CHOSEN: Mapping[str, Choice] = {
     "sft": Choice(rate=0.2, warm=False),
     "replay": Choice(rate=0.2, warm=False),
@@ -93,11 +101,11 @@ CHOSEN: Mapping[str, Choice] = {
     "ssu": Choice(rate=0.4, warm=False),
     "mofo": Choice(rate=0.4, warm=False),
     "cautious": Choice(rate=0.2, warm=False),
-    "wise-ft": Choice(rate=0.8, warm=True, beyond=5),
+    "wise-ft": Choice(rate=0.2, warm=False, beyond=2),
     "cpl": Choice(rate=0.4, warm=True),
     "cplus": Choice(rate=0.4, warm=False),
     "sft-repair": Choice(rate=0.2, warm=False, beyond=2),
-    "cplus-repair": Choice(rate=0.8, warm=True, beyond=2),
+    "cplus-repair": Choice(rate=0.4, warm=False, beyond=2),
 }
 """What the tuning seed chose at the scale `desk`; a test compares it with the committed results."""
 
@@ -127,13 +135,25 @@ def run_of(scale: Scale, method: str, choice: Choice, seed: int) -> RunSpec:
 def runs(scale: Scale) -> list[RunSpec]:
     """Every method's ladder on the tuning seed; on others its chosen rung, and SFT's and the recipe's whole ladders."""
     if scale.name == "smoke":
-        return [run_of(scale, method, ladder(method)[0], 0) for method in (*NEIGHBOURS, *OURS)]
-    seeds = range(scale.seeds_where_five)
+        tried = [run_of(scale, method, ladder(method)[0], 0) for method in (*NEIGHBOURS, *OURS)]
+        return [*tried, *(demo_run(scale, method, 0) for method in BROUGHT_BACK)]
+    seeds = range(FIRST_SEED, FIRST_SEED + scale.seeds_where_five)
     return [
         *(run_of(scale, m, rung, seed) for m in (*NEIGHBOURS, *OURS) for rung in ladder(m) for seed in TUNING_SEEDS),
-        *(run_of(scale, m, rung, seed) for m in ("sft", RECIPE) for rung in ladder(m)[:LADDER] for seed in seeds),
+        *(run_of(scale, m, rung, seed) for m in LADDERS for rung in ladder(m)[:LADDER] for seed in seeds),
         *(run_of(scale, m, rung, seed) for m, rung in CHOSEN.items() for seed in seeds),
+        *(demo_run(scale, m, seed) for m in ("sft", "cplus", *BROUGHT_BACK) for seed in DEMO_SEEDS),
     ]
+
+
+def demo_run(scale: Scale, method: str, seed: int) -> RunSpec:
+    """A run with the demo's rate and epochs."""
+    return scale.at(method=method, external=(), seed=seed)
+
+
+def as_in_the_demo(result: RunResult) -> bool:
+    """Whether a run has the demo's rate and epochs; it is not on any ladder."""
+    return result.spec.stop_at is None
 
 
 Line: TypeAlias = Sequence[tuple[float, float]]
@@ -242,7 +262,8 @@ def _lr(results: Sequence[RunResult]) -> float:
 
 def summary(results: Sequence[Result]) -> Summary:
     """Each method at its own best rate: updates, Retention and distance from SFT's line by three costs."""
-    mine = run_results(results)
+    whole = run_results(results)
+    mine = [result for result in whole if not as_in_the_demo(result)]
     plain = [result for result in pick(mine, method="sft") if result.spec.seed not in TUNING_SEEDS]
     table = reported(mine)
     rows = tuple(_row(method, own, plain) for method, own in table.items())
@@ -253,10 +274,16 @@ def summary(results: Sequence[Result]) -> Summary:
         if method in NEIGHBOURS:
             both = {seed: ours[seed] - kept for seed, kept in _kept(own).items() if seed in ours}
             claims.append(Claim(says=f"{RECIPE} keeps more than {method}", margin=_mean(both)))
+    broken = {m: _kept(r for r in pick(whole, method=m) if as_in_the_demo(r)) for m in BROUGHT_BACK}
+    for method, least in BROUGHT_BACK.items():
+        says = f"{method} keeps at least {least:.0f} % after the demo's training"
+        claims.append(Claim(says=says, margin=_mean({seed: kept - least for seed, kept in broken[method].items()})))
     steps = _mean({r.spec.seed: updates(r) for r in table.get(RECIPE, [])})
     answer = (
         f"Within the budget and at its own best rate, {RECIPE} keeps {shown(_mean(ours))} % with {shown(steps)} "
-        f"updates: {shown(_mean(ahead), sign=True)} points above the line of plain fine-tuning at equal updates."
+        f"updates: {shown(_mean(ahead), sign=True)} points above the line of plain fine-tuning at equal updates. "
+        f"After the demo's training a repair of SFT keeps {shown(_mean(broken['sft-repair']))} %, one of CPLUS "
+        f"{shown(_mean(broken['cplus-repair']))} %."
     )
     return Summary(rows=rows, answer=answer, claims=tuple(claims))
 

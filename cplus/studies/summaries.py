@@ -229,7 +229,7 @@ def above(
     return Claim(says=says, margin=margin(left, right, metric), paper=paper)
 
 
-def shown(found: Estimate | None, *, sign: bool = False) -> str:
+def shown(found: Estimate | None, *, sign: bool = False, digits: int = 1) -> str:
     """An estimate as text.
 
     >>> shown(Estimate(7.926, 0.51, 5), sign=True), shown(Estimate(50.0, None, 1)), shown(None)
@@ -237,5 +237,5 @@ def shown(found: Estimate | None, *, sign: bool = False) -> str:
     """
     if found is None:
         return "not run"
-    value = f"{found.mean:+.1f}" if sign else f"{found.mean:.1f}"
-    return f"{value} (one seed)" if found.error is None else f"{value} ± {found.error:.1f}"
+    value = f"{found.mean:+.{digits}f}" if sign else f"{found.mean:.{digits}f}"
+    return f"{value} (one seed)" if found.error is None else f"{value} ± {found.error:.{digits}f}"

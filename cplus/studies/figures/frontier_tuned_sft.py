@@ -17,18 +17,18 @@ from cplus.studies.figures.drawing import (
     seed_count,
 )
 from cplus.studies.figures.tables import ADDED_HERE, ComparisonLine, Table, cell
-from cplus.studies.frontier import LEARNED, OURS, RECIPE, TUNING_SEEDS, reported, updates
+from cplus.studies.frontier import LEARNED, OURS, RECIPE, TUNING_SEEDS, as_in_the_demo, reported, updates
 from cplus.studies.summaries import pick, shown
 
-NAMED = {"replay": (-32, -3), "freeze-layers": (7, -3), "lora": (6, -4), "osf": (7, -9), "wise-ft": (7, 0)}
+NAMED = {"replay": (-32, -3), "freeze-layers": (7, -3), "lora": (6, -4), "osf": (7, -9), "wise-ft": (-44, -4)}
 """Neighbours with a name of their own in the figure, and where it is written; the others are dots."""
 LOWEST = 75.0
 """Methods that keep less are in the table alone."""
-PLACES = {"cplus": (-32, 2), "cplus-repair": (7, 3), RECIPE: (-52, 3)}
+PLACES = {"cplus": (-32, 2), "cplus-repair": (7, 3), "sft-repair": (-52, 3)}
 
 
 def _others(runs: list[RunResult]) -> list[RunResult]:
-    return [run for run in runs if run.spec.seed not in TUNING_SEEDS]
+    return [run for run in runs if run.spec.seed not in TUNING_SEEDS and not as_in_the_demo(run)]
 
 
 def _plain_line(runs: list[RunResult]) -> list[tuple[float, Estimate]]:

@@ -1,0 +1,154 @@
+"""The frontier on a chat model: how far the loss of past answers rises where every method has learned equally much.
+
+A chat model learns terse answers; past rows are its own answers to other requests. Neighbours may choose the rate that
+suits the reported seeds best; CPLUS has one rate, named before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from cplus.evaluation.matched import rise
+from cplus.evaluation.statistics import Estimate, estimate
+from cplus.experiment.record import RunResult
+from cplus.experiment.settings import RunSpec
+from cplus.studies.scales import Scale
+from cplus.studies.study import Claim, Result, Study, Summary, SummaryRow
+from cplus.studies.summaries import pick, run_results, shown
+
+LEVEL = 0.85
+"""The loss of the new answers, in nats per token, at which methods are compared."""
+STOP = 0.8
+REPAIRED_FROM = 0.68
+"""A repair may give up 5 % of the fall of the new loss, so training goes on to here before it."""
+EPOCHS = 10
+WARMUP = 0.15
+FIRST_SEED = 5
+"""Seeds below were seen while the setting was made."""
+OURS = "cplus"
+NEIGHBOURS: Mapping[str, tuple[float, ...]] = {
+    "sft": (1.0, 0.5, 2.0),
+    "replay": (1.0, 2.0),
+    "anchor-probe-replay": (1.0,),
+    "freeze-layers": (1.0,),
+}
+"""Each neighbour's rates as multiples of the scale's."""
+KEPT = ("anchors", "general", "both")
+
+
+def runs(scale: Scale) -> list[RunSpec]:
+    """Seed by seed: CPLUS with each kind of rows to keep, the neighbours over their rates, and a repair of SFT."""
+    if scale.base.interface != "freeform":
+        return []
+    found = []
+    for seed in range(FIRST_SEED, FIRST_SEED + scale.seeds_where_three):
+        for method, rates in NEIGHBOURS.items():
+            found += [_run(scale, seed, method=method, lr=scale.base.lr * rate) for rate in rates[:1]]
+        found += [_run(scale, seed, method=OURS, keep=keep) for keep in KEPT]
+        found.append(_run(scale, seed, method="sft-repair", stop_loss=REPAIRED_FROM))
+        for method, rates in NEIGHBOURS.items():
+            found += [_run(scale, seed, method=method, lr=scale.base.lr * rate) for rate in rates[1:]]
+    return found
+
+
+def _run(scale: Scale, seed: int, **changes: object) -> RunSpec:
+    return scale.at(**{"epochs": EPOCHS, "warmup": WARMUP, "stop_loss": STOP, "seed": seed, **changes})
+
+
+def curve(result: RunResult) -> list[tuple[float, float]]:
+    """The losses of new and of past answers, epoch by epoch; after a repair its result is the last point."""
+    points = [(point["new_nll"], point["past_nll"]) for point in result.curve]
+    if result.new_nll is not None and result.past_nll is not None and (result.new_nll, result.past_nll) != points[-1]:
+        points = [points[0], (result.new_nll, result.past_nll)]
+    return points
+
+
+def risen(result: RunResult) -> float | None:
+    """The rise of the past loss where the new loss is at the level; None for a run that does not reach it."""
+    points = curve(result)
+    return rise(points, LEVEL) if min(new for new, _ in points) <= LEVEL else None
+
+
+def updates(result: RunResult) -> float | None:
+    """The updates until the level, interpolated; a repair has all updates of its training."""
+    if result.spec.method.endswith("-repair"):
+        return float(result.counts["updates"])
+    per_epoch = result.counts["updates"] / result.curve[-1]["epoch"]
+    for before, after in pairwise(result.curve):
+        if after["new_nll"] <= LEVEL:
+            part = (before["new_nll"] - LEVEL) / (before["new_nll"] - after["new_nll"])
+            return per_epoch * (before["epoch"] + part * (after["epoch"] - before["epoch"]))
+    return None
+
+
+def summary(results: Sequence[Result]) -> Summary:
+    """A row for each method, kind of rows and rate; claims against each neighbour at its best rate."""
+    mine = run_results(results)
+    keys = dict.fromkeys((r.spec.method, r.spec.keep, r.spec.lr) for r in mine)
+    table = {key: pick(mine, method=key[0], keep=key[1], lr=key[2]) for key in keys}
+    rows = tuple(_row(own) for own in table.values())
+    claims = []
+    for method in NEIGHBOURS:
+        theirs = _best([own for key, own in table.items() if key[0] == method])
+        for keep in KEPT:
+            ours = _by_seed(next((own for key, own in table.items() if key[:2] == (OURS, keep)), []))
+            both = {seed: theirs[seed] / 2 - value for seed, value in ours.items() if seed in theirs}
+            what = {"anchors": "anchors given", "general": "none given", "both": "both"}[keep]
+            claims.append(
+                Claim(
+                    says=f"CPLUS ({what}) loses at most half of what {method} loses at its best rate",
+                    margin=_mean(both),
+                )
+            )
+    repaired = _by_seed(pick(mine, method="sft-repair"))
+    plain = _best([own for key, own in table.items() if key[0] == "sft"])
+    halved = {seed: plain[seed] / 2 - value for seed, value in repaired.items() if seed in plain}
+    claims.append(Claim(says="repair at least halves what sft loses at its best rate", margin=_mean(halved)))
+    given = _mean(_by_seed(pick(mine, method=OURS, keep="anchors")))
+    none = _mean(_by_seed(pick(mine, method=OURS, keep="general")))
+    answer = (
+        f"Where the new loss is {LEVEL}, the past loss has risen by {shown(_mean(plain), digits=3)} with plain "
+        f"fine-tuning at its best rate, by {shown(given, digits=3)} with CPLUS and anchors, and by "
+        f"{shown(none, digits=3)} with CPLUS and no anchors given."
+    )
+    return Summary(rows=rows, answer=answer, claims=tuple(claims))
+
+
+def _best(ladder: Sequence[Sequence[RunResult]]) -> dict[int, float]:
+    """The rung with the lowest mean rise, among those that reach the level on most seeds."""
+    reached = [found for own in ladder if (found := _by_seed(own))]
+    most = max((len(found) for found in reached), default=0)
+    full = [found for found in reached if len(found) == most]
+    return min(full, key=lambda found: sum(found.values()) / len(found), default={})
+
+
+def _by_seed(results: Sequence[RunResult]) -> dict[int, float]:
+    return {r.spec.seed: found for r in results if (found := risen(r)) is not None}
+
+
+def _mean(values: Mapping[int, float]) -> Estimate | None:
+    return estimate(list(values.values())) if values else None
+
+
+def _row(own: Sequence[RunResult]) -> SummaryRow:
+    first = own[0].spec
+    figures = {
+        "rise of past loss": _mean(_by_seed(own)),
+        "updates": _mean({r.spec.seed: found for r in own if (found := updates(r)) is not None}),
+        "new loss at the end": _mean({r.spec.seed: r.new_nll for r in own if r.new_nll is not None}),
+        "seconds": _mean({r.spec.seed: r.seconds for r in own}),
+    }
+    at = {"method": first.method, "keep": first.keep if first.num_probes else "", "lr": first.lr}
+    return SummaryRow(at=at, figures={name: value for name, value in figures.items() if value is not None})
+
+
+STUDY = Study(
+    name="chat",
+    title="The frontier on a chat model",
+    question="How much do past answers lose on a chat model where every method has learned equally much?",
+    paper="added here; docs/studies.md",
+    runs=runs,
+    summary=summary,
+    published=(),
+)
