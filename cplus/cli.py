@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from cplus import __version__
-from cplus.terminal import clean, console
+from cplus import __version__, world
+from cplus.terminal import clean, console, output
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -22,6 +22,14 @@ app = typer.Typer(
 
 class Command(TyperCommand):
     """A command that knows the option names of other trainers and names its own instead."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; only one of them can use several processes."""
+        if (processes := world.started()[1]) > 1 and self.name not in _TOGETHER:
+            raise ValueError(
+                f"expected one process, got {processes}: cplus {self.name} runs in one alone; start it without torchrun"
+            )
+        return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         from cplus.job.faults import OTHER_NAMES
@@ -38,6 +46,8 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+_TOGETHER = ("adapt",)
+"""Commands that several processes can run together."""
 _OTHER_OPTIONS = {"model": "model", "resume_from_checkpoint": "resume", "overwrite_output_dir": "force"}
 """Options of other trainers that are no settings here."""
 
@@ -66,6 +76,7 @@ def register() -> None:
     from cplus.commands.demo import demo
     from cplus.commands.doctor import doctor
     from cplus.commands.evaluate import evaluate
+    from cplus.commands.export import export
     from cplus.commands.ledger import ledger
     from cplus.commands.methods import methods
     from cplus.commands.preview import preview
@@ -89,6 +100,7 @@ def register() -> None:
         audit,
         split,
         evaluate,
+        export,
         methods,
         config,
         study,
@@ -101,6 +113,7 @@ def register() -> None:
 
 def main() -> None:
     """Run the command line; an expected error is one sentence on standard error and exit code 1."""
+    console.quiet = output.quiet = world.started()[0] > 0
     try:
         register()
         app()
@@ -108,7 +121,9 @@ def main() -> None:
         if os.environ.get("CPLUS_DEBUG"):
             raise
         console.print("error:", style="bold red", end=" ")
-        console.print(clean(str(error)), markup=False, soft_wrap=True)
+        console.print(clean(world.named(str(error))), markup=False, soft_wrap=True)
+        sys.exit(1)
+    except world.Elsewhere:
         sys.exit(1)
     except KeyboardInterrupt:
         console.print("stopped")

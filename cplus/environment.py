@@ -14,9 +14,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 def environment(*, threads: int, device: str) -> dict[str, Any]:
     """The environment as records hold it."""
-    packages = ("cplus", "torch", "transformers", "tokenizers", "numpy")
     return {
-        "versions": {name: _version(name) for name in packages},
+        "versions": versions(),
         "python": platform.python_version(),
         "machine": platform.machine(),
         "system": platform.system(),
@@ -25,6 +24,11 @@ def environment(*, threads: int, device: str) -> dict[str, Any]:
         "device": device,
         "commit": _commit(),
     }
+
+
+def versions() -> dict[str, str | None]:
+    """The versions of the packages that decide numbers."""
+    return {name: _version(name) for name in ("cplus", "torch", "transformers", "tokenizers", "numpy")}
 
 
 def free_memory() -> int:

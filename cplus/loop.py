@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from cplus import world
 from cplus.after import base_weights
 from cplus.attach import Guard
 from cplus.cost import Work
 from cplus.data.encoded import Encoded
 from cplus.methods import Material, Method
-from cplus.objectives import Backward, check_finite
+from cplus.objectives import Backward, averaged, check_finite, splits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +109,8 @@ def prepare(method: Method, optimizer: Optimizer, model: nn.Module, material: Ma
     method.check(material)
     base = None if method.after is None else base_weights(model)
     backward = method.objective(model, material)
+    if world.size() > 1 and not splits(method.objective):
+        backward = averaged(backward, model)
     guard = None
     if method.guarded:
         guard = Guard(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cplus.data.encoded import Encoded, shared_prefix
+from cplus.zero import inside
 
 
 def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
@@ -40,8 +41,9 @@ def _accepts_logits_to_keep(forward: Callable[..., object]) -> bool:
 
 def last_logits(model: nn.Module, batch: dict[str, Tensor], keep: int) -> Tensor:
     """The logits at the last `keep` positions, without computing all `T x V` if the model supports that."""
-    # PEFT's wrapper hides the keyword behind **kwargs and forwards it.
-    base = getattr(model, "get_base_model", lambda: model)()
+    # The wrappers of PEFT and DeepSpeed hide the keyword behind **kwargs and forward it.
+    base = inside(model)
+    base = getattr(base, "get_base_model", lambda: base)()
     if _accepts_logits_to_keep(type(base).forward):
         return model(**batch, use_cache=False, logits_to_keep=keep).logits.float()  # type: ignore[no-any-return]
     return model(**batch, use_cache=False).logits[:, -keep:].float()  # type: ignore[no-any-return]

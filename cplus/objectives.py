@@ -8,13 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from cplus import world
 from cplus.cost import Work
-from cplus.data.batching import batched, measured
+from cplus.data.batching import MAX_TOKENS, batched, measured
 from cplus.data.encoded import Encoded
 from cplus.data.material import Material, Rows
 
 if TYPE_CHECKING:  # the table of methods is read without torch
     from torch import Tensor, nn
+
+    from cplus.ranks import Layout
 
 Backward: TypeAlias = Callable[[Sequence[Encoded]], tuple[float, Work]]
 
@@ -66,6 +69,64 @@ def mean_backward(
     return total, work
 
 
+def spread_backward(
+    model: nn.Module, rows: Sequence[Encoded], losses: Callable[[nn.Module, Sequence[Encoded]], Tensor]
+) -> tuple[float, Work]:
+    """`mean_backward` with the rows split over the processes of a job: every one gets the gradient of all rows.
+
+    A process without a row left passes one with weight 0, because a pass through shards needs every process.
+    """
+    from cplus.evidence import local_batches, named
+    from cplus.ranks import layout
+
+    params = [p for p in model.parameters() if p.requires_grad]
+    where, device = layout(params, named(model)), params[0].device
+    scale = (where.world if where.sharded else 1) / len(rows)  # FSDP2 averages over the processes
+    total, work = 0.0, Work()
+    for batch, counts in local_batches([(0, row) for row in rows], where, MAX_TOKENS):
+        part = [row for _, row in batch]
+        found = losses(model, part).sum()
+        (found * (counts * scale)).backward()  # type: ignore[no-untyped-call]
+        total += counts * float(found.detach()) / len(rows)
+        work += measured(part) if counts else Work()
+    if not where.sharded:
+        sum_gradients(params, where)
+    total, *counted = where.sums([total, work.rows, work.tokens, work.padded], device)
+    return total, Work(rows=int(counted[0]), tokens=int(counted[1]), padded=int(counted[2]))
+
+
+def sum_gradients(params: Sequence[nn.Parameter], where: Layout) -> None:
+    """Each gradient's sum over the processes; they reach the same parameters in all of them."""
+    for p in params:
+        if p.grad is not None:
+            where.sum(p.grad)
+
+
+def averaged(backward: Backward, model: nn.Module) -> Backward:
+    """An objective that needs the whole batch: every process computes it, and all continue with the same mean."""
+    from cplus.ranks import layout
+
+    params = [p for p in model.parameters() if p.requires_grad]
+    where = layout(params, {})
+
+    def mean(rows: Sequence[Encoded]) -> tuple[float, Work]:
+        loss, work = backward(rows)
+        sum_gradients(params, where)
+        for p in params:
+            if p.grad is not None:
+                p.grad.div_(where.world)
+        return where.sums([loss], params[0].device)[0] / where.world, work
+
+    return mean
+
+
+def splits(objective: object) -> bool:
+    """Whether processes can share a batch of this objective, inside any wrappers, row by row."""
+    while hasattr(objective, "inner"):
+        objective = objective.inner
+    return isinstance(objective, Answers)
+
+
 @dataclass(frozen=True)
 class Answers:
     """The answers' cross-entropy: SFT's objective, the mean over rows of each row's mean token loss."""
@@ -79,6 +140,8 @@ class Answers:
         """Past rows are not used."""
         from cplus.losses import answer_losses
 
+        if world.size() > 1:
+            return lambda rows: spread_backward(model, rows, answer_losses)
         return lambda rows: mean_backward(model, rows, answer_losses)
 
 

@@ -16,10 +16,11 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "cplus"
 
 LAYERS = {
-    "foundation": "algorithm cost environment files health imports locks terminal",
+    "foundation": "algorithm cost environment files health imports locks terminal world",
     "rows": "data interfaces toy",
     "gate": (
-        "adapters any_loss attach evidence gates kernels losses native optim projections ranks shield stepping support"
+        "adapters any_loss attach evidence gates kernels losses native only_rows optim projections ranks shield "
+        "stepping support zero zero_passes"
     ),
     "models": "evaluation models scoring toy.pretrain",
     "methods": "after loop methods objectives repairing reweighting selection",

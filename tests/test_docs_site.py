@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +12,14 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from browser import browser, executable
 
 from cplus.cli import app, register
 from cplus.job.settings import AdaptConfig
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
-from docs_hooks import ROOT_PAGES, outside, rewritten  # noqa: E402
+from docs_hooks import ROOT_PAGES, outside, rewritten, shown  # noqa: E402
 from docs_reference import API, PAGES, RECORDS  # noqa: E402
 
 if not app.registered_commands:
@@ -84,17 +83,22 @@ def test_without_the_extra_the_line_that_installs_it_is_printed(tmp_path: Path) 
     assert "pip install --constraint constraints.txt --editable '.[docs]'" in made.stderr
 
 
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("material", "mkdocstrings")),
-    reason="the extra 'docs' is not installed: pip install --constraint constraints.txt --editable '.[docs]'",
-)
-def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built once for the module."""
+    if any(importlib.util.find_spec(name) is None for name in ("material", "mkdocstrings")):
+        pytest.skip("the extra 'docs' is not installed: pip install --constraint constraints.txt --editable '.[docs]'")
+    folder = tmp_path_factory.mktemp("built") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
     built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     assert "WARNING" not in built.stderr
-    found = list((tmp_path / "site").rglob("*.html"))
+    return folder
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    found = list(site.rglob("*.html"))
     assert len(found) > 30
     for page in found:
         loaded = re.findall(r"<(?:script|img|iframe)[^>]*?src=\"?([^\"\s>]+)", page.read_text())
@@ -102,24 +106,45 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Pat
         assert not [link for link in loaded if "//" in link], page
 
 
-def test_the_guide_to_my_data_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
-    blocks = re.findall(r"```(python|bash)\n(.*?)```", (ROOT / "docs" / "guides" / "my_data.md").read_text(), re.DOTALL)
-    assert [kind for kind, _ in blocks] == ["python", "bash", "python"]
-    for kind, text in blocks:
-        if kind == "python":
-            exec(compile(text, "docs/guides/my_data.md", "exec"), {})
-            continue
-        run = CliRunner().invoke(app, shlex.split(text.replace("\\\n", " "))[1:])
-        assert run.exit_code == 0, run.output
+@pytest.mark.browser
+def test_pages_opened_as_files_are_quiet_and_searchable(site: Path) -> None:
+    if executable() is None:
+        pytest.skip("no Chromium on this machine")
+    with browser() as tab:
+        tab.size(1280, 900)
+        for page in ("index.html", "guides/my_data.html", "reference/api.html", "studies.html"):
+            tab.open(site / page)
+            assert tab.complaints() == [], page
+            assert all(request.startswith(("file:", "data:")) for request in tab.requests()), page
+        tab.open(site / "index.html")
+        found = tab.js(SEARCH)
+        assert any("Alpaca" in text for text in found), found
+        assert tab.complaints() == []
 
 
-def test_the_guide_to_my_trainer_makes_its_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path))
-    text = (ROOT / "docs" / "guides" / "my_trainer.md").read_text().split("## 1. Evidence")[1].split("## 2.")[0]
-    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(compile(block, "docs/guides/my_trainer.md", "exec"), names)
-    assert len(names["anchors"]) == 2
-    assert len(names["probes"]) == 8
+SEARCH = """new Promise(resolve => {
+    const field = document.querySelector("[data-md-component=search-query]")
+    field.focus()
+    field.value = "alpaca"
+    field.dispatchEvent(new Event("input", {bubbles: true}))
+    field.dispatchEvent(new KeyboardEvent("keyup", {bubbles: true, key: "a"}))
+    let tries = 0
+    const timer = setInterval(() => {
+        const found = [...document.querySelectorAll(".md-search-result__item")].map(item => item.textContent)
+        if (found.length || ++tries > 100) { clearInterval(timer); resolve(found) }
+    }, 200)
+})"""
+
+
+def test_a_notebook_is_shown_cell_by_cell() -> None:
+    page = shown("examples/quickstart.ipynb")
+    assert page.startswith("# Quickstart")
+    assert "```python\nfrom pathlib import Path" in page
+    assert "(../../studies.md#the-frontier)" in page
+
+
+def test_every_option_that_the_page_of_adapt_names_exists() -> None:
+    known = {name.replace("_", "-") for name in AdaptConfig.model_fields}
+    known |= {"config", "resume", "finish", "validate", "force", "plan", "json"}
+    page = (ROOT / "docs" / "adapt.md").read_text()
+    assert set(re.findall(r"--([a-z][a-z-]+)", page)) - {"example", "schema", "dtype", "clock"} <= known

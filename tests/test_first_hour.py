@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
+import re
 import shutil
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from toyjob import asked, write_files
 import cplus
 from cplus import toy
 from cplus.job.run import FinishedJob
+from cplus.receipts.contents import RowSet
 from cplus.receipts.receipt import read_receipt
 from cplus.receipts.verdict import headline
 
@@ -31,6 +35,10 @@ HELD_BY = {
     "no traceback for an early Ctrl-C": "test_cli.py::test_an_early_interruption_is_one_word_and_exit_code_130",
     "no traceback while rows are read": "test_cli.py::test_an_interruption_while_reading_leaves_no_traceback",
     "short repr of a job": "test_first_hour.py::test_a_job_is_shown_in_one_line",
+    "tables in a notebook": "test_first_hour.py::test_a_notebook_shows_a_job_and_its_receipt_as_small_tables",
+    "one line of progress in a notebook": (
+        "test_terminal.py::test_a_notebook_has_one_line_that_is_replaced_and_then_empty"
+    ),
     "short repr of an evaluation": "test_api.py::test_a_plain_loop_from_rows_to_a_protected_model",
     "no ± for one seed": "test_demo.py::test_errors_are_shown_for_several_seeds_only",
     "no ± for one row": "test_receipt.py::test_one_row_has_a_loss_but_no_interval_and_no_plus_minus",
@@ -75,6 +83,27 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> FinishedJob:
 def test_a_job_is_shown_in_one_line(job: FinishedJob) -> None:
     assert repr(job) == f"FinishedJob({str(job.folder)!r}: {headline(job.record['figures'])})"
     assert len(repr(job)) < len(str(job.folder)) + 160
+
+
+def test_a_notebook_shows_a_job_and_its_receipt_as_small_tables(job: FinishedJob) -> None:
+    shown, figures = job._repr_html_(), job.record["figures"]
+    assert escape(headline(figures)) in shown
+    assert str(job.folder / "receipt.html") in shown
+    past = next(own for own in figures["sets"] if own["name"] == "past")
+    for when in ("before", "after"):
+        assert f">{past[when]['percent']:.1f} %<" in shown
+    receipt = read_receipt(job.folder)
+    rows = [[len(own.rows), *(own_counts(own, kind) for kind in ("kept", "lost"))] for own in receipt.sets]
+    cells = [re.findall(r">(\d+)</td>", line) for line in receipt._repr_html_().split("<tr>")[2:]]
+    assert [list(map(int, line[:3])) for line in cells] == rows
+    assert len(repr(receipt)) < len(str(job.folder)) + 160
+    assert max(len(shown), len(receipt._repr_html_())) < 4000
+    hostile = dataclasses.replace(receipt, title="<script>alert(1)</script>")
+    assert "<script" not in hostile._repr_html_()
+
+
+def own_counts(own: RowSet, kind: str) -> int:
+    return sum(row.kind == kind for row in own.rows)
 
 
 def test_the_card_names_the_base_and_its_licence(job: FinishedJob) -> None:

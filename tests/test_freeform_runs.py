@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from cplus.api import encode
 from cplus.data.encoded import Encoded
 from cplus.data.examples import FreeForm, Message
 from cplus.evaluation.matched import crossing
+from cplus.experiment import comparison
 from cplus.experiment.comparison import Comparison, external_task, new_rows, set_up
 from cplus.experiment.record import RunResult, load_result, save_result
 from cplus.experiment.run import begun, run
@@ -24,8 +26,12 @@ from cplus.experiment.task_split import split_kept_task, split_task
 from cplus.interfaces import build
 from cplus.losses import answer_losses
 from cplus.scoring import greedy, log_likelihoods, read_targets, repeated
-from cplus.studies import SCALES, STUDIES, runs_of
+from cplus.studies import SCALES, STUDIES, chat, runs_of
 from cplus.studies import execute as work
+from cplus.studies.collected import collect
+from cplus.studies.figures.catalogue import draw
+from cplus.studies.figures.chat_matched_learning import comparison as comparison_lines
+from cplus.studies.figures.chat_matched_learning import fig_chat, tab_chat
 from cplus.studies.summaries import margin, matched_rise, over_seeds, pick, retention_measure
 
 WORDS = ("tin", "oak", "rye", "ash", "elm", "fig", "hay", "ivy")
@@ -275,4 +281,96 @@ def test_the_real_part_is_free_text_with_curves() -> None:
     assert all(
         isinstance(spec, RunSpec) and spec.interface == "freeform" and spec.evaluate_every == 1 for spec in specs
     )
-    assert {spec.method for spec in specs} == set(CURVES)
+    assert {spec.method for spec in specs} == {*CURVES, "freeze-layers", "sft-repair"}
+
+
+def test_training_ends_where_the_new_loss_is_low_enough(spec: RunSpec, given: Comparison) -> None:
+    whole = run(spec, given)
+    first, second = whole.curve[1]["new_nll"], whole.curve[2]["new_nll"]
+    assert second < first
+    ended = run(replace(spec, stop_loss=first), given)
+    assert [point["epoch"] for point in ended.curve] == [0.0, 1.0]
+    assert ended.counts["updates"] == 2
+    assert ended.new_nll == first
+
+
+def test_rows_written_from_nothing_take_the_place_of_anchors_or_stand_beside_them(
+    spec: RunSpec, given: Comparison, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[tuple[str | None, int, int]] = []
+
+    def written(base: object, interface: object, anchors: Any, settings: Any, **_: object) -> Any:
+        asked.append((settings.ability, len(anchors), settings.num_probes))
+        rows = [conversation(f"{settings.ability} {i}", "yes") for i in range(settings.num_probes)]
+        return SimpleNamespace(examples=tuple(rows))
+
+    monkeypatch.setattr(comparison, "cached_bank", written)
+    kept = split_kept_task(given.base, spec.anchor_task, "freeform")
+    learned = split_task(given.base, spec.task, "freeform")
+    own = replace(spec, method="cplus", num_probes=6)
+    none = set_up(replace(own, keep="general"), given.base, learned, tmp_path, kept=kept)
+    assert asked == [("general", 0, 8)]  # two anchors and six probes, and nothing from given rows
+    assert [e.id for e in none.anchors] == ["general 0", "general 1"]
+    assert len(none.probes) == 6
+    both = set_up(replace(own, keep="both"), given.base, learned, tmp_path, kept=kept)
+    assert asked[1:] == [("general", 0, 5), (None, 2, 3)]
+    assert [len(both.anchors), len(both.probes)] == [4, 6]
+    assert both.anchors[:2] == given.anchors
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"keep": "general", "interface": "cloze"}, "need the interface freeform"),
+        ({"stop_loss": 1.0, "evaluate_every": 0}, "needs an evaluation every epoch, got evaluate_every=0"),
+    ],
+)
+def test_what_only_free_text_has_is_refused_elsewhere(spec: RunSpec, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(spec, **changes)
+
+
+def chat_run(
+    method: str, seed: int, curve: list[tuple[float, float]], end: tuple[float, float], **own: Any
+) -> RunResult:
+    spec = chat._run(SCALES["desk-real"], seed, method=method, **own)
+    points = [{"epoch": float(i), "new_nll": new, "past_nll": past} for i, (new, past) in enumerate(curve)]
+    return RunResult(
+        spec=spec, retention=50.0, retention_uncovered=50.0, acquisition=90.0, external={},
+        counts={"updates": 10 * (len(curve) - 1)}, cost={}, seconds=1.0, extra_bytes=0, curve=points,
+        new_nll=end[0], past_nll=end[1],
+    )  # fmt: skip
+
+
+def test_the_chat_frontier_takes_each_neighbours_best_rate_and_leaves_out_who_did_not_learn(tmp_path: Path) -> None:
+    lr = SCALES["desk-real"].base.lr
+    found = []
+    for seed in (5, 6, 7):
+        shift = 0.001 * seed
+        fast, slow = [(3.0, 0.5), (0.7, 1.5)], [(3.0, 0.5), (1.85, 0.7), (0.85, 0.9 + shift)]
+        found += [chat_run("sft", seed, fast, fast[-1]), chat_run("sft", seed, slow, slow[-1], lr=lr / 2)]
+        found += [chat_run("replay", seed, [(3.0, 0.5), (0.9, 0.5)], (0.9, 0.5))]  # it never reaches the level
+        found += [chat_run("cplus", seed, [(3.0, 0.5), (0.85, 0.6)], (0.85, 0.6))]
+        found += [chat_run("sft-repair", seed, [(3.0, 0.5), (0.6, 2.0)], (0.8, 0.8), stop_loss=0.68)]
+    folder = tmp_path / "desk-real"
+    for result in found:
+        save_result(result, folder)
+    collected = collect(folder)
+    picture, paths = draw(fig_chat, collected, tmp_path)
+    assert picture.caption.endswith("n = 3 seeds. Methods are compared where the new loss is 0.85.")
+    assert {path.suffix for path in paths} == {".svg", ".png"}
+    [line] = comparison_lines(collected)
+    assert line.measured == "0.935 ± 0.000 / 0.100 ± 0.000 / not run / not run"
+    assert [row[0] for row in tab_chat(collected).rows][-1] == "Replay"  # it has no rise
+    summary = STUDIES["chat"].summary(found)
+    verdicts = {claim.says: claim.verdict for claim in summary.claims}
+    assert verdicts["CPLUS (anchors given) loses at most half of what sft loses at its best rate"] == "holds"
+    assert verdicts["CPLUS (anchors given) loses at most half of what replay loses at its best rate"] == "not run"
+    assert verdicts["repair at least halves what sft loses at its best rate"] == "fails"
+    rows = {(row.at["method"], row.at["lr"]): row.figures for row in summary.rows}
+    assert rows["sft", lr / 2]["rise of past loss"].mean == pytest.approx(0.406)
+    assert rows["sft", lr / 2]["updates"].mean == pytest.approx(20.0)
+    assert rows["sft", lr]["updates"].mean == pytest.approx(10 * (3.0 - 0.85) / (3.0 - 0.7))
+    assert rows["sft-repair", lr]["updates"].mean == 10.0
+    assert "rise of past loss" not in rows["replay", lr]
+    assert "by 0.406 ± 0.001 with plain fine-tuning at its best rate, by 0.100 ± 0.000 with CPLUS" in summary.answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -29,6 +30,11 @@ def made(method: str, rung: Choice, seed: int, steps: int, kept: float, learned:
         seconds=1.0,
         extra_bytes=0,
     )
+
+
+def as_demo(method: str, seed: int, kept: float) -> RunResult:
+    """A run with the demo's training."""
+    return replace(made(method, FAST, seed, 11, kept), spec=frontier.demo_run(DESK, method, seed))
 
 
 FAST, SLOW = Choice(rate=1.6, warm=True), Choice(rate=0.2, warm=True)
@@ -86,9 +92,11 @@ def test_every_rung_is_half_of_the_one_before_and_reported_seeds_choose_nothing(
         assert all(a == pytest.approx(2 * b) for a, b in itertools.pairwise(warm))
         assert method in METHODS
     specs = runs(DESK)
-    assert {spec.seed for spec in specs if spec.method == "sft"} == {TUNING, *range(5)}
-    assert {spec.seed for spec in specs if spec.method == "lora"} <= {TUNING, *range(5)}
-    assert all(spec.stop_at == frontier.LEARNED for spec in specs)
+    assert {spec.seed for spec in specs if spec.method == "sft"} == {TUNING, *range(5, 15)}
+    assert {spec.seed for spec in specs if spec.method == "lora"} == {TUNING, *range(5, 10)}
+    demos = {frontier.demo_run(DESK, spec.method, spec.seed) for spec in specs}
+    assert {spec.stop_at for spec in specs if spec not in demos} == {frontier.LEARNED}
+    assert len(demos & set(specs)) == 20
 
 
 def test_what_was_chosen_is_what_the_committed_results_choose() -> None:
@@ -111,11 +119,14 @@ def test_the_summary_compares_the_recipe_with_every_neighbour(monkeypatch: pytes
             *plain(seed),
             made(frontier.RECIPE, FAST, seed, 20, 98.0 + 0.1 * seed),
             made("replay", FAST, seed, 20, 86.0),
+            as_demo("sft", seed, 100.0),  # not on the line
+            as_demo("sft-repair", seed, 92.0 + 0.1 * seed),
         )
     ]
     summary = STUDIES["frontier"].summary(found)
-    assert [claim.verdict for claim in summary.claims] == ["holds"] * 3  # SFT's line, SFT, Replay
+    assert [claim.verdict for claim in summary.claims] == ["holds"] * 4 + ["not run"]  # the line, SFT, Replay, repairs
     assert "keeps 98.1 ± 0.1 % with 20.0 ± 0.0 updates: +13.1 ± 0.1 points" in summary.answer
+    assert "a repair of SFT keeps 92.1 ± 0.1 %, one of CPLUS not run %" in summary.answer
     rows = {row.at["method"]: row.figures for row in summary.rows}
     assert rows["sft"]["updates"].mean == 40.0  # the chosen rung alone
     assert rows["replay"]["above SFT at equal updates"].mean == pytest.approx(1.0)

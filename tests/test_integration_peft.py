@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from datasets import Dataset
 from peft import LoraConfig, OSFConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import nn
 from torch.optim import AdamW
-from trained import ANCHORS, PROBES, Stop, same, trainer
+from trained import ANCHORS, PROBES, Stop, arguments, features, same, trainer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from trl import SFTConfig, SFTTrainer
 
 from cplus.adapters import Lora
 from cplus.attach import Guard, protect
@@ -104,6 +107,31 @@ def test_a_4_bit_base_stays_and_the_gate_says_what_it_acts_on(tmp_path: Path) ->
     )
     losses = train(model, optimizer, guard)
     assert losses[-1] < losses[0]
+    assert all(torch.equal(p, packed[name]) for name, p in model.named_parameters() if name in packed)
+
+
+def test_sft_trainer_on_a_4_bit_base_trains_once_its_adapters_are_float32_again(
+    tmp_path: Path, make_tiny: Callable[[str], Any]
+) -> None:
+    tiny.lm().save_pretrained(tmp_path)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
+    model = lora(base.requires_grad_(False))
+    packed = {name: p.detach().clone() for name, p in model.named_parameters() if p.dtype == torch.uint8}
+    args = SFTConfig(**arguments(tmp_path / "run", bf16=True, num_train_epochs=1, gradient_checkpointing=False))
+    rows = Dataset.from_list([{name: features(row)[name] for name in ("input_ids", "labels")} for row in NEW])
+    run = SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=make_tiny("qwen3").tokenizer)
+    callback = preserve(run, anchors=ANCHORS, probes=PROBES)
+    with pytest.raises(TypeError, match="is bfloat16: steps below one ulp read back as zero; load float32 masters"):
+        run.train()  # TRL turns the adapters of a quantised base into bfloat16
+    adapters = [p for p in run.model.parameters() if p.requires_grad]
+    for p in adapters:
+        p.data = p.data.float()
+    before = [p.detach().clone() for p in adapters]
+    run.train()
+    assert callback.guard is not None
+    assert callback.guard.steps == 2
+    assert not all(torch.equal(p, q) for p, q in zip(adapters, before, strict=True))
     assert all(torch.equal(p, packed[name]) for name, p in model.named_parameters() if name in packed)
 
 

@@ -83,6 +83,7 @@ def work(rank: int, folder: Path) -> None:
     model, optimizer, guard = adapters(sharded)
     train(model, optimizer, guard, 1, EPOCH)
     found["lora"] = (guard.where.sharded, whole(model))
+    found["only rows"] = [only_rows(sharded, rows) for rows in TOKENS]
     found["any loss"] = any_loss(rank)
     found["said"] = refusals(rank)
     found |= trainers(folder)
@@ -131,6 +132,20 @@ def adapters(wrap: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, AdamW, 
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     evidence = MeanGradient(model=model, sources=two_ranks.SOURCES)
     return model, optimizer, Guard(optimizer, model, evidence=evidence, gate=two_ranks.Recorder())
+
+
+TOKENS = ([3, 19, 20, 39], [1])  # rows of both processes, and of the first alone
+
+
+def only_rows(wrap: Callable[[nn.Module], nn.Module], rows: list[int]) -> list[Tensor]:
+    """The weights after some steps that train these rows of the embedding and everything else."""
+    model = wrap(tiny.lm())
+    optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    evidence = MeanGradient(model=model, sources=two_ranks.SOURCES)
+    only = {"model.embed_tokens.weight": rows}
+    guard = Guard(optimizer, model, evidence=evidence, gate=Collaborative(beta=0.9), only_rows=only)
+    train(model, optimizer, guard, 1, 4)
+    return whole(model)
 
 
 def trainers(folder: Path) -> dict[str, Any]:
@@ -286,6 +301,18 @@ def test_sharded_adapters_equal_those_of_one_process(two: list[dict[str, Any]]) 
         assert is_sharded
         # Adapters are small beside their steps: 2e-7 apart without vector instructions and 9e-7 with AVX2.
         assert distance(weights, whole(model)) < 1e-5
+
+
+def test_shards_train_only_the_rows_of_one_process(two: list[dict[str, Any]]) -> None:
+    start = whole(tiny.lm())[0]
+    for i, rows in enumerate(TOKENS):
+        expected = only_rows(plain, rows)
+        others = [row for row in range(len(start)) if row not in rows]
+        for found in two:
+            weights = found["only rows"][i]
+            assert torch.equal(weights[0][others].view(torch.int32), start[others].view(torch.int32))
+            assert (weights[0][rows] != start[rows]).any(dim=1).all()
+            assert distance(weights, expected) < 1e-6
 
 
 def test_bf16_passes_over_float32_shards_give_the_evidence_of_float32(two: list[dict[str, Any]]) -> None:

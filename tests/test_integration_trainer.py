@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from quadratic import ConstantEvidence
 from torch import Tensor, nn
@@ -185,6 +186,8 @@ def test_the_factory_gives_the_callbacks_weights_and_resumes(tmp_path: Path) -> 
 
 
 def test_a_loop_under_accelerate_is_our_loop() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)  # what a Trainer set before would stay
+    GradientState._reset_state()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     plain = tiny.lm()
     model, optimizer = accelerator.prepare(plain, AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0))
@@ -234,10 +237,13 @@ def test_a_gradient_scaler_unscales_before_the_one_pass_optimizer_steps() -> Non
 
 
 def test_deepspeed_is_refused_before_any_work(tmp_path: Path) -> None:
-    run = trainer(tmp_path)
-    run.is_deepspeed_enabled = True
-    with pytest.raises(TypeError, match="DeepSpeed ZeRO steps a flat copy of the parameters; use FSDP2"):
-        preserve(run, anchors=ANCHORS)
+    """Without its engine: a callback that `preserve` did not add has only the optimizer."""
+    model = tiny.lm()
+    wrapped = engine("DeepSpeedOptimizerWrapper", "accelerate.utils.deepspeed")(model.parameters(), lr=0.1)
+    callback = PreservationCallback(anchors=ANCHORS)
+    with pytest.raises(TypeError, match=r"only its engine can map to the model; .* or preserve\(trainer, ...\)"):
+        callback.on_train_begin(None, None, None, model=model, optimizer=wrapped)
+    assert callback.guard is None
 
 
 TURNS = (
@@ -357,8 +363,8 @@ def engine(name: str, module: str) -> type[Any]:
 @pytest.mark.parametrize(
     ("name", "module", "reason"),
     [
-        ("DeepSpeedZeroOptimizer", "deepspeed.runtime.zero.stage_1_and_2", r"use FSDP2 \(fully_shard\) instead"),
-        ("DeepSpeedOptimizerWrapper", "accelerate.utils.deepspeed", r"use FSDP2 \(fully_shard\) instead"),
+        ("DeepSpeedZeroOptimizer", "deepspeed.runtime.zero.stage_1_and_2", "with the engine that deepspeed.initialize"),
+        ("DeepSpeedOptimizerWrapper", "accelerate.utils.deepspeed", "with the engine that deepspeed.initialize"),
         ("AdaLomo", "lomo_optim.adalomo", "updates inside the backward pass"),
         ("LayerWiseDummyOptimizer", "transformers.trainer_pt_utils", "updates inside the backward pass"),
     ],

@@ -22,12 +22,13 @@ from typer.testing import CliRunner
 import cplus
 from cplus import kernels
 from cplus.cli import app, register
+from cplus.data.encoded import Encoded
 from cplus.data.examples import Choice, FreeForm, Message
 from cplus.experiment.driver import Training
 from cplus.experiment.measure import repeats_every_token
 from cplus.experiment.schedule import rate_factor
 from cplus.interfaces import Rejected
-from cplus.job import memory, timing
+from cplus.job import answer_timing, memory, timing
 from cplus.job.checkpoint import Checkpoints
 from cplus.job.folder import Folder, claimed
 from cplus.job.plan import plan
@@ -529,7 +530,7 @@ def test_the_plan_counts_what_the_job_will_use_and_writes_nothing(here: Path, mo
     need = planned["need"]
     held = need["kept_bytes_per_parameter"] + need["step_bytes_per_parameter"]
     assert held * done.record["counts"]["parameters"] == cost["extra_bytes"]
-    assert set(planned["seconds"]) == {"evaluating", "writing probes", "training"}
+    assert set(planned["seconds"]) == {"starting", "loading", "evaluating", "writing probes", "saving", "training"}
     assert all(0 < seconds["low"] <= seconds["high"] for seconds in planned["seconds"].values())
     for end in ("low", "high"):
         total = sum(seconds[end] for seconds in planned["seconds"].values())
@@ -544,21 +545,27 @@ def test_the_plan_counts_what_the_job_will_use_and_writes_nothing(here: Path, mo
 
 
 def test_the_record_holds_the_plan_beside_what_was_measured(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "pace", lambda *_: timing.Pace(training=timing.Range(0.0, 1.0), evidence=0.0))
+    monkeypatch.setenv("CPLUS_CACHE", str(here / "cache"))
+    quick = timing.Pace(update=0.0, padded=1.0, evidence=1.0, first=0.0)
+    monkeypatch.setattr(timing, "pace", lambda *_: quick)
     config = asked(here, epochs=2)
     planned = plan(config)
-    done = cplus.adapt(config, planned=planned)
+    done = cplus.adapt(config, planned=planned, starting=2.0)
     expected, actual = done.record["planned"], done.record["actual"]
     assert expected["seconds"] == {part: dataclasses.asdict(spent) for part, spent in planned.seconds.items()}
-    assert set(actual["seconds"]) == {"evaluating", "writing probes", "training"}
+    assert set(actual["seconds"]) == {"starting", *expected["seconds"]}
+    assert actual["seconds"]["starting"] == 2.0
+    assert all(seconds > 0 for seconds in actual["seconds"].values())
+    assert actual["total_seconds"] == pytest.approx(sum(actual["seconds"].values()))
+    assert expected["total_seconds"] == dataclasses.asdict(planned.total)
     spent = expected["seconds"]["training"]
-    assert spent["low"] <= actual["seconds"]["training"] == done.record["cost"]["seconds"] <= spent["high"]
-    assert actual["seconds"]["evaluating"] > 0
+    assert done.record["cost"]["seconds"] <= actual["seconds"]["training"] <= spent["high"]
     assert expected["training_tokens_per_epoch"] == planned.tokens.training
     assert expected["evidence_tokens_per_epoch"] == planned.tokens.evidence > 0
     assert actual["training_tokens_per_epoch"] * 2 == done.record["cost"]["training_padded"]
     assert actual["evidence_tokens_per_epoch"] * 2 == done.record["cost"]["preservation_padded"]
-    assert (expected["held_bytes"], expected["peak_bytes"]) == (planned.need.held, planned.need.peak)
+    assert (expected["held_bytes"], expected["peak_bytes"]) == (planned.need.held, planned.peak)
+    assert planned.peak in (planned.trial_bytes, planned.need.peak)
     assert actual["peak_bytes"] is None or actual["peak_bytes"] >= 0
 
 
@@ -570,28 +577,47 @@ def test_a_job_without_a_plan_records_tokens_bytes_and_seconds(finished: Finishe
 
 
 def test_the_range_of_the_training_time_follows_epochs_and_probes(here: Path) -> None:
-    pace = timing.Pace(training=timing.Range(1.0, 2.0), evidence=3.0)
-    low = Tokens(sft=10, training=10, evidence=4)
-    high = Tokens(sft=10, training=12, evidence=8)
+    pace = timing.Pace(update=2.0, padded=10.0, evidence=3.0, first=1.0)
+    low = Tokens(sft=30, training=30, evidence=4)
+    high = Tokens(sft=30, training=45, evidence=8)
 
     def seconds(**changes: Any) -> timing.Range:
-        return timing.training_seconds(asked(here, **changes), low, high, pace)
+        return timing.training_seconds(asked(here, **changes), low, high, 12, pace)
 
-    assert seconds(epochs=3) == timing.Range(3 * (10 + 12), 3 * (24 + 24))
-    assert seconds(epochs=3, stop="learned") == timing.Range(10 + 12, 3 * (24 + 24))
+    # Three updates of 2 s an epoch; those of the longer form may take half as much again.
+    assert seconds(epochs=3) == timing.Range(1 + 3 * (6 + 12), 1 + 3 * (9 + 24))
+    assert seconds(epochs=3, stop="learned") == timing.Range(1 + 6 + 12, 1 + 3 * (9 + 24))
     assert seconds(epochs=4).high > seconds(epochs=3).high
 
 
-def test_answers_are_planned_by_the_length_of_the_given_responses(here: Path) -> None:
+def test_the_plan_is_wider_on_a_machine_that_varies() -> None:
+    calm, busy = timing.spread([1.0, 1.01, 0.99, 1.0]), timing.spread([1.0, 1.5, 0.8, 1.2])
+    assert calm == timing.Range(1 / timing.AGAIN, timing.AGAIN)
+    assert busy.low < 0.7 < 1.5 < busy.high
+
+
+def test_the_trial_begins_with_the_longest_rows_and_then_draws(here: Path) -> None:
+    rows = [Encoded(tuple(range(count)), (1,)) for count in range(1, 8)]
+    found = timing._sample(rows, 3, random.Random(0))
+    assert [len(row) for row in found[:3]] == [8, 7, 6]
+    assert len(found) == 3 * (1 + timing._STEPS)
+    assert {len(row) for row in found[3:]} == {len(row) for row in rows}
+
+
+def test_answers_are_planned_by_their_real_lengths(here: Path) -> None:
     rows = [FreeForm(id=f"q{i}", messages=(Message(role="user", content="?"),), response="a b c") for i in range(2)]
     write_rows(here / "free.jsonl", rows)
     base = load("toy")
     mean = len(base.tokenizer.encode("a b c", add_special_tokens=False)) + 1
-    for limit in (1, mean, 2 * mean - 1, 256):
+    for limit in (1, mean, 256):
         config = asked(here, method="sft", new=str(here / "free.jsonl"), anchors=None, past=None, interface=None,
                        plain=True, max_new_tokens=limit)  # fmt: skip
         group = bind_rows(config, preflight(config, here).tasks, base).new
-        assert timing.answer_length(config, base, group) == timing.Range(min(mean, limit), min(2 * mean, limit))
+        assert answer_timing.response_length(config, base, group) == min(mean, limit)
+    short = config.model_copy(update={"max_new_tokens": 3})
+    found = answer_timing.evaluating(short, base, group)
+    assert 1 <= found.length <= found.longest <= 3
+    assert 0 < found.answering.low <= found.answering.high
 
 
 def _yaml(here: Path, config: cplus.AdaptConfig) -> Path:

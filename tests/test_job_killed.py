@@ -64,6 +64,7 @@ def test_finish_after_a_kill_writes_the_checkpoints_weights(stopped: Path, momen
     assert not [path for path in out.rglob("*") if path.suffix in (".part", ".old")]
 
 
+@pytest.mark.long
 def test_a_job_killed_again_and_again_ends_bitwise_as_if_never_stopped(tmp_path: Path) -> None:
     run = killed("killed_job.py", str(tmp_path), "7", cache=tmp_path / "cache")
     ends = json.loads(run.stdout.splitlines()[-1])

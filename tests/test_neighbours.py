@@ -53,7 +53,7 @@ def test_the_smallest_share_that_keeps_every_known_row_is_chosen() -> None:
     # Rows that the tuned model repeats and the base model does not: its own likeliest token as the target.
     new = [Encoded(row.prompt, (likeliest(tuned, row),)) for row in rows]
     new = [row for row in new if likeliest(model, row) != row.target[0]]
-    known, _ = known_rows(tuned, new)
+    known, _ = known_rows(tuned, Material(new=new))
     assert known == set(new)
     base, found = base_weights(model), copy.deepcopy(tuned)
     work = Averaged()(found, base, Material(new=new))
@@ -69,6 +69,21 @@ def test_the_smallest_share_that_keeps_every_known_row_is_chosen() -> None:
     assert all(torch.equal(p, q) for p, q in zip(found.parameters(), expected.parameters(), strict=True))
     assert work.padded == 0
     assert work.forward >= (first + 2) * sum(map(len, new))  # the tuned model and every share tried
+
+
+def test_a_row_with_choices_is_known_by_its_best_choice() -> None:
+    model, [row, other] = tiny.lm(), tiny.rows(2, seed=3)
+    logits = model(torch.tensor([row.prompt])).logits[0, -1]
+    order = logits.argsort(descending=True).tolist()
+    second = Encoded(row.prompt, (order[1],))
+    assert known_rows(model, Material(new=[second]))[0] == set()  # no choices: only the likeliest token counts
+    worse, better = {second: ((order[1],), (order[5],))}, {second: ((order[0],), (order[1],))}
+    known, work = known_rows(model, Material(new=[second], choices=worse))
+    assert known == {second}
+    assert work.forward == len(row.prompt) + 2
+    assert known_rows(model, Material(new=[second], choices=better))[0] == set()
+    alone = Material(new=[second, other], choices={second: ((order[1],),)})
+    assert second not in known_rows(model, alone)[0]  # one choice is no choice
 
 
 def test_a_model_that_knows_no_new_row_is_left_as_it_is() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -73,3 +74,41 @@ def test_the_workflow_runs_what_continuous_integration_runs() -> None:
     assert [step["run"] for step in jobs["test"]["steps"] if "run" in step] == [".ci/run"]
     for template in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
         assert yaml.safe_load(template.read_text()), template
+
+
+IMPORT = """
+import sys, time
+import torch, transformers
+transformers.Trainer  # what a fine-tuning script imports itself
+began, before = time.process_time(), set(sys.modules)
+import cplus
+cplus.protect
+from cplus.integrations.transformers import preserve
+spent = time.process_time() - began
+heavy = {"scipy", "matplotlib", "pandas", "pyarrow", "datasets", "gguf", "trl", "peft", "jax", "pydantic", "typer"}
+print(spent, *sorted(heavy & (set(sys.modules) - before)))
+"""
+
+
+def test_protect_and_preserve_are_imported_in_two_seconds_beyond_torch_and_transformers() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True, cwd=ROOT)
+    spent, *heavy = done.stdout.split()
+    assert heavy == []
+    assert float(spent) < 2.0  # processor time, so that a busy machine changes nothing
+
+
+def test_the_matrix_of_environments_names_what_pyproject_allows() -> None:
+    sys.path.insert(0, str(ROOT / "tools"))
+    import matrix
+
+    sys.path.remove(str(ROOT / "tools"))
+    allowed = dict(re.findall(r"^(\w+)>=([\d.]+)$", "\n".join(PROJECT["project"]["dependencies"]), re.M))
+    assert matrix.ENVIRONMENTS["oldest"].pins == (f"transformers=={allowed['transformers']}.0",)
+    assert len(matrix.ENVIRONMENTS) >= 3
+    assert all((ROOT / path).is_file() for path in matrix.CONTRACT)
+    page = f"head {matrix.BEGIN}\n\n| a | b |\n|---|---|\n\n{matrix.END} tail"
+    once = matrix.with_row(page, "oldest", {"trl": "1.0"}, "3 passed")
+    assert "| oldest transformers | - | 1.0 | - | - | - | - | 3 passed |" in once
+    assert matrix.with_row(once, "oldest", {"trl": "1.0"}, "3 passed") == once
+    assert once.startswith("head ")
+    assert once.endswith(" tail")

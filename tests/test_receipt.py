@@ -306,6 +306,12 @@ def test_learning_on_held_out_new_rows_is_shown_apart() -> None:
     made = small(new, unseen)
     assert said(made) == "Learned 100 % of the new rows it was trained on and learned 25.0 % of the new rows held out."
     assert to_json(made)["figures"]["acquisition"]["total"] == 10
+    whole = "Of all held-out new rows, 33.3\u00a0% were answered right before and 50.0\u00a0% are now."
+    assert whole in sentences(to_json(made)["figures"])
+    curve = tuple(Point(epoch=float(e), acquisition=50.0 * e, validation=25.0 * e) for e in range(3))
+    titles = [chart.title for chart in charts(dataclasses.replace(made, curve=curve))]
+    assert titles == ["Acquisition (%): trained on and held out"]  # the line of the rows trained on is not drawn again
+    assert "Acquisition the share of new rows wrong" in render(to_json(dataclasses.replace(made, curve=curve)))
     spoken = receipts.answered([("a", "b")] * 3, [(4.0, 3.5)] * 3, name="unseen")
     free = chat(HARMLESS, DRIFT, new_after=2.87)
     held = RowSet(name="validation", kind="validation", interface="freeform", rows=spoken)

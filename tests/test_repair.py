@@ -31,7 +31,7 @@ from cplus.receipts.receipt import read_receipt
 from cplus.receipts.repaired import repaired, sentences
 from cplus.repairing import search
 from cplus.repairing.importance import Sums
-from cplus.toy import world
+from cplus.toy import rows, world
 
 PAGE = (Path(__file__).parent.parent / "docs" / "repair.md").read_text()
 ARGUMENTS = "--new new.jsonl --anchors keep.jsonl --past past.jsonl --interface cloze --num-probes 8 --device cpu"
@@ -51,13 +51,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("CPLUS_CACHE", str(folder / "cache"))
         section = PAGE.split("## Walk-through")[1].split("\n## ")[0]
         blocks = re.findall(r"```(python|bash)\n(.*?)```", section, re.DOTALL)
-        assert [kind for kind, _ in blocks] == ["python", "bash", "python", "python"]
+        assert [kind for kind, _ in blocks] == ["bash", "python", "python"]
         for kind, text in blocks:
             if kind == "python":
                 exec(compile(text, "docs/repair.md", "exec"), {})
                 continue
             for line in text.splitlines():
-                done = CliRunner().invoke(app, shlex.split(line)[1:])
+                program, *words = shlex.split(line, comments=True)
+                if program == "python":
+                    assert words == ["-m", "cplus.toy.rows"]
+                    rows.write(Path())
+                    continue
+                done = CliRunner().invoke(app, words)
                 assert done.exit_code == 0, done.output
         yield folder
     torch.set_num_threads(threads)

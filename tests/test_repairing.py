@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cplus.data.encoded import Encoded
 from cplus.losses import answer_losses
-from cplus.repairing.checks import Check, Unrepairable, loss_check, mean_loss, token_check
+from cplus.repairing.checks import Check, Unrepairable, loss_check, mean_loss
 from cplus.repairing.importance import Sums, add_importance
 from cplus.repairing.model import repair_model
 from cplus.repairing.ranking import Ranking, encode, ratio, undo
@@ -205,7 +205,7 @@ def test_a_further_round_never_ends_with_a_higher_past_loss(pair: tuple[nn.Modul
 
 def test_held_out_rows_are_kept_as_well(pair: tuple[nn.Module, nn.Module]) -> None:
     base, tuned = pair
-    checks = (token_check(NEW, tolerance=20.0), loss_check(HELD, name="held-out", held_out=True))
+    checks = (loss_check(NEW, tolerance=0.2), loss_check(HELD, name="held-out", held_out=True))
     found = repair_model(copy.deepcopy(tuned), weights(base), PAST, NEW, checks=checks)
     assert [own.name for own in found.new] == ["new", "held-out"]
     for own in found.new:
@@ -270,17 +270,30 @@ def test_what_cannot_be_repaired_is_refused_and_left_as_it_was(pair: tuple[nn.Mo
         assert same(model, before)
 
 
-@pytest.mark.parametrize(("after", "helps"), [(1.2, False), (0.8, True), (0.2, True)])
-def test_a_repair_must_bring_the_past_loss_nearer_to_the_bases(
-    pair: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch, after: float, helps: bool
+@pytest.mark.parametrize(
+    ("tuned_loss", "after", "helps"),
+    [
+        (1.0, 1.2, False),
+        (1.0, 0.8, True),
+        (1.0, 0.2, True),
+        (0.1, 0.4, True),  # a gate had lowered the loss of the rows it saw: nearer to the base's is no harm
+        (0.1, 0.6, False),
+    ],
+)
+def test_a_repair_may_not_raise_the_past_loss_above_both_models(
+    pair: tuple[nn.Module, nn.Module],
+    monkeypatch: pytest.MonkeyPatch,
+    tuned_loss: float,
+    after: float,
+    helps: bool,
 ) -> None:
     base, tuned = pair
-    model, losses = copy.deepcopy(tuned), iter([1.0, 0.5, after])  # tuned, base, repaired
+    model, losses = copy.deepcopy(tuned), iter([tuned_loss, 0.5, after])  # tuned, base, repaired
     monkeypatch.setattr("cplus.repairing.search.mean_loss", lambda *_, **__: next(losses))
     if helps:
         assert repair_model(model, weights(base), PAST, NEW).past.repaired == after
         return
-    with pytest.raises(Unrepairable, match="does not bring the loss of the past rows nearer"):
+    with pytest.raises(Unrepairable, match="does not lower the loss of the past rows"):
         repair_model(model, weights(base), PAST, NEW)
     assert same(model, weights(tuned))
 

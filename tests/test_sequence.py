@@ -26,6 +26,7 @@ from cplus.evaluation.sequences import average_accuracy, backward_transfer, surv
 from cplus.experiment import driver, sequence
 from cplus.experiment.material import PastTask, material, refined
 from cplus.experiment.record import load_sequence, save_sequence
+from cplus.experiment.rows import Group
 from cplus.experiment.sequence import Stage, bind_tasks, first_stage, run_sequence
 from cplus.experiment.settings import SequenceSpec
 from cplus.files import sha256_file
@@ -142,7 +143,7 @@ def test_replay_has_all_anchors_and_ssr_the_latest_answers(base: models.Loaded) 
         PastTask(name=task.name, interface=task.interface, anchors=tuple(own[:2]), probes=tuple(own[2:]))
         for task, own in zip(tasks, rows, strict=False)
     ]
-    new = [tasks[2].interface.encode(row) for row in tasks[2].examples[:4]]
+    new = Group(name="new", part="acquisition", interface=tasks[2].interface, examples=tuple(tasks[2].examples[:4]))
     assert len(material(METHODS["replay"], new, kept, base).rows("anchors")) == 4
     assert len(material(METHODS["ssr"], new, kept, base).rows("synthetic")) == 4
     open_question = dataclasses.replace(rows[0][2], choices=("an old answer",), answer=0)

@@ -95,7 +95,7 @@ def command(*arguments: str) -> Any:
     return CliRunner().invoke(cli.app, ["study", *arguments])
 
 
-@pytest.mark.parametrize("name", list(STUDIES))
+@pytest.mark.parametrize("name", [name for name, study in STUDIES.items() if runs_of(study, SMOKE)])
 def test_a_study_answers_from_its_own_results(results: Path, name: str) -> None:
     study = STUDIES[name]
     summary = study.summary(store.finished(runs_of(study, SMOKE), results / "smoke"))
@@ -120,7 +120,7 @@ def test_the_command_repeats_nothing_and_prints_one_object(results: Path) -> Non
     found = command("all", "--scale", "smoke", "--out", str(results), "--json")
     report = json.loads(found.stdout)
     assert (found.exit_code, report["done"], report["runs"], report["failed"]) == (0, 0, len(ALL), [])
-    assert set(report["studies"]) == set(STUDIES)
+    assert set(report["studies"]) == set(STUDIES) - {"chat"}  # which needs a chat model
     assert {path: path.stat().st_mtime_ns for path in results.rglob("*.json")} == before
     assert STUDIES["e09"].question in command("e09", "--scale", "smoke", "--out", str(results)).stdout
 
@@ -137,6 +137,7 @@ def test_removing_one_result_repeats_exactly_one_run(some: Path) -> None:
     assert replace(again, seconds=kept.seconds, environment=kept.environment) == kept  # and it is the same run
 
 
+@pytest.mark.long
 def test_two_runners_share_the_work_and_each_has_every_result(cache: Path, tmp_path: Path) -> None:
     line = [*CLI, "study", "e08", "--scale", "smoke", "--out", str(tmp_path)]
     both = [subprocess.Popen([*line, "--workers", "1", "--json"], stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -269,7 +270,9 @@ def test_a_dry_run_lists_what_is_missing_with_its_time(some: Path) -> None:
 def test_the_desk_takes_hours_not_days(tmp_path: Path) -> None:
     report = json.loads(command("all", "--scale", "desk", "--out", str(tmp_path), "--dry-run", "--json").stdout)
     assert report["hours"] < 10
-    assert all(study.summary([]).answer and runs_of(study, SCALES["desk"]) for study in STUDIES.values())
+    assert all(
+        study.summary([]).answer and runs_of(study, SCALES["desk"]) for name, study in STUDIES.items() if name != "chat"
+    )
 
 
 def test_studies_need_no_torch() -> None:

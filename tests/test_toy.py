@@ -17,7 +17,7 @@ from cplus import toy
 from cplus.data.examples import to_row
 from cplus.files import fingerprint, sha256_file
 from cplus.losses import last_logits, left_padded
-from cplus.toy import pretrain, world
+from cplus.toy import pretrain, rows, world
 from cplus.toy.vocabulary import build_tokenizer
 
 TOKENIZER = build_tokenizer()
@@ -148,3 +148,14 @@ def test_pretraining_is_deterministic_and_leaves_a_folder_that_loads(
     pretrain.pretrain("toy-s", tmp_path / "other", seed=6)
     assert sha256_file(tmp_path / "one" / "model.safetensors") != sha256_file(tmp_path / "other" / "model.safetensors")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "one").config.num_hidden_layers == 1
+
+
+def test_the_rows_to_begin_with_are_those_of_the_examples_and_replace_nothing_else(tmp_path: Path) -> None:
+    examples = Path(__file__).parent.parent / "examples" / "rows"
+    for path in rows.write(tmp_path):
+        assert path.read_bytes() == (examples / path.name).read_bytes()
+    rows.write(tmp_path)  # again: the same bytes
+    (tmp_path / "keep.jsonl").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"keep\.jsonl holds other rows; give an empty folder"):
+        rows.write(tmp_path)
+    assert (tmp_path / "keep.jsonl").read_text() == "mine"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Regex, pre_tokenizers, processors
+from transformers import AutoTokenizer
 
 from cplus.data.encoded import Encoded
 from cplus.data.examples import Choice, FreeForm, Message, from_row
@@ -189,6 +191,28 @@ def test_both_answers_under_smollm2s_own_tokenizer(smollm: Any) -> None:
     row = build("freeform", smollm.tokenizer).encode(TWO)
     assert learned(smollm.tokenizer, row) == ["Hello.<|im_end|>", "Good bye.<|im_end|>"]
     assert [*row.prompt, *row.target] == whole(smollm.tokenizer, TWO)[: len(row)]
+
+
+@pytest.mark.packaged
+@pytest.mark.parametrize(
+    "alias",
+    ["smollm2-135m", "qwen2.5-coder-1.5b", pytest.param("gemma-3-270m", marks=pytest.mark.long)],  # 33 MB of tokens
+)
+def test_both_answers_under_the_tokenizers_of_the_packaged_files(
+    packaged_folder: Callable[[str], Path], alias: str
+) -> None:
+    """Tokenizer and chat template as their GGUF files hold them; no weight is read."""
+    own = AutoTokenizer.from_pretrained(packaged_folder(alias))
+    if alias.startswith("gemma"):  # the file of the pretrained model has no template: the one of its family
+        assert own.chat_template is None
+        own.chat_template = GEMMA2
+    end = "<end_of_turn>" if alias.startswith("gemma") else "<|im_end|>"
+    row = build("freeform", own).encode(TWO)
+    assert learned(own, row) == [f"Hello.{end}", f"Good bye.{end}"]
+    rendered = whole(own, TWO)
+    assert [*row.prompt, *row.target] == rendered[: len(row)]
+    assert own.decode(rendered[len(row) :]).strip() == ""
+    assert learned(own, build("freeform", own, turns="last").encode(TWO)) == [f"Good bye.{end}"]
 
 
 def test_thoughts_are_learned_where_the_template_writes_them(tokenizer: Any) -> None:

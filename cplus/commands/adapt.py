@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
+from cplus import world
 from cplus.commands import names
 from cplus.commands.options import SETTINGS, Config, Json, OptionalModel, given, with_settings
 
@@ -36,10 +37,32 @@ def adapt(
 
     Exit code 0: done, every requirement met. 2: done, a requirement not met. 1: an error. 130, 143: stopped, saved.
     """
+    from cplus.terminal import print_json
+
+    with interruptible(), world.joined():
+        outcome = _outcome(model, config, resume, finish, options, force=force, plan=plan, json=json)
+    if outcome is None:
+        return
+    print_json(_row(outcome)) if json else _show(outcome)
+    if not outcome.kept:
+        raise typer.Exit(NOT_KEPT)
+
+
+def _outcome(
+    model: str | None,
+    config: Path | None,
+    resume: Path | None,
+    finish: Path | None,
+    options: dict[str, Any],
+    *,
+    force: bool,
+    plan: bool,
+    json: bool,
+) -> FinishedJob | None:
+    """The job that the options ask for, done; None where they ask for its plan alone, which is printed."""
     chosen = given(options, model=model)
     if resume is None and finish is None:
-        asked = _settings(config, chosen)
-        names.check(asked.model_dump())
+        asked = world.in_turn(lambda: _settings(config, chosen))
     elif chosen.keys() - ({"epochs"} if finish is None else set()) or config is not None or force or plan:
         raise ValueError(
             "--resume and --finish use the settings the job started with; leave out the others (--resume accepts "
@@ -51,29 +74,25 @@ def adapt(
     from cplus.job import plan as planning
     from cplus.job import resume as resuming
     from cplus.job import run
-    from cplus.terminal import print_json
+    from cplus.job.usage import since_start
 
-    with interruptible():
-        if plan:
-            show_plan(planning.plan(asked), json=json)
-            return
-        if finish is not None:
-            outcome = resuming.finish(finish)
-        elif resume is not None:
-            outcome = resuming.resume(resume, epochs=chosen.get("epochs"))
-        else:
-            outcome = run.adapt(asked, force=force)
-    print_json(_row(outcome)) if json else _show(outcome)
-    if not outcome.kept:
-        raise typer.Exit(NOT_KEPT)
+    if plan:
+        world.shared(lambda: show_plan(planning.plan_anywhere(asked, starting=since_start()), json=json))
+        return None
+    if finish is not None:
+        return resuming.finish(finish)
+    if resume is not None:
+        return resuming.resume(resume, epochs=chosen.get("epochs"))
+    return run.adapt(asked, force=force, starting=since_start())
 
 
 def _settings(config: Path | None, chosen: Mapping[str, Any]) -> AdaptConfig:
     from cplus.job.settings import read_yaml, settings
 
-    if config is None:
-        return settings(chosen)
-    return settings({**read_yaml(config), **chosen}, where=str(config))
+    values, where = (chosen, "settings") if config is None else ({**read_yaml(config), **chosen}, str(config))
+    found = settings(values, where=where)
+    names.check(found.model_dump())
+    return found
 
 
 class Planned(Protocol):

@@ -27,7 +27,7 @@ def demo(
     tuned: Annotated[
         str,
         typer.Option(help="Methods to show once more at their own best rate, from 'cplus study frontier'; or 'none'."),
-    ] = "sft,osf,cplus-repair",
+    ] = "sft,freeze-layers,cplus-repair",
     out: Annotated[Path, typer.Option(help="Folder for the figure and the run records.")] = Path("runs/demo"),
     json: Json = False,
 ) -> None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from cplus import algorithm
 from cplus.attach import Guard
 from cplus.diagnostics.layers import layer_of
-from cplus.diagnostics.measures import share
+from cplus.diagnostics.measures import Sums, share
 from cplus.diagnostics.sums import LayerSums
 from cplus.ranks import local
 
@@ -57,8 +57,17 @@ def layer_shares(guard: Guard | None) -> list[LayerShare]:
             admitted=min(1.0, sums["admitted"] / sums["coordinates"]),
             energy=share(sums.get("energy", 0.0), sums.get("whole", 0.0)),
         )
-        for name, sums in layer_sums.by_layer().items()
+        for name, sums in _over_processes(layer_sums.by_layer(), guard).items()
     ]
+
+
+def _over_processes(layers: dict[str, Sums], guard: Guard) -> dict[str, Sums]:
+    """The layers' sums over all shards; every process must call it."""
+    if not guard.where.sharded:
+        return layers
+    values = [value for sums in layers.values() for value in sums.values()]
+    totals = iter(guard.where.sums(values, guard.params[0].device))
+    return {layer: {name: next(totals) for name in sums} for layer, sums in layers.items()}
 
 
 def last_update(optimizer: Optimizer, p: nn.Parameter) -> Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cplus import interfaces
@@ -19,7 +19,9 @@ from cplus.experiment.settings import RunSpec
 from cplus.experiment.task_split import TaskSplit
 from cplus.interfaces import Interface
 from cplus.models import Loaded
+from cplus.probes.abilities import GENERAL, MIN_YIELD
 from cplus.probes.bank import Bank
+from cplus.probes.settings import TOPICS, ProbeSettings
 from cplus.probes.texts import input_key
 from cplus.scoring import predict
 
@@ -87,13 +89,14 @@ def set_up(
     right = spec.num_anchors - spec.wrong_anchors
     anchors = draw_mixture(found, correct=right, wrong=spec.wrong_anchors, seed=spec.seed)
     wrong = _drawn(found.new, spec, "wrong") if kept else ()
+    anchors, probes = _to_keep(spec, base, interface, anchors, banks)
     return Comparison(
         base=base,
         new=_known("new", "acquisition", task, new_rows(task[1], spec)),
         past=_known("past", "retention", (interface, found), _drawn(found.past, spec, "past")),
         split=found,
         anchors=anchors,
-        probes=bank(spec, base, interface, anchors, banks).examples if spec.num_probes else (),
+        probes=probes,
         wrong=_known("wrong", "retention", (interface, found), wrong) if wrong else None,
         external=tuple(external(base, name, spec) for name in spec.external),
         other_task=kept is not None,
@@ -106,6 +109,29 @@ def _known(name: str, part: Part, task: TaskSplit, examples: Sequence[Example]) 
     answers = {prediction.id: prediction for prediction in found.predictions}
     known = tuple(answers[example.id] for example in examples)
     return Group(name=name, part=part, interface=interface, examples=tuple(examples), known=known)
+
+
+def _to_keep(
+    spec: RunSpec, base: Loaded, interface: Interface, anchors: tuple[Example, ...], banks: Path
+) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
+    """Anchors and probes: given ones and a bank written from them, rows written from nothing, or both."""
+    if spec.keep == "anchors":
+        return anchors, bank(spec, base, interface, anchors, banks).examples if spec.num_probes else ()
+    few = spec.num_probes if spec.keep == "general" else spec.num_probes // 2
+    settings = ProbeSettings(
+        num_probes=spec.num_anchors + few,
+        temperature=spec.temperature,
+        topics=TOPICS,
+        seed=spec.seed,
+        min_yield=MIN_YIELD,
+        ability=GENERAL,
+    )
+    written = cached_bank(base, interface, (), settings, banks=banks).examples
+    own, probes = written[: spec.num_anchors], written[spec.num_anchors :]
+    if spec.keep == "general":
+        return own, probes
+    rest = replace(spec, num_probes=spec.num_probes - few)
+    return (*anchors, *own), (*bank(rest, base, interface, anchors, banks).examples, *probes)
 
 
 def bank(spec: RunSpec, base: Loaded, interface: Interface, anchors: Sequence[Example], banks: Path) -> Bank:

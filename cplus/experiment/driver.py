@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -17,13 +18,14 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_map_only
 
-from cplus import adapters, models
+from cplus import adapters, models, world
 from cplus.attach import Guard
 from cplus.cost import Work
-from cplus.data.encoded import Encoded
 from cplus.diagnostics.gateshares import layer_shares
+from cplus.experiment import sharding
 from cplus.experiment.material import PastTask, material
 from cplus.experiment.precision import in_precision
+from cplus.experiment.rows import Group
 from cplus.experiment.schedule import build_schedule, build_scheduler
 from cplus.experiment.settings import Settings
 from cplus.health import UNIFORM, Health
@@ -40,6 +42,7 @@ from cplus.loop import (
 from cplus.methods import Material, Method
 from cplus.models import Loaded
 from cplus.optim import AdamW
+from cplus.ranks import local
 
 Evaluate: TypeAlias = Callable[[int], dict[str, float]]
 """Evaluates the model after the epoch of this number; returns figures for the curve."""
@@ -55,11 +58,20 @@ def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
     return AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
 
 
-def begin(settings: Settings, base: Loaded, new: Sequence[Encoded], past: Sequence[PastTask]) -> Training:
-    """Prepare the base model for training: adapters, material, optimizer and guard. Training changes its weights."""
+def begin(
+    settings: Settings,
+    base: Loaded,
+    new: Group,
+    past: Sequence[PastTask],
+    place: sharding.Place = sharding.copied,
+) -> Training:
+    """Prepare the base model for training: adapters, material, optimizer and guard. Training changes its weights.
+
+    `place` distributes it over the processes of a job.
+    """
     row = in_precision(settings.row, settings.compute_dtype, base.device)
     rows = material(row, new, past, base)
-    return start(settings, row, adapted(settings, row, base.model), rows)
+    return start(settings, row, adapted(settings, row, base.model), rows, place)
 
 
 def adapted(settings: Settings, row: Method, model: nn.Module) -> Any:
@@ -73,9 +85,12 @@ def adapted(settings: Settings, row: Method, model: nn.Module) -> Any:
     return model
 
 
-def start(settings: Settings, row: Method, model: nn.Module, material: Material) -> Training:
+def start(
+    settings: Settings, row: Method, model: nn.Module, material: Material, place: sharding.Place = sharding.copied
+) -> Training:
     """Optimizer, guard and learning-rate schedule around a model that is still the base model."""
     torch.manual_seed(settings.seed)  # dropout, where a model has it
+    twin = place(model)
     optimizer = build_optimizer(settings, model)
     return Training(
         settings=settings,
@@ -83,6 +98,7 @@ def start(settings: Settings, row: Method, model: nn.Module, material: Material)
         optimizer=optimizer,
         prepared=prepare(row, optimizer, model, material, seed=settings.seed),
         scheduler=build_scheduler(settings, optimizer, len(material.new)),
+        twin=twin,
     )
 
 
@@ -132,12 +148,17 @@ class Training:
     log: TrainingLog = field(default_factory=TrainingLog)
     judged: int = 0
     """The guard's step up to which its masks were checked."""
+    twin: nn.Module | None = None
+    """Where the model is sharded: the same model without weights, which gets them where a whole model is needed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next update depends on; frozen weights are the base model's and are not repeated."""
+        """All that the next update depends on; frozen weights are the base model's and are not repeated.
+
+        Of several processes every one must call it, and the first one gets the state that one process would have.
+        """
         guard = self.prepared.guard
-        return {
-            "weights": self.weights(),
+        state = {
+            "weights": self._weights(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "guard": None if guard is None else guard.state_dict(),
@@ -145,28 +166,53 @@ class Training:
             "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
             "log": self.log.to_state(),
         }
+        return state if self.twin is None else sharding.one_state(state, [] if guard is None else guard.params)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state, bitwise; the model must still be the base model."""
-        here = self.weights()
+        here, guard = self._weights(), self.prepared.guard
         if state["weights"].keys() != here.keys():
             raise ValueError(
                 f"the checkpoint holds {len(state['weights'])} trained tensors, this model has {len(here)}"
             )
+        if self.twin is not None:
+            optimized = [p for group in self.optimizer.param_groups for p in group["params"]]
+            state = sharding.own_state(state, here, optimized, [] if guard is None else guard.params)
         self.model.load_state_dict(state["weights"], strict=False)
         # An optimizer keeps the very tensors it is given, and these may be a file's.
         self.optimizer.load_state_dict(tree_map_only(Tensor, Tensor.clone, state["optimizer"]))
         self.scheduler.load_state_dict(state["scheduler"])
-        if self.prepared.guard is not None:
-            self.prepared.guard.load_state_dict(state["guard"])
+        if guard is not None:
+            guard.load_state_dict(state["guard"])
         torch.set_rng_state(state["random"])
         if state["random_cuda"]:
             torch.cuda.set_rng_state_all(state["random_cuda"])
         self.log = TrainingLog.from_state(state["log"])
-        self.judged = 0 if self.prepared.guard is None else self.prepared.guard.steps
+        self.judged = 0 if guard is None else guard.steps
 
     def weights(self) -> dict[str, Tensor]:
-        """The state of everything that trains; frozen weights are the base model's."""
+        """The state of everything that trains, whole in the first process; every process must call it."""
+        return self._weights() if self.twin is None else sharding.one_weights(self._weights())
+
+    def restore(self, weights: dict[str, Tensor]) -> None:
+        """Load what `weights` returned."""
+        if self.twin is not None:
+            weights = sharding.own_weights(weights, self._weights())
+        self.model.load_state_dict(weights, strict=False)
+
+    @contextmanager
+    def whole(self) -> Iterator[nn.Module]:
+        """The model for an evaluation: itself, or where it is sharded a whole copy for as long as the block lasts."""
+        if self.twin is None:
+            yield self.model
+            return
+        try:
+            yield sharding.gathered(self.model, self.twin)
+        finally:
+            sharding.emptied(self.twin)
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The state of everything that trains, as this process holds it; frozen weights are the base model's."""
         frozen = {name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         # The scales of a packed weight are named after it.
         return {
@@ -182,6 +228,8 @@ class Training:
         """
         if self.prepared.guard is not None:
             self.prepared.guard.detach()
+        if self.twin is not None:
+            self.model, self.twin = sharding.gathered(self.model, self.twin), None
         separate = self.settings.lora is not None and not self.settings.lora.merge
         model = self.model.eval() if separate else adapters.merged(self.model).eval().requires_grad_(True)
         begun = time.perf_counter()
@@ -192,8 +240,9 @@ class Training:
 
     def finite(self) -> bool:
         """Whether every trained weight is a number."""
-        norms = torch._foreach_norm([p.detach() for p in self.model.parameters() if p.requires_grad])
-        return bool(torch.isfinite(torch.stack([norm.float() for norm in norms])).all())
+        norms = torch._foreach_norm([local(p) for p in self.model.parameters() if p.requires_grad])
+        here = bool(torch.isfinite(torch.stack([norm.float() for norm in norms])).all())
+        return world.largest([int(not here)]) == [0]
 
     def run(self, evaluate: Evaluate = lambda epoch: {}, done: Done = lambda point: None) -> Iterator[Event]:
         """Train from the log's position, updating the log; the state may be saved between two events."""
@@ -241,6 +290,8 @@ class Training:
         guard = self.prepared.guard
         if guard is not None and guard.gate is not None:
             admitted, offered = guard.gate.tally()
+            if guard.where.sharded:
+                admitted, offered = map(int, guard.where.sums([admitted, offered], guard.params[0].device))
             self.log.counted = (self.log.counted[0] + admitted, self.log.counted[1] + offered)
             self._watch_gate(guard, admitted / offered if offered else None)
 

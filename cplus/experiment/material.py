@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from cplus.data.encoded import Encoded
 from cplus.data.examples import Choice, Example
+from cplus.experiment.rows import Group
 from cplus.interfaces import Interface
 from cplus.methods import Material, Method, Past
 from cplus.models import Loaded
@@ -29,8 +30,10 @@ class PastTask:
     """The fingerprint of the model that wrote the bank."""
 
 
-def material(method: Method, new: Sequence[Encoded], kept: Sequence[PastTask], current: Loaded) -> Material:
+def material(method: Method, group: Group, kept: Sequence[PastTask], current: Loaded) -> Material:
     """New rows and every past task's rows as tokens; SSR's share of synthetic rows is spread over the tasks."""
+    new = group.encoded()
+    choices = [group.interface.candidates(example) if group.closed else () for example in group.examples]
     share = math.ceil(len(new) / max(1, len(kept)))
     past = []
     for task in kept:
@@ -44,7 +47,7 @@ def material(method: Method, new: Sequence[Encoded], kept: Sequence[PastTask], c
                 synthetic=[encode(example) for example in latest],
             )
         )
-    return Material(new=new, past=tuple(past))
+    return Material(new=new, past=tuple(past), choices=dict(zip(new, choices, strict=True)))
 
 
 def past_rows(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
+from cplus import world
 from cplus.data.batching import batched
 from cplus.data.encoded import Encoded
 from cplus.data.examples import Example, FreeForm
@@ -109,9 +111,11 @@ def curve_figures(model: nn.Module, groups: Sequence[Group], before: dict[str, G
     for group in groups:
         share, loss, rate = _FIGURES[group.part]
         if not group.closed:
-            found[loss] = loss_of(log_likelihoods(model, group.encoded(), what=f"so far: {group.name}"))
+            score = partial(log_likelihoods, model, what=f"so far: {group.name}")
+            found[loss] = loss_of(world.spread(group.encoded(), score))
             continue
-        now = predict(model, group.interface, group.examples, what=f"so far: {group.name}")
+        choose = partial(predict, model, group.interface, what=f"so far: {group.name}")
+        now = world.spread(group.examples, choose)
         value = rate(changes(before[group.name].predictions, now))
         if value is not None:
             found[share] = value
@@ -121,8 +125,10 @@ def curve_figures(model: nn.Module, groups: Sequence[Group], before: dict[str, G
 @torch.no_grad()
 def repeats_every_token(model: nn.Module, rows: Sequence[Encoded]) -> bool:
     """Whether each token of every target is the likeliest one after those before it, so that decoding repeats it."""
-    for batch in batched(rows):
+    missed = 0
+    for batch in batched(rows[world.rank() :: world.size()]):
         logits, labels = target_logits(model, batch)
         if not bool(((logits.argmax(-1) == labels) | (labels == -100)).all()):
-            return False
-    return True
+            missed = 1
+            break
+    return world.largest([missed]) == [0]

@@ -88,6 +88,12 @@ class Rows:
         """The new rows with their copies: what one epoch trains on."""
         return replace(self.new, examples=(*self.new.examples, *self.copies)) if self.copies else self.new
 
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Every group there is."""
+        some = filter(None, (self.anchors, self.past, self.validation))
+        return (self.trained, *some, *self.external, *self.kept)
+
     def evaluated(self, max_free_text: int, seed: int) -> tuple[Group, ...]:
         """The groups evaluated before and after: new rows, past rows or else the anchors, and the external tasks."""
         kept = self.past or self.anchors

@@ -39,7 +39,7 @@ DIAGNOSTICS = (*OBSERVED, *AUDITED, "prior", "permuted")
 def begun(spec: RunSpec, given: Comparison) -> Training:
     """A copy of the base model, prepared for training by the spec's method."""
     base = dataclasses.replace(given.base, model=copy.deepcopy(given.base.model))
-    return begin(spec.settings, base, given.new.encoded(), [given.past_task])
+    return begin(spec.settings, base, given.new, [given.past_task])
 
 
 def run(spec: RunSpec, given: Comparison, *, watch: OnEvent = lambda event: None) -> RunResult:
@@ -53,12 +53,13 @@ def run(spec: RunSpec, given: Comparison, *, watch: OnEvent = lambda event: None
     for event in training.run(*_until_learned(spec, given, model)):
         if isinstance(event, EpochEnded) and spec.evaluate_every and event.epoch % spec.evaluate_every == 0:
             curve.append({"epoch": float(event.epoch), **measure(given, model)})
+            log.done |= spec.stop_loss is not None and curve[-1]["new_nll"] <= spec.stop_loss
             model.train()
         observation(event)
         watch(event)
     model = training.finish()
     changed = prepared.method.adapter is not None or prepared.method.after is not None
-    seen = bool(curve) and curve[-1]["epoch"] == spec.epochs and not changed
+    seen = bool(curve) and curve[-1]["epoch"] == log.cursor.epoch - 1 and not changed
     figures = {k: v for k, v in curve[-1].items() if k != "epoch"} if seen else measure(given, model)
     return RunResult(
         spec=spec,

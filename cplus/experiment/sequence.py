@@ -26,6 +26,7 @@ from cplus.experiment.comparison import bank, new_rows
 from cplus.experiment.driver import begin
 from cplus.experiment.material import PastTask
 from cplus.experiment.record import SequenceResult
+from cplus.experiment.rows import Group
 from cplus.experiment.settings import RunSpec, SequenceSpec
 from cplus.interfaces import Interface
 from cplus.loop import Event
@@ -124,7 +125,8 @@ def run_stage(
     run, task = spec.stage(number), tasks[number - 1]
     new = new_rows(split_by_answers(task, before[number - 1], last), run)
     copied = dataclasses.replace(last, model=copy.deepcopy(last.model))
-    training = begin(run.settings, copied, [task.interface.encode(example) for example in new], kept)
+    learned = Group(name=task.name, part="acquisition", interface=task.interface, examples=tuple(new))
+    training = begin(run.settings, copied, learned, kept)
     for event in training.run():
         watch(number, event)
     model = training.finish()

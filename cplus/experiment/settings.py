@@ -114,6 +114,10 @@ class RunSpec(Recipe):
     method's own). With `stop_at` training ends `beyond` epochs after the first in which this percentage of the new rows
     is right, or after `epochs`.
 
+    `keep` says what the rows to keep are: `anchors` and probes written from them, rows that the base model writes from
+    nothing (`general`), or `both`, half of the probes from each. With `stop_loss` training ends after the first
+    evaluation in which the loss of the new rows is at most this.
+
     With the interface `freeform` an answer is right when it is the row's response, token for token; past rows are the
     base model's own answers to `anchor_task`, and a multiple-choice `task` is taught as questions with terse answers.
     """
@@ -132,6 +136,8 @@ class RunSpec(Recipe):
     stop_at: float | None = None
     beyond: int = 0
     strength: float | None = None
+    keep: Literal["anchors", "general", "both"] = "anchors"
+    stop_loss: float | None = None
     diagnose: tuple[str, ...] = ()
 
     @property
@@ -162,7 +168,11 @@ class RunSpec(Recipe):
 
     def __post_init__(self) -> None:
         if self.interface != "freeform":
+            if self.keep != "anchors" or self.stop_loss is not None:
+                raise ValueError("rows written from nothing and a loss to stop at need the interface freeform")
             return
+        if self.stop_loss is not None and self.evaluate_every != 1:
+            raise ValueError(f"stop_loss needs an evaluation every epoch, got evaluate_every={self.evaluate_every}")
         if self.anchor_task in ("", self.task):
             raise ValueError(
                 f"free text is kept as the base model's own answers to another task's requests; expected an "

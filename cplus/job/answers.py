@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from cplus import files
+from cplus import files, world
 from cplus.data import predictions
 from cplus.data.examples import fingerprint
 from cplus.data.predictions import Prediction
@@ -40,7 +40,30 @@ class Before:
 def answer(
     model: nn.Module, group: Group, config: AdaptConfig, when: str, base: Sequence[Prediction] | None = None
 ) -> GroupAnswers:
-    """A group's answers; free text also has the scores of the base model's answers, `base`, by default its own."""
+    """A group's answers; free text also has the scores of the base model's answers, `base`, by default its own.
+
+    The processes of a job answer a share of the rows each, and all of them get all answers.
+    """
+    rank, size, count = world.rank(), world.size(), len(group.examples)
+    own = replace(group, examples=group.examples[rank::size], known=group.known[rank::size])
+    found = GroupAnswers(predictions=())
+    if own.examples or size == 1:
+        found = _answer(model, own, config, when, None if base is None else base[rank::size])
+    if size == 1:
+        return found
+    parts = world.gathered(found)
+    return GroupAnswers(
+        predictions=tuple(world.interleaved([part.predictions for part in parts], count)),
+        scores=tuple(world.interleaved([part.scores for part in parts], count if parts[0].scores else 0)),
+        base_answers=tuple(
+            world.interleaved([part.base_answers for part in parts], count if parts[0].base_answers else 0)
+        ),
+    )
+
+
+def _answer(
+    model: nn.Module, group: Group, config: AdaptConfig, when: str, base: Sequence[Prediction] | None
+) -> GroupAnswers:
     what = f"{when}: {group.name}"
     if group.texts and group.part == "retention":
         return evaluate_texts(model, group, what=what)
@@ -60,7 +83,7 @@ def answer(
 def base_answers(path: Path, base: Loaded, groups: Sequence[Group], config: AdaptConfig) -> Before:
     """The base model's answers to every group, from the file or computed now and written to it."""
     identity = {group.name: fingerprint(group.examples) for group in groups} | {"model": base.fingerprint}
-    if path.is_file():
+    if world.shared(path.is_file):
         stored = files.read_json(path)
         if stored["identity"] != identity:
             changed = [name for name in identity if stored["identity"].get(name) != identity[name]]
@@ -69,9 +92,11 @@ def base_answers(path: Path, base: Loaded, groups: Sequence[Group], config: Adap
         return Before(answers=answers, noise_floor=stored["noise_floor"])
     answers = {group.name: answer(base.model, group, config, "before") for group in groups}
     past = [group for group in groups if group.part == "retention" and not group.closed and not group.texts]
-    floor = sampling_noise(base, past[0], config) if past and judge(config.judge) is None else None
-    rows = {name: _to_row(own) for name, own in answers.items()}
-    files.write_json(path, {"identity": identity, "answers": rows, "noise_floor": floor})
+    noisy = past and judge(config.judge) is None
+    floor = world.shared(lambda: sampling_noise(base, past[0], config)) if noisy else None
+    if world.first():
+        rows = {name: _to_row(own) for name, own in answers.items()}
+        files.write_json(path, {"identity": identity, "answers": rows, "noise_floor": floor})
     return Before(answers=answers, noise_floor=floor)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cplus import files
+from cplus import files, world
 from cplus.experiment.driver import Training
 
 
@@ -44,7 +44,8 @@ class Best:
         found = badness(point)
         if found is not None and found < self._badness:
             body = {"epoch": int(point["epoch"]), "badness": found, "weights": training.weights()}
-            files.write_state(self._path, body)
+            if world.first():
+                files.write_state(self._path, body)
             self._badness = found
 
     def restore(self, training: Training) -> int | None:
@@ -52,7 +53,7 @@ class Best:
         if not self._path.is_file():
             return None
         kept = self._read()
-        training.model.load_state_dict(kept["weights"], strict=False)
+        training.restore(kept["weights"])
         return int(kept["epoch"])
 
     def _read(self) -> dict[str, Any]:
@@ -67,12 +68,14 @@ class LastGood:
 
     def keep(self, training: Training, epoch: int) -> None:
         """Keep the weights of this epoch; 0 is the base model."""
-        files.write_state(self._path, {"epoch": epoch, "weights": training.weights()})
+        weights = training.weights()
+        if world.first():
+            files.write_state(self._path, {"epoch": epoch, "weights": weights})
 
     def restore(self, training: Training) -> int:
         """Load the last good weights and return their epoch."""
         kept = _read(self._path)
-        training.model.load_state_dict(kept["weights"], strict=False)
+        training.restore(kept["weights"])
         return int(kept["epoch"])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cplus import files
+from cplus import files, world
 from cplus.experiment.driver import Training
 from cplus.job.progress import say
 
@@ -66,6 +66,7 @@ class Checkpoints:
             say(f"the job began with {kept['numerics']} and continues with {_numerics()}: the last bits may differ")
         training.load_state_dict(kept["state"])
         self.step, self.done = training.log.cursor.step, training.log.done
+        world.agree("the checkpoint they resume from", self.step)
         return True
 
     def due(self, step: int) -> bool:
@@ -82,7 +83,9 @@ class Checkpoints:
             )
         training.tally()
         body = {"format": FORMAT, "identity": self._identity, "numerics": _numerics()}
-        files.write_state(self._path, {**body, "state": training.state_dict()})
+        state = training.state_dict()
+        if world.first():
+            files.write_state(self._path, {**body, "state": state})
         self._written, self.step, self.done = time.monotonic(), training.log.cursor.step, training.log.done
 
 

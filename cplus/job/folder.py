@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cplus import files, locks
+from cplus import files, locks, world
 from cplus.job.settings import AdaptConfig, settings
 
 FORMAT = "cplus-job/1"
+_LOOKS, _PAUSE = 50, 0.2  # a shared file system may show a new file seconds later
 _OURS = (
     "settings.json",
     "work",
@@ -111,7 +114,10 @@ class Folder:
 
 @contextmanager
 def claimed(folder: Folder) -> Iterator[None]:
-    """Hold the folder for this process alone; what a killed process left half-written is removed."""
+    """Hold the folder for this job alone; what a killed process left half-written is removed."""
+    if not world.first():
+        yield
+        return
     with locks.holding(folder.root / ".lock", otherwise="wait for it or choose another out"):
         for parent in (folder.root, folder.work):
             files.tidy(parent)
@@ -135,6 +141,22 @@ def check_free(folder: Folder, *, force: bool) -> None:
             "holds a finished job" if folder.record.is_file() else f"holds an unfinished job: --resume {folder.root}"
         )
         raise ValueError(f"{folder.root}: {state}; choose another out, or --force to replace it")
+
+
+def check_seen(folder: Folder) -> None:
+    """Refuse a folder that some process of the job does not see."""
+    found = False
+    for _ in range(_LOOKS):
+        found = folder.settings.is_file()
+        if found:
+            break
+        time.sleep(_PAUSE)
+    for process, (sees, host) in enumerate(world.gathered((found, socket.gethostname()))):
+        if not sees:
+            world.refuse(
+                f"{folder.root}: process {process} on {host} does not see this folder; choose an out that all nodes "
+                "share"
+            )
 
 
 def begin(folder: Folder, config: AdaptConfig, home: Path, format: str = FORMAT) -> None:

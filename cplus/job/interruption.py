@@ -9,15 +9,16 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from cplus import world
 from cplus.terminal import console
 
 
 class Interrupted(KeyboardInterrupt):
-    """The job was stopped by a signal; its state is saved."""
+    """The job was stopped by a signal; its state is saved. `agreed`: all its processes stop at the same point."""
 
-    def __init__(self, number: int, sentence: str = "stopped") -> None:
+    def __init__(self, number: int, sentence: str = "stopped", *, agreed: bool = False) -> None:
         super().__init__(sentence)
-        self.number = number
+        self.number, self.agreed = number, agreed
 
     @property
     def exit_code(self) -> int:
@@ -43,6 +44,10 @@ class Interruption:
         }
         try:
             yield self
+        except BaseException:
+            if world.size() > 1:  # a launcher stops the others as soon as one fails; let this one report in peace
+                before = dict.fromkeys(before, signal.SIG_IGN)
+            raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

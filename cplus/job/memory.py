@@ -12,7 +12,7 @@ from gguf import GGUFReader
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cplus import models
+from cplus import models, world
 from cplus.attach import Guard
 from cplus.data.batching import MAX_TOKENS
 from cplus.environment import free_memory
@@ -102,6 +102,8 @@ def footprint(config: AdaptConfig, method: Method, size: ModelSize, num_anchors:
         held += 4 * (size.parameters - size.trainable)
     if config.repair:
         held = max(held, BYTES_PER_PARAMETER * size.parameters)
+    device = models.choose_device(config.device)
+    held = on_this_machine(held, weights, config.sharding, device)
     checkpoint = round(size.trainable * (4 + states + kept))
     # Merged, packed weights are float32 again.
     expanded = 4 * size.packed if config.lora is not None and config.lora.merge else 0
@@ -111,12 +113,24 @@ def footprint(config: AdaptConfig, method: Method, size: ModelSize, num_anchors:
     return Footprint(
         held=held,
         peak=held + max(size.activation_bytes, expanded),
-        available=available(models.choose_device(config.device)),
+        available=available(device),
         kept_bytes_per_parameter=kept + objective,
         step_bytes_per_parameter=step,
         disk=disk,
         free=disk_free(config.out),
     )
+
+
+def on_this_machine(held: int, weights: int, sharding: str, device: torch.device) -> int:
+    """Bytes on one GPU, or in the memory that all processes on this machine share.
+
+    Shards are a part of everything, and the whole weights while the model is evaluated.
+    """
+    processes = world.started()[1]
+    if processes == 1:
+        return held
+    own = held if sharding == "ddp" else held // processes + weights
+    return own if device.type == "cuda" else own * world.neighbours()
 
 
 def check_packed(path: Path, device: torch.device) -> None:
@@ -128,11 +142,13 @@ def check_packed(path: Path, device: torch.device) -> None:
         )
 
 
-def guard_bytes(config: AdaptConfig, method: Method, num_anchors: int, trainable: int) -> tuple[float, float]:
+def guard_bytes(
+    config: AdaptConfig, method: Method, num_anchors: int, trainable: int, *, copies: bool = False
+) -> tuple[float, float]:
     """Bytes per parameter held from step to step, and during a step on top.
 
     Measured on a small layer; whether the optimizer's step and the gate will be one pass, which copies no parameters,
-    is decided by the size of the real model.
+    is decided by the size of the real model; with `copies` it will not be, as on a GPU.
     """
     if not method.guarded:
         return 0.0, 0.0
@@ -150,7 +166,7 @@ def guard_bytes(config: AdaptConfig, method: Method, num_anchors: int, trainable
         optimizer.step()
         held = guard.nbytes, guard.step_nbytes
         one_pass = isinstance(optimizer, AdamW) and guard.compiles(trainable)
-    return held[0] / layer.weight.numel(), 0.0 if one_pass else held[1] / layer.weight.numel()
+    return held[0] / layer.weight.numel(), 0.0 if one_pass and not copies else held[1] / layer.weight.numel()
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,18 @@ from cplus.experiment.bank_cache import bank_folder
 from cplus.experiment.driver import adapted
 from cplus.experiment.rows import Group, Rows, Source
 from cplus.experiment.schedule import updates_per_epoch
-from cplus.job import timing
+from cplus.job import answer_timing, timing
+from cplus.job.answer_timing import decoding_bytes
+from cplus.job.fits import DevicePlan, device_plan, has_weights
 from cplus.job.memory import Footprint, ModelSize, giga
-from cplus.job.preflight import bind_rows, load, preflight
+from cplus.job.preflight import Preflight, TooLarge, bind_rows, load, preflight, row_of
 from cplus.job.progress import duration
 from cplus.job.repair.settings import MAX_ROWS
 from cplus.job.repair.timing import repair_seconds
+from cplus.job.rows import located
 from cplus.job.settings import AdaptConfig
-from cplus.job.timing import Range
+from cplus.job.timing import Range, Yardstick
+from cplus.job.usage import PeakMemory
 from cplus.job.workload import Tokens, assumed_material, assumed_rows, evidence_tokens, tokens_per_epoch
 from cplus.job.written import interface_of, is_cached, portions, split_up, stand_in, with_written
 from cplus.methods import Material, Method
@@ -27,7 +32,7 @@ from cplus.models import Loaded
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The result of `--plan`; ranges are from the shortest likely job to all epochs with long answers and probes."""
+    """The result of `--plan`; ranges are from the shortest likely job to the longest, on this machine as it is now."""
 
     config: AdaptConfig
     size: ModelSize
@@ -41,10 +46,19 @@ class Plan:
     probes: int
     seconds: dict[str, Range]
     warnings: tuple[str, ...]
+    devices: DevicePlan
+    trial_bytes: int | None = None
+    """Memory at the peak of the trial that was timed, with as many rows decoded at once as the job will; None where an
+    earlier peak of the process hides it."""
+
+    @property
+    def peak(self) -> int:
+        """Memory at the job's peak: as the trial measured it, else as computed."""
+        return self.need.peak if self.trial_bytes is None else self.trial_bytes
 
     @property
     def total(self) -> Range:
-        """Seconds of the whole job, loading left out."""
+        """Seconds of the whole job."""
         return sum(self.seconds.values(), Range(0.0, 0.0))
 
     @property
@@ -66,6 +80,8 @@ class Plan:
             "settings": self.config.model_dump(mode="json"),
             "size": asdict(self.size),
             "need": asdict(self.need),
+            **{key: value for key, value in self.devices.row().items() if key in ("bytes", "devices")},
+            "trial_bytes": self.trial_bytes,
             "tokens_per_epoch": {**asdict(self.tokens), "percent_above_sft": self.tokens.percent},
             "tokens_per_epoch_high": {**asdict(self.tokens_high), "percent_above_sft": self.tokens_high.percent},
             "updates_per_epoch": self.updates,
@@ -91,7 +107,8 @@ class Plan:
             f"gate       {kept:.2f} bytes per trained parameter held, {step:.2f} more during an update",
             f"cost       {percent} % FLOPs against plain fine-tuning: {tokens.sft:,} tokens of new rows per epoch, "
             f"{tokens.training - tokens.sft:,} more trained on, {tokens.evidence:,} of evidence",
-            f"memory     {giga(need.held)} GB held, about {giga(need.peak)} at the peak; {giga(need.available)} free",
+            f"memory     {giga(need.held)} GB held, about {giga(self.peak)} at the peak; {giga(need.available)} free",
+            *self.devices.device_lines(),
             f"disk       {giga(need.disk)} GB needed, {giga(need.free)} GB free",
             f"time       {shown_range(self.total)} here: {times}",
             *(f"warning    {warning}" for warning in self.warnings),
@@ -105,56 +122,95 @@ def shown_range(seconds: Range) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def plan(config: AdaptConfig) -> Plan:
-    """Compute the job's size and time a few steps of it; nothing is written but the cache."""
+def plan_anywhere(config: AdaptConfig, *, starting: float = 0.0) -> Plan | DevicePlan:
+    """The job's plan; for a model that is too large for this machine or has no weights here, what fits where."""
     home = Path.cwd()
+    where = models.resolve(located(config.model, home))
+    try:
+        if has_weights(where):
+            return plan(config, starting=starting)
+        reason = f"{where} holds no weights, so nothing was timed"
+    except TooLarge as error:
+        reason = str(error)
+    return device_plan(config, row_of(config), where, config.num_anchors, reason)
+
+
+def plan(config: AdaptConfig, *, starting: float = 0.0) -> Plan:
+    """Compute the job's size and try a little of each part; nothing is written but the cache.
+
+    `starting` is how long the program took to get here, which the job will take again.
+    """
+    home, begun = Path.cwd(), time.perf_counter()
+    memory = PeakMemory(models.choose_device(config.device))
     found = preflight(config, home)
     base = load(config, home)
-    assumed: list[str] = []
-    writing: Range | None = None
-    if found.tasks.split is None:
-        rows = bind_rows(config, found.tasks, base)
-        rows, writing, notes = self_written(config, found.method, rows, base)
-        assumed += notes
-    else:
-        rows, note = assumed_rows(config, found.tasks, base)
-        assumed.append(note)
-    method = found.method
+    loading = time.perf_counter() - begun
+    rows, writing, assumed = _rows(config, found, base)
+    if writing is None and not config.own_answers:
+        loading = time.perf_counter() - begun
+    method, new = found.method, rows.new
+    yardstick = Yardstick(base, new)
     material, probes = assumed_material(config, method, rows, home)
     longer, _ = assumed_material(config, method, rows, home, length=2)
     tokens, high = (tokens_per_epoch(config, method, own) for own in (material, longer))
-    seconds = {"evaluating": timing.evaluation_seconds(config, base, rows)}
+    yardstick.measure()
+    seconds = {"loading": Range(loading, loading)}
+    if starting:
+        seconds["starting"] = Range(starting, starting)
+    seconds["evaluating"] = answer_timing.evaluation_seconds(config, base, rows)
+    yardstick.measure()
     if writing is not None:
         seconds["writing probes"] = writing
     elif probes and not config.written:
-        seconds |= _writing(config, base, rows.anchors, len(rows.new.examples))
+        seconds |= _writing(config, base, rows.anchors, len(new.examples))
+    decoding = memory.growth()
+    if decoding is not None:
+        decoding += decoding_bytes(config, base, rows, probes if "writing probes" in seconds else 0)
     if config.repair:
-        seconds["repairing"] = _repairing(config, base, rows.new, material, longer)
+        seconds["repairing"] = _repairing(config, base, new, material, longer)
+    updates = updates_per_epoch(len(material.new), config.batch_size)
+    steps = Range(updates * (1 if config.stop != "never" else config.epochs), updates * config.epochs)
+    seconds["saving"] = timing.saving_seconds(config, found.size, found.need, base, steps)
+    yardstick.measure()
     base = replace(base, model=adapted(config.settings(), method, base.model))
     pace = timing.pace(config, method, base, material)
     once = Range(0.0, 0.0)
     if method.refresh == "once":
         once = Range(*(evidence_tokens(method, own) * pace.evidence for own in (material, longer)))
-    seconds["training"] = timing.training_seconds(config, tokens, high, pace) + once
+    seconds["training"] = timing.training_seconds(config, tokens, high, len(material.new), pace) + once
+    yardstick.measure()
+    peak = memory.growth()
     return Plan(
         config=config,
         size=found.size,
         need=found.need,
         tokens=tokens,
         tokens_high=high,
-        updates=updates_per_epoch(len(material.new), config.batch_size),
-        new=len(rows.new.examples),
+        updates=updates,
+        new=len(new.examples),
         sources=rows.sources,
         anchors=len(material.past[0].anchors),
         probes=probes,
-        seconds=seconds,
+        seconds={part: spent * yardstick.stretch() for part, spent in seconds.items()},
         warnings=(*found.warnings, *rows.notes, *assumed),
+        devices=device_plan(
+            config, method, models.resolve(located(config.model, home)), config.num_anchors, size=found.size
+        ),
+        trial_bytes=None if peak is None else max(peak, decoding or 0),
     )
+
+
+def _rows(config: AdaptConfig, found: Preflight, base: Loaded) -> tuple[Rows, Range | None, list[str]]:
+    """The rows, with stand-ins for those not known yet, the seconds to write them, and what was assumed."""
+    if found.tasks.split is None:
+        return self_written(config, found.method, bind_rows(config, found.tasks, base), base)
+    rows, note = assumed_rows(config, found.tasks, base)
+    return rows, None, [note]
 
 
 def _repairing(config: AdaptConfig, base: Loaded, new: Group, short: Material, longer: Material) -> Range:
     """Seconds to repair the trained model."""
-    during, count = timing.evaluating(config, base, new).during, min(len(new.examples), MAX_ROWS)
+    during, count = answer_timing.evaluating(config, base, new).during, min(len(new.examples), MAX_ROWS)
     tokens = [
         sum(len(row) for task in own.past for row in (*task.anchors, *task.probes)[:MAX_ROWS])
         for own in (short, longer)
@@ -168,13 +224,13 @@ def self_written(config: AdaptConfig, method: Method, rows: Rows, base: Loaded) 
     asked = portions(config, method, len(rows.new.examples))
     if all(is_cached(config, base, portion) for portion in asked):
         return with_written(config, method, rows, base)[0], None, []
-    with models.computing(config.compute_dtype, base.device):
-        few, spent = timing.self_writing(config, base, asked[0].ability)
     bound, total = interface_of(config, base), sum(portion.total for portion in asked)
+    with models.computing(config.compute_dtype, base.device):
+        few, spent = answer_timing.self_writing(config, base, asked[0].ability, total)
     banks = [stand_in(few, portion.total) for portion in asked]
     rows, _ = split_up(config, method, rows, bound, asked, banks)
     note = f"the base model has not written its {total} rows yet: {len(few)} were written to estimate the rest"
-    return rows, Range(total * spent.low, total * spent.high), [note]
+    return rows, spent, [note]
 
 
 def _writing(config: AdaptConfig, base: Loaded, anchors: Group | None, num_new: int) -> dict[str, Range]:
@@ -184,4 +240,4 @@ def _writing(config: AdaptConfig, base: Loaded, anchors: Group | None, num_new: 
         return {}
     if bank_folder(base, anchors.interface, anchors.examples, settings).exists():
         return {}
-    return {"writing probes": timing.writing(base, anchors, settings, timing.evaluating(config, base, anchors))}
+    return {"writing probes": answer_timing.writing(base, anchors, settings)}

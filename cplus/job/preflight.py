@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cplus import models
+from cplus import models, world
 from cplus.experiment.rows import Group, Rows
 from cplus.interfaces.template import read_template
 from cplus.job.memory import Footprint, ModelSize, check_packed, footprint, giga, model_size
@@ -15,6 +15,7 @@ from cplus.job.settings import AdaptConfig, paper
 from cplus.job.written import Written, with_written
 from cplus.methods import Method
 from cplus.models import Loaded, four_bit
+from cplus.objectives import splits
 from cplus.probes.own_answers import own_answers
 from cplus.scoring import fitting
 
@@ -30,9 +31,14 @@ class Preflight:
     warnings: tuple[str, ...]
 
 
+class TooLarge(ValueError):
+    """The job does not fit into this machine's memory."""
+
+
 def preflight(config: AdaptConfig, home: Path) -> Preflight:
     """Read and check everything that needs no model; a job that cannot work is refused here."""
     method = row_of(config)
+    check_processes(config, method)
     _template(config, home)
     if config.load == four_bit.NAME:
         four_bit.check(models.choose_device(config.device))
@@ -58,6 +64,24 @@ def row_of(config: AdaptConfig) -> Method:
     return row
 
 
+def check_processes(config: AdaptConfig, method: Method) -> None:
+    """Refuse what several processes cannot do together."""
+    if world.started()[1] == 1:
+        return
+    if config.repair:
+        raise ValueError("repair runs in one process; leave it out here, then run cplus repair on the written model")
+    if models.choose_device(config.device).type == "mps":
+        raise ValueError("several processes need CUDA devices or the CPU; choose device cuda or cpu, or one process")
+    if config.sharding != "fsdp":
+        return
+    gate = method.build_gate(config.seed)
+    whole = method.projection is not None or method.memory > 0 or (gate is not None and gate.whole)
+    if whole or method.after is not None or method.adapter is not None or not splits(method.objective):
+        raise ValueError(f"method {method.name!r} needs whole weights in every process; add sharding ddp")
+    if config.load == four_bit.NAME:
+        raise ValueError("weights in 4 bits cannot be sharded; add sharding ddp")
+
+
 def _check_bank_settings(config: AdaptConfig, row: Method) -> None:
     """Refuse settings of a bank for a method that uses none; values from a preset do not count."""
     brought = paper(config.model) if config.preset == "paper" else {}
@@ -75,9 +99,10 @@ def uses_bank(config: AdaptConfig, row: Method) -> bool:
 def _check_bytes(found: Footprint, size: ModelSize, config: AdaptConfig) -> list[str]:
     """Refuse a job that cannot work; return warnings about memory and precision."""
     if found.held > found.available:
-        raise ValueError(
+        raise TooLarge(
             f"{config.model} needs {giga(found.held)} GB for weights, gradients, the optimizer and the gate, but "
-            f"{giga(found.available)} GB are free; train adapters (lora r=16), or use a smaller model"
+            f"{giga(found.available)} GB are free; train adapters (lora r=16), use several devices or a smaller model; "
+            "--plan shows what fits where"
         )
     if found.disk > found.free:
         raise ValueError(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from cplus import world
+from cplus.data.examples import fingerprint
+from cplus.environment import versions
 from cplus.experiment.rows import Group, Rows
 from cplus.experiment.settings import Settings
 from cplus.job.folder import Folder
@@ -36,6 +40,8 @@ class Job:
     comparisons: Mapping[str, ComparedRun]
     written: Written | None = None
     """The bank's self-written part, where the base model writes the rows to keep."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """What it took to prepare, by part."""
 
     @property
     def settings(self) -> Settings:
@@ -44,8 +50,13 @@ class Job:
 
 
 def prepare(config: AdaptConfig, folder: Folder, home: Path) -> Job:
-    """Check, load and bind everything; whatever can be refused is refused here, before anything is written."""
-    found = preflight(config, home)
+    """Check, load and bind everything; whatever can be refused is refused here, before anything is written.
+
+    Every process reads the rows; those of the base model's own are written by the first, and read by the others.
+    """
+    begun = time.perf_counter()
+    world.agree("their settings or versions", [config.model_dump(mode="json"), versions()])
+    found = world.in_turn(lambda: preflight(config, home))
     for line in found.tasks.formats:
         say(line)
     for warning in found.warnings:
@@ -53,7 +64,11 @@ def prepare(config: AdaptConfig, folder: Folder, home: Path) -> Job:
     method, size = found.method, found.size
     say(f"{config.model}: {size.parameters:,} parameters, {size.trainable:,} trained; {method.name}: {method.summary}")
     base = load(config, home)
-    rows, written = bind_all(config, found, base)
+    loaded = time.perf_counter()
+    world.agree("the base model", base.fingerprint)
+    rows, written = world.in_turn(lambda: bind_all(config, found, base))
+    world.agree("their rows", [fingerprint(group.examples) for group in rows.groups])
+    bound = time.perf_counter()
     for note in rows.notes:
         say(f"note: {note}")
     groups = rows.evaluated(config.max_asked, config.seed)
@@ -68,4 +83,7 @@ def prepare(config: AdaptConfig, folder: Folder, home: Path) -> Job:
         groups=groups,
         comparisons=curves([Path(located(str(place), home)) for place in config.compare], groups, config.method),
         written=written,
+        seconds={"loading": bound - begun}
+        if written is None
+        else {"loading": loaded - begun, "writing probes": bound - loaded},
     )

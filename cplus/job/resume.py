@@ -4,48 +4,58 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cplus import files, models
-from cplus.job.folder import Folder, claimed, read_settings, rewrite
+from cplus import files, models, world
+from cplus.job.folder import Folder, check_seen, claimed, read_settings, rewrite
 from cplus.job.interruption import Interruption
 from cplus.job.prepare import prepare
 from cplus.job.progress import say
 from cplus.job.run import FinishedJob, work
+from cplus.job.settings import AdaptConfig
 from cplus.job.usage import PeakMemory
 
 
 def resume(out: Path, *, epochs: int | None = None) -> FinishedJob:
     """Continue an interrupted job as if it had never stopped, up to other `epochs` if given; read a finished one."""
     folder = Folder(out)
-    config, home = read_settings(folder)
-    if (done := _finished(folder)) is not None:
-        if epochs is not None and epochs != config.epochs:
-            raise ValueError(
-                f"{out}: this job is finished, so its epochs cannot change; start a new job from its model"
-            )
-        return done
-    if epochs is not None:
-        config = config.model_copy(update={"epochs": epochs})
-    memory = PeakMemory(models.choose_device(config.device))
-    with Interruption().watching() as interruption:
-        job = prepare(config, folder, home)
-        with claimed(folder):
-            rewrite(folder, config)
-            return work(job, interruption, memory)
+    with world.joined():
+        config, home = _read(folder)
+        if (done := world.shared(lambda: _finished(folder))) is not None:
+            if epochs is not None and epochs != config.epochs:
+                raise ValueError(
+                    f"{out}: this job is finished, so its epochs cannot change; start a new job from its model"
+                )
+            return done
+        if epochs is not None:
+            config = config.model_copy(update={"epochs": epochs})
+        memory = PeakMemory(models.choose_device(config.device))
+        with Interruption().watching() as interruption:
+            job = prepare(config, folder, home)
+            with claimed(folder):
+                world.shared(lambda: rewrite(folder, config))
+                return work(job, interruption, memory)
 
 
 def finish(out: Path) -> FinishedJob:
     """Write model and receipt from the last checkpoint of an interrupted job, without further training."""
     folder = Folder(out)
-    config, home = read_settings(folder)
-    if (done := _finished(folder)) is not None:
-        return done
-    if not folder.checkpoint.is_file():
-        raise ValueError(f"{out}: no checkpoint has been written yet; continue with: cplus adapt --resume {out}")
-    memory = PeakMemory(models.choose_device(config.device))
-    with Interruption().watching() as interruption:
-        job = prepare(config, folder, home)
-        with claimed(folder):
-            return work(job, interruption, memory, train_on=False)
+    with world.joined():
+        config, home = _read(folder)
+        if (done := world.shared(lambda: _finished(folder))) is not None:
+            return done
+        if not folder.checkpoint.is_file():
+            raise ValueError(f"{out}: no checkpoint has been written yet; continue with: cplus adapt --resume {out}")
+        memory = PeakMemory(models.choose_device(config.device))
+        with Interruption().watching() as interruption:
+            job = prepare(config, folder, home)
+            with claimed(folder):
+                return work(job, interruption, memory, train_on=False)
+
+
+def _read(folder: Folder) -> tuple[AdaptConfig, Path]:
+    """The job's settings, in a folder that every process sees."""
+    world.shared(lambda: read_settings(folder))
+    check_seen(folder)
+    return read_settings(folder)
 
 
 def _finished(folder: Folder) -> FinishedJob | None:

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from cplus import files, models
+from cplus import files, models, world
 from cplus.data.examples import lines
 from cplus.diagnostics.gateshares import layer_shares
 from cplus.experiment.driver import Training, TrainingLog
 from cplus.job.answers import Before, answer, base_answers
 from cplus.job.bank import job_bank, written_bank
 from cplus.job.best import Best, LastGood
-from cplus.job.folder import Folder, begin, check_free, claimed
+from cplus.job.folder import Folder, begin, check_free, check_seen, claimed
 from cplus.job.interruption import Interrupted, Interruption
 from cplus.job.outputs import Finished, write_model, write_outputs
 from cplus.job.plan import Plan
@@ -29,7 +29,7 @@ from cplus.job.rows import located
 from cplus.job.settings import AdaptConfig
 from cplus.job.tracking import tracker
 from cplus.job.training import past_tasks, train
-from cplus.job.usage import PeakMemory, recorded, recorded_seconds
+from cplus.job.usage import PeakMemory, record, recorded, recorded_seconds
 from cplus.job.workload import assumed_material, tokens_per_epoch
 from cplus.models import four_bit
 from cplus.probes.bank import Bank
@@ -49,26 +49,44 @@ class FinishedJob:
 
         return f"FinishedJob({str(self.folder)!r}: {headline(self.record['figures'])})"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the verdict, each set of rows before and after, and the receipt's path."""
+        from cplus.receipts.summary import of_figures
+        from cplus.receipts.verdict import headline
+
+        links = {"receipt": str(self.folder / "receipt.html"), "model": str(self.folder / "model")}
+        return of_figures(headline(self.record["figures"]), self.record["figures"], links)
+
     @property
     def kept(self) -> bool:
         """Whether every requirement is met."""
         return all(requirement["met"] for requirement in self.record["figures"]["requirements"])
 
 
-def adapt(config: AdaptConfig, *, force: bool = False, planned: Plan | None = None) -> FinishedJob:
+def adapt(
+    config: AdaptConfig, *, force: bool = False, planned: Plan | None = None, starting: float = 0.0
+) -> FinishedJob:
     """Fine-tune a model on new rows, protect what it could do, and write model, bank, record, card and receipt.
 
-    `planned` is the job's plan, if there is one; the record then holds its times beside the measured ones.
+    `planned` is the job's plan, if there is one; the record then holds its times beside the measured ones. `starting`
+    is how long the program took to get here. Processes that torchrun or Accelerate started do the job together.
     """
     folder, home = Folder(config.out), Path.cwd()
-    check_free(folder, force=force)
-    memory = PeakMemory(models.choose_device(config.device))
-    with Interruption().watching() as interruption:
-        job = prepare(config, folder, home)
-        with claimed(folder):
-            check_free(folder, force=force)
-            begin(folder, config, home)
-            return work(job, interruption, memory, planned=planned)
+
+    def begun() -> None:
+        check_free(folder, force=force)
+        begin(folder, config, home)
+
+    with world.joined():
+        world.shared(lambda: check_free(folder, force=force))
+        memory = PeakMemory(models.choose_device(config.device))
+        with Interruption().watching() as interruption:
+            job = prepare(config, folder, home)
+            with claimed(folder):
+                world.shared(begun)
+                check_seen(folder)
+                record(folder.seconds, {"starting": starting} if starting else {})
+                return work(job, interruption, memory, planned=planned)
 
 
 def work(
@@ -81,28 +99,41 @@ def work(
 ) -> FinishedJob:
     """Everything after the job is prepared; without `train_on` the last checkpoint is the result."""
     config, folder = job.config, job.folder
+    record(folder.seconds, job.seconds)
     tracked = tracker(config.report_to, folder.root, config.model_dump(mode="json"))
     try:
         with models.computing(config.compute_dtype, job.base.device), recorded(folder.seconds, "evaluating"):
             before = base_answers(folder.answers, job.base, job.groups, config)
         check_requirements(config, job.groups, before.answers)
-        if job.rows.anchors is not None:
-            files.write_text(folder.anchors, lines(job.rows.anchors.examples))
-        if job.config.written and job.rows.past is not None and job.config.past is None:
-            files.write_text(folder.past, lines(job.rows.past.examples))
+        if world.first():
+            _write_rows(job)
         with recorded(folder.seconds, "writing probes"):
-            bank = _bank(job)
+            bank = world.in_turn(lambda: _bank(job))
+        world.agree("their bank", None if bank is None else bank.manifest["probes_sha256"])
         training = train(job, before, bank, interruption, tracked, train_on=train_on)
-        record = _finish(job, before, bank, training, interruption, memory, planned)
+        outcome = _finish(job, before, bank, training, interruption, memory, planned)
     except Interrupted as stop:
         raise Interrupted(
             stop.number,
             f"{stop}. Continue with: cplus adapt --resume {folder.root} (or --finish {folder.root})",
+            agreed=stop.agreed,
         ) from stop
+    except RuntimeError as error:
+        if world.size() > 1:
+            error.add_note(f"continue with: cplus adapt --resume {folder.root}")
+        raise
     finally:
         tracked.finish()
     say(f"written to {folder.root}: model/, receipt.html, record.json, README.md")
-    return FinishedJob(folder=folder.root, record=record)
+    return FinishedJob(folder=folder.root, record=outcome)
+
+
+def _write_rows(job: Job) -> None:
+    """The rows to keep, for later jobs."""
+    if job.rows.anchors is not None:
+        files.write_text(job.folder.anchors, lines(job.rows.anchors.examples))
+    if job.config.written and job.rows.past is not None and job.config.past is None:
+        files.write_text(job.folder.past, lines(job.rows.past.examples))
 
 
 def _bank(job: Job) -> Bank | None:
@@ -141,30 +172,36 @@ def _finish(
             group.name: answer(model, group, config, "after", before.answers[group.name].predictions)
             for group in job.groups
         }
-    write_model(folder, model, job.base.tokenizer, config.save_dtype)
-    done = Finished(
-        config=config,
-        base=job.base,
-        after_fingerprint=models.fingerprint(model),
-        rows=job.rows,
-        groups=job.groups,
-        before=before,
-        after=after,
-        log=training.log,
-        bank=bank,
-        layers=layers,
-        comparisons=job.comparisons,
-        parameters=parameters,
-        trainable=trainable,
-        best_epoch=best,
-        repaired=repaired,
-        good_epoch=good,
-        planned=planned_usage(job, planned),
-        actual=actual_usage(job, training.log, memory),
-    )
-    record = write_outputs(folder, done)
-    folder.clear_work()
-    return record
+
+    def written() -> dict[str, Any]:
+        with recorded(folder.seconds, "saving"):
+            write_model(folder, model, job.base.tokenizer, config.save_dtype)
+            after_fingerprint = models.fingerprint(model)
+        done = Finished(
+            config=config,
+            base=job.base,
+            after_fingerprint=after_fingerprint,
+            rows=job.rows,
+            groups=job.groups,
+            before=before,
+            after=after,
+            log=training.log,
+            bank=bank,
+            layers=layers,
+            comparisons=job.comparisons,
+            parameters=parameters,
+            trainable=trainable,
+            best_epoch=best,
+            repaired=repaired,
+            good_epoch=good,
+            planned=planned_usage(job, planned),
+            actual=actual_usage(job, training.log, memory),
+        )
+        outcome = write_outputs(folder, done)
+        folder.clear_work()
+        return outcome
+
+    return world.shared(written)
 
 
 def _repaired(
@@ -190,24 +227,23 @@ def planned_usage(job: Job, planned: Plan | None) -> dict[str, Any]:
     tokens = tokens_per_epoch(job.config, job.method, material)
     return {
         "seconds": None if planned is None else {part: asdict(spent) for part, spent in planned.seconds.items()},
+        "total_seconds": None if planned is None else asdict(planned.total),
         "training_tokens_per_epoch": tokens.training,
         "evidence_tokens_per_epoch": tokens.evidence,
         "held_bytes": job.need.held,
-        "peak_bytes": job.need.peak,
+        "peak_bytes": job.need.peak if planned is None else planned.peak,
     }
 
 
 def actual_usage(job: Job, log: TrainingLog, memory: PeakMemory) -> dict[str, Any]:
-    """What was measured, by the names of the plan."""
+    """What was measured, by the names of the plan; the time to write receipt and record is still to come."""
     seconds = recorded_seconds(job.folder.seconds)
+    seconds["evaluating"] += log.evaluation_seconds
+    seconds["training"] += log.seconds
     epochs = max(1, len(log.curve))
     return {
-        "seconds": {
-            "evaluating": seconds.get("evaluating", 0.0) + log.evaluation_seconds,
-            "writing probes": seconds.get("writing probes", 0.0),
-            "training": log.seconds,
-            **({"repairing": seconds["repairing"]} if "repairing" in seconds else {}),
-        },
+        "seconds": seconds,
+        "total_seconds": sum(seconds.values()),
         "training_tokens_per_epoch": log.training.padded / epochs,
         "evidence_tokens_per_epoch": log.preservation.padded / epochs,
         "peak_bytes": memory.growth(),

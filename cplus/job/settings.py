@@ -236,6 +236,10 @@ class AdaptConfig(BaseModel):
     )
 
     device: str = Field("auto", description="Device: auto, cuda, mps or cpu.")
+    sharding: Literal["fsdp", "ddp"] = Field(
+        "fsdp",
+        description="Several processes (torchrun): fsdp splits weights, optimizer and gate over them, ddp copies them.",
+    )
     revision: str | None = Field(None, description="Branch, tag or commit of a model on the hub.")
     trust_remote_code: bool = Field(False, description="Allow code from the model's hub repository to run.")
 
@@ -359,7 +363,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "out", "max_asked", "evaluate_every", "evaluate_rows", "require", "keep_best", "save_dtype", "compare",
         "report_to", "checkpoint_minutes", "checkpoint_steps",
     ),
-    "Machine": ("device", "revision", "trust_remote_code"),
+    "Machine": ("device", "sharding", "revision", "trust_remote_code"),
 }  # fmt: skip
 """The settings besides the model, in the order they are shown."""
 

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from cplus import world
 from cplus.files import fingerprint
 
 PROJECT = "cplus"
@@ -87,8 +88,8 @@ TRACKERS: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
 
 
 def tracker(name: str | None, out: Path, settings: Mapping[str, Any]) -> Tracker:
-    """The tracker of that name, or none."""
-    return Nothing() if name is None else TRACKERS[name](out, settings)
+    """The tracker of that name, or none; the first process of a job logs for all."""
+    return Nothing() if name is None or not world.first() else TRACKERS[name](out, settings)
 
 
 def _package(name: str) -> Any:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cplus import files, models
+from cplus import files, models, world
 from cplus.data.examples import fingerprint
 from cplus.experiment.driver import Ending, Training, begin
 from cplus.experiment.material import PastTask
 from cplus.experiment.measure import GroupAnswers, curve_figures, loss_of, repeats_every_token
 from cplus.experiment.rows import Group
 from cplus.experiment.schedule import updates_per_epoch
+from cplus.experiment.sharding import PLACES
 from cplus.health import Exploded
 from cplus.job.answers import Before
 from cplus.job.bank import earlier_bank
@@ -23,6 +24,7 @@ from cplus.job.prepare import Job
 from cplus.job.progress import say, training_view
 from cplus.job.rows import located
 from cplus.job.tracking import Tracker
+from cplus.job.usage import recorded
 from cplus.loop import EpochEnded, Event, Refreshed, Stepped
 from cplus.probes.bank import Bank
 
@@ -54,7 +56,8 @@ def train(
     """Train from the last checkpoint, or the beginning, to the end; an interrupted training can be resumed."""
     config = job.config
     past = past_tasks(job, bank)
-    training = begin(job.settings, job.base, job.rows.trained.encoded(), past)
+    with recorded(job.folder.seconds, "training"):
+        training = begin(job.settings, job.base, job.rows.trained, past, PLACES[config.sharding])
     rows = [job.rows.trained.examples, *(part for task in past for part in (task.anchors, task.probes))]
     identity = files.fingerprint([job.base.fingerprint, *map(fingerprint, rows)])
     kept = Checkpoints(
@@ -92,12 +95,14 @@ def train(
                 _log(tracked, training, event, point)
                 if isinstance(event, Refreshed):
                     continue  # the evidence is newer than the cursor here, so training could not resume from this state
-                if interruption.received is not None:
+                signal, due = world.largest([interruption.received or 0, kept.due(training.log.cursor.step)])
+                if signal:
                     kept.save(training)
                     step, total = training.log.cursor.step, config.epochs * updates
-                    raise Interrupted(interruption.received, f"stopped after update {step} of {total}, and saved")
-                if training.log.done or kept.due(training.log.cursor.step):
-                    kept.save(training)
+                    raise Interrupted(signal, f"stopped after update {step} of {total}, and saved", agreed=True)
+                if training.log.done or due:
+                    with recorded(job.folder.seconds, "saving"):
+                        kept.save(training)
         except FloatingPointError as error:
             if training.finite():  # the step that failed changed nothing
                 kept.save(training)
@@ -105,7 +110,8 @@ def train(
         except Exploded as error:  # the weights are finite, but useless
             raise Exploded(f"{error}; {_last(kept, job)}") from error
         if kept.step != training.log.cursor.step or not kept.done:
-            kept.save(training)
+            with recorded(job.folder.seconds, "saving"):
+                kept.save(training)
     return training
 
 
@@ -150,8 +156,8 @@ class _Evaluations:
         due = every > 0 and epoch % every == 0
         new = self._new if decides else self._new.drawn(self._config.evaluate_rows, self._config.seed)
         groups = [*([new] if due or decides else []), *(self._others if due else [])]
-        with models.computing(self._config.compute_dtype, self._device):
-            return curve_figures(self._training.model, groups, self._before)
+        with models.computing(self._config.compute_dtype, self._device), self._training.whole() as model:
+            return curve_figures(model, groups, self._before)
 
     def lost(self, point: Mapping[str, float]) -> float | None:
         """What past rows have lost: the rise of their loss in nats per token, or the share lost of Retention."""
@@ -170,8 +176,8 @@ class _Evaluations:
             return None
         if self._new.closed:
             return "learned" if point.get("acquisition", 100.0) == 100.0 else None
-        with models.computing(self._config.compute_dtype, self._device):
-            return "learned" if repeats_every_token(self._training.model, self._encoded) else None
+        with models.computing(self._config.compute_dtype, self._device), self._training.whole() as model:
+            return "learned" if repeats_every_token(model, self._encoded) else None
 
 
 def past_loss(groups: Sequence[Group], before: Mapping[str, GroupAnswers]) -> float | None:

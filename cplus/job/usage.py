@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from cplus import files
+from cplus import files, world
 
 
 @contextmanager
@@ -19,14 +19,26 @@ def recorded(path: Path, part: str) -> Iterator[None]:
     """Add the seconds spent inside to those of the part in the file, so that a resumed job knows them all."""
     begun = time.perf_counter()
     yield
+    record(path, {part: time.perf_counter() - begun})
+
+
+def record(path: Path, spent: Mapping[str, float]) -> None:
+    """Add the seconds of these parts to those in the file; the first process writes it."""
+    if not world.first():
+        return
     seconds = recorded_seconds(path)
-    files.write_json(path, {**seconds, part: seconds.get(part, 0.0) + time.perf_counter() - begun})
+    files.write_json(path, seconds | {part: seconds.get(part, 0.0) + own for part, own in spent.items()})
 
 
 def recorded_seconds(path: Path) -> dict[str, float]:
     """The seconds by part that were recorded so far."""
     found: dict[str, float] = files.read_json(path) if path.is_file() else {}
     return found
+
+
+def since_start() -> float:
+    """Seconds since this process was started."""
+    return max(0.0, time.time() - float(psutil.Process().create_time()))
 
 
 class PeakMemory:

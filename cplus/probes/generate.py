@@ -152,8 +152,12 @@ def generate(
     anchors: Sequence[Example],
     settings: ProbeSettings,
     tally: Tally,
+    *,
+    block: int | None = None,
 ) -> Iterator[Sampled | Block]:
     """Continue from the tally's last block until it is full; a block is added to the tally before it is yielded.
+
+    `block` is another number of requests per block, for a trial.
 
     Paper: Algorithm 1, line 1; App. C.1, construction of the bank S_A.
     """
@@ -161,14 +165,14 @@ def generate(
     while not tally.full:
         tally.check_yield()
         first = sum(len(block.outcomes) for block in tally.blocks)
-        plans = [written.plan(index) for index in range(first, first + written.block)]
+        plans = [written.plan(index) for index in range(first, first + (block or written.block))]
         read: dict[int, Example | Rejected] = {}
         for sampled, parsed in _sampled(engine, written, plans, settings):
             read[sampled.index] = parsed
             yield sampled
-        block = _judged(plans, read, labeller, tally)
-        tally.add(block)
-        yield block
+        judged = _judged(plans, read, labeller, tally)
+        tally.add(judged)
+        yield judged
 
 
 def write_probes(

@@ -15,6 +15,8 @@ from torch import Tensor
 from cplus.probes.engine import End, Reader, Request, Sample, Sampling, pick
 from cplus.probes.key_values import Prefixes, Slots, chunk_ends, grouped_attention
 
+ROWS = 64
+"""Rows decoded at once, unless told otherwise."""
 _SPARE_COLUMNS = 32
 
 
@@ -36,7 +38,7 @@ Choose: TypeAlias = Callable[[Tensor, Sequence[DecodingRow]], list[int]]
 class LocalEngine:
     """Finished rows are replaced immediately; common prefixes of prompts are computed once."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, rows: int = 64, prefix_bytes: int = 1 << 30) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, rows: int = ROWS, prefix_bytes: int = 1 << 30) -> None:
         if rows < 1:
             raise ValueError(f"expected at least one row, got {rows}")
         self._model, self._tokenizer, self._rows = model, tokenizer, rows

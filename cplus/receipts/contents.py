@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from html import escape
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field
 
 from cplus.evaluation.requirements import Requirement
 from cplus.evaluation.retention_acquisition import Kind
+from cplus.receipts.summary import table
 
 SetKind: TypeAlias = Literal["retention", "acquisition", "validation", "task", "external"]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
@@ -230,3 +232,22 @@ class Receipt:
     cost: dict[str, int | float] = field(default_factory=dict)
     requirements: tuple[Requirement, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        sets = ", ".join(f"{own.name} {len(own.rows)}" for own in self.sets)
+        return f"Receipt({self.title!r}: {self.before.name} to {self.after.name}; rows: {sets})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: both models, and each set's outcomes; the page has every row."""
+        rows = [(own.name, own.kind, *(f"{count:,}" for count in _outcomes(own))) for own in self.sets]
+        models = f"<b>{escape(self.title)}</b><br>{escape(self.before.name)} to {escape(self.after.name)}"
+        return f"<div>{models}{table(('rows', 'for', *OUTCOMES), rows)}</div>"
+
+
+OUTCOMES = ("all", "kept", "lost", "gained", "still wrong", "not judged")
+
+
+def _outcomes(own: RowSet) -> list[int]:
+    """The number of rows with each outcome; free text without a judge has none."""
+    kinds = [row.kind if own.judged else None for row in own.rows]
+    return [len(kinds), *(kinds.count(kind) for kind in ("kept", "lost", "gained", "still_wrong", None))]

@@ -88,7 +88,7 @@ def _quantities(receipt: Receipt) -> Iterator[tuple[str, str, Series]]:
         "new loss, nats per token (learning goes left)",
         {name: _losses(points) for name, points in methods.items()},
     )
-    own = receipt.curve
+    own, shown = receipt.curve, set()
     for title, trained, unseen in (
         ("New loss", "new_nll", "validation_nll"),
         ("Acquisition (%)", "acquisition", "validation"),
@@ -96,8 +96,11 @@ def _quantities(receipt: Receipt) -> Iterator[tuple[str, str, Series]]:
         if any(getattr(point, unseen) is not None for point in own):
             apart = {_TRAINED: _by_epoch(own, trained), _HELD_OUT: _by_epoch(own, unseen)}
             yield f"{title}: trained on and held out", "epoch", apart
+            shown.add(title)
     epochs = (("Retention (%)", "retention"), ("Acquisition (%)", "acquisition"), ("Training loss", "loss"))
     for title, quantity in epochs:
+        if title in shown and len(methods) == 1:
+            continue  # the same line again
         yield title, "epoch", {name: _by_epoch(points, quantity) for name, points in methods.items()}
 
 

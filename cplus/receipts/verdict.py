@@ -35,6 +35,7 @@ def sentences(found: Mapping[str, Any]) -> list[str]:
         said.append(f"{_counts(learned)} answers that were wrong before are right now{_bounds(learned)}.")
     if unseen := found["validation"]:
         said.append(f"{_counts(unseen)} held-out new answers that were wrong before are right now{_bounds(unseen)}.")
+        said += [_held_out(own) for own in found["sets"] if own["kind"] == "validation" and own["after"]]
     if found["unselected"]:
         said.append(_changed(found["unselected"]))
     said += [_loss(own) for own in found["sets"] if own["nll"] and not _in_lead(own)]
@@ -42,6 +43,12 @@ def sentences(found: Mapping[str, Any]) -> list[str]:
         said += _compared(found["matched"])
     said += [f"The runs compared have {sentence}." for sentence in found["unequal"]]
     return said
+
+
+def _held_out(own: Mapping[str, Any]) -> str:
+    """All held-out new rows, those right before included: what is learned of some may be lost on others."""
+    before, after = percent(own["before"]["percent"]), percent(own["after"]["percent"])
+    return f"Of all held-out new rows, {before} were answered right before and {after} are now."
 
 
 def percent(value: float) -> str:

@@ -71,7 +71,7 @@ def _accepted_by_job(out: Path) -> float:
     if (out / "record.json").exists():
         return math.inf
     kept = out / "work" / "checkpoint.pt"
-    step = torch.load(kept, weights_only=True)["state"]["ledger"]["cursor"]["step"] if kept.exists() else 0
+    step = torch.load(kept, weights_only=True)["state"]["log"]["cursor"]["step"] if kept.exists() else 0
     return float(step) + (out / "work" / "before.json").exists() + (out / "bank").exists()
 
 

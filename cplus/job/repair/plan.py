@@ -8,7 +8,7 @@ from typing import Any
 
 from cplus.experiment.bank_cache import bank_folder
 from cplus.experiment.rows import Rows
-from cplus.job import timing
+from cplus.job import answer_timing
 from cplus.job.memory import giga
 from cplus.job.plan import self_written, shown_range
 from cplus.job.repair.prepare import Given, prepare
@@ -22,7 +22,7 @@ from cplus.repairing.model import BYTES_PER_PARAMETER
 
 @dataclass(frozen=True, kw_only=True)
 class RepairPlan:
-    """The result of `--plan`; ranges are from short answers and probes to those twice as long."""
+    """The result of `--plan`; ranges are from the shortest likely repair to the longest."""
 
     given: Given
     probes: int
@@ -88,7 +88,7 @@ def plan(config: RepairConfig) -> RepairPlan:
     base, rows, anchors = given.base, given.rows, given.rows.anchors
     assert anchors is not None
     settings = config.settings(len(rows.new.examples)).probes
-    times = {group.name: timing.evaluating(config, base, group) for group in (*given.groups, anchors)}
+    times = {group.name: answer_timing.evaluating(config, base, group) for group in (*given.groups, anchors)}
     seconds = {"evaluating": Range(0.0, 0.0)}
     for group in given.groups:
         found, count = times[group.name], len(group.examples)
@@ -97,12 +97,12 @@ def plan(config: RepairConfig) -> RepairPlan:
             count * (2 * found.answering.low + tuned.low), count * (2 * found.answering.high + tuned.high)
         )
         if group.part == "retention" and not group.closed and config.judge == "none":
-            seconds["evaluating"] += timing.noise_floor(config, base, group, found)
+            seconds["evaluating"] += answer_timing.noise_floor(config, group, found)
     built = config.bank is not None or bank_folder(base, anchors.interface, anchors.examples, settings).exists()
     if writing[0] is not None:
         seconds["writing probes"] = writing[0]
     elif not built and not config.written:
-        seconds["writing probes"] = timing.writing(base, anchors, settings, times[anchors.name])
+        seconds["writing probes"] = answer_timing.writing(base, anchors, settings)
     probes, own = settings.num_probes, [len(row) for row in anchors.encoded()]
     mean, others = sum(own) / len(own), min(probes, max(0, config.max_rows - len(own)))
     during, count = times[rows.new.name].during, min(len(rows.new.examples), config.max_rows)
