@@ -1,8 +1,10 @@
 # make demo: see it work.  make test: everything that must hold.
 PYTHON ?= python3
 BIN := .venv/bin
+# Compiled modules are kept: without them every process that a test starts compiles the package again, 1.4 s of its time.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-long test-portable lint docs bench clean faults fuzz soak coverage mutants
+.PHONY: demo test test-long test-portable lint docs bench clean faults fuzz soak coverage mutants matrix
 
 demo: .venv/.installed
 	$(BIN)/cplus demo
@@ -11,7 +13,7 @@ test: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal
 
 # The longer forms that the suite leaves out to stay within a quarter of an hour.
 test-long: .venv/.installed
@@ -58,6 +60,11 @@ mutants: .venv/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt cosmic-ray==8.7.0 mutmut==3.8.0
 	$(BIN)/python benchmarks/mutants.py --out benchmarks/results/mutants.json
 
+# The guard's contract tests with the versions that neighbours pin, each in its own environment under runs/matrix;
+# 'make matrix ONLY=oldest' runs one. The table in docs/integrations.md is updated; exit code 1 where a test fails.
+matrix: .venv/.installed
+	$(BIN)/python tools/matrix.py $(ONLY)
+
 # The documentation site, into site/; a warning, such as a broken link, is an error.
 docs:
 	@$(BIN)/python -c 'import cplus, material, mkdocstrings' 2>/dev/null || { echo "make docs needs the extra 'docs'; install it with:" \
@@ -71,7 +78,8 @@ lint: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true  # on all cores; pip would use one
 	touch $@
 
 clean:

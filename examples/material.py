@@ -76,9 +76,3 @@ def material(options: argparse.Namespace, seed: int = 0) -> Material:
         anchors=[interface.encode(row) for row in anchors],
         probes=[interface.encode(probe.example) for probe in probes],
     )
-
-
-def features(row: Encoded) -> dict[str, list[int]]:
-    """A row as trainers take it."""
-    ids = [*row.prompt, *row.target]
-    return {"input_ids": ids, "labels": [-100] * len(row.prompt) + [*row.target]}

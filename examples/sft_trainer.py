@@ -16,22 +16,19 @@ def main() -> dict[str, float]:
     data = material(options)
     data.report("before", data.model)
     rows = [{"prompt": prompt(fact.question), "completion": f" {fact.right}\n\n"} for fact in data.unknown]
-    trainer = SFTTrainer(
-        model=data.model,
-        args=SFTConfig(
-            output_dir=options.out,
-            num_train_epochs=options.epochs,
-            per_device_train_batch_size=options.batch,
-            learning_rate=options.lr,
-            lr_scheduler_type="constant",
-            gradient_checkpointing=False,
-            bf16=False,
-            save_strategy="no",
-            report_to="none",
-        ),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=data.tokenizer,
+    args = SFTConfig(
+        output_dir=options.out,
+        num_train_epochs=options.epochs,
+        per_device_train_batch_size=options.batch,
+        learning_rate=options.lr,
+        lr_scheduler_type="constant",
+        gradient_checkpointing=False,
+        bf16=False,
+        save_strategy="no",
+        report_to="none",
     )
+    dataset = Dataset.from_list(rows)
+    trainer = SFTTrainer(model=data.model, args=args, train_dataset=dataset, processing_class=data.tokenizer)
     preserve(trainer, anchors=data.anchors, probes=data.probes)  # +
     trainer.train()
     return data.report("after", trainer.model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from material import arguments, features, material
+from material import arguments, material
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from cplus.integrations.transformers import preserve
@@ -26,7 +26,7 @@ def main() -> dict[str, float]:
             save_total_limit=1,
             report_to="none",
         ),
-        train_dataset=[features(row) for row in data.new],
+        train_dataset=[row.features() for row in data.new],
         data_collator=DataCollatorForSeq2Seq(data.tokenizer),
     )
     preserve(trainer, anchors=data.anchors, probes=data.probes)  # +

@@ -6,6 +6,7 @@ file outside `docs/`, such as `../examples/trainer.py`, leads to a page that sho
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -95,5 +96,14 @@ def shown(path: str) -> str:
         names = sorted(found.name for found in here.iterdir() if not found.name.startswith((".", "__")))
         return f"# `{path}/`\n\n" + "".join(f"- `{name}`\n" for name in names[:100])
     text = here.read_text(encoding="utf-8")
+    if here.suffix == ".ipynb":
+        return rewritten(notebook(path, text), path, file_page(path))
     cut = "" if len(text) <= LONGEST else f"The first {LONGEST:,} of {len(text):,} characters.\n\n"
     return f"# `{path}`\n\n{cut}````{LANGUAGES.get(here.suffix, 'text')}\n{text[:LONGEST].rstrip()}\n````\n"
+
+
+def notebook(path: str, text: str) -> str:
+    """A notebook's cells as Markdown, without outputs."""
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
+    shown = [source if kind == "markdown" else f"```python\n{source}\n```" for kind, source in cells]
+    return "\n\n".join([shown[0], f"The notebook is `{path}`.", *shown[1:]]) + "\n"

@@ -24,7 +24,10 @@ API = {
         "cplus.integrations.rows.bank_rows",
     ),
     "Several processes": ("cplus.integrations.distributed.save", "cplus.integrations.distributed.load"),
-    "JAX": ("cplus.integrations.optax.collaborative", "cplus.integrations.optax.blend"),
+    "JAX": (
+        "cplus.integrations.jax_loop.Loop", "cplus.integrations.jax_loop.save", "cplus.integrations.jax_loop.restore",
+        "cplus.integrations.optax.collaborative", "cplus.integrations.optax.blend",
+    ),
     "Algorithm 1": (
         "cplus.algorithm.blend", "cplus.algorithm.collaborates", "cplus.algorithm.smooth",
         "cplus.algorithm.coefficient", "cplus.algorithm.apply", "cplus.algorithm.run",
