@@ -201,22 +201,29 @@ def num_blocks(wanted: int, gained: int, tried: int, block: int, floor: float) -
 
 
 def decoding_bytes(config: AdaptConfig, base: Loaded, rows: Rows, probes: int) -> int:
-    """The keys and values of the rows that the job decodes at once and the trial did not.
+    """The bytes of the rows that the job decodes at once and the trial did not.
 
     `probes` is the number of probes that the job writes from anchors.
     """
-    text = base.model.config.get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    column: int = 2 * 4 * text.num_hidden_layers * heads * head
     more = [0]
     for group in rows.evaluated(config.max_asked, config.seed):
         if not group.closed and not group.texts:
             longest = max(len(group.interface.prompt(example)) for example in group.examples)
             count = min(ROWS, len(group.examples)) - _MANY
-            more.append(count * (longest + config.max_new_tokens))
+            more.append(count * _row_bytes(base, longest, config.max_new_tokens))
     if probes and rows.anchors is not None:
-        longest = max(map(len, rows.anchors.encoded()))
-        shown = config.shots * longest + MAX_NEW_TOKENS[rows.anchors.interface.name]
-        more.append((ROWS - _REQUESTS[-1]) * shown)
-    return int(column * max(more))
+        longest = config.shots * max(map(len, rows.anchors.encoded()))
+        row = _row_bytes(base, longest, MAX_NEW_TOKENS[rows.anchors.interface.name])
+        more.append((ROWS - _REQUESTS[-1]) * row)
+    return max(more)
+
+
+def _row_bytes(base: Loaded, prompt: int, written: int) -> int:
+    """Bytes to decode one row: keys and values of all tokens, and what one layer holds while the prompt is read."""
+    text = base.model.config.get_text_config()
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    column: int = 2 * 4 * text.num_hidden_layers * heads * head
+    layer: int = 4 * (4 * text.hidden_size + 3 * inner)  # about four vectors of the width, three of the inner width
+    return column * (prompt + written) + layer * prompt

@@ -48,8 +48,8 @@ class Plan:
     warnings: tuple[str, ...]
     devices: DevicePlan
     trial_bytes: int | None = None
-    """Memory at the peak of the trial that was timed, with as many rows decoded at once as the job will; None where an
-    earlier peak of the process hides it."""
+    """Memory of the process, or of the GPU, at the peak of the trial that was timed, with as many rows decoded at once
+    as the job will; None where an earlier peak of the process hides it."""
 
     @property
     def peak(self) -> int:
@@ -163,7 +163,7 @@ def plan(config: AdaptConfig, *, starting: float = 0.0) -> Plan:
         seconds["writing probes"] = writing
     elif probes and not config.written:
         seconds |= _writing(config, base, rows.anchors, len(new.examples))
-    decoding = memory.growth()
+    decoding = memory.peak()
     if decoding is not None:
         decoding += decoding_bytes(config, base, rows, probes if "writing probes" in seconds else 0)
     if config.repair:
@@ -179,7 +179,7 @@ def plan(config: AdaptConfig, *, starting: float = 0.0) -> Plan:
         once = Range(*(evidence_tokens(method, own) * pace.evidence for own in (material, longer)))
     seconds["training"] = timing.training_seconds(config, tokens, high, len(material.new), pace) + once
     yardstick.measure()
-    peak = memory.growth()
+    peak = memory.peak()
     return Plan(
         config=config,
         size=found.size,

@@ -246,5 +246,5 @@ def actual_usage(job: Job, log: TrainingLog, memory: PeakMemory) -> dict[str, An
         "total_seconds": sum(seconds.values()),
         "training_tokens_per_epoch": log.training.padded / epochs,
         "evidence_tokens_per_epoch": log.preservation.padded / epochs,
-        "peak_bytes": memory.growth(),
+        "peak_bytes": memory.peak(),
     }

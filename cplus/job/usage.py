@@ -42,23 +42,18 @@ def since_start() -> float:
 
 
 class PeakMemory:
-    """The growth of the process's memory since this object was created, or on a GPU of the memory allocated there."""
+    """The peak of the process's memory since this object was created, or on a GPU of the memory allocated there."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-            self._start = int(torch.cuda.memory_allocated(device))
-        else:
-            self._start = int(psutil.Process().memory_info().rss)
-        self._peak = _peak(device)
+        self._earlier = _peak(device)
 
-    def growth(self) -> int | None:
-        """Bytes at the peak above the start; None where an earlier peak of the process hides it."""
+    def peak(self) -> int | None:
+        """Bytes of the whole process, or allocated on the GPU; None where an earlier peak of the process hides it."""
         peak = _peak(self._device)
-        if peak is None or (self._device.type != "cuda" and peak == self._peak):
-            return None
-        return max(0, peak - self._start)
+        return None if self._device.type != "cuda" and peak == self._earlier else peak
 
 
 def _peak(device: torch.device) -> int | None:
