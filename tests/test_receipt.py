@@ -393,6 +393,31 @@ def test_an_axis_that_does_not_begin_at_zero_is_marked() -> None:
     assert "marks an axis that does not begin at 0" in page
 
 
+def test_a_share_of_all_has_no_axis_beyond_100() -> None:
+    points = tuple(Point(epoch=float(e), retention=100.0) for e in range(3))
+    (chart,) = charts(small(some("task", {"kept": 1}), curve=points))
+    assert [said for _, said in chart.y_ticks][-1] == "100"
+    assert float(chart.y_ticks[0][1]) < 100
+
+
+def test_judged_runs_are_compared_where_they_have_learned_equally_much() -> None:
+    def points(*kept: float) -> tuple[Point, ...]:
+        return tuple(Point(epoch=float(e), retention=own, acquisition=50.0 * e) for e, own in enumerate(kept))
+
+    other = ComparedRun(curve=points(100, 60, 40), settings={"method": "sft"})
+    made = small(some("task", {"kept": 1}), curve=points(100, 90, 80), method="cplus", comparisons={"sft": other})
+    first = charts(made)[0]
+    assert first.title == "Retention (%) against Acquisition"
+    assert [said for _, said in first.x_ticks][-1] == "100"
+    assert first.summary.endswith("SFT from 100 to 40")
+
+
+@pytest.mark.parametrize(("kept", "lost", "red"), [(128, 0, False), (120, 8, False), (50, 78, True)])
+def test_a_large_share_of_lost_answers_has_a_red_frame(kept: int, lost: int, red: bool) -> None:
+    page = render(to_json(small(some("retention", {"kept": kept, "lost": lost}))))
+    assert ('<section class="verdict unmet"' in page) is red
+
+
 def test_losses_are_required_by_their_upper_bound() -> None:
     demands = tuple(
         map(parse, ("past-loss<=+0.05", "past-loss<=0.007", "new-loss<=3", "new-loss<=2.8", "retention>=0"))

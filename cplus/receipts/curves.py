@@ -19,6 +19,8 @@ Series: TypeAlias = Mapping[str, list[tuple[float, float]]]
 WIDTH, HEIGHT = 340.0, 210.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 42.0, 12.0, 8.0, 34.0
 _DASHES = ("6 3", "2 2", "9 3 2 3", "1 3", "12 4")
+_ALL_KEPT = 90.0
+"""Where the axis of a share begins that is 100 % throughout."""
 _TRAINED, _HELD_OUT = "rows trained on", "rows held out"
 
 
@@ -53,8 +55,8 @@ class Chart:
 def charts(receipt: Receipt) -> list[Chart]:
     """One chart for each quantity that has at least two points.
 
-    The past loss comes first and is drawn against the new loss, so that methods are compared where they have learned
-    equally well. Lines of runs at unequal rates or of unequal learning have a caveat.
+    The past loss comes first and is drawn against the new loss, and Retention of several runs against Acquisition, so
+    that methods are compared where they have learned equally well. Lines of runs at unequal rates or of unequal learning have a caveat.
     """
     caveat = "; ".join(dict.fromkeys(said.partition(":")[0] for said in unequal(receipt)))
     drawn = []
@@ -88,6 +90,12 @@ def _quantities(receipt: Receipt) -> Iterator[tuple[str, str, Series]]:
         "new loss, nats per token (learning goes left)",
         {name: _losses(points) for name, points in methods.items()},
     )
+    if len(methods) > 1:
+        yield (
+            "Retention (%) against Acquisition",
+            "Acquisition, % (learning goes right)",
+            {name: _shares(points) for name, points in methods.items()},
+        )
     own, shown = receipt.curve, set()
     for title, trained, unseen in (
         ("New loss", "new_nll", "validation_nll"),
@@ -109,6 +117,10 @@ def _losses(points: Sequence[Point]) -> list[tuple[float, float]]:
     return [(new, past - known[0][1]) for new, past in known] if points[0].epoch == 0 else []
 
 
+def _shares(points: Sequence[Point]) -> list[tuple[float, float]]:
+    return [(p.acquisition, p.retention) for p in points if p.acquisition is not None and p.retention is not None]
+
+
 def _by_epoch(points: Sequence[Point], quantity: str) -> list[tuple[float, float]]:
     return [(p.epoch, getattr(p, quantity)) for p in points if getattr(p, quantity) is not None]
 
@@ -117,7 +129,9 @@ def _chart(title: str, x_label: str, series: Series, order: list[str], caveat: s
     xs = [x for points in series.values() for x, _ in points]
     ys = [y for points in series.values() for _, y in points]
     x_values = ticks(min(xs), max(xs))
-    y_values = ticks(min(ys), 100.0 if "(%)" in title else max(ys), most=4)
+    percent = "(%)" in title
+    lowest = _ALL_KEPT if percent and min(ys) == 100.0 else min(ys)
+    y_values = ticks(lowest, 100.0 if percent else max(ys), most=4)
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - x_values[0]) / (x_values[-1] - x_values[0])
