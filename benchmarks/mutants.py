@@ -237,7 +237,7 @@ def prepare(folder: Path) -> None:
     if pytest.main([*QUIET, "tests/test_nothing.py"]) != 0:  # loads the plugins and what the fixtures import
         raise RuntimeError("pytest does not run here")
     assert "cplus" not in sys.modules
-    gc.freeze()  # what is never looked at again is never copied either
+    gc.freeze()  # what is never read again is never copied either
 
 
 def tried(folder: Path, module: str, chosen: Sequence[Mutant]) -> Iterator[tuple[Mutant, str]]:

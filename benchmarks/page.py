@@ -60,7 +60,7 @@ def roofline(record: dict[str, Any]) -> str:
         for name, r in record["roofline"].items()
     ]
     text = f"Roofline at the largest size: the memory gives {record['bandwidth_bytes_a_second'] / 1e9:.0f} GB/s.\n\n"
-    return text + table(["step", "bytes a parameter", "limit, times torch's", "bandwidth reached"], rows)
+    return text + table(["step", "bytes per parameter", "limit, times torch's", "bandwidth reached"], rows)
 
 
 def epochs(record: dict[str, Any]) -> str:

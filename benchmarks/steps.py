@@ -214,12 +214,12 @@ def main() -> None:
         "one-pass AdamW step / torch's fused step": (largest["ratio"]["one-pass float32"], "<=", 1.8),
         "one-pass, uint8 average / torch's fused step": (largest["ratio"]["one-pass uint8"], "<=", 2.2),
         "hooks on torch's fused AdamW / torch's fused step": (largest["ratio"]["hooks float32"], "<=", 4.0),
-        "bytes a parameter, one-pass, fp32 average": (fused["held_bytes_a_parameter"], "<=", 4.5),
-        "bytes a parameter, one-pass, uint8 average": (small["held_bytes_a_parameter"], "<=", 1.5),
+        "bytes per parameter, one-pass, fp32 average": (fused["held_bytes_a_parameter"], "<=", 4.5),
+        "bytes per parameter, one-pass, uint8 average": (small["held_bytes_a_parameter"], "<=", 1.5),
         "temporary megabytes, one-pass, fp32 average": (fused["temporary_bytes"] / 1e6, "<=", 64.0),
         "temporary megabytes, one-pass, uint8 average": (small["temporary_bytes"] / 1e6, "<=", 64.0),
-        "bytes a parameter, hooks": (hooks["held_bytes_a_parameter"], "<=", 4.5),
-        "temporary bytes a parameter, hooks (a copy of theta is 4)": (hooks["temporary_bytes_a_parameter"], "<=", 4.5),
+        "bytes per parameter, hooks": (hooks["held_bytes_a_parameter"], "<=", 4.5),
+        "temporary bytes per parameter, hooks (a copy of theta is 4)": (hooks["temporary_bytes_a_parameter"], "<=", 4.5),
     }
     finish(f"steps-{torch.backends.cpu.get_cpu_capability().lower()}", figures, bars, options)
 

@@ -64,7 +64,7 @@ def _status(name: str) -> int:
 
 
 def finish(name: str, figures: dict[str, Any], bars: Mapping[str, tuple[float, str, float]], options: Any) -> None:
-    """Print every bar with what was measured, keep all figures as JSON; a missed bar is said, not hidden."""
+    """Print every bar with what was measured, keep all figures as JSON; a missed bar is reported, not hidden."""
     held = {"<=": lambda a, b: a <= b, ">=": lambda a, b: a >= b}
     figures["bars"] = {
         what: {"measured": got, "relation": sign, "bar": bar, "held": held[sign](got, bar)}

@@ -232,7 +232,7 @@ def epoch(base: nn.Module, rows: Sequence[Encoded], batch_size: int, sizes: Sequ
 
 
 def refresh_memory(model: nn.Module, rows: Sequence[Encoded]) -> dict[str, float]:
-    """What a refresh holds at its peak, in bytes a parameter: one gradient and the activations of one batch."""
+    """What a refresh holds at its peak, in bytes per parameter: one gradient and the activations of one batch."""
     _, guard = guarded(model, rows, probes=32)
     before = resident()
     during = peak(guard.refresh) - before

@@ -304,7 +304,7 @@ def test_huge_but_finite_gradients_pass() -> None:
     guard.vectors = [[torch.zeros_like(p) for p in bag.weights]]
     start = [p.detach().clone() for p in bag.weights]
     for p in bag.weights:
-        p.grad = torch.full_like(p, 3e38)  # the sum that is looked at first overflows
+        p.grad = torch.full_like(p, 3e38)  # the sum that is checked first overflows
         assert bool(p.grad.sum().isinf())
     optimizer.step()
     assert guard.steps == 1

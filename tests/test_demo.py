@@ -90,11 +90,11 @@ def test_a_covered_row_is_one_whose_question_stands_in_the_bank(setting: Compari
 
 
 def test_more_rows_than_there_are_is_an_error(setting: Comparison, base: models.Loaded, tmp_path: Path) -> None:
-    parted = (setting.past.interface, setting.split)
+    found = (setting.past.interface, setting.split)
     with pytest.raises(ValueError, match="asked for 100000 initially correct examples as anchors"):
-        set_up(dataclasses.replace(short("sft"), num_anchors=100_000), base, parted, tmp_path)
+        set_up(dataclasses.replace(short("sft"), num_anchors=100_000), base, found, tmp_path)
     with pytest.raises(ValueError, match="num_new is 100000, but only"):
-        set_up(dataclasses.replace(short("sft"), num_new=100_000, num_probes=0), base, parted, tmp_path)
+        set_up(dataclasses.replace(short("sft"), num_new=100_000, num_probes=0), base, found, tmp_path)
 
 
 def test_json_is_one_object_on_standard_output(tmp_path: Path) -> None:

@@ -533,7 +533,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, Comparis
     base = models.load("toy", device="cpu")
     bound = build("cloze", base.tokenizer)
     examples = load_task("harbours").examples[:160]
-    parted = split(
+    halves = split(
         examples,
         predict(base.model, bound, examples),
         model_fingerprint=base.fingerprint,
@@ -544,7 +544,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, Comparis
         model="toy", task="harbours", interface="cloze", method="cplus", seed=0, num_anchors=6, num_probes=12,
         num_new=16, optimizer="adamw", lr=1e-3, weight_decay=0.0, epochs=2, batch_size=8,
     )  # fmt: skip
-    return spec, set_up(spec, base, (bound, parted), tmp_path_factory.mktemp("banks"))
+    return spec, set_up(spec, base, (bound, halves), tmp_path_factory.mktemp("banks"))
 
 
 def test_a_run_is_the_same_with_all_diagnostics_and_its_record_stays_small(

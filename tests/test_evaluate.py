@@ -88,9 +88,9 @@ def test_qwen3s_stored_split_and_a_model_that_never_says_a(data_dir: Path) -> No
     examples = [example for example in read_file(data_dir / "csqa.jsonl") if isinstance(example, Choice)]
     answers = {id: "ABCD".index(letter) for id, letter in stored["predicted"].items()}
     before = [said(e.id, answers[e.id], answers[e.id] == e.answer) for e in examples]
-    parted = split(examples, before, model_fingerprint="", interface="letter", stack={})
-    assert (len(parted.past), len(parted.new)) == (413, 683)
-    assert {e.id for e in parted.past} == set(stored["correct"])
+    halves = split(examples, before, model_fingerprint="", interface="letter", stack={})
+    assert (len(halves.past), len(halves.new)) == (413, 683)
+    assert {e.id for e in halves.past} == set(stored["correct"])
     assert letters.answers(before) == {"A": 898, "B": 90, "C": 35, "D": 73}
     # Right wherever the answer is not A, and B instead of A.
     after = [said(e.id, e.answer or 1, e.answer != 0) for e in examples]
@@ -508,12 +508,12 @@ def test_the_command_reports_tasks_permutations_and_changes(saved: Path, tmp_pat
     examples = read_file(task)
     base = predict(loaded.model, build("letter", loaded.tokenizer), examples)
     before = tmp_path / "before.json"
-    parted = split(examples, base, model_fingerprint=loaded.fingerprint, interface="letter", stack=stack())
-    save_split(parted, before)
+    halves = split(examples, base, model_fingerprint=loaded.fingerprint, interface="letter", stack=stack())
+    save_split(halves, before)
 
     report = run(saved, "--task", task, "--permute-options", "--against", before, "--json")
     (found,) = report["tasks"]
-    assert found["accuracy"]["right"] == len(parted.past)
+    assert found["accuracy"]["right"] == len(halves.past)
     assert found["against"]["retention"]["percent"] == 100.0
     assert found["against"]["acquisition"]["percent"] == 0.0
     assert found["against"]["mcnemar_p"] == 1.0

@@ -69,7 +69,7 @@ def world(make_tiny: Callable[[str], Any], tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def spec(world: Path) -> RunSpec:
-    """Four new rows beside two anchors; the curve is looked at every epoch."""
+    """Four new rows beside two anchors; the curve is evaluated every epoch."""
     return RunSpec(
         model=str(world / "model"), task=str(world / "learn.jsonl"), anchor_task=str(world / "keep.jsonl"),
         interface="freeform", method="sft", seed=0, num_anchors=2, num_probes=0, num_new=4, lr=3e-3, weight_decay=0.0,

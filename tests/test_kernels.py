@@ -570,7 +570,7 @@ def test_a_coordinate_without_a_finite_gradient_stays_where_it_is(compiling: Non
     gradients = [torch.full_like(p, 0.5) for p in bag.weights]
     gradients[0].view(-1)[0] = float("inf")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guard, "_check_gradients", lambda: None)  # as if another tensor's turn to be looked at had come
+        patch.setattr(guard, "_check_gradients", lambda: None)  # as if it were another tensor's turn to be checked
         for p, g in zip(bag.weights, gradients, strict=True):
             p.grad = g
         optimizer.step()

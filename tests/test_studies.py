@@ -520,9 +520,9 @@ def corner(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     """A small task whose known rows are all anchors, so that the evidence is the full-data reference."""
     path = tmp_path_factory.mktemp("corner") / "corner.jsonl"
     write_rows(path, [*world.taught("harbours")[:24], *world.untaught("harbours")[:16]])
-    _, parted = split_task(models.load("toy-s", device="cpu"), str(path), "cloze")
+    _, halves = split_task(models.load("toy-s", device="cpu"), str(path), "cloze")
     return {
-        "task": str(path), "num_anchors": len(parted.past), "num_new": 8, "batch_size": 8, "num_past": None,
+        "task": str(path), "num_anchors": len(halves.past), "num_new": 8, "batch_size": 8, "num_past": None,
         "external": (), "diagnose": ("admission", "reference"),
     }  # fmt: skip
 

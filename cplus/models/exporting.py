@@ -1,7 +1,7 @@
 """A model folder as one GGUF file for llama.cpp and what is built on it: weights, tokenizer and chat template.
 
-Known are a few architectures with a byte-level BPE tokenizer; others are refused, because a file that loads and answers
-wrongly is worse than none.
+Known are a few architectures with a byte-level BPE tokenizer; others are refused, because a file that loads and gives
+wrong answers is worse than none.
 """
 
 from __future__ import annotations
