@@ -219,7 +219,11 @@ def main() -> None:
         "temporary megabytes, one-pass, fp32 average": (fused["temporary_bytes"] / 1e6, "<=", 64.0),
         "temporary megabytes, one-pass, uint8 average": (small["temporary_bytes"] / 1e6, "<=", 64.0),
         "bytes per parameter, hooks": (hooks["held_bytes_a_parameter"], "<=", 4.5),
-        "temporary bytes per parameter, hooks (a copy of theta is 4)": (hooks["temporary_bytes_a_parameter"], "<=", 4.5),
+        "temporary bytes per parameter, hooks (a copy of theta is 4)": (
+            hooks["temporary_bytes_a_parameter"],
+            "<=",
+            4.5,
+        ),
     }
     finish(f"steps-{torch.backends.cpu.get_cpu_capability().lower()}", figures, bars, options)
 

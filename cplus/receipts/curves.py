@@ -56,7 +56,8 @@ def charts(receipt: Receipt) -> list[Chart]:
     """One chart for each quantity that has at least two points.
 
     The past loss comes first and is drawn against the new loss, and Retention of several runs against Acquisition, so
-    that methods are compared where they have learned equally well. Lines of runs at unequal rates or of unequal learning have a caveat.
+    that methods are compared where they have learned equally well. Lines of runs at unequal rates or of unequal
+    learning have a caveat.
     """
     caveat = "; ".join(dict.fromkeys(said.partition(":")[0] for said in unequal(receipt)))
     drawn = []
