@@ -38,7 +38,7 @@ ROWS = [{"prompt": f"Say {i}.", "response": f"{i} it is."} for i in range(40)]
 def unset(folder: Path, **changes: Any) -> AdaptConfig:
     """The toy job with the settings left out that choose themselves."""
     values = asked(folder, **changes).model_dump()
-    dropped = {"lr", "epochs", "compute_dtype", "gradient_checkpointing"} - changes.keys()
+    dropped = set(CHOSEN) - changes.keys()
     return settings({name: value for name, value in values.items() if name not in dropped})
 
 
@@ -73,10 +73,11 @@ def test_what_is_not_given_is_chosen_with_a_reason(tmp_path: Path, monkeypatch: 
         "bfloat16",
         True,
     )
-    assert "80 updates of 8 of the 40 new rows" in why["epochs"]
+    assert "60 updates of 8 of the 40 new rows" in why["epochs"]
     config, why = chosen(tmp_path, monkeypatch, free=100, **quick)
     assert (config.compute_dtype, config.gradient_checkpointing) == ("float32", False)
-    assert set(why) == {"lr", "epochs"}
+    assert set(why) == {"lr", "epochs", "evaluate_every"}
+    assert chosen(tmp_path, monkeypatch, free=100, **{**quick, "stop": "lost:0.1"})[0].evaluate_every == 1
     given = {"lr": 1e-3, "epochs": 2, "compute_dtype": "float32", "gradient_checkpointing": False}
     assert chosen(tmp_path, monkeypatch, free=50, bf16=True, **given, **quick)[1] == {}
     with pytest.raises(ValueError, match=r"the default learning rate is AdamW's, but the optimizer is sgd; provide lr"):

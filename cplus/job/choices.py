@@ -22,8 +22,8 @@ RATE, SIZE = 3e-5, 135e6
 LOWEST, HIGHEST = 1e-6, 1e-3
 ADAPTERS = 10
 """Adapters are trained at this many times the rate of all weights."""
-UPDATES, FEWEST_EPOCHS = 80, 3
-"""Free text: the epochs of at least this many updates, and never fewer epochs."""
+UPDATES, FEWEST_EPOCHS, EVALUATIONS = 60, 3, 6
+"""Free text: the epochs of at least this many updates, and never fewer epochs; about this many evaluations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def epochs_by_rows(num_new: int, batch_size: int, most: int) -> int:
     """Epochs of free text at most: many for a small file, few for a large one.
 
     >>> [epochs_by_rows(count, 8, 25) for count in (8, 40, 96, 1000)]
-    [25, 16, 7, 3]
+    [25, 12, 5, 3]
     """
     wanted = math.ceil(UPDATES / updates_per_epoch(num_new, batch_size))
     return max(FEWEST_EPOCHS, min(most, wanted))
@@ -81,6 +81,10 @@ def choose(
         updates = epochs * updates_per_epoch(count, config.batch_size)
         why = f"{updates} updates of {config.batch_size} of the {count} new rows at most, fewer if all is learned"
         found.append(Chosen(name="epochs", value=epochs, why=why))
+        every = max(1, round(epochs / EVALUATIONS))
+        if "evaluate_every" not in given and every > 1 and config.lost_limit is None and not config.keep_best:
+            why = f"about {EVALUATIONS} evaluations while training"
+            found.append(Chosen(name="evaluate_every", value=every, why=why))
     device = models.choose_device(config.device)
     if "compute_dtype" not in given and device.type == "cuda" and torch.cuda.is_bf16_supported():
         why = "the device computes in it; weights, optimizer and gate stay float32"

@@ -24,7 +24,7 @@ WARMUP_SHARE = 0.1
 """A job's learning rate rises over this share of its updates unless it says otherwise (docs/studies.md, frontier)."""
 AUTO = "auto"
 """The learning rate of a job that tests several."""
-CHOSEN = ("lr", "epochs", "compute_dtype", "gradient_checkpointing")
+CHOSEN = ("lr", "epochs", "evaluate_every", "compute_dtype", "gradient_checkpointing")
 """Settings that choose themselves where they are not given."""
 Positive: TypeAlias = Annotated[int, Field(ge=1)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
@@ -159,7 +159,11 @@ class AdaptConfig(BaseModel):
         None, description="Names of the columns where they differ: prompt=question,response=answer."
     )
     chat_template: Path | None = Field(None, description="File with a chat template to use instead of the model's.")
-    max_new_tokens: Positive = Field(256, description="Free text: maximum number of tokens per answer.")
+    max_new_tokens: Positive = Field(
+        256,
+        description="Free text: maximum number of tokens per answer; unjudged answers to new rows also end at "
+        "twice the longest response.",
+    )
     max_length: Positive | None = Field(
         None, description="Maximum number of tokens per row; default: the model's context window."
     )
@@ -199,7 +203,7 @@ class AdaptConfig(BaseModel):
 
     epochs: Positive = Field(
         25,
-        description="Maximum number of epochs; default: 25, for free text those of 80 updates, at least 3.",
+        description="Maximum number of epochs; default: 25, for free text those of 60 updates, at least 3.",
     )
     stop: Annotated[str, BeforeValidator(_stop)] = Field(
         "learned",
@@ -247,7 +251,12 @@ class AdaptConfig(BaseModel):
     max_asked: Positive = Field(
         500, description="Free text: maximum number of rows per set to evaluate, because generation is slow."
     )
-    evaluate_every: int = Field(1, ge=0, description="Epochs between evaluations during training; 0 for none.")
+    evaluate_every: int = Field(
+        1,
+        ge=0,
+        description="Epochs between evaluations during training; 0 for none; default: 1, more where the epochs of free "
+        "text are chosen.",
+    )
     evaluate_rows: Positive = Field(64, description="Rows per evaluation during training; the final one uses all.")
     require: tuple[Annotated[str, BeforeValidator(_checked)], ...] = Field(
         (),
