@@ -45,8 +45,8 @@ def test_every_setting_has_a_place_and_an_option() -> None:
     [
         ({"epoch": 3}, "'epoch' is not a setting; did you mean epochs?"),
         ({"zzz": 3}, "'zzz' is not a setting; 'cplus config --schema' lists"),
-        ({"lr": -1}, "lr must be greater than 0, got -1"),
-        ({"lr": float("nan")}, "lr must be"),
+        ({"lr": -1}, "lr: expected a learning rate above 0, or auto to test several, got -1"),
+        ({"lr": float("nan")}, "lr: expected a learning rate above 0"),
         ({"order": "random"}, "order must be 'shuffled' or 'file', got 'random'"),
         ({"lora": "16"}, "lora: expected r=16 or r=16,alpha=32"),
         ({"lora": "r=16,rank=3"}, "'lora.rank' is not a setting"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_bytes_are_those_of_a_real_training(
     model.save_pretrained(tmp_path)
     config = job(tmp_path, method=method)
     said = job_parts(config, METHODS[method], model_size(config, METHODS[method], tmp_path), 8)
-    training = start(config.settings(4), METHODS[method], model.train(), tiny.material(new=4))
+    training = start(replace(config.settings(4), lr=1e-3), METHODS[method], model.train(), tiny.material(new=4))
     for _ in training.run():
         guard = training.prepared.guard
         break_off = training.log.cursor.step >= 2

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import typer
 
 from cplus.commands.names import COMPLETIONS
-from cplus.job.settings import GROUPS, AdaptConfig
+from cplus.job.settings import CHOSEN, GROUPS, AdaptConfig
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -67,7 +67,7 @@ def given(options: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def _parameter(name: str) -> inspect.Parameter:
     field = AdaptConfig.model_fields[name]
-    hidden = field.default in (None, ()) or field.default is False
+    hidden = field.default in (None, ()) or field.default is False or name in CHOSEN
     text = str(field.description) + ("" if hidden else f" [dim]\\[default: {field.default}][/dim]")
     option = setting(name, help=text, rich_help_panel=SETTINGS[name], show_default=False)
     kind: Any = Annotated[_plain(field.annotation) | None, option]
@@ -84,6 +84,6 @@ def _plain(annotation: Any) -> Any:
     if origin is Annotated:
         return _plain(inner[0])
     found = [_plain(kind) for kind in inner if kind is not type(None)]
-    if list[str] in found:
-        return list[str]
+    if list[str] in found or str in found:
+        return list[str] if list[str] in found else str
     return found[0] if found else str

@@ -32,6 +32,7 @@ def preview(model: Model, json: Json = False, **options: Any) -> None:
     from cplus.diagnostics.preview import preview as look
     from cplus.experiment.driver import build_optimizer
     from cplus.job.bank import checked_bank
+    from cplus.job.choices import default_rate, with_chosen
     from cplus.job.preflight import bind_rows, load, row_of
     from cplus.job.rows import read
     from cplus.job.settings import settings
@@ -50,6 +51,9 @@ def preview(model: Model, json: Json = False, **options: Any) -> None:
         if config.bank is not None:
             sealed = checked_bank(config.bank, base, rows.anchors)
             probes = [rows.anchors.interface.encode(example) for example in sealed.examples]
+        if not isinstance(config.lr, float):
+            rate = default_rate(config, sum(p.numel() for p in base.model.parameters()))
+            config = with_chosen(config, [rate])
         found = look(
             base.model,
             build_optimizer(config.settings(), base.model),

@@ -6,6 +6,7 @@ Studies, sequences and jobs all train through it; a job adds evaluations, early 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -70,8 +71,13 @@ def begin(
     `place` distributes it over the processes of a job.
     """
     row = in_precision(settings.row, settings.compute_dtype, base.device)
-    rows = material(row, new, past, base)
+    rows = rows_of(settings, base, new, past)
     return start(settings, row, adapted(settings, row, base.model), rows, place)
+
+
+def rows_of(settings: Settings, base: Loaded, new: Group, past: Sequence[PastTask]) -> Material:
+    """What is trained on and protected, as tokens."""
+    return material(settings.row, new, past, base)
 
 
 def adapted(settings: Settings, row: Method, model: nn.Module) -> Any:
@@ -89,6 +95,7 @@ def start(
     settings: Settings, row: Method, model: nn.Module, material: Material, place: sharding.Place = sharding.copied
 ) -> Training:
     """Optimizer, guard and learning-rate schedule around a model that is still the base model."""
+    assert math.isfinite(settings.lr), "the learning rate is chosen before training"
     torch.manual_seed(settings.seed)  # dropout, where a model has it
     twin = place(model)
     optimizer = build_optimizer(settings, model)

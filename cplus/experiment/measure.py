@@ -43,7 +43,7 @@ def evaluate(
 
 
 def evaluate_texts(model: nn.Module, group: Group, *, what: str = "evaluating") -> GroupAnswers:
-    """The likelihoods of plain texts; nothing is generated, because a text answers nothing."""
+    """The likelihoods of plain texts, or of answers that are the model's own; nothing is generated."""
     scores = tuple(log_likelihoods(model, group.encoded(), what=what))
     pairs = zip(group.examples, scores, strict=True)
     return GroupAnswers(

@@ -29,6 +29,8 @@ class Group:
     """What was done to rows that were too long."""
     max_new_tokens: int | None = None
     """Maximum length of an answer in free text, where these rows have their own."""
+    by_base: bool = False
+    """Whether the responses are the base model's own answers, so that it need not answer again."""
 
     @property
     def closed(self) -> bool:

@@ -121,7 +121,8 @@ def evaluation_seconds(config: AdaptConfig, base: Loaded, rows: Rows) -> Range:
         answers = Range(count * found.answering.low, count * found.answering.high)
         after = Range.around(1.0, target / found.length if found.length and target else 1.0)
         spent += answers * after + found.during * during
-        spent += answers if config.split is None else Range(0.0, answers.high)  # a split's answers may be cached
+        if not (group.by_base and config.judge == "none"):
+            spent += answers if config.split is None else Range(0.0, answers.high)  # a split's answers may be cached
         if group.part == "retention" and not group.closed and not group.texts and config.judge == "none":
             spent += noise_floor(config, group, found)
     return spent
@@ -130,7 +131,8 @@ def evaluation_seconds(config: AdaptConfig, base: Loaded, rows: Rows) -> Range:
 def noise_floor(config: AdaptConfig, group: Group, found: EvaluationTime) -> Range:
     """Seconds to measure the noise floor of a group: two sampled answers to each of a few rows, within a limit."""
     rows = 2 * min(FLOOR_ROWS, len(group.examples))
-    share = min(FLOOR_TOKENS, config.max_new_tokens) / max(1, found.longest)
+    limit = min(FLOOR_TOKENS, config.max_new_tokens, group.max_new_tokens or FLOOR_TOKENS)
+    share = limit / max(1, found.longest)
     return Range(rows * found.answering.low, rows * found.answering.high) * Range(min(1.0, share), share)
 
 

@@ -70,6 +70,8 @@ def _answer(
     if group.known and when == "before":
         scores = () if group.closed else tuple(log_likelihoods(model, group.encoded(), what=what))
         found = GroupAnswers(predictions=group.known, scores=scores)
+    elif group.by_base and when == "before" and judge(config.judge) is None:
+        found = evaluate_texts(model, group, what=what)
     else:
         limit = min(config.max_new_tokens, group.max_new_tokens or config.max_new_tokens)
         found = evaluate(model, group, judge=judge(config.judge), max_new_tokens=limit, what=what)
@@ -106,7 +108,7 @@ def sampling_noise(base: Loaded, group: Group, config: AdaptConfig) -> float | N
     None where fewer than two rows are answered twice.
     """
     few = group.drawn(FLOOR_ROWS, config.seed)
-    limit = min(config.max_new_tokens, FLOOR_TOKENS)
+    limit = min(config.max_new_tokens, few.max_new_tokens or FLOOR_TOKENS, FLOOR_TOKENS)
     sampling = Sampling(temperature=config.temperature, max_new_tokens=limit, stop=few.interface.answer_stop)
     engine = LocalEngine(base.model, base.tokenizer)
     drawn = []

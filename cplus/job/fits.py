@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cplus.adapters import Lora
-from cplus.job.memory import ModelSize, giga, guard_bytes, model_size
+from cplus.job.memory import CHECKPOINTED, ModelSize, giga, guard_bytes, model_size
 from cplus.job.settings import AdaptConfig
 from cplus.methods import Method
 from cplus.models import four_bit
@@ -19,8 +19,6 @@ MACHINES = ((1, 24), (1, 48), (1, 80), (2, 80), (8, 80))
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 USABLE = 0.94
 """The share of a device's memory that a process can fill; the rest is the driver's, or lost between blocks."""
-CHECKPOINTED = 8
-"""Gradient checkpointing keeps one vector per layer in place of about this many times as much."""
 
 
 @dataclass(frozen=True, kw_only=True)

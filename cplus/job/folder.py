@@ -63,6 +63,11 @@ class Folder:
         return self.work / "seconds.json"
 
     @property
+    def chosen(self) -> Path:
+        """The settings that chose themselves, with the reasons."""
+        return self.work / "chosen.json"
+
+    @property
     def checkpoint(self) -> Path:
         """The last state of the training, one file: a file is replaced in one move, a folder is not."""
         return self.work / "checkpoint.pt"

@@ -24,6 +24,9 @@ from cplus.models import four_bit
 from cplus.optim import AdamW
 from cplus.repairing.model import BYTES_PER_PARAMETER
 
+CHECKPOINTED = 8
+"""Gradient checkpointing keeps one vector per layer in place of about this many times as much."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
@@ -107,18 +110,24 @@ def footprint(config: AdaptConfig, method: Method, size: ModelSize, num_anchors:
     checkpoint = round(size.trainable * (4 + states + kept))
     # Merged, packed weights are float32 again.
     expanded = 4 * size.packed if config.lora is not None and config.lora.merge else 0
+    activations = size.activation_bytes // (CHECKPOINTED if config.gradient_checkpointing else 1)
     # A checkpoint is written beside the one it replaces.
     sums = 8 * size.parameters if config.repair else 0
     disk = 2 * checkpoint + 4 * size.parameters + sums + (64 << 20)
     return Footprint(
         held=held,
-        peak=held + max(size.activation_bytes, expanded),
+        peak=held + max(activations, expanded),
         available=available(device),
         kept_bytes_per_parameter=kept + objective,
         step_bytes_per_parameter=step,
         disk=disk,
         free=disk_free(config.out),
     )
+
+
+def checkpointed(need: Footprint, size: ModelSize) -> int:
+    """Bytes at the peak if activations are computed twice."""
+    return need.peak - size.activation_bytes + size.activation_bytes // CHECKPOINTED
 
 
 def on_this_machine(held: int, weights: int, sharding: str, device: torch.device) -> int:
@@ -153,7 +162,7 @@ def guard_bytes(
     if not method.guarded:
         return 0.0, 0.0
     layer = nn.Linear(64, 64, bias=False, device=models.choose_device(config.device))
-    optimizer = build_optimizer(config.settings(), layer)
+    optimizer = build_optimizer(replace(config.settings(), lr=1e-3), layer)  # the rate takes no memory
     evidence: Evidence | None = None
     if method.evidence:
         evidence = _Ones(num_anchors if method.vectors == "one per anchor" else 1)

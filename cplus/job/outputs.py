@@ -21,6 +21,7 @@ from cplus.experiment.rows import Group, Rows
 from cplus.experiment.schedule import updates_per_epoch
 from cplus.interfaces import tokens_by_role
 from cplus.job.answers import Before
+from cplus.job.choices import Chosen
 from cplus.job.folder import Folder
 from cplus.job.other_jobs import row_hashes
 from cplus.job.settings import AdaptConfig
@@ -77,6 +78,8 @@ class Finished:
     best_epoch: int | None = None
     repaired: Repaired | str | None = None
     """What the repair did, or why there was none; None where it was not asked for."""
+    chosen: tuple[Chosen, ...] = ()
+    """The settings that were not given."""
     good_epoch: int | None = None
     """The epoch whose weights are written because a later one lost too much; 0 is the base model."""
 
@@ -118,6 +121,7 @@ def write_outputs(folder: Folder, done: Finished) -> dict[str, Any]:
             "before": done.base.fingerprint,
             "after": done.after_fingerprint,
         },
+        "chosen": [dataclasses.asdict(own) for own in done.chosen],
         "figures": shown["figures"],
         "rows": row_hashes(done.groups),
         "counts": counts(done),
@@ -198,6 +202,8 @@ def receipt(done: Finished) -> Receipt:
 
 def _notes(done: Finished) -> list[str]:
     notes = list(done.log.watch.said)
+    if done.chosen:
+        notes.append(f"Settings that were not given: {'; '.join(map(str, done.chosen))}.")
     if (cut := done.unfinished) is not None:
         notes.append(f"UNFINISHED: training was ended after update {cut['updates']} of {cut['planned']}.")
     if done.best_epoch is not None:
@@ -211,6 +217,11 @@ def _notes(done: Finished) -> list[str]:
         notes.append("The weights are the base model's, because the first evaluation lost too much; reduce the rate.")
     if done.log.learned and len(done.log.curve) < done.config.epochs:
         notes.append(f"Training ended after epoch {len(done.log.curve)}: every new row was learned.")
+    if (moved := _moved(done)) is not None:
+        notes.append(
+            f"The model has moved {moved:.3f} nats per token from its base on new rows (KL of the next token, a known "
+            "predictor of forgetting)."
+        )
     if isinstance(done.repaired, str):
         notes.append(f"NOT REPAIRED: {done.repaired}.")
     elif done.repaired is not None:
@@ -224,6 +235,14 @@ def _notes(done: Finished) -> list[str]:
         share = 100 * done.trainable / done.parameters
         notes.append(f"Only adapters were trained: {done.trainable:,} weights, {share:.2f} % of the model.")
     return notes
+
+
+def _moved(done: Finished) -> float | None:
+    """The written model's divergence from its base, where the last evaluation during training was of that model."""
+    other = done.repaired is not None or done.good_epoch is not None or done.unfinished is not None
+    if other or not done.log.curve or done.best_epoch not in (None, len(done.log.curve)):
+        return None
+    return done.log.curve[-1].get("divergence")
 
 
 def _sources(done: Finished) -> list[ComparedRows]:
@@ -279,7 +298,8 @@ def _start(done: Finished) -> Point:
         scores = zip(group.examples, done.before.answers[group.name].scores, strict=True)
         loss = loss_of([score for example, score in scores if example.id in seen])
         known[nll] = max(0.0, loss)
-    return _point({"epoch": 0.0, **known})
+    moved = {"divergence": 0.0} if any("divergence" in point for point in done.log.curve) else {}
+    return _point({"epoch": 0.0, **known, **moved})
 
 
 def _point(point: Mapping[str, float]) -> Point:
@@ -295,7 +315,11 @@ def card(record: Mapping[str, Any], template: str = "card.md") -> str:
         loader=PackageLoader("cplus.job"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
-    figures = record["figures"]
-    return environment.get_template(template).render(
-        {**record, "headline": headline(figures), "sentences": sentences(figures)}
-    )
+    figures, lora = record["figures"], record["settings"].get("lora")
+    shown = {
+        "headline": headline(figures),
+        "sentences": sentences(figures),
+        "place": record["settings"].get("push_to_hub") or "model",
+        "apart": lora is not None and not lora["merge"],
+    }
+    return environment.get_template(template).render({**record, **shown})

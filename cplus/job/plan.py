@@ -14,10 +14,12 @@ from cplus.experiment.rows import Group, Rows, Source
 from cplus.experiment.schedule import updates_per_epoch
 from cplus.job import answer_timing, timing
 from cplus.job.answer_timing import decoding_bytes
+from cplus.job.choices import Chosen, is_open, with_chosen
 from cplus.job.fits import DevicePlan, device_plan, has_weights
 from cplus.job.memory import Footprint, ModelSize, giga
 from cplus.job.preflight import Preflight, TooLarge, bind_rows, load, preflight, row_of
 from cplus.job.progress import duration
+from cplus.job.range_test import range_test
 from cplus.job.repair.settings import MAX_ROWS
 from cplus.job.repair.timing import repair_seconds
 from cplus.job.rows import located
@@ -47,6 +49,7 @@ class Plan:
     seconds: dict[str, Range]
     warnings: tuple[str, ...]
     devices: DevicePlan
+    chosen: tuple[Chosen, ...] = ()
     trial_bytes: int | None = None
     """Memory of the process, or of the GPU, at the peak of the trial that was timed, with as many rows decoded at once
     as the job will; None where an earlier peak of the process hides it."""
@@ -78,6 +81,7 @@ class Plan:
         """The JSON object."""
         return {
             "settings": self.config.model_dump(mode="json"),
+            "chosen": [asdict(own) for own in self.chosen],
             "size": asdict(self.size),
             "need": asdict(self.need),
             **{key: value for key, value in self.devices.row().items() if key in ("bytes", "devices")},
@@ -104,6 +108,7 @@ class Plan:
             f"model      {self.config.model}: {size.parameters:,} parameters, {size.trainable:,} trained, {base}",
             f"rows       {self.new} new, {self.anchors} anchors, {self.probes} probes",
             f"training   {self.config.epochs} epochs at most, {self.updates} updates each",
+            *(f"chosen     {own}" for own in self.chosen),
             f"gate       {kept:.2f} bytes per trained parameter held, {step:.2f} more during an update",
             f"cost       {percent} % FLOPs against plain fine-tuning: {tokens.sft:,} tokens of new rows per epoch, "
             f"{tokens.training - tokens.sft:,} more trained on, {tokens.evidence:,} of evidence",
@@ -143,6 +148,7 @@ def plan(config: AdaptConfig, *, starting: float = 0.0) -> Plan:
     home, begun = Path.cwd(), time.perf_counter()
     memory = PeakMemory(models.choose_device(config.device))
     found = preflight(config, home)
+    config = found.config
     base = load(config, home)
     loading = time.perf_counter() - begun
     rows, writing, assumed = _rows(config, found, base)
@@ -173,6 +179,13 @@ def plan(config: AdaptConfig, *, starting: float = 0.0) -> Plan:
     seconds["saving"] = timing.saving_seconds(config, found.size, found.need, base, steps)
     yardstick.measure()
     base = replace(base, model=adapted(config.settings(), method, base.model))
+    chosen = found.chosen
+    if is_open(config):
+        begun = time.perf_counter()
+        held = [] if rows.past is None else rows.past.encoded()
+        test = range_test(config, config.settings(len(new.examples)), method, base.model, material, held)
+        seconds["choosing the rate"] = Range(*2 * [time.perf_counter() - begun])
+        config, chosen = with_chosen(config, [test.chosen]), (*chosen, test.chosen)
     pace = timing.pace(config, method, base, material)
     once = Range(0.0, 0.0)
     if method.refresh == "once":
@@ -196,6 +209,7 @@ def plan(config: AdaptConfig, *, starting: float = 0.0) -> Plan:
         devices=device_plan(
             config, method, models.resolve(located(config.model, home)), config.num_anchors, size=found.size
         ),
+        chosen=chosen,
         trial_bytes=None if peak is None else max(peak, decoding or 0),
     )
 

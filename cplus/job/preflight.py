@@ -8,8 +8,10 @@ from pathlib import Path
 from cplus import models, world
 from cplus.experiment.rows import Group, Rows
 from cplus.interfaces.template import read_template
+from cplus.job.choices import Chosen, choose, is_open
 from cplus.job.memory import Footprint, ModelSize, check_packed, footprint, giga, model_size
 from cplus.job.progress import say
+from cplus.job.push import check_push
 from cplus.job.rows import Tasks, gather, located, read
 from cplus.job.settings import AdaptConfig, paper
 from cplus.job.written import Written, with_written
@@ -22,8 +24,12 @@ from cplus.scoring import fitting
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """The method's row, the rows as read, and the size of a job that can work; no weight is loaded."""
+    """The settings as chosen, the method's row, the rows as read, and the size of a job that can work; no weight is
+    loaded.
+    """
 
+    config: AdaptConfig
+    chosen: tuple[Chosen, ...]
     method: Method
     tasks: Tasks
     size: ModelSize
@@ -40,6 +46,7 @@ def preflight(config: AdaptConfig, home: Path) -> Preflight:
     method = row_of(config)
     check_processes(config, method)
     _template(config, home)
+    check_push(config)
     if config.load == four_bit.NAME:
         four_bit.check(models.choose_device(config.device))
     tasks = read(config, method, home)
@@ -50,7 +57,17 @@ def preflight(config: AdaptConfig, home: Path) -> Preflight:
     anchors = config.num_anchors if tasks.anchors is None else len(tasks.anchors.examples)
     earlier = sum(len(task.examples) for task in tasks.kept)
     need = footprint(config, method, size, anchors + earlier)
-    return Preflight(method=method, tasks=tasks, size=size, need=need, warnings=tuple(_check_bytes(need, size, config)))
+    config, chosen = choose(config, tasks, size, need)
+    need = footprint(config, method, size, anchors + earlier)
+    return Preflight(
+        config=config,
+        chosen=chosen,
+        method=method,
+        tasks=tasks,
+        size=size,
+        need=need,
+        warnings=tuple(_check_bytes(need, size, config)),
+    )
 
 
 def row_of(config: AdaptConfig) -> Method:
@@ -61,6 +78,8 @@ def row_of(config: AdaptConfig) -> Method:
         raise ValueError(f"method {row.name!r} decides itself what trains; leave out lora, or choose another method")
     if row.after is not None and config.lora is not None and not config.lora.merge:
         raise ValueError(f"method {row.name!r} changes the merged weights after training; leave out merge=false")
+    if row.adapter is not None and is_open(config):
+        raise ValueError(f"method {row.name!r} decides itself what trains, so no rate is tested for it; provide lr")
     return row
 
 
@@ -70,6 +89,8 @@ def check_processes(config: AdaptConfig, method: Method) -> None:
         return
     if config.repair:
         raise ValueError("repair runs in one process; leave it out here, then run cplus repair on the written model")
+    if is_open(config):
+        raise ValueError("lr auto is tested in one process; provide lr, or leave it out for the rate by model size")
     if models.choose_device(config.device).type == "mps":
         raise ValueError("several processes need CUDA devices or the CPU; choose device cuda or cpu, or one process")
     if config.sharding != "fsdp":

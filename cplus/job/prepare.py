@@ -12,6 +12,7 @@ from cplus.data.examples import fingerprint
 from cplus.environment import versions
 from cplus.experiment.rows import Group, Rows
 from cplus.experiment.settings import Settings
+from cplus.job.choices import Chosen
 from cplus.job.folder import Folder
 from cplus.job.memory import Footprint
 from cplus.job.other_jobs import curves
@@ -42,6 +43,8 @@ class Job:
     """The bank's self-written part, where the base model writes the rows to keep."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """What it took to prepare, by part."""
+    chosen: tuple[Chosen, ...] = ()
+    """The settings that were not given, with the reasons for their values."""
 
     @property
     def settings(self) -> Settings:
@@ -57,8 +60,12 @@ def prepare(config: AdaptConfig, folder: Folder, home: Path) -> Job:
     begun = time.perf_counter()
     world.agree("their settings or versions", [config.model_dump(mode="json"), versions()])
     found = world.in_turn(lambda: preflight(config, home))
+    config = found.config
+    world.agree("the settings they chose", config.model_dump(mode="json"))
     for line in found.tasks.formats:
         say(line)
+    for own in found.chosen:
+        say(f"chosen: {own}")
     for warning in found.warnings:
         say(f"warning: {warning}")
     method, size = found.method, found.size
@@ -83,6 +90,7 @@ def prepare(config: AdaptConfig, folder: Folder, home: Path) -> Job:
         groups=groups,
         comparisons=curves([Path(located(str(place), home)) for place in config.compare], groups, config.method),
         written=written,
+        chosen=found.chosen,
         seconds={"loading": bound - begun}
         if written is None
         else {"loading": loaded - begun, "writing probes": bound - loaded},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from cplus import files, models, world
+from cplus.job.choices import stored
 from cplus.job.folder import Folder, check_seen, claimed, read_settings, rewrite
 from cplus.job.interruption import Interruption
-from cplus.job.prepare import prepare
+from cplus.job.prepare import Job, prepare
 from cplus.job.progress import say
 from cplus.job.run import FinishedJob, work
 from cplus.job.settings import AdaptConfig
@@ -29,7 +31,7 @@ def resume(out: Path, *, epochs: int | None = None) -> FinishedJob:
             config = config.model_copy(update={"epochs": epochs})
         memory = PeakMemory(models.choose_device(config.device))
         with Interruption().watching() as interruption:
-            job = prepare(config, folder, home)
+            job = _with_reasons(prepare(config, folder, home))
             with claimed(folder):
                 world.shared(lambda: rewrite(folder, config))
                 return work(job, interruption, memory)
@@ -46,9 +48,14 @@ def finish(out: Path) -> FinishedJob:
             raise ValueError(f"{out}: no checkpoint has been written yet; continue with: cplus adapt --resume {out}")
         memory = PeakMemory(models.choose_device(config.device))
         with Interruption().watching() as interruption:
-            job = prepare(config, folder, home)
+            job = _with_reasons(prepare(config, folder, home))
             with claimed(folder):
                 return work(job, interruption, memory, train_on=False)
+
+
+def _with_reasons(job: Job) -> Job:
+    """The job with the reasons for what it chose when it began; its settings hold the values."""
+    return replace(job, chosen=stored(job.folder.chosen))
 
 
 def _read(folder: Folder) -> tuple[AdaptConfig, Path]:

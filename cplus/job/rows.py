@@ -25,6 +25,8 @@ from cplus.probes.texts import input_key
 from cplus.scoring import fitting, predict
 
 _TAKEN = ("new", "validation", "past", "anchors")
+SHORT = 32
+"""Tokens that every answer in free text may have."""
 HELD_OUT_FROM = 50
 """Minimum number of new rows of which a tenth is held out of training."""
 
@@ -211,7 +213,16 @@ def group_of(config: AdaptConfig, task: Task, base: Loaded, *, name: str, part: 
     if not examples:
         raise ValueError(f"{task.name}: none of {len(task.examples)} rows fits the limit of {limit} tokens")
     note = _length_note(name, task.examples, examples, limit)
-    return Group(name=name, part=part, interface=bound, examples=tuple(examples), note=note)
+    longest = _answer_limit(config, base, examples) if part in ("acquisition", "validation") else None
+    return Group(name=name, part=part, interface=bound, examples=tuple(examples), note=note, max_new_tokens=longest)
+
+
+def _answer_limit(config: AdaptConfig, base: Loaded, examples: Sequence[Example]) -> int | None:
+    """Answers to new rows that nobody judges need not be longer than twice the longest response that is learned."""
+    texts = [example.response for example in examples if isinstance(example, FreeForm) and not example.is_text]
+    if not texts or config.judge != "none":
+        return None
+    return max(SHORT, 2 * max(len(base.tokenizer.encode(text, add_special_tokens=False)) for text in texts))
 
 
 def _length_note(name: str, given: Sequence[Example], kept: Sequence[Example], limit: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,20 @@ from torch import nn
 from cplus import files, models, world
 from cplus.data.examples import lines
 from cplus.diagnostics.gateshares import layer_shares
-from cplus.experiment.driver import Training, TrainingLog
+from cplus.experiment.driver import Training, TrainingLog, rows_of
 from cplus.job.answers import Before, answer, base_answers
 from cplus.job.bank import job_bank, written_bank
 from cplus.job.best import Best, LastGood
-from cplus.job.folder import Folder, begin, check_free, check_seen, claimed
+from cplus.job.choices import is_open, store, with_chosen
+from cplus.job.folder import Folder, begin, check_free, check_seen, claimed, rewrite
 from cplus.job.interruption import Interrupted, Interruption
 from cplus.job.outputs import Finished, write_model, write_outputs
 from cplus.job.plan import Plan
 from cplus.job.preflight import load, uses_bank
 from cplus.job.prepare import Job, prepare
 from cplus.job.progress import say
+from cplus.job.push import push
+from cplus.job.range_test import adapted_for_a_test, range_test
 from cplus.job.repair.step import repair_groups
 from cplus.job.requirements import check_requirements
 from cplus.job.rows import located
@@ -73,9 +76,10 @@ def adapt(
     """
     folder, home = Folder(config.out), Path.cwd()
 
-    def begun() -> None:
+    def begun(job: Job) -> None:
         check_free(folder, force=force)
-        begin(folder, config, home)
+        begin(folder, job.config, home)
+        store(folder.chosen, job.chosen)
 
     with world.joined():
         world.shared(lambda: check_free(folder, force=force))
@@ -83,7 +87,7 @@ def adapt(
         with Interruption().watching() as interruption:
             job = prepare(config, folder, home)
             with claimed(folder):
-                world.shared(begun)
+                world.shared(lambda: begun(job))
                 check_seen(folder)
                 record(folder.seconds, {"starting": starting} if starting else {})
                 return work(job, interruption, memory, planned=planned)
@@ -110,6 +114,9 @@ def work(
         with recorded(folder.seconds, "writing probes"):
             bank = world.in_turn(lambda: _bank(job))
         world.agree("their bank", None if bank is None else bank.manifest["probes_sha256"])
+        if is_open(config):
+            with recorded(folder.seconds, "choosing the rate"):
+                job = with_tested_rate(job, bank)
         training = train(job, before, bank, interruption, tracked, train_on=train_on)
         outcome = _finish(job, before, bank, training, interruption, memory, planned)
     except Interrupted as stop:
@@ -125,7 +132,24 @@ def work(
     finally:
         tracked.finish()
     say(f"written to {folder.root}: model/, receipt.html, record.json, README.md")
+    if config.push_to_hub is not None:
+        say(f"uploaded to {world.shared(lambda: push(folder, config))}")
     return FinishedJob(folder=folder.root, record=outcome)
+
+
+def with_tested_rate(job: Job, bank: Bank | None) -> Job:
+    """The job at the learning rate that a short test on its rows found; a resumed job reads it from its settings."""
+    settings, past = job.settings, past_tasks(job, bank)
+    rows = rows_of(settings, job.base, job.rows.trained, past)
+    held = [] if job.rows.past is None else job.rows.past.encoded()
+    with adapted_for_a_test(settings, job.method, job.base.model) as model:
+        test = range_test(job.config, settings, job.method, model, rows, held)
+    say(f"chosen: {test.chosen}")
+    chosen = (*job.chosen, test.chosen)
+    job = replace(job, config=with_chosen(job.config, [test.chosen]), chosen=chosen)
+    rewrite(job.folder, job.config)
+    store(job.folder.chosen, chosen)
+    return job
 
 
 def _write_rows(job: Job) -> None:
@@ -193,6 +217,7 @@ def _finish(
             trainable=trainable,
             best_epoch=best,
             repaired=repaired,
+            chosen=job.chosen,
             good_epoch=good,
             planned=planned_usage(job, planned),
             actual=actual_usage(job, training.log, memory),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
@@ -21,6 +22,10 @@ from cplus.job.faults import sentences
 
 WARMUP_SHARE = 0.1
 """A job's learning rate rises over this share of its updates unless it says otherwise (docs/studies.md, frontier)."""
+AUTO = "auto"
+"""The learning rate of a job that tests several."""
+CHOSEN = ("lr", "epochs", "evaluate_every", "compute_dtype", "gradient_checkpointing")
+"""Settings that choose themselves where they are not given."""
 Positive: TypeAlias = Annotated[int, Field(ge=1)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
@@ -49,6 +54,26 @@ def _stop(value: object) -> object:
             raise ValueError(
                 f"expected learned, never or lost:LIMIT with a limit above 0, like lost:0.02, got {value!r}"
             )
+    return value
+
+
+def _rate(value: object) -> object:
+    """A number above 0, or `auto`."""
+    if value is None or value == AUTO:
+        return value
+    try:
+        rate = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+    except ValueError:
+        rate = math.nan
+    if not (math.isfinite(rate) and rate > 0):
+        raise ValueError(f"expected a learning rate above 0, or {AUTO} to test several, got {value!r:.60}")
+    return rate
+
+
+def _repository(value: object) -> object:
+    """A name on the hub, checked by its form."""
+    if isinstance(value, str) and not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", value):
+        raise ValueError(f"expected a repository on the hub as owner/name, got {value!r:.60}")
     return value
 
 
@@ -134,7 +159,11 @@ class AdaptConfig(BaseModel):
         None, description="Names of the columns where they differ: prompt=question,response=answer."
     )
     chat_template: Path | None = Field(None, description="File with a chat template to use instead of the model's.")
-    max_new_tokens: Positive = Field(256, description="Free text: maximum number of tokens per answer.")
+    max_new_tokens: Positive = Field(
+        256,
+        description="Free text: maximum number of tokens per answer; unjudged answers to new rows also end at "
+        "twice the longest response.",
+    )
     max_length: Positive | None = Field(
         None, description="Maximum number of tokens per row; default: the model's context window."
     )
@@ -172,7 +201,10 @@ class AdaptConfig(BaseModel):
         False, description="After training, undo the changes that anchors and probes need most and the new rows least."
     )
 
-    epochs: Positive = Field(25, description="Maximum number of epochs.")
+    epochs: Positive = Field(
+        25,
+        description="Maximum number of epochs; default: 25, for free text those of 60 updates, at least 3.",
+    )
     stop: Annotated[str, BeforeValidator(_stop)] = Field(
         "learned",
         description="learned: stop after the first epoch in which every new row is correct. never: run all epochs. "
@@ -183,7 +215,11 @@ class AdaptConfig(BaseModel):
     )
     order: Literal["shuffled", "file"] = Field("shuffled", description="Order of the new rows within an epoch.")
     optimizer: Literal["adamw", "sgd"] = Field("adamw", description="Optimizer that proposes the update.")
-    lr: float = Field(3e-5, gt=0, description="Learning rate.")
+    lr: Annotated[float | str | None, BeforeValidator(_rate)] = Field(
+        None,
+        description="Learning rate; default: by the size of the model. auto: a short test of several rates on the "
+        "rows, at most a tenth of the job.",
+    )
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Learning rate schedule; linear and cosine decay to 0."
     )
@@ -201,17 +237,26 @@ class AdaptConfig(BaseModel):
         None, description="Train LoRA adapters: r=16, or r=16,alpha=32,dropout=0.05,merge=false."
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Precision of forward and backward passes; weights and optimizer state stay float32."
+        "float32",
+        description="Precision of forward and backward passes; weights and optimizer state stay float32. Default: "
+        "bfloat16 on GPUs that have it.",
     )
     gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass: less memory, about a third more time."
+        False,
+        description="Recompute activations in the backward pass: less memory, about a third more time; default: where "
+        "memory requires it.",
     )
     seed: int = Field(0, ge=0, description="Random seed for drawing anchors, sampling probes and ordering rows.")
 
     max_asked: Positive = Field(
         500, description="Free text: maximum number of rows per set to evaluate, because generation is slow."
     )
-    evaluate_every: int = Field(1, ge=0, description="Epochs between evaluations during training; 0 for none.")
+    evaluate_every: int = Field(
+        1,
+        ge=0,
+        description="Epochs between evaluations during training; 0 for none; default: 1, more where the epochs of free "
+        "text are chosen.",
+    )
     evaluate_rows: Positive = Field(64, description="Rows per evaluation during training; the final one uses all.")
     require: tuple[Annotated[str, BeforeValidator(_checked)], ...] = Field(
         (),
@@ -224,6 +269,10 @@ class AdaptConfig(BaseModel):
     save_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Precision of the written weights; training stays in float32."
     )
+    push_to_hub: Annotated[str | None, BeforeValidator(_repository)] = Field(
+        None, description="Upload model, card and receipt to this repository of the hub, owner/name, when done."
+    )
+    public: bool = Field(False, description="With push_to_hub: create a public repository; default: a private one.")
     compare: tuple[Path, ...] = Field(
         (), description="Finished job on the same rows to show in the receipt beside this one; repeatable."
     )
@@ -290,6 +339,8 @@ class AdaptConfig(BaseModel):
             raise ValueError(
                 "a bank belongs to the anchors it was written from, and here the model writes its own; provide anchors"
             )
+        if self.public and self.push_to_hub is None:
+            raise ValueError("public says who sees the uploaded model; add push_to_hub, or leave out public")
         if self.lost_limit is not None and self.evaluate_every == 0:
             raise ValueError(f"stop {self.stop} needs evaluations during training; set evaluate_every to at least 1")
         return self
@@ -313,7 +364,7 @@ class AdaptConfig(BaseModel):
             method=self.method,
             seed=self.seed,
             epochs=self.epochs,
-            lr=self.lr,
+            lr=self.lr if isinstance(self.lr, float) else math.nan,  # not chosen yet: nothing trains with it
             batch_size=self.batch_size,
             order=self.order,
             optimizer=self.optimizer,
@@ -360,8 +411,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "clip_norm", "load", "lora", "compute_dtype", "gradient_checkpointing", "seed",
     ),
     "What is watched and written": (
-        "out", "max_asked", "evaluate_every", "evaluate_rows", "require", "keep_best", "save_dtype", "compare",
-        "report_to", "checkpoint_minutes", "checkpoint_steps",
+        "out", "max_asked", "evaluate_every", "evaluate_rows", "require", "keep_best", "save_dtype", "push_to_hub",
+        "public", "compare", "report_to", "checkpoint_minutes", "checkpoint_steps",
     ),
     "Machine": ("device", "sharding", "revision", "trust_remote_code"),
 }  # fmt: skip
@@ -387,6 +438,8 @@ def paper(model: object) -> dict[str, Any]:
         "num_probes": preset.num_probes,
         "shots": preset.shots,
         "temperature": preset.temperature,
+        "compute_dtype": "float32",
+        "gradient_checkpointing": False,
     }
 
 
@@ -431,6 +484,6 @@ def _example_lines(name: str, given: str | None) -> list[str]:
     field: FieldInfo = AdaptConfig.model_fields[name]
     value = field.default if given is None else given
     value = str(value) if isinstance(value, Path) else value
-    empty = value is None or value == ()
+    empty = value is None or value == () or name in CHOSEN
     shown = "" if empty else " " + yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
     return [f"# {field.description}", f"{'# ' if empty else ''}{name}:{shown}"]

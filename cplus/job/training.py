@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cplus import files, models, world
 from cplus.data.examples import fingerprint
+from cplus.experiment.divergence import ROWS, BaseRow, base_rows, divergence
 from cplus.experiment.driver import Ending, Training, begin
 from cplus.experiment.material import PastTask
 from cplus.experiment.measure import GroupAnswers, curve_figures, loss_of, repeats_every_token
@@ -55,7 +56,7 @@ def train(
 ) -> Training:
     """Train from the last checkpoint, or the beginning, to the end; an interrupted training can be resumed."""
     config = job.config
-    past = past_tasks(job, bank)
+    past, moved = past_tasks(job, bank), _reference(job)
     with recorded(job.folder.seconds, "training"):
         training = begin(job.settings, job.base, job.rows.trained, past, PLACES[config.sharding])
     rows = [job.rows.trained.examples, *(part for task in past for part in (task.anchors, task.probes))]
@@ -77,7 +78,7 @@ def train(
     begins = "training" if training.prepared.guard is None else "computing evidence"
     view = training_view(epochs=config.epochs, updates=updates, done=training.log.cursor.step, begins=begins)
     with interruption.patient(), view as shown:
-        evaluations, reported = _Evaluations(job, before, training), len(training.log.watch.said)
+        evaluations, reported = _Evaluations(job, before, training, moved), len(training.log.watch.said)
         try:
             for event in training.run(evaluations.figures, evaluations.done):
                 _check(training, event)
@@ -115,6 +116,15 @@ def train(
     return training
 
 
+def _reference(job: Job) -> list[BaseRow]:
+    """The base model's expectations on a few new rows, computed while it is still the base model."""
+    if job.config.evaluate_every == 0:
+        return []
+    rows = job.rows.new.drawn(ROWS, job.config.seed).encoded()
+    with models.computing(job.config.compute_dtype, job.base.device), recorded(job.folder.seconds, "evaluating"):
+        return base_rows(job.base.model, rows)
+
+
 def _check(training: Training, event: Event) -> None:
     """Check the numbers: an exploding loss ends the job, other problems become warnings."""
     seen = training.log.watch
@@ -140,9 +150,9 @@ def _last(kept: Checkpoints, job: Job) -> str:
 class _Evaluations:
     """Evaluates the model during training and decides whether everything is learned."""
 
-    def __init__(self, job: Job, before: Before, training: Training) -> None:
+    def __init__(self, job: Job, before: Before, training: Training, moved: Sequence[BaseRow]) -> None:
         self._config, self._training, self._before = job.config, training, dict(before.answers)
-        self._device = job.base.device
+        self._device, self._moved = job.base.device, moved
         self._new, *others = [group for group in job.groups if group.part != "external"]
         self._others = [group.drawn(job.config.evaluate_rows, job.config.seed) for group in others]
         self._encoded = training.prepared.material.new
@@ -157,7 +167,8 @@ class _Evaluations:
         new = self._new if decides else self._new.drawn(self._config.evaluate_rows, self._config.seed)
         groups = [*([new] if due or decides else []), *(self._others if due else [])]
         with models.computing(self._config.compute_dtype, self._device), self._training.whole() as model:
-            return curve_figures(model, groups, self._before)
+            moved = {"divergence": divergence(model, self._moved)} if due and self._moved else {}
+            return curve_figures(model, groups, self._before) | moved
 
     def lost(self, point: Mapping[str, float]) -> float | None:
         """What past rows have lost: the rise of their loss in nats per token, or the share lost of Retention."""

@@ -120,7 +120,9 @@ def split_up(
             )
         anchors = [*given.examples, *anchors]
     limit = max(ability(portion.ability).answer_tokens for portion in asked)
-    past = Group(name="past", part="retention", interface=bound, examples=tuple(held), max_new_tokens=limit)
+    past = Group(
+        name="past", part="retention", interface=bound, examples=tuple(held), max_new_tokens=limit, by_base=True
+    )
     group = Group(name="anchors", part="retention", interface=bound, examples=tuple(anchors), max_new_tokens=limit)
     rows = replace(
         rows,

@@ -96,7 +96,8 @@ class RowSet:
 class Point:
     """An evaluation after an epoch; epoch 0 is the model before. Losses are means over all tokens.
 
-    `validation` is Acquisition, and `validation_nll` the loss, on new rows held out of training.
+    `validation` is Acquisition, and `validation_nll` the loss, on new rows held out of training. `divergence` is that
+    of the model from its base on new rows.
     """
 
     __pydantic_config__ = _STRICT
@@ -109,6 +110,7 @@ class Point:
     new_nll: Loss | None = None
     validation: Percent | None = None
     validation_nll: Loss | None = None
+    divergence: Loss | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,7 +106,12 @@ def _quantities(receipt: Receipt) -> Iterator[tuple[str, str, Series]]:
             apart = {_TRAINED: _by_epoch(own, trained), _HELD_OUT: _by_epoch(own, unseen)}
             yield f"{title}: trained on and held out", "epoch", apart
             shown.add(title)
-    epochs = (("Retention (%)", "retention"), ("Acquisition (%)", "acquisition"), ("Training loss", "loss"))
+    epochs = (
+        ("Retention (%)", "retention"),
+        ("Acquisition (%)", "acquisition"),
+        ("Divergence from the base model on new rows", "divergence"),
+        ("Training loss", "loss"),
+    )
     for title, quantity in epochs:
         if title in shown and len(methods) == 1:
             continue  # the same line again

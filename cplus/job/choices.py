@@ -1,0 +1,127 @@
+"""Settings that choose themselves: what a job does where the user says nothing, each choice with its reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cplus import files, models, world
+from cplus.data.examples import Choice as MultipleChoice
+from cplus.experiment.schedule import updates_per_epoch
+from cplus.job.memory import Footprint, ModelSize, checkpointed, giga
+from cplus.job.rows import Tasks
+from cplus.job.settings import AUTO, AdaptConfig
+
+RATE, SIZE = 3e-5, 135e6
+"""The rate that was found on a model of this size; others get it times the root of the ratio of the sizes."""
+LOWEST, HIGHEST = 1e-6, 1e-3
+ADAPTERS = 10
+"""Adapters are trained at this many times the rate of all weights."""
+UPDATES, FEWEST_EPOCHS, EVALUATIONS = 60, 3, 6
+"""Free text: the epochs of at least this many updates, and never fewer epochs; about this many evaluations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A setting that was not given, its value and why it has this value."""
+
+    name: str
+    value: float | int | str | bool
+    why: str
+
+    def __str__(self) -> str:
+        value = f"{self.value:g}" if isinstance(self.value, float) else self.value
+        return f"{self.name} {value}: {self.why}"
+
+
+def rate_by_size(parameters: int, *, adapters: bool = False) -> float:
+    """AdamW's learning rate for a model of this size, to one digit.
+
+    >>> rate_by_size(134_515_008), rate_by_size(4_022_468_096), rate_by_size(602_000, adapters=True)
+    (3e-05, 5e-06, 0.004)
+    """
+    rate = min(HIGHEST, max(LOWEST, RATE * math.sqrt(SIZE / max(1, parameters))))
+    return float(f"{rate * (ADAPTERS if adapters else 1):.0e}")
+
+
+def default_rate(config: AdaptConfig, parameters: int) -> Chosen:
+    """The learning rate of a job that names none."""
+    if config.optimizer != "adamw":
+        raise ValueError(f"the default learning rate is AdamW's, but the optimizer is {config.optimizer}; provide lr")
+    adapters = config.lora is not None
+    why = f"{RATE:g} at {SIZE / 1e6:.0f} M parameters, times the root of {SIZE / 1e6:.0f} M / {parameters / 1e6:.3g} M"
+    why += f", times {ADAPTERS} for adapters" * adapters
+    return Chosen(name="lr", value=rate_by_size(parameters, adapters=adapters), why=why)
+
+
+def epochs_by_rows(num_new: int, batch_size: int, most: int) -> int:
+    """Epochs of free text at most: many for a small file, few for a large one.
+
+    >>> [epochs_by_rows(count, 8, 25) for count in (8, 40, 96, 1000)]
+    [25, 12, 5, 3]
+    """
+    wanted = math.ceil(UPDATES / updates_per_epoch(num_new, batch_size))
+    return max(FEWEST_EPOCHS, min(most, wanted))
+
+
+def choose(
+    config: AdaptConfig, tasks: Tasks, size: ModelSize, need: Footprint
+) -> tuple[AdaptConfig, tuple[Chosen, ...]]:
+    """The settings with everything chosen that was not given; a rate that is to be tested stays open."""
+    given, found = config.model_fields_set, []
+    if config.lr is None:
+        found.append(default_rate(config, size.parameters))
+    if "epochs" not in given and (count := _free_rows(tasks)) and config.stop != "never":
+        epochs = epochs_by_rows(count, config.batch_size, config.epochs)
+        updates = epochs * updates_per_epoch(count, config.batch_size)
+        why = f"{updates} updates of {config.batch_size} of the {count} new rows at most, fewer if all is learned"
+        found.append(Chosen(name="epochs", value=epochs, why=why))
+        every = max(1, round(epochs / EVALUATIONS))
+        if "evaluate_every" not in given and every > 1 and config.lost_limit is None and not config.keep_best:
+            why = f"about {EVALUATIONS} evaluations while training"
+            found.append(Chosen(name="evaluate_every", value=every, why=why))
+    device = models.choose_device(config.device)
+    if "compute_dtype" not in given and device.type == "cuda" and torch.cuda.is_bf16_supported():
+        why = "the device computes in it; weights, optimizer and gate stay float32"
+        found.append(Chosen(name="compute_dtype", value="bfloat16", why=why))
+    light = checkpointed(need, size)
+    one = world.started()[1] == 1  # free memory differs between processes, their settings must not
+    if "gradient_checkpointing" not in given and one and light <= need.available < need.peak:
+        why = (
+            f"{giga(need.peak)} GB would be needed at the peak, {giga(need.available)} GB are free; activations "
+            f"computed twice need about {giga(light)} GB"
+        )
+        found.append(Chosen(name="gradient_checkpointing", value=True, why=why))
+    return with_chosen(config, found), tuple(found)
+
+
+def _free_rows(tasks: Tasks) -> int:
+    """The number of new rows, where they are free text."""
+    rows = () if tasks.new is None else tasks.new.examples
+    return len(rows) if rows and not isinstance(rows[0], MultipleChoice) else 0
+
+
+def with_chosen(config: AdaptConfig, found: list[Chosen] | tuple[Chosen, ...]) -> AdaptConfig:
+    """The settings with these values."""
+    return config.model_copy(update={own.name: own.value for own in found})
+
+
+def store(path: Path, found: tuple[Chosen, ...]) -> None:
+    """Write what was chosen, for a resumed job, whose settings hold the values alone."""
+    files.write_json(path, [asdict(own) for own in found])
+
+
+def stored(path: Path) -> tuple[Chosen, ...]:
+    """What `store` wrote; nothing where it wrote nothing."""
+    rows: list[Mapping[str, Any]] = files.read_json(path) if path.is_file() else []
+    return tuple(Chosen(**row) for row in rows)
+
+
+def is_open(config: AdaptConfig) -> bool:
+    """Whether the learning rate is still to be tested."""
+    return config.lr == AUTO

@@ -1,0 +1,287 @@
+"""Settings that choose themselves, the test of `--lr auto`, the divergence from the base, and the upload to the hub."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from toyjob import asked, same, stop_at, write_files, written
+from transformers import GenerationConfig
+
+import cplus
+from cplus import models
+from cplus.experiment import divergence as moving
+from cplus.job import choices, push, range_test
+from cplus.job.choices import Chosen, choose, rate_by_size
+from cplus.job.folder import Folder
+from cplus.job.memory import Footprint, ModelSize
+from cplus.job.plan import plan
+from cplus.job.range_test import Rung
+from cplus.job.resume import resume
+from cplus.job.rows import read
+from cplus.job.settings import CHOSEN, AdaptConfig, settings
+from cplus.losses import divergences
+from cplus.methods import METHODS
+from cplus.receipts.receipt import read_receipt
+
+pytestmark = pytest.mark.usefixtures("one_thread", "cache")
+
+ROWS = [{"prompt": f"Say {i}.", "response": f"{i} it is."} for i in range(40)]
+
+
+def unset(folder: Path, **changes: Any) -> AdaptConfig:
+    """The toy job with the settings left out that choose themselves."""
+    values = asked(folder, **changes).model_dump()
+    dropped = set(CHOSEN) - changes.keys()
+    return settings({name: value for name, value in values.items() if name not in dropped})
+
+
+# What is chosen
+
+
+def test_the_rate_falls_with_the_models_size() -> None:
+    rates = [rate_by_size(size) for size in (600_000, 134_515_008, 600_000_000, 4_000_000_000, 70_000_000_000)]
+    assert rates == [4e-4, 3e-5, 1e-5, 6e-6, 1e-6]
+    assert rate_by_size(134_515_008, adapters=True) == 3e-4
+
+
+def chosen(folder: Path, monkeypatch: pytest.MonkeyPatch, *, free: int, bf16: bool = False, **changes: Any) -> Any:
+    (folder / "free.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    config = unset(folder, anchors=None, past=None, interface=None, new=str(folder / "free.jsonl"), **changes)
+    size = ModelSize(parameters=135_000_000, trainable=135_000_000, stored_dtype="float32", activation_bytes=80)
+    need = Footprint(
+        held=20, peak=100, available=free, kept_bytes_per_parameter=0, step_bytes_per_parameter=0, disk=0, free=0
+    )
+    monkeypatch.setattr(models, "choose_device", lambda name: torch.device("cuda" if bf16 else "cpu"))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: bf16)
+    config, found = choose(config, read(config, METHODS["cplus"], folder), size, need)
+    return config, {own.name: own.why for own in found}
+
+
+def test_what_is_not_given_is_chosen_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = {"stop": "learned", "batch_size": 8}
+    config, why = chosen(tmp_path, monkeypatch, free=50, bf16=True, **quick)
+    assert (config.lr, config.epochs, config.compute_dtype, config.gradient_checkpointing) == (
+        3e-5,
+        16,
+        "bfloat16",
+        True,
+    )
+    assert "60 updates of 8 of the 40 new rows" in why["epochs"]
+    config, why = chosen(tmp_path, monkeypatch, free=100, **quick)
+    assert (config.compute_dtype, config.gradient_checkpointing) == ("float32", False)
+    assert set(why) == {"lr", "epochs", "evaluate_every"}
+    assert chosen(tmp_path, monkeypatch, free=100, **{**quick, "stop": "lost:0.1"})[0].evaluate_every == 1
+    given = {"lr": 1e-3, "epochs": 2, "compute_dtype": "float32", "gradient_checkpointing": False}
+    assert chosen(tmp_path, monkeypatch, free=50, bf16=True, **given, **quick)[1] == {}
+    with pytest.raises(ValueError, match=r"the default learning rate is AdamW's, but the optimizer is sgd; provide lr"):
+        chosen(tmp_path, monkeypatch, free=50, optimizer="sgd")
+
+
+def test_the_papers_settings_choose_nothing() -> None:
+    config = settings({"model": "toy", "new": "a.jsonl", "preset": "paper"})
+    assert set(CHOSEN) <= config.model_fields_set
+    assert (config.lr, config.epochs, config.compute_dtype) == (1e-6, 25, "float32")
+
+
+@pytest.mark.parametrize("value", ["fast", 0, -1.0, "nan", True])
+def test_a_rate_is_a_number_or_auto(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"lr: expected a learning rate above 0, or auto to test several, got"):
+        settings({"model": "toy", "new": "a.jsonl", "lr": value})
+
+
+# The test of several rates
+
+
+def test_the_best_rung_gains_most_after_what_it_costs() -> None:
+    rule = Chosen(name="lr", value=1.0, why="by size")
+    rungs = [
+        Rung(lr=1.0, gained=0.2, lost=-0.5),
+        Rung(lr=3.0, gained=0.5, lost=0.1),
+        Rung(lr=9.0, gained=0.9, lost=0.8),
+    ]
+    best = range_test._best([*rungs, Rung(lr=27.0, gained=-math.inf, lost=math.inf)], 3, rule)
+    assert best.value == 3.0
+    assert "9 gains 0.900 and loses 0.800; 27 diverges" in best.why
+    assert range_test._best([rungs[0], replace(rungs[0], lr=3.0)], 3, rule).value == 1.0
+
+
+def test_a_tested_rate_is_used_like_a_given_one_and_survives_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path)
+    monkeypatch.setattr(range_test, "SHARE", 10.0)
+    stop_at(2, unset(tmp_path, lr="auto", epochs=1, checkpoint_steps=1))
+    kept = json.loads((tmp_path / "out" / "settings.json").read_text())["settings"]["lr"]
+    done = resume(tmp_path / "out")
+    assert isinstance(kept, float)
+    [why] = done.record["chosen"]
+    assert why["value"] == done.record["settings"]["lr"] == kept
+    assert "4 updates at 10 times each rate" in why["why"]
+    assert any("Settings that were not given: " in note and "lr " in note for note in done.record["notes"])
+    assert done.record["actual"]["seconds"]["choosing the rate"] > 0
+    plain = cplus.adapt(unset(tmp_path, lr=kept, epochs=1, out=tmp_path / "plain"))
+    assert same(written(tmp_path / "out"), written(tmp_path / "plain"))
+    assert plain.record["chosen"] == []
+
+
+def test_adapters_are_removed_after_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path)
+    monkeypatch.setattr(range_test, "SHARE", 10.0)
+    config = {"epochs": 1, "lora": "r=4", "method": "sft", "anchors": None}
+    done = cplus.adapt(unset(tmp_path, lr="auto", **config))
+    lr = done.record["settings"]["lr"]
+    cplus.adapt(unset(tmp_path, lr=lr, out=tmp_path / "plain", **config))
+    assert same(written(tmp_path / "out"), written(tmp_path / "plain"))
+
+
+@pytest.mark.long
+def test_the_plan_tests_rates_and_shows_what_it_found(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    seen = plan(unset(tmp_path, lr="auto", epochs=60))
+    assert any(line.startswith("chosen     lr ") and "updates at 10 times" in line for line in seen.lines())
+    assert seen.config.lr == seen.row()["chosen"][0]["value"]
+    spent, whole = seen.seconds["choosing the rate"], seen.total
+    assert spent.high < 0.2 * whole.high
+
+
+def test_a_job_too_short_for_a_test_uses_the_rule_and_says_so(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    done = cplus.adapt(unset(tmp_path, lr="auto", epochs=1))
+    [why] = done.record["chosen"]
+    assert why["value"] == 4e-4
+    assert why["why"].startswith("the job is too short for a test that costs a tenth of it")
+    with pytest.raises(ValueError, match=r"'lora' decides itself what trains, so no rate is tested for it; provide lr"):
+        cplus.adapt(unset(tmp_path, lr="auto", method="lora", anchors=None, out=tmp_path / "none"))
+
+
+# The divergence from the base model
+
+
+def test_the_divergence_is_that_of_the_whole_distribution_where_it_is_small_enough() -> None:
+    base, moved, rows = tiny.lm(0), tiny.lm(1), tiny.rows(9, longest_target=5)
+    reference = moving.base_rows(base, rows)
+    exact = divergences(moved, base, rows).detach() * torch.tensor([len(row.target) for row in rows])
+    expected = float(exact.sum()) / sum(len(row.target) for row in rows)
+    assert moving.divergence(moved, reference) == pytest.approx(expected, rel=1e-4)
+    assert moving.divergence(base, reference) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_fewer_tokens_give_a_lower_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    base, moved, rows = tiny.lm(0), tiny.lm(1), tiny.rows(9)
+    whole = moving.divergence(moved, moving.base_rows(base, rows))
+    monkeypatch.setattr(moving, "LIKELIEST", 8)
+    assert 0 < moving.divergence(moved, moving.base_rows(base, rows)) < whole
+
+
+def test_the_divergence_is_in_curve_receipt_and_notes(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    done = cplus.adapt(asked(tmp_path))
+    points = [point["divergence"] for point in done.record["curve"]]
+    assert 0 < points[0] < points[-1]
+    shown = read_receipt(tmp_path / "out")
+    assert [point.divergence for point in shown.curve] == [0.0, *points]
+    assert any(f"has moved {points[-1]:.3f} nats per token from its base" in note for note in shown.notes)
+    assert "Divergence from the base model on new rows" in (tmp_path / "out" / "receipt.html").read_text()
+
+
+# What is shipped
+
+
+class Hub:
+    """Stands in for the hub and notes what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.refuses = ""
+
+    def _call(self, what: str, **values: Any) -> str:
+        if what == self.refuses:
+            raise ConnectionError("no route to the hub")
+        self.calls.append((what, values))
+        return "https://hub.example/me/desk"
+
+    def whoami(self) -> str:
+        return self._call("whoami")
+
+    def create_repo(self, name: str, **values: Any) -> str:
+        return self._call("create_repo", name=name, **values)
+
+    def upload_folder(self, **values: Any) -> str:
+        files = sorted(path.name for path in Path(values["folder_path"]).iterdir() if path.is_file())
+        return self._call("upload_folder", **values, files=files)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    found = Hub()
+    monkeypatch.setattr(push, "HfApi", lambda: found)
+    monkeypatch.setattr(push, "get_token", lambda: "a token")
+    return found
+
+
+def test_a_job_is_uploaded_with_its_card_and_is_private_by_default(tmp_path: Path, hub: Hub) -> None:
+    write_files(tmp_path)
+    cplus.adapt(asked(tmp_path, epochs=1, method="sft", push_to_hub="me/desk"))
+    (_, _), (_, made), (_, model), (_, beside) = hub.calls
+    assert made == {"name": "me/desk", "private": True, "exist_ok": True}
+    assert model["repo_id"] == beside["repo_id"] == "me/desk"
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(model["files"])
+    assert "README.md" in beside["allow_patterns"]
+    assert 'from_pretrained("me/desk")' in Folder(tmp_path / "out").card.read_text()
+
+
+def test_an_upload_that_cannot_work_is_refused_before_training(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path)
+    config = asked(tmp_path, epochs=1, method="sft", push_to_hub="me/desk", public=True)
+    hub.refuses = "whoami"
+    with pytest.raises(ValueError, match=r"the hub cannot be reached or does not take the token \(ConnectionError\)"):
+        cplus.adapt(config)
+    monkeypatch.setattr(push, "get_token", lambda: None)
+    with pytest.raises(ValueError, match=r"needs a token with write access, and none was found; run 'hf auth login'"):
+        cplus.adapt(config)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=r"push_to_hub: expected a repository on the hub as owner/name, got 'desk'"):
+        asked(tmp_path, push_to_hub="desk")
+    with pytest.raises(ValueError, match=r"public says who sees the uploaded model; add push_to_hub"):
+        asked(tmp_path, public=True)
+
+
+def test_a_failed_upload_says_that_the_job_is_finished_and_how_to_repeat_it(tmp_path: Path, hub: Hub) -> None:
+    write_files(tmp_path)
+    hub.refuses = "upload_folder"
+    with pytest.raises(ValueError, match=r"the job is finished, but the upload .* repeat it with: hf upload me/desk"):
+        cplus.adapt(asked(tmp_path, epochs=1, method="sft", push_to_hub="me/desk", public=True))
+    assert hub.calls[-1][1]["private"] is False
+    assert Folder(tmp_path / "out").record.is_file()
+
+
+def test_the_chat_template_and_the_generation_settings_are_written_back(tmp_path: Path, tiny_llama: Any) -> None:
+    tiny_llama.model.generation_config = GenerationConfig(do_sample=True, top_p=0.85, temperature=0.6, eos_token_id=1)
+    models.save(tiny_llama.model, tiny_llama.tokenizer, tmp_path / "base")
+    (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:4]))
+    done = cplus.adapt(
+        settings(
+            {
+                "model": str(tmp_path / "base"), "new": str(tmp_path / "new.jsonl"), "out": tmp_path / "out",
+                "method": "sft", "keep": "none", "epochs": 1, "max_new_tokens": 2, "device": "cpu",
+            }
+        )
+    )  # fmt: skip
+    assert done.record["chosen"][0]["name"] == "lr"
+    loaded = models.load(str(tmp_path / "out" / "model"), device="cpu")
+    assert loaded.tokenizer.chat_template == tiny_llama.tokenizer.chat_template
+    before, after = (
+        json.loads((tmp_path / own / "generation_config.json").read_text()) for own in ("base", "out/model")
+    )
+    assert after == before
+    assert after["top_p"] == 0.85
+    assert choices.stored(Folder(tmp_path / "out").chosen) == ()
