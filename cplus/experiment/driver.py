@@ -28,6 +28,7 @@ from cplus.experiment.precision import in_precision
 from cplus.experiment.rows import Group
 from cplus.experiment.schedule import build_schedule, build_scheduler
 from cplus.experiment.settings import Settings
+from cplus.experiment.sharding import Held
 from cplus.health import UNIFORM, Health
 from cplus.loop import (
     Cursor,
@@ -152,12 +153,9 @@ class Training:
     """Where the model is sharded: the same model without weights, which gets them where a whole model is needed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next update depends on; frozen weights are the base model's and are not repeated.
-
-        Of several processes every one must call it, and the first one gets the state that one process would have.
-        """
+        """All that the next update depends on, as this process holds it; frozen weights are the base model's."""
         guard = self.prepared.guard
-        state = {
+        return {
             "weights": self._weights(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
@@ -166,18 +164,24 @@ class Training:
             "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
             "log": self.log.to_state(),
         }
-        return state if self.twin is None else sharding.one_state(state, [] if guard is None else guard.params)
+
+    def held(self) -> Held:
+        """What this process holds, by the names and numbers of a saved state."""
+        guard = self.prepared.guard
+        optimized = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return Held(weights=self._weights(), optimized=optimized, guarded=[] if guard is None else guard.params)
+
+    def own_part(self, state: dict[str, Any]) -> dict[str, Any]:
+        """This process's part of the state of one process."""
+        return state if self.twin is None else sharding.own_state(state, self.held())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state, bitwise; the model must still be the base model."""
+        """Restore a saved state as this process holds it, bitwise; the model must still be the base model."""
         here, guard = self._weights(), self.prepared.guard
         if state["weights"].keys() != here.keys():
             raise ValueError(
                 f"the checkpoint holds {len(state['weights'])} trained tensors, this model has {len(here)}"
             )
-        if self.twin is not None:
-            optimized = [p for group in self.optimizer.param_groups for p in group["params"]]
-            state = sharding.own_state(state, here, optimized, [] if guard is None else guard.params)
         self.model.load_state_dict(state["weights"], strict=False)
         # An optimizer keeps the very tensors it is given, and these may be a file's.
         self.optimizer.load_state_dict(tree_map_only(Tensor, Tensor.clone, state["optimizer"]))
@@ -206,6 +210,7 @@ class Training:
         if self.twin is None:
             yield self.model
             return
+        self.optimizer.zero_grad(set_to_none=True)  # the next update would empty them; until then they take memory
         try:
             yield sharding.gathered(self.model, self.twin)
         finally:
@@ -229,6 +234,10 @@ class Training:
         if self.prepared.guard is not None:
             self.prepared.guard.detach()
         if self.twin is not None:
+            # The whole model takes the memory of what only training needed; the last checkpoint has that.
+            self.optimizer.state.clear()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.prepared = dataclasses.replace(self.prepared, guard=None)
             self.model, self.twin = sharding.gathered(self.model, self.twin), None
         separate = self.settings.lora is not None and not self.settings.lora.merge
         model = self.model.eval() if separate else adapters.merged(self.model).eval().requires_grad_(True)

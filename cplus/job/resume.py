@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cplus import files, models, world
+from cplus.job.checkpoint import is_there
 from cplus.job.folder import Folder, check_seen, claimed, read_settings, rewrite
 from cplus.job.interruption import Interruption
 from cplus.job.prepare import prepare
@@ -42,7 +43,7 @@ def finish(out: Path) -> FinishedJob:
         config, home = _read(folder)
         if (done := world.shared(lambda: _finished(folder))) is not None:
             return done
-        if not folder.checkpoint.is_file():
+        if not is_there(folder.checkpoint):
             raise ValueError(f"{out}: no checkpoint has been written yet; continue with: cplus adapt --resume {out}")
         memory = PeakMemory(models.choose_device(config.device))
         with Interruption().watching() as interruption:
