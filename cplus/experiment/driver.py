@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -27,7 +28,7 @@ from cplus.experiment.material import PastTask, material
 from cplus.experiment.precision import in_precision
 from cplus.experiment.rows import Group
 from cplus.experiment.schedule import build_schedule, build_scheduler
-from cplus.experiment.settings import Settings
+from cplus.experiment.settings import OptimizerName, Settings
 from cplus.experiment.sharding import Held
 from cplus.health import UNIFORM, Health
 from cplus.loop import (
@@ -52,11 +53,24 @@ Done: TypeAlias = Callable[[dict[str, float]], Ending | None]
 """Why the figures of an epoch end the training: everything is learned, or too much is lost; None if they do not."""
 
 
+STATE_BYTES: dict[OptimizerName, int] = {"adamw": 8, "adamw8bit": 2, "sgd": 0}
+"""Bytes per parameter of each optimizer's own state."""
+
+
 def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
     """The optimizer that proposes the updates."""
-    if settings.optimizer == "sgd":
-        return SGD(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
-    return AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+    kinds = {"adamw": AdamW, "adamw8bit": _adamw8bit, "sgd": SGD}
+    return kinds[settings.optimizer](model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+
+
+def _adamw8bit(params: Iterator[nn.Parameter], *, lr: float, weight_decay: float) -> Optimizer:
+    """AdamW with its moments in 8 bits, by blocks of 256; tensors of fewer than 4,096 weights keep them in 32."""
+    try:
+        optim: Any = import_module("bitsandbytes.optim")
+    except ImportError as error:
+        raise ImportError("the optimizer adamw8bit needs bitsandbytes: pip install 'cplus[bnb]'") from error
+    optimizer: Optimizer = optim.AdamW8bit(params, lr=lr, weight_decay=weight_decay)
+    return optimizer
 
 
 def begin(

@@ -78,6 +78,8 @@ def check_processes(config: AdaptConfig, method: Method) -> None:
         raise ValueError(f"method {method.name!r} needs whole weights in every process; add sharding ddp")
     if config.load == four_bit.NAME:
         raise ValueError("weights in 4 bits cannot be sharded; add sharding ddp")
+    if config.optimizer == "adamw8bit":
+        raise ValueError("bitsandbytes cannot step shards; use optimizer adamw, or add sharding ddp")
 
 
 def _check_bank_settings(config: AdaptConfig, row: Method) -> None:

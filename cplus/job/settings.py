@@ -15,7 +15,7 @@ from cplus.adapters import Lora
 from cplus.data.readers import parse_columns, weighted
 from cplus.evaluation.judges import NAMES
 from cplus.evaluation.requirements import Requirement, parse
-from cplus.experiment.settings import Settings
+from cplus.experiment.settings import OptimizerName, Settings
 from cplus.job import keep as keeping
 from cplus.job.faults import sentences
 
@@ -182,7 +182,9 @@ class AdaptConfig(BaseModel):
         8, description="New rows per update, split into smaller passes where memory requires it."
     )
     order: Literal["shuffled", "file"] = Field("shuffled", description="Order of the new rows within an epoch.")
-    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="Optimizer that proposes the update.")
+    optimizer: OptimizerName = Field(
+        "adamw", description="Optimizer that proposes the update; adamw8bit keeps its moments in 8 bits (bitsandbytes)."
+    )
     lr: float = Field(3e-5, gt=0, description="Learning rate.")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Learning rate schedule; linear and cosine decay to 0."
