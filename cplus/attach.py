@@ -19,6 +19,7 @@ from cplus.evidence import Evidence, MeanGradient, Reference, Source, memory_of,
 from cplus.gates import Average, Collaborative, Gate, Proposal
 from cplus.health import ZERO_EVIDENCE
 from cplus.kernels import Signs
+from cplus.masters import in_model
 from cplus.only_rows import OnlyRows, Rows, chosen_rows
 from cplus.optim import AdamW, Armed
 from cplus.ranks import Layout, layout, local
@@ -259,6 +260,7 @@ class Guard:
         if self._kept:
             raise ValueError("the optimizer's parameters changed after protect(); detach the guard and protect again")
         self.names, self.params = named(self.model), params
+        self.names |= {id(p): self.names[id(q)] for p in params if id(q := in_model(p)) in self.names}
         for p in params:
             check_supported(p, self.names.get(id(p), "a parameter outside the model"), allow_16bit=self.allow_16bit)
         self.where = layout(params, self.names)

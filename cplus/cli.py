@@ -122,6 +122,8 @@ def main() -> None:
             raise
         console.print("error:", style="bold red", end=" ")
         console.print(clean(world.named(str(error))), markup=False, soft_wrap=True)
+        if not console.quiet:
+            world.tell_launcher(clean(world.named(str(error))))
         sys.exit(1)
     except world.Elsewhere:
         sys.exit(1)

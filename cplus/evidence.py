@@ -15,6 +15,7 @@ from cplus.cost import Work
 from cplus.data.batching import MAX_TOKENS, batched, like_length, measured
 from cplus.data.encoded import Encoded
 from cplus.losses import answer_losses, shared_losses, target_logits
+from cplus.masters import in_model
 from cplus.projections import dot, orthonormal
 from cplus.ranks import Layout, layout, local
 from cplus.zero import inside, is_engine, name_of, partitions
@@ -104,8 +105,12 @@ class PlainPasses:
     """Passes whose gradients torch accumulates in `.grad`."""
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        self.trained = params
+        self.trained = [in_model(p) for p in params]
+        self._halves = {id(in_model(p)) for p in params if in_model(p) is not p}
         self.reached: set[int] = set()
+
+    def _precise(self, p: nn.Parameter, gradient: Tensor) -> Tensor:
+        return gradient.float() if id(p) in self._halves else gradient
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add to `.grad`."""
@@ -114,7 +119,7 @@ class PlainPasses:
     def take(self) -> list[Tensor | None]:
         """The part of each `.grad` that this process holds; the fields are emptied."""
         self.reached |= {id(p) for p in self.trained if p.grad is not None}
-        gradients = [None if p.grad is None else local(p.grad) for p in self.trained]
+        gradients = [None if p.grad is None else self._precise(p, local(p.grad)) for p in self.trained]
         for p in self.trained:
             p.grad = None
         return gradients
@@ -131,14 +136,15 @@ def borrowed_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> Iter
         with evaluating(model), running(model) as passes:
             yield passes
         return
-    kept = [p.grad for p in params]
-    for p in params:
+    held = [in_model(p) for p in params]
+    kept = [p.grad for p in held]
+    for p in held:
         p.grad = None
     try:
         with evaluating(model):
             yield PlainPasses(params)
     finally:
-        for p, grad in zip(params, kept, strict=True):
+        for p, grad in zip(held, kept, strict=True):
             p.grad = grad
 
 

@@ -97,5 +97,5 @@ def check_supported(p: nn.Parameter, name: str, *, allow_16bit: bool) -> None:
     if p.element_size() < 4 and not allow_16bit:
         raise TypeError(
             f"{name!r} is {str(p.dtype).removeprefix('torch.')}: steps below one ulp read back as zero; load float32 "
-            "masters or pass allow_16bit=True"
+            "masters, step them by cplus.masters.MasterAdamW, or pass allow_16bit=True"
         )

@@ -6,12 +6,15 @@ alone: rank 0 of 1.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from cplus.files import fingerprint
@@ -161,6 +164,17 @@ def _reports() -> bool:
         return False
 
 
+def tell_launcher(sentence: str) -> None:
+    """Give torchrun the sentence for its own report, in place of the advice to enable tracebacks.
+
+    torchrun ends with code 1 whatever the code of a process is; its report has the code and this sentence.
+    """
+    place = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if place and started()[1] > 1:
+        body = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(place).write_text(json.dumps({"message": body}), encoding="utf-8")
+
+
 def named(sentence: str) -> str:
     """A sentence with the name of its process, where that is not the first."""
     own, world = started()
@@ -178,6 +192,17 @@ def alone() -> Iterator[None]:
         _here.rank, _here.size = kept
 
 
+@contextmanager
+def together(processes: int) -> Iterator[None]:
+    """Inside, the first process, which works alone, is one of several again: they answer what it sends."""
+    kept = _here.size
+    _here.size = processes
+    try:
+        yield
+    finally:
+        _here.size = kept
+
+
 def shared(work: Callable[[], T]) -> T:
     """What the first process computes, in all of them; they wait for it, and a failure ends all of them."""
     if _here.size == 1:
@@ -186,7 +211,7 @@ def shared(work: Callable[[], T]) -> T:
     if first():
         with alone():
             value = work()
-    found: T = _broadcast(value)
+    found: T = broadcast(value)
     return found
 
 
@@ -195,15 +220,16 @@ def in_turn(work: Callable[[], T]) -> T:
     if _here.size == 1:
         return work()
     if not first():
-        _broadcast(None)
+        broadcast(None)
     with alone():
         value = work()
     if first():
-        _broadcast(None)
+        broadcast(None)
     return value
 
 
-def _broadcast(value: Any) -> Any:
+def broadcast(value: Any) -> Any:
+    """The first process's value, in every process."""
     import torch.distributed as dist
 
     box = [value]

@@ -25,6 +25,8 @@ from cplus.cli import main as command
 from cplus.job.checkpoint import Checkpoints
 
 Patch = Callable[[int], None]
+BANK: dict[str, Any] = {"num_probes": 150, "epochs": 1}
+"""Settings of a job whose bank takes several blocks of requests."""
 
 
 def free_port() -> int:
@@ -121,6 +123,11 @@ def scenario(folder: Path, name: str) -> list[int]:
         return run(folder, name, 2, settings(folder, name, lora={"r": 4}, keep_best=True))
     if name == "three":
         return run(folder, name, 3, settings(folder, name))
+    if name == "bank":
+        os.environ["CPLUS_CACHE"] = str(folder / "cache of two")
+        return run(folder, name, 2, settings(folder, name, **BANK))
+    if name == "unmet":
+        return run(folder, name, 2, settings(folder, name, epochs=1, require=["acquisition>=0.7"], lr=1e-6))
     patches: dict[str, Patch] = {"killed": killed, "failing": failing, "stopped": stopped}
     return run(folder, name, 2, settings(folder, name), patches.get(name, lambda rank: None))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks_job import BANK
 from toyjob import asked, same, write_files, written
 from typer.testing import CliRunner
 
@@ -73,7 +74,8 @@ def check_alike(out: Path, other: Path) -> None:
     assert costs[0] == pytest.approx(costs[1], rel=0.1)  # smaller batches have less padding
     for name in ("figures", "counts", "steps", "epochs", "notes", "rows"):
         assert here[name] == there[name], name
-    assert here["bank"]["probes_sha256"] == there["bank"]["probes_sha256"]
+    for entry in (other / "bank").iterdir():
+        assert (out / "bank" / entry.name).read_bytes() == entry.read_bytes(), entry.name
     for name in ("training_rows", "training_tokens", "preservation_rows", "preservation_tokens"):
         assert here["cost"][name] == there["cost"][name], name
     for point, expected in zip(here["curve"], there["curve"], strict=True):
@@ -94,18 +96,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ends(folder: Path, cache: Path) -> dict[str, list[int]]:
     """Jobs of two processes that do not end well, and one whose weights are copied."""
-    found = forked(folder, cache, "killed", "failing", "stopped", "other", "ddp")
+    found = forked(folder, cache, "killed", "failing", "stopped", "other", "unmet", "ddp")
     for size in (1, 2, 4):
         shutil.copytree(folder / "killed", folder / f"killed{size}")
     return found
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path, cache: Path) -> Path:
+def two(folder: Path) -> Path:
     """The job under torchrun."""
     settings = asked(folder, checkpoint_steps=1, out=folder / "two").model_dump(mode="json")
     (folder / "two.yaml").write_text(json.dumps(settings), encoding="utf-8")
-    done = started(["-m", *TORCHRUN, "-m", "cplus", "adapt", "--config", str(folder / "two.yaml"), "--json"], cache)
+    # With a cache of its own, so that two processes write the bank.
+    command = ["-m", *TORCHRUN, "-m", "cplus", "adapt", "--config", str(folder / "two.yaml"), "--json"]
+    done = started(command, folder / "cache of two")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 9  # one object, from one process
     for line in ("new: choice rows", "parameters, ", "written to"):
@@ -117,6 +121,37 @@ def test_torchrun_ends_as_one_process(folder: Path, two: Path) -> None:
     check_alike(two, folder / "one")
     shards, whole = (record(out)["cost"]["extra_bytes"] for out in (two, folder / "one"))
     assert shards == pytest.approx(whole / 2, rel=0.01)  # each process holds its half of the gate
+
+
+@pytest.mark.long
+def test_two_processes_write_the_bank_of_one(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert forked(folder, cache, "bank") == {"bank": [0, 0]}, said(folder, "bank")
+    monkeypatch.setenv("CPLUS_CACHE", str(folder / "cache of one"))
+    adapt(asked(folder, checkpoint_steps=1, out=folder / "bank1", **BANK))
+    assert record(folder / "bank1")["bank"]["counts"]["requests"] > 128  # more than a block
+    check_alike(folder / "bank", folder / "bank1")
+
+
+def test_a_requirement_that_is_not_met_ends_every_process_with_its_code(
+    folder: Path, ends: dict[str, list[int]]
+) -> None:
+    assert ends["unmet"] == [2, 2], said(folder, "unmet")
+    first, second = said(folder, "unmet")
+    assert first.count("NOT MET: acquisition at least 0.7") == 1
+    assert second == ""
+
+
+@pytest.mark.long
+def test_torchrun_reports_what_is_not_met_and_its_code(folder: Path, cache: Path) -> None:
+    settings = asked(folder, epochs=1, require=["acquisition>=0.7"], lr=1e-6, out=folder / "unmet2").model_dump(
+        mode="json"
+    )
+    (folder / "unmet2.yaml").write_text(json.dumps(settings), encoding="utf-8")
+    done = started(["-m", *TORCHRUN, "-m", "cplus", "adapt", "--config", str(folder / "unmet2.yaml")], cache)
+    assert done.returncode == 1  # whatever the code of its processes
+    assert done.stdout.count("NOT MET") == 1
+    assert "exitcode  : 2" in done.stderr
+    assert "traceback : NOT MET: acquisition at least 0.7; its lower 95 % bound is" in done.stderr
 
 
 @pytest.mark.long
@@ -177,8 +212,11 @@ def test_a_signal_to_one_process_stops_and_saves_all(folder: Path, ends: dict[st
     first, second = said(folder, "stopped")
     assert first.count("and saved. Continue with: cplus adapt --resume") == 1
     assert "saved" not in second
-    kept = torch.load(folder / "stopped" / "work" / "checkpoint.pt", weights_only=True)["state"]
-    assert f"stopped after update {kept['log']['cursor']['step']} of 9" in first
+    kept = json.loads((folder / "stopped" / "work" / "checkpoint.json").read_text(encoding="utf-8"))
+    assert f"stopped after update {kept['step']} of 9" in first
+    shards = folder / "stopped" / "work" / kept["folder"]
+    assert {"rest.pt", ".metadata"} < kept["files"].keys() == {entry.name for entry in shards.iterdir()}
+    assert [entry.name for entry in shards.parent.glob("shards-*")] == [shards.name]  # earlier ones are removed
 
 
 def test_a_process_with_another_file_is_refused(folder: Path, ends: dict[str, list[int]]) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from cplus import interfaces
+from cplus import hands, interfaces
 from cplus.data.examples import Choice, Example, FreeForm, Message
 from cplus.interfaces import Rejected
 from cplus.models import Loaded
@@ -276,6 +276,30 @@ def test_copies_are_dropped_in_the_order_of_the_requests(tiny_llama: Any) -> Non
     assert reasons == {1: "duplicate", 2: "copy of an anchor", 3: "no end"} or reasons[2] == "copy of a shot"
     assert [probe.request for probe in tally.probes[:3]] == [0, 4, 5]
     assert tally.probes[0].example.choices == ("yes",)  # type: ignore[union-attr]
+
+
+def test_blocks_that_several_processes_sample_give_the_same_bank(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interface, settings = interfaces.build("cloze", tiny_llama.tokenizer), ProbeSettings(num_probes=150)
+
+    def written(processes: int) -> tuple[Tally, int]:
+        labelled: list[int] = []
+
+        def two_of_three(examples: Sequence[Example]) -> list[Label | Rejected]:
+            labelled.append(len(examples))
+            return [Rejected("empty answer") if i % 3 == 0 else x for i, x in enumerate(yes(interface)(examples))]
+
+        monkeypatch.setattr(hands, "count", lambda: processes)
+        # A rejected input may come again, so what a block adds depends on the labels of the block before it.
+        tally, engine = Tally(ANCHORS, interface, settings), Scripted(lambda i: f"Is it {i % 170}?\n")
+        for _ in generate(engine, two_of_three, interface, ANCHORS, settings, tally):
+            pass
+        return tally, len(labelled)
+
+    (one, blocks), (three, labellings) = written(1), written(3)
+    assert one.blocks == three.blocks
+    assert blocks == len(one.blocks) < labellings
 
 
 def test_a_model_that_writes_nothing_valid_is_given_up_with_its_yield(tiny_llama: Any) -> None:

@@ -45,6 +45,7 @@ def adapt(
         return
     print_json(_row(outcome)) if json else _show(outcome)
     if not outcome.kept:
+        world.tell_launcher(_missed(outcome))
         raise typer.Exit(NOT_KEPT)
 
 
@@ -145,6 +146,14 @@ def _row(outcome: FinishedJob) -> dict[str, Any]:
         "sets": sets,
         **{name: record[name] for name in ("counts", "cost", "steps", "epochs", "unfinished", "notes")},
     }
+
+
+def _missed(outcome: FinishedJob) -> str:
+    """The requirements that are not met, in words."""
+    from cplus.evaluation.requirements import sentence
+
+    missed = [sentence(required) for required in outcome.record["figures"]["requirements"] if not required["met"]]
+    return f"{' '.join(missed)} See {outcome.folder / 'receipt.html'}"
 
 
 def _show(outcome: FinishedJob) -> None:

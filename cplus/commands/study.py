@@ -43,7 +43,8 @@ def study(
     folder = out / size.name
     runs = {each.name: with_further_methods(runs_of(each, size), _method_names(also or [])) for each in chosen}
     specs = list(dict.fromkeys(spec for own in runs.values() for spec in own))
-    workers = _workers_that_fit(workers, specs)
+    if executor == "local":
+        workers = _workers_that_fit(workers, specs)
     make = _executor(executor, workers=workers, threads=threads, logs=folder / "slurm", slurm=slurm or [])
     if dry_run:
         _dry_run(specs, folder, workers=workers, json=json)
@@ -72,25 +73,31 @@ def _method_names(names: Sequence[str]) -> list[str]:
 
 
 def _workers_that_fit(workers: int, specs: Sequence[Spec]) -> int:
+    """The number of workers for which memory suffices: the devices', or the host's where there are none."""
     import psutil  # type: ignore[import-untyped]
 
     from cplus.studies.durations import workers_that_fit
+    from cplus.studies.placement import devices, largest_team
     from cplus.terminal import console
 
-    found = workers_that_fit(workers, specs, psutil.virtual_memory().available)
+    if specs and (own := devices()):
+        found = largest_team(own, workers, specs)
+    else:
+        found = workers_that_fit(workers, specs, psutil.virtual_memory().available)
     if found < workers:
         console.print(f"memory suffices for {found} of {workers} workers")
     return found
 
 
 def _executor(name: str, *, workers: int, threads: int, logs: Path, slurm: Sequence[str]) -> Executor:
+    from cplus.studies.placement import devices
     from cplus.studies.runner import Processes
     from cplus.studies.slurm import Cluster
 
     if name == "local":
         if slurm:
             raise ValueError("--slurm requires the slurm executor; add --executor slurm")
-        return Processes(workers=workers, threads=threads)
+        return Processes(workers=workers, threads=threads, devices=devices())
     if name != "slurm":
         raise ValueError(f"executor must be local or slurm, got {name!r}")
     return Cluster(logs=logs, parameters=_parameters(slurm))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -28,7 +29,8 @@ from cplus.experiment.material import PastTask, material
 from cplus.experiment.precision import in_precision
 from cplus.experiment.rows import Group
 from cplus.experiment.schedule import build_schedule, build_scheduler
-from cplus.experiment.settings import Settings
+from cplus.experiment.settings import OptimizerName, Settings
+from cplus.experiment.sharding import Held
 from cplus.health import UNIFORM, Health
 from cplus.loop import (
     Cursor,
@@ -52,11 +54,24 @@ Done: TypeAlias = Callable[[dict[str, float]], Ending | None]
 """Why the figures of an epoch end the training: everything is learned, or too much is lost; None if they do not."""
 
 
+STATE_BYTES: dict[OptimizerName, int] = {"adamw": 8, "adamw8bit": 2, "sgd": 0}
+"""Bytes per parameter of each optimizer's own state."""
+
+
 def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
     """The optimizer that proposes the updates."""
-    if settings.optimizer == "sgd":
-        return SGD(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
-    return AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+    kinds = {"adamw": AdamW, "adamw8bit": _adamw8bit, "sgd": SGD}
+    return kinds[settings.optimizer](model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+
+
+def _adamw8bit(params: Iterator[nn.Parameter], *, lr: float, weight_decay: float) -> Optimizer:
+    """AdamW with its moments in 8 bits, by blocks of 256; tensors of fewer than 4,096 weights keep them in 32."""
+    try:
+        optim: Any = import_module("bitsandbytes.optim")
+    except ImportError as error:
+        raise ImportError("the optimizer adamw8bit needs bitsandbytes: pip install 'cplus[bnb]'") from error
+    optimizer: Optimizer = optim.AdamW8bit(params, lr=lr, weight_decay=weight_decay)
+    return optimizer
 
 
 def begin(
@@ -159,12 +174,9 @@ class Training:
     """Where the model is sharded: the same model without weights, which gets them where a whole model is needed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next update depends on; frozen weights are the base model's and are not repeated.
-
-        Of several processes every one must call it, and the first one gets the state that one process would have.
-        """
+        """All that the next update depends on, as this process holds it; frozen weights are the base model's."""
         guard = self.prepared.guard
-        state = {
+        return {
             "weights": self._weights(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
@@ -173,18 +185,24 @@ class Training:
             "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
             "log": self.log.to_state(),
         }
-        return state if self.twin is None else sharding.one_state(state, [] if guard is None else guard.params)
+
+    def held(self) -> Held:
+        """What this process holds, by the names and numbers of a saved state."""
+        guard = self.prepared.guard
+        optimized = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return Held(weights=self._weights(), optimized=optimized, guarded=[] if guard is None else guard.params)
+
+    def own_part(self, state: dict[str, Any]) -> dict[str, Any]:
+        """This process's part of the state of one process."""
+        return state if self.twin is None else sharding.own_state(state, self.held())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state, bitwise; the model must still be the base model."""
+        """Restore a saved state as this process holds it, bitwise; the model must still be the base model."""
         here, guard = self._weights(), self.prepared.guard
         if state["weights"].keys() != here.keys():
             raise ValueError(
                 f"the checkpoint holds {len(state['weights'])} trained tensors, this model has {len(here)}"
             )
-        if self.twin is not None:
-            optimized = [p for group in self.optimizer.param_groups for p in group["params"]]
-            state = sharding.own_state(state, here, optimized, [] if guard is None else guard.params)
         self.model.load_state_dict(state["weights"], strict=False)
         # An optimizer keeps the very tensors it is given, and these may be a file's.
         self.optimizer.load_state_dict(tree_map_only(Tensor, Tensor.clone, state["optimizer"]))
@@ -213,6 +231,7 @@ class Training:
         if self.twin is None:
             yield self.model
             return
+        self.optimizer.zero_grad(set_to_none=True)  # the next update would empty them; until then they take memory
         try:
             yield sharding.gathered(self.model, self.twin)
         finally:
@@ -236,6 +255,10 @@ class Training:
         if self.prepared.guard is not None:
             self.prepared.guard.detach()
         if self.twin is not None:
+            # The whole model takes the memory of what only training needed; the last checkpoint has that.
+            self.optimizer.state.clear()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.prepared = dataclasses.replace(self.prepared, guard=None)
             self.model, self.twin = sharding.gathered(self.model, self.twin), None
         separate = self.settings.lora is not None and not self.settings.lora.merge
         model = self.model.eval() if separate else adapters.merged(self.model).eval().requires_grad_(True)

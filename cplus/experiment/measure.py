@@ -73,7 +73,8 @@ def response_of(example: Example) -> str:
 
 def answered(model: nn.Module, group: Group) -> list[Prediction]:
     """A study's answers: the model's choices, or for free text whether it repeats the responses token by token."""
-    return (predict if group.closed else repeated)(model, group.interface, group.examples)
+    answer = predict if group.closed else repeated
+    return world.spread(group.examples, partial(answer, model, group.interface))
 
 
 def changes(before: Sequence[Prediction], after: Sequence[Prediction]) -> list[Flip]:

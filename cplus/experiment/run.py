@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from cplus import world
 from cplus.cost import cost_row
 from cplus.data.predictions import Prediction
 from cplus.data.split import draw_anchors
@@ -27,8 +29,10 @@ from cplus.experiment.record import RunResult
 from cplus.experiment.rows import Group
 from cplus.experiment.schedule import build_schedule
 from cplus.experiment.settings import RunSpec
+from cplus.experiment.sharding import needs_whole, sharded
 from cplus.loop import EpochEnded, Event, Prepared, Schedule, epoch_batches
 from cplus.methods import METHODS, Material
+from cplus.models import Loaded
 from cplus.scoring import predict
 
 OnEvent = Callable[[Event], None]
@@ -37,22 +41,43 @@ DIAGNOSTICS = (*OBSERVED, *AUDITED, "prior", "permuted")
 
 
 def begun(spec: RunSpec, given: Comparison) -> Training:
-    """A copy of the base model, prepared for training by the spec's method."""
+    """A copy of the base model, prepared for training by the spec's method; each process has its part of it."""
+    if world.size() > 1 and (spec.diagnose or needs_whole(spec.settings.row, spec.seed)):
+        raise ValueError(f"{spec.method} with diagnostics {spec.diagnose} needs whole weights; use a larger device")
     base = dataclasses.replace(given.base, model=copy.deepcopy(given.base.model))
-    return begin(spec.settings, base, given.new, [given.past_task])
+    return begin(spec.settings, base, given.new, [given.past_task], sharded)
+
+
+@contextmanager
+def set_aside(base: Loaded) -> Iterator[None]:
+    """The base model in the host's memory while its copy trains on the device."""
+    if base.device.type == "cpu":
+        yield
+        return
+    base.model.to("cpu")
+    try:
+        yield
+    finally:
+        base.model.to(base.device)
 
 
 def run(spec: RunSpec, given: Comparison, *, watch: OnEvent = lambda event: None) -> RunResult:
     """Adapt a copy of the base model by the spec's method and measure what was learned and lost."""
     training = begun(spec, given)
+    with set_aside(given.base):
+        return _trained(spec, given, training, watch)
+
+
+def _trained(spec: RunSpec, given: Comparison, training: Training, watch: OnEvent) -> RunResult:
     model, prepared, log = training.model, training.prepared, training.log
     parameters = sum(p.numel() for p in model.parameters())
     audited = _audited(spec, given, prepared.material, model)
     observation = _observation(spec, given, prepared, build_schedule(training.settings))
     curve = _start(spec, given)
-    for event in training.run(*_until_learned(spec, given, model)):
+    for event in training.run(*_until_learned(spec, given, training)):
         if isinstance(event, EpochEnded) and spec.evaluate_every and event.epoch % spec.evaluate_every == 0:
-            curve.append({"epoch": float(event.epoch), **measure(given, model)})
+            with training.whole() as whole:
+                curve.append({"epoch": float(event.epoch), **measure(given, whole)})
             log.done |= spec.stop_loss is not None and curve[-1]["new_nll"] <= spec.stop_loss
             model.train()
         observation(event)
@@ -76,14 +101,15 @@ def run(spec: RunSpec, given: Comparison, *, watch: OnEvent = lambda event: None
     )
 
 
-def _until_learned(spec: RunSpec, given: Comparison, model: nn.Module) -> tuple[Evaluate, Done]:
+def _until_learned(spec: RunSpec, given: Comparison, training: Training) -> tuple[Evaluate, Done]:
     """The evaluation after each epoch that `stop_at` needs, and whether training ends with it."""
     learned: list[float] = []
 
     def evaluate(epoch: int) -> dict[str, float]:
         if spec.stop_at is None:
             return {}
-        found = acquisition(changes(given.new.known, answered(model, given.new))).percent
+        with training.whole() as model:
+            found = acquisition(changes(given.new.known, answered(model, given.new))).percent
         if learned or found >= spec.stop_at:
             learned.append(found)
         return {"acquisition": found}
@@ -194,6 +220,6 @@ def _after_training(spec: RunSpec, given: Comparison, model: nn.Module) -> dict[
 
 
 def _external(model: nn.Module, group: Group) -> dict[str, float]:
-    after = predict(model, group.interface, group.examples)
+    after = answered(model, group)
     kept = retention(flips(group.known, after)).percent
     return {"before": percent(group.known), "after": percent(after), "kept": kept}

@@ -7,13 +7,15 @@ a `Settings`; the driver knows nothing else. Equal settings on equal rows give e
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 from cplus import selection
 from cplus.adapters import Lora
 from cplus.files import fingerprint
 from cplus.methods import Method
 from cplus.probes.settings import TOPICS, ProbeSettings
+
+OptimizerName: TypeAlias = Literal["adamw", "adamw8bit", "sgd"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class Settings:
     lr: float
     batch_size: int = 1
     order: Literal["file", "shuffled"] = "file"
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     weight_decay: float = 0.0
     clip_norm: float | None = None
     warmup_steps: int = 0
@@ -150,7 +152,7 @@ class RunSpec(Recipe):
             lr=self.lr,
             batch_size=self.batch_size,
             order=cast(Literal["file", "shuffled"], self.order),
-            optimizer=cast(Literal["adamw", "sgd"], self.optimizer),
+            optimizer=cast(OptimizerName, self.optimizer),
             weight_decay=self.weight_decay,
             warmup_share=self.warmup,
             num_probes=self.num_probes,

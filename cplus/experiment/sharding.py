@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from cplus import world
+from cplus.methods import Method
+from cplus.objectives import splits
 from cplus.ranks import local
 
 Place: TypeAlias = Callable[[nn.Module], "nn.Module | None"]
@@ -40,6 +42,13 @@ def sharded(model: nn.Module) -> nn.Module | None:
 
 
 PLACES: dict[str, Place] = {"fsdp": sharded, "ddp": copied}
+
+
+def needs_whole(method: Method, seed: int) -> bool:
+    """Whether a method needs whole weights in every process."""
+    gate = method.build_gate(seed)
+    whole = method.projection is not None or method.memory > 0 or (gate is not None and gate.whole)
+    return whole or method.after is not None or method.adapter is not None or not splits(method.objective)
 
 
 def _without_weights(model: nn.Module) -> nn.Module:
@@ -86,54 +95,47 @@ def own_weights(weights: dict[str, Tensor], held: dict[str, Tensor]) -> dict[str
     return {name: _part(value, held[name]) for name, value in weights.items()}
 
 
-def one_state(state: dict[str, Any], params: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """The state of a sharded training as one process would have it; complete in the first process only.
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What this process holds of the weights by name, and of the optimizer's and the guard's parameters by number."""
 
-    `params` are the guard's parameters, in whose order its lists are.
-    """
+    weights: dict[str, Tensor]
+    optimized: Sequence[nn.Parameter]
+    guarded: Sequence[nn.Parameter]
 
-    def gather(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: gather(inner) for key, inner in value.items()}
-        if _by_parameter(value, params):
-            return [_kept(_like(part, p)) for part, p in zip(value, params, strict=True)]
-        return [gather(inner) for inner in value] if isinstance(value, list) else value
-
-    guard = state["guard"]
-    return {
-        **state,
-        "weights": one_weights(state["weights"]),
-        "optimizer": tree_map_only(Tensor, _kept, state["optimizer"]),
-        "guard": None if guard is None else {**gather(guard), "ranks": 1},
-    }
+    def at(self, path: str) -> Tensor:
+        """The tensor that the one of this path is sharded like."""
+        kind, *keys = path.split("/")
+        if kind == "weights":
+            return self.weights["/".join(keys)]
+        return self.optimized[int(keys[1])] if kind == "optimizer" else self.guarded[int(keys[-1])]
 
 
-def own_state(
-    state: dict[str, Any], weights: dict[str, Tensor], optimized: Sequence[nn.Parameter], params: Sequence[nn.Parameter]
-) -> dict[str, Any]:
-    """This process's part of the state of one process, placed like the weights, the optimizer's and the guard's."""
+def own_state(state: dict[str, Any], held: Held) -> dict[str, Any]:
+    """This process's part of the state of one process."""
     moments = {
-        i: {name: _part(value, optimized[i]) for name, value in own.items()}
+        i: {name: _part(value, held.optimized[i]) for name, value in own.items()}
         for i, own in state["optimizer"]["state"].items()
     }
 
     def cut(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: cut(inner) for key, inner in value.items()}
-        if _by_parameter(value, params):
-            return [local(_part(part, p)) for part, p in zip(value, params, strict=True)]
+        if of_parameters(value, held.guarded):
+            return [local(_part(part, p)) for part, p in zip(value, held.guarded, strict=True)]
         return [cut(inner) for inner in value] if isinstance(value, list) else value
 
     guard = state["guard"]
     return {
         **state,
-        "weights": own_weights(state["weights"], weights),
+        "weights": own_weights(state["weights"], held.weights),
         "optimizer": {**state["optimizer"], "state": moments},
         "guard": None if guard is None else {**cut(guard), "ranks": world.size()},
     }
 
 
-def _by_parameter(value: Any, params: Sequence[nn.Parameter]) -> bool:
+def of_parameters(value: Any, params: Sequence[nn.Parameter]) -> bool:
+    """Whether a value is a list with one tensor for each parameter."""
     return isinstance(value, list) and len(value) == len(params) and all(isinstance(part, Tensor) for part in value)
 
 
@@ -143,7 +145,7 @@ def _kept(tensor: Tensor) -> Tensor | None:
     return whole.cpu() if world.first() else None
 
 
-def _like(part: Tensor, p: nn.Parameter) -> Tensor:
+def like(part: Tensor, p: Tensor) -> Tensor:
     """This process's part of something that is sharded like the parameter."""
     from torch.distributed.tensor import DTensor
 

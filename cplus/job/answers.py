@@ -95,7 +95,7 @@ def base_answers(path: Path, base: Loaded, groups: Sequence[Group], config: Adap
     answers = {group.name: answer(base.model, group, config, "before") for group in groups}
     past = [group for group in groups if group.part == "retention" and not group.closed and not group.texts]
     noisy = past and judge(config.judge) is None
-    floor = world.shared(lambda: sampling_noise(base, past[0], config)) if noisy else None
+    floor = sampling_noise(base, past[0], config) if noisy else None
     if world.first():
         rows = {name: _to_row(own) for name, own in answers.items()}
         files.write_json(path, {"identity": identity, "answers": rows, "noise_floor": floor})
@@ -111,15 +111,18 @@ def sampling_noise(base: Loaded, group: Group, config: AdaptConfig) -> float | N
     limit = min(config.max_new_tokens, few.max_new_tokens or FLOOR_TOKENS, FLOOR_TOKENS)
     sampling = Sampling(temperature=config.temperature, max_new_tokens=limit, stop=few.interface.answer_stop)
     engine = LocalEngine(base.model, base.tokenizer)
-    drawn = []
-    for number in range(2):
+
+    def draw(number: int) -> list[Score | None]:
         requests = [
             Request(index=i, prompt=few.interface.prompt(example), seed=request_seed(config.seed + number, i))
             for i, example in enumerate(few.examples)
         ]
         texts = {sample.index: without_stop(sample.text, sampling.stop) for sample in engine.sample(requests, sampling)}
         own = [texts[i] for i in range(len(few.examples))]
-        drawn.append(score_answers(base.model, few.interface, few.examples, own, what="noise floor"))
+        return score_answers(base.model, few.interface, few.examples, own, what="noise floor")
+
+    # Each draw is one batch in one process, whatever their number, so the floor has the same bits.
+    drawn = world.spread((0, 1), lambda numbers: [draw(number) for number in numbers])
     pairs = [(one, other) for one, other in zip(*drawn, strict=True) if one is not None and other is not None]
     if len(pairs) < 2:
         return None

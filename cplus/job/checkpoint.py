@@ -1,8 +1,9 @@
-"""Checkpoints: one file that is the old state or the new one at every instant."""
+"""Checkpoints: at every instant the old state or the new one, in one file or in one part per process."""
 
 from __future__ import annotations
 
 import pickle
+import shutil
 import struct
 import time
 import zipfile
@@ -29,13 +30,14 @@ DAMAGED = (
     zipfile.BadZipFile,
 )
 """What reading a damaged archive raises."""
+_SHARDS = "shards-"
 
 
 class Checkpoints:
     """Writes the last state of a training and reads it again; another job's state is refused."""
 
     def __init__(self, path: Path, identity: str, *, minutes: float, steps: int | None) -> None:
-        self._path, self._identity = path, identity
+        self._path, self._index, self._identity = path, index_of(path), identity
         self._minutes, self._steps = minutes, steps
         self._written = time.monotonic()
         self.step: int | None = None
@@ -45,29 +47,59 @@ class Checkpoints:
 
     def load(self, training: Training) -> bool:
         """Restore the last state, if there is one."""
-        if not self._path.is_file():
+        kept = self._newest(training)
+        if kept is None:
             return False
-        try:
-            # Mapped, not read: the states are copied into place one tensor at a time.
-            check_whole(self._path)
-            kept: dict[str, Any] = torch.load(self._path, map_location="cpu", weights_only=True, mmap=True)
-        except DAMAGED as error:
-            raise ValueError(
-                f"{self._path}: expected a complete checkpoint, but it cannot be read ({error}); remove it to "
-                "train from the beginning"
-            ) from error
-        if not isinstance(kept, dict) or kept.get("format") != FORMAT:
-            raise ValueError(f"{self._path}: expected the format {FORMAT}; it was written by another version")
-        if kept["identity"] != self._identity:
-            raise ValueError(
-                f"{self._path}: the model, the rows or the bank changed since the job began; start a new job"
-            )
         if kept["numerics"] != _numerics():
             say(f"the job began with {kept['numerics']} and continues with {_numerics()}: the last bits may differ")
         training.load_state_dict(kept["state"])
         self.step, self.done = training.log.cursor.step, training.log.done
         world.agree("the checkpoint they resume from", self.step)
         return True
+
+    def _newest(self, training: Training) -> dict[str, Any] | None:
+        """The state as this process holds it, from one file or from shards; both exist only after a kill."""
+        file = self._read_file() if self._path.is_file() else None
+        shards = self._read_index() if self._index.is_file() else None
+        if shards is not None and (file is None or shards["step"] > file["state"]["log"]["cursor"]["step"]):
+            return {**shards, "state": self._read_shards(shards, training)}
+        return None if file is None else {**file, "state": training.own_part(file["state"])}
+
+    def _read_file(self) -> dict[str, Any]:
+        try:
+            # Mapped, not read: the states are copied into place one tensor at a time.
+            check_whole(self._path)
+            kept: dict[str, Any] = torch.load(self._path, map_location="cpu", weights_only=True, mmap=True)
+        except DAMAGED as error:
+            raise self._damaged(error) from error
+        return self._checked(kept)
+
+    def _read_index(self) -> dict[str, Any]:
+        return self._checked(files.read_sealed(self._index))
+
+    def _read_shards(self, index: dict[str, Any], training: Training) -> dict[str, Any]:
+        from cplus.experiment import shard_files
+
+        try:
+            return shard_files.read(self._path.parent / index["folder"], index["files"], training.held())
+        except DAMAGED as error:
+            raise self._damaged(error) from error
+
+    def _damaged(self, error: Exception) -> ValueError:
+        return ValueError(
+            f"{self._path}: expected a complete checkpoint, but it cannot be read ({error}); remove it to train from "
+            "the beginning"
+        )
+
+    def _checked(self, kept: Any) -> dict[str, Any]:
+        """Refuse another version's or another job's checkpoint."""
+        if not isinstance(kept, dict) or kept.get("format") != FORMAT:
+            raise ValueError(f"{self._path}: expected the format {FORMAT}; it was written by another version")
+        if kept["identity"] != self._identity:
+            raise ValueError(
+                f"{self._path}: the model, the rows or the bank changed since the job began; start a new job"
+            )
+        return kept
 
     def due(self, step: int) -> bool:
         """Whether the minutes or updates between checkpoints have passed."""
@@ -83,10 +115,42 @@ class Checkpoints:
             )
         training.tally()
         body = {"format": FORMAT, "identity": self._identity, "numerics": _numerics()}
-        state = training.state_dict()
-        if world.first():
-            files.write_state(self._path, {**body, "state": state})
+        if training.twin is not None:
+            self._save_shards(training, body)
+        elif world.first():
+            files.write_state(self._path, {**body, "state": training.state_dict()})
+            self._index.unlink(missing_ok=True)
+            self._tidy(None)
         self._written, self.step, self.done = time.monotonic(), training.log.cursor.step, training.log.done
+
+    def _save_shards(self, training: Training, body: dict[str, Any]) -> None:
+        """Every process writes its part into a new folder; then one small file is replaced that names it."""
+        from cplus.experiment import shard_files
+
+        step = training.log.cursor.step
+        name = world.shared(lambda: f"{_SHARDS}{step}-{time.time_ns()}")
+        hashes = shard_files.write(self._path.parent / name, training.state_dict(), training.held())
+        if world.first():
+            files.sync(self._path.parent / name)
+            files.write_json(self._index, files.sealed({**body, "folder": name, "step": step, "files": hashes}))
+            self._path.unlink(missing_ok=True)
+            self._tidy(name)
+
+    def _tidy(self, kept: str | None) -> None:
+        """Remove the shards of earlier checkpoints, and those that a killed job had not completed."""
+        for folder in self._path.parent.glob(f"{_SHARDS}*"):
+            if folder.name != kept:
+                shutil.rmtree(folder)
+
+
+def is_there(path: Path) -> bool:
+    """Whether a checkpoint was written, as one file or by several processes."""
+    return path.is_file() or index_of(path).is_file()
+
+
+def index_of(path: Path) -> Path:
+    """The file that names the shards of a checkpoint, next to the place of one in one file."""
+    return path.with_suffix(".json")
 
 
 def check_whole(path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cplus.adapters import Lora
+from cplus.experiment.driver import STATE_BYTES
 from cplus.job.memory import CHECKPOINTED, ModelSize, giga, guard_bytes, model_size
 from cplus.job.settings import AdaptConfig
 from cplus.methods import Method
@@ -75,7 +76,7 @@ def job_parts(config: AdaptConfig, method: Method, size: ModelSize, num_anchors:
     return Parts(
         weights=4 * (size.parameters - size.packed) + round(four_bit.BYTES_PER_WEIGHT * size.packed),
         gradients=4 * size.trainable,
-        optimizer=(8 if config.optimizer == "adamw" else 0) * size.trainable,
+        optimizer=STATE_BYTES[config.optimizer] * size.trainable,
         gate=round((kept + step) * size.trainable),
         objective=round(method.bytes_per_parameter * size.trainable)
         + (4 * (size.parameters - size.trainable) if method.after is not None else 0),

@@ -17,7 +17,7 @@ from cplus.attach import Guard
 from cplus.data.batching import MAX_TOKENS
 from cplus.environment import free_memory
 from cplus.evidence import Evidence, Reference, Remembered
-from cplus.experiment.driver import adapted, build_optimizer
+from cplus.experiment.driver import STATE_BYTES, adapted, build_optimizer
 from cplus.job.settings import AdaptConfig
 from cplus.methods import Method
 from cplus.models import four_bit
@@ -96,7 +96,7 @@ def _adapted(config: AdaptConfig, method: Method, model: nn.Module) -> nn.Module
 def footprint(config: AdaptConfig, method: Method, size: ModelSize, num_anchors: int) -> Footprint:
     """The job's bytes in memory and on disk."""
     kept, step = guard_bytes(config, method, num_anchors, size.trainable)
-    states = 8 if config.optimizer == "adamw" else 0
+    states = STATE_BYTES[config.optimizer]
     gradient = 4
     objective = method.bytes_per_parameter
     weights = 4 * (size.parameters - size.packed) + round(four_bit.BYTES_PER_WEIGHT * size.packed)

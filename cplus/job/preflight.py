@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cplus import models, world
 from cplus.experiment.rows import Group, Rows
+from cplus.experiment.sharding import needs_whole
 from cplus.interfaces.template import read_template
 from cplus.job.choices import Chosen, choose, is_open
 from cplus.job.memory import Footprint, ModelSize, check_packed, footprint, giga, model_size
@@ -17,7 +18,6 @@ from cplus.job.settings import AdaptConfig, paper
 from cplus.job.written import Written, with_written
 from cplus.methods import Method
 from cplus.models import Loaded, four_bit
-from cplus.objectives import splits
 from cplus.probes.own_answers import own_answers
 from cplus.scoring import fitting
 
@@ -95,12 +95,12 @@ def check_processes(config: AdaptConfig, method: Method) -> None:
         raise ValueError("several processes need CUDA devices or the CPU; choose device cuda or cpu, or one process")
     if config.sharding != "fsdp":
         return
-    gate = method.build_gate(config.seed)
-    whole = method.projection is not None or method.memory > 0 or (gate is not None and gate.whole)
-    if whole or method.after is not None or method.adapter is not None or not splits(method.objective):
+    if needs_whole(method, config.seed):
         raise ValueError(f"method {method.name!r} needs whole weights in every process; add sharding ddp")
     if config.load == four_bit.NAME:
         raise ValueError("weights in 4 bits cannot be sharded; add sharding ddp")
+    if config.optimizer == "adamw8bit":
+        raise ValueError("bitsandbytes cannot step shards; use optimizer adamw, or add sharding ddp")
 
 
 def _check_bank_settings(config: AdaptConfig, row: Method) -> None:

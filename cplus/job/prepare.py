@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cplus import world
+from cplus import hands, world
 from cplus.data.examples import fingerprint
 from cplus.environment import versions
 from cplus.experiment.rows import Group, Rows
@@ -55,7 +55,8 @@ class Job:
 def prepare(config: AdaptConfig, folder: Folder, home: Path) -> Job:
     """Check, load and bind everything; whatever can be refused is refused here, before anything is written.
 
-    Every process reads the rows; those of the base model's own are written by the first, and read by the others.
+    Every process reads the rows; those of the base model's own are written by the first with the help of the others,
+    which then read them.
     """
     begun = time.perf_counter()
     world.agree("their settings or versions", [config.model_dump(mode="json"), versions()])
@@ -73,7 +74,7 @@ def prepare(config: AdaptConfig, folder: Folder, home: Path) -> Job:
     base = load(config, home)
     loaded = time.perf_counter()
     world.agree("the base model", base.fingerprint)
-    rows, written = world.in_turn(lambda: bind_all(config, found, base))
+    rows, written = hands.in_turn(lambda: bind_all(config, found, base), (base.model, base.tokenizer))
     world.agree("their rows", [fingerprint(group.examples) for group in rows.groups])
     bound = time.perf_counter()
     for note in rows.notes:

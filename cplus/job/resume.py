@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cplus import files, models, world
+from cplus.job.checkpoint import is_there
 from cplus.job.choices import stored
 from cplus.job.folder import Folder, check_seen, claimed, read_settings, rewrite
 from cplus.job.interruption import Interruption
@@ -44,7 +45,7 @@ def finish(out: Path) -> FinishedJob:
         config, home = _read(folder)
         if (done := world.shared(lambda: _finished(folder))) is not None:
             return done
-        if not folder.checkpoint.is_file():
+        if not is_there(folder.checkpoint):
             raise ValueError(f"{out}: no checkpoint has been written yet; continue with: cplus adapt --resume {out}")
         memory = PeakMemory(models.choose_device(config.device))
         with Interruption().watching() as interruption:

@@ -16,7 +16,7 @@ from cplus.adapters import Lora
 from cplus.data.readers import parse_columns, weighted
 from cplus.evaluation.judges import NAMES
 from cplus.evaluation.requirements import Requirement, parse
-from cplus.experiment.settings import Settings
+from cplus.experiment.settings import OptimizerName, Settings
 from cplus.job import keep as keeping
 from cplus.job.faults import sentences
 
@@ -214,7 +214,9 @@ class AdaptConfig(BaseModel):
         8, description="New rows per update, split into smaller passes where memory requires it."
     )
     order: Literal["shuffled", "file"] = Field("shuffled", description="Order of the new rows within an epoch.")
-    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="Optimizer that proposes the update.")
+    optimizer: OptimizerName = Field(
+        "adamw", description="Optimizer that proposes the update; adamw8bit keeps its moments in 8 bits (bitsandbytes)."
+    )
     lr: Annotated[float | str | None, BeforeValidator(_rate)] = Field(
         None,
         description="Learning rate; default: by the size of the model. auto: a short test of several rates on the "

@@ -20,7 +20,7 @@ from scipy.special import stdtrit
 from cplus import files, models
 from cplus.data.batching import MAX_TOKENS
 from cplus.data.encoded import Encoded
-from cplus.experiment.driver import start
+from cplus.experiment.driver import STATE_BYTES, start
 from cplus.experiment.material import past_rows
 from cplus.experiment.precision import in_precision
 from cplus.experiment.rows import Group
@@ -200,7 +200,7 @@ def saving_seconds(config: AdaptConfig, size: ModelSize, need: Footprint, base: 
     for name in _FOR_PAGES:
         importlib.import_module(name)
     fixed = time.perf_counter() - begun
-    states = 8 if config.optimizer == "adamw" else 0
+    states = STATE_BYTES[config.optimizer]
     checkpoint = size.trainable * (4 + states + need.kept_bytes_per_parameter)
     model = 4 * size.parameters
     per_byte = _writing_pace(round(min(_BLOB, checkpoint)))

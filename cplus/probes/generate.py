@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
 
+from cplus import hands
 from cplus.data.examples import Choice, Example, FreeForm
 from cplus.interfaces import Interface, Rejected
 from cplus.models import Loaded
@@ -114,6 +116,12 @@ class Tally:
             self._words = [words(input_text(probe.example, options=False)) for probe in self.probes]
         self._answers = Counter(probe.example.answer for probe in self.probes if isinstance(probe.example, Choice))
 
+    def trial(self) -> Tally:
+        """A copy whose accepted inputs this one does not remember."""
+        trial = copy.copy(self)
+        trial._keys, trial._words = set(self._keys), list(self._words)
+        return trial
+
     @property
     def full(self) -> bool:
         """Whether the bank is complete."""
@@ -162,17 +170,28 @@ def generate(
     Paper: Algorithm 1, line 1; App. C.1, construction of the bank S_A.
     """
     written = writer(interface, anchors, settings)
+    sampling = Sampling(
+        temperature=settings.temperature,
+        max_new_tokens=settings.max_new_tokens or written.max_new_tokens,
+        stop=written.stop,
+    )
     while not tally.full:
         tally.check_yield()
-        first = sum(len(block.outcomes) for block in tally.blocks)
-        plans = [written.plan(index) for index in range(first, first + (block or written.block))]
-        read: dict[int, Example | Rejected] = {}
-        for sampled, parsed in _sampled(engine, written, plans, settings):
-            read[sampled.index] = parsed
-            yield sampled
-        judged = _judged(plans, read, labeller, tally)
-        tally.add(judged)
-        yield judged
+        planned = _planned(written, tally, block or written.block)
+        read: list[dict[int, Example | Rejected]] = []
+        for plans, samples in zip(planned, _samples(engine, written, planned, sampling, settings.seed), strict=True):
+            read.append({})
+            for sampled, parsed in _parsed(written, plans, samples, sampling):
+                read[-1][sampled.index] = parsed
+                yield sampled
+        labellers = _labellers(planned, read, labeller, tally)
+        for plans, own, labelled in zip(planned, read, labellers, strict=True):
+            if tally.full:
+                break
+            tally.check_yield()
+            judged = _judged(plans, own, labelled, tally)
+            tally.add(judged)
+            yield judged
 
 
 def write_probes(
@@ -195,27 +214,64 @@ def labeller_of(base: Loaded, engine: LocalEngine, interface: Interface, setting
     return partial(label, base.model, engine, interface, max_tokens=limit, cut=own.cut)
 
 
-def _sampled(
-    engine: Engine, written: Writer, plans: Sequence[RequestPlan], settings: ProbeSettings
-) -> Iterator[tuple[Sampled, Example | Rejected]]:
-    requests = [
-        Request(
-            index=planned.index,
-            prompt=written.request(planned),
-            seed=request_seed(settings.seed, planned.index),
-        )
-        for planned in plans
+def _planned(written: Writer, tally: Tally, size: int) -> list[list[RequestPlan]]:
+    """The next block's requests, and those of as many blocks after it as other processes help with."""
+    first = sum(len(block.outcomes) for block in tally.blocks)
+    starts = range(first, first + hands.count() * size, size)
+    return [[written.plan(index) for index in range(start, start + size)] for start in starts]
+
+
+def _samples(
+    engine: Engine, written: Writer, planned: Sequence[Sequence[RequestPlan]], sampling: Sampling, seed: int
+) -> Sequence[Iterable[Sample]]:
+    """The samples of each block; a process samples whole blocks, so that its batches are those of one process."""
+    blocks = [
+        [Request(index=p.index, prompt=written.request(p), seed=request_seed(seed, p.index)) for p in plans]
+        for plans in planned
     ]
-    sampling = Sampling(
-        temperature=settings.temperature,
-        max_new_tokens=settings.max_new_tokens or written.max_new_tokens,
-        stop=written.stop,
-    )
+    if len(blocks) == 1:
+        return [engine.sample(blocks[0], sampling)]
+    return hands.divided(_drawn, [(engine, requests, sampling) for requests in blocks])
+
+
+def _drawn(engine: Engine, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
+    return list(engine.sample(requests, sampling))
+
+
+def _parsed(
+    written: Writer, plans: Sequence[RequestPlan], samples: Iterable[Sample], sampling: Sampling
+) -> Iterator[tuple[Sampled, Example | Rejected]]:
     planned_at = {planned.index: planned for planned in plans}
-    for sample in engine.sample(requests, sampling):
+    for sample in samples:
         parsed = written.parse(_ended(sample, sampling), planned_at[sample.index])
         reason = parsed.reason if isinstance(parsed, Rejected) else None
         yield Sampled(index=sample.index, text=sample.text, reason=reason), parsed
+
+
+def _labellers(
+    planned: Sequence[Sequence[RequestPlan]],
+    read: Sequence[dict[int, Example | Rejected]],
+    labeller: Labeller,
+    tally: Tally,
+) -> list[Labeller]:
+    """The labeller of each block; with several processes it knows what they labelled at the same time.
+
+    Which inputs of a block are labelled depends on the probes of the blocks before it. Each process labels those that
+    remain if every input before them becomes a probe; where one does not, and that matters, the block is labelled anew.
+    """
+    if len(planned) == 1:
+        return [labeller]
+    trial = tally.trial()
+    expected: list[list[Example]] = []
+    for plans, own in zip(planned, read, strict=True):
+        inputs = [own[planned.index] for planned in plans]
+        expected.append([x for x in inputs if not isinstance(x, Rejected) and trial.new_input(x) is None])
+    found = hands.divided(labeller, [(examples,) for examples in expected])
+
+    def known(inputs: list[Example], labels: list[Label | Rejected]) -> Labeller:
+        return lambda examples: labels if list(examples) == inputs else labeller(examples)
+
+    return [known(inputs, labels) for inputs, labels in zip(expected, found, strict=True)]
 
 
 def _ended(sample: Sample, sampling: Sampling) -> str:

@@ -46,6 +46,14 @@ class LocalEngine:
         self._prefixes = Prefixes(model, self._ends, max_bytes=prefix_bytes)
         self._eos = _end_tokens(model, tokenizer)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process's engine computes its own prefixes."""
+        return LocalEngine._rebuilt, (self._model, self._tokenizer, self._rows)
+
+    @staticmethod
+    def _rebuilt(model: Any, tokenizer: Any, rows: int) -> LocalEngine:
+        return LocalEngine(model, tokenizer, rows=rows)
+
     def describe(self) -> dict[str, Any]:
         """Everything that affects the last bit of a float and so, rarely, a token."""
         return {

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from cplus import hands, world
 from cplus.experiment.settings import RunSpec, SequenceSpec
 from cplus.files import tidy
 from cplus.locks import Held, beside, holding
@@ -23,36 +26,58 @@ if TYPE_CHECKING:
 RunOutcome: TypeAlias = Literal["done", "already done", "running elsewhere"]
 
 
+PLACED = "CPLUS_PLACED_ON"
+"""The devices that a study gave to this process; the result names them."""
+
+
 def execute(spec: Spec, folder: Path, *, wait: float = 0.0) -> RunOutcome:
-    """Do one run under a lock and write its result, unless it exists or another process is doing the run."""
+    """Do one run under a lock and write its result, unless it exists or another process is doing the run.
+
+    Processes that share a run call it together; the first one has the lock and writes.
+    """
+    with ExitStack() as held:
+        if (known := world.shared(lambda: _known(spec, folder, wait, held))) is not None:
+            return known
+        found = _result(spec)
+        if world.first():
+            store.save(found, folder)
+        return "done"
+
+
+def _known(spec: Spec, folder: Path, wait: float, held: ExitStack) -> RunOutcome | None:
+    """Why a run is not done now; None if it is, and its lock is then held."""
     path = store.path_of(spec, folder)
     try:
-        with holding(beside(path), wait=wait):
-            if store.load(spec, folder) is not None:
-                return "already done"
-            tidy(folder, path.name)
-            store.save(_result(spec), folder)
-            return "done"
+        held.enter_context(holding(beside(path), wait=wait))
     except Held:
         return "running elsewhere"
+    if store.load(spec, folder) is not None:
+        return "already done"
+    tidy(folder, path.name)
+    return None
 
 
 def _result(spec: Spec) -> Result:
     started = time.perf_counter()
     found = _run(spec) if isinstance(spec, RunSpec) else _sequence(spec)
     wall = round(time.perf_counter() - started, 2)
-    return replace(found, environment={**found.environment, "wall_seconds": wall})
+    placed = {"placed_on": os.environ[PLACED]} if PLACED in os.environ else {}
+    return replace(found, environment={**found.environment, "wall_seconds": wall, **placed})
 
 
 def _run(spec: RunSpec) -> Result:
     from cplus.experiment import run
 
-    return run.run(spec, CACHE.comparison(spec))
+    base = world.in_turn(lambda: CACHE.base(spec.model))
+    given = hands.in_turn(lambda: CACHE.comparison(spec), (base.model, base.tokenizer))
+    return run.run(spec, given)
 
 
 def _sequence(spec: SequenceSpec) -> Result:
     from cplus.experiment import sequence
 
+    if world.size() > 1:
+        raise ValueError(f"a sequence of tasks runs in one process, got {world.size()}; use a larger device")
     return sequence.run_sequence(spec, CACHE.base(spec.model), CACHE.banks, first=CACHE.first(spec))
 
 

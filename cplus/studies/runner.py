@@ -5,14 +5,19 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from cplus import world
 from cplus.studies import results as store
-from cplus.studies.execute import RunOutcome, execute, without_method
+from cplus.studies.execute import PLACED, RunOutcome, execute, without_method
+from cplus.studies.placement import Device, teams
 from cplus.studies.study import Spec
 
 FAILURES = (ValueError, TypeError, OSError, ArithmeticError, RuntimeError, ImportError)
@@ -66,15 +71,23 @@ def _ended(spec: Spec, folder: Path, *, wait: float = 0.0) -> EndedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """Runs distributed over worker processes of `threads` threads each."""
+    """Runs distributed over workers of `threads` threads; where there are devices, each worker has its own of them."""
 
     workers: int
     threads: int = 1
+    devices: tuple[Device, ...] = ()
 
     def __call__(self, specs: Sequence[Spec], folder: Path) -> Iterator[EndedRun]:
-        """Distribute runs; a worker gets runs of its last setting as long as there are any."""
+        """Distribute runs, those that take one device first."""
+        for own, places in teams(self.devices, self.workers, specs):
+            yield from self._distributed(own, folder, places)
+
+    def _distributed(
+        self, specs: Sequence[Spec], folder: Path, places: Sequence[tuple[Device, ...]]
+    ) -> Iterator[EndedRun]:
+        """A worker gets runs of its last setting as long as there are any."""
         waiting = list(specs)
-        slots = [self._slot() for _ in range(min(self.workers, len(waiting)))]
+        slots = [Worker(place, self.threads) for place in places]
         last: dict[int, Spec] = {}
         running: dict[Future[RunOutcome], tuple[int, Spec]] = {}
         try:
@@ -83,7 +96,7 @@ class Processes:
                     if waiting:
                         taken = {without_method(spec) for _, spec in running.values()}
                         spec = waiting.pop(_next(waiting, last.get(slot), taken))
-                        running[slots[slot].submit(execute, spec, folder)] = slot, spec
+                        running[slots[slot].submit(spec, folder)] = slot, spec
                         last[slot] = spec
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     slot, spec = running.pop(future)
@@ -94,15 +107,60 @@ class Processes:
                     if not isinstance(error, FAILURES):
                         raise error
                     yield EndedRun(spec=spec, failed=f"{type(error).__name__}: {error}")
-                    _stop(slots[slot])  # a killed process accepts no more runs
-                    slots[slot] = self._slot()
+                    slots[slot].stop()  # a killed process accepts no more runs
+                    slots[slot] = Worker(places[slot], self.threads)
         finally:
-            for slot_ in slots:
-                _stop(slot_)
+            for worker in slots:
+                worker.stop()
 
-    def _slot(self) -> ProcessPoolExecutor:
-        context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(self.threads,))
+
+class Worker:
+    """One process per device of its place, or one on the processors; several do each run together."""
+
+    def __init__(self, place: Sequence[Device], threads: int) -> None:
+        context, size = multiprocessing.get_context("spawn"), max(1, len(place))
+        visible, port = ",".join(device.name for device in place), _free_port() if size > 1 else 0
+        self._pools = [
+            ProcessPoolExecutor(
+                1, mp_context=context, initializer=_begin, initargs=(threads, visible, rank, size, port)
+            )
+            for rank in range(size)
+        ]
+
+    def submit(self, spec: Spec, folder: Path) -> Future[RunOutcome]:
+        """The run's outcome, once every process has ended it or one has failed."""
+        parts = [pool.submit(execute, spec, folder) for pool in self._pools]
+        if len(parts) == 1:
+            return parts[0]
+        whole: Future[RunOutcome] = Future()
+        lock = threading.Lock()
+
+        def ended(part: Future[RunOutcome]) -> None:
+            with lock:
+                if whole.done() or part.cancelled():
+                    return
+                if (error := part.exception()) is not None:
+                    whole.set_exception(error)
+                elif all(each.done() for each in parts):
+                    whole.set_result(parts[0].result())
+
+        for part in parts:
+            part.add_done_callback(ended)
+        return whole
+
+    def stop(self) -> None:
+        """Terminate its processes; results are written atomically, and locks are released."""
+        for pool in self._pools:
+            processes = list((pool._processes or {}).values())
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.terminate()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def _next(waiting: Sequence[Spec], last: Spec | None, taken: set[Spec]) -> int:
@@ -118,18 +176,21 @@ def _next(waiting: Sequence[Spec], last: Spec | None, taken: set[Spec]) -> int:
     return free
 
 
-def _begin(threads: int) -> None:
-    """Set up a worker; it ignores Ctrl-C, since its parent stops it."""
+_JOINED = ExitStack()
+"""Keeps a worker's processes together until they end."""
+
+
+def _begin(threads: int, visible: str, rank: int, size: int, port: int) -> None:
+    """Set up a process of a worker; it ignores Ctrl-C, since its parent stops it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    if visible:  # before CUDA starts in this process
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        os.environ[PLACED] = visible
     import torch
 
     torch.set_num_threads(threads)
-
-
-def _stop(slot: ProcessPoolExecutor) -> None:
-    """Terminate a worker; results are written atomically, and its locks are released."""
-    processes = list((slot._processes or {}).values())
-    slot.shutdown(wait=False, cancel_futures=True)
-    for process in processes:
-        process.terminate()
+    if size > 1:
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in numbers.items()}})
+        _JOINED.enter_context(world.joined())

@@ -1,0 +1,215 @@
+"""A job of several processes: where its time goes, and the memory of each process.
+
+OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= python benchmarks/ranks.py time --out benchmarks/results/ranks-time.json
+OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= python benchmarks/ranks.py memory --out benchmarks/results/ranks-memory.json
+
+`time`: the README's job on the toy, one and two processes; communication is the time inside collectives, which includes
+waiting for the other process. `memory`: two updates of smollm2-135m; the peak of each process's resident memory less
+what it had before the job, when everything was imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from cplus import files
+from cplus.environment import environment
+
+COLLECTIVES = (
+    "all_gather_single",
+    "all_gather_into_tensor",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "all_reduce",
+    "broadcast",
+    "broadcast_object_list",
+    "all_gather_object",
+    "barrier",
+)
+BAR = 0.6
+
+
+def job(place: Path, rank: int) -> None:
+    """One process: `place` has its command; what it measured is written beside."""
+    asked = json.loads(place.read_text(encoding="utf-8"))
+    import psutil
+    import torch
+
+    torch.set_num_threads(1)
+    before = psutil.Process().memory_info().rss
+    spent: Counter[str] = Counter()
+    _timed(spent)
+    sys.argv = ["cplus", "adapt", *asked]
+    from cplus.cli import main as command
+
+    begun, code = time.perf_counter(), 0
+    try:
+        command()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    peak = 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
+    found = {"seconds": time.perf_counter() - begun, "peak": peak - before, "before": before, "spent": dict(spent)}
+    place.with_suffix(f".{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    sys.exit(code)
+
+
+def _timed(spent: Counter[str]) -> None:
+    """Measure the time inside collectives, refreshes and updates of this process."""
+    import torch.distributed as dist
+
+    from cplus.attach import Guard
+    from cplus.experiment.driver import Training
+
+    inside: list[str] = []
+
+    def timed(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(real)
+        def call(*args: Any, **named: Any) -> Any:
+            if name == "communication" and name in inside:  # one collective by another
+                return real(*args, **named)
+            begun = time.perf_counter()
+            inside.append(name)
+            try:
+                return real(*args, **named)
+            finally:
+                inside.pop()
+                took = time.perf_counter() - begun
+                spent[name] += took
+                if name == "communication":
+                    spent[f"communication in {inside[-1] if inside else 'the rest'}"] += took
+
+        return call
+
+    for name in COLLECTIVES:
+        if hasattr(dist, name):
+            setattr(dist, name, timed("communication", getattr(dist, name)))
+    Guard.refresh = timed("evidence", Guard.refresh)  # type: ignore[method-assign]
+    Training.state_dict = timed("state", Training.state_dict)  # type: ignore[method-assign]
+
+
+def run(folder: Path, name: str, size: int, arguments: list[str]) -> list[dict[str, Any]]:
+    """What each process of a job measured."""
+    place = folder / f"{name}.txt"
+    place.write_text(json.dumps([*arguments, "--out", str(folder / name)]), encoding="utf-8")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
+    processes = []
+    for rank in range(size):
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        own = {**os.environ, **address, **{key: str(value) for key, value in numbers.items()}} if size > 1 else None
+        command = [sys.executable, __file__, "job", "--out", str(place), "--rank", str(rank)]
+        processes.append(subprocess.Popen(command, env=own, stdout=subprocess.DEVNULL))
+    if any(process.wait() for process in processes):
+        sys.exit(f"{name}: a process failed")
+    return [json.loads(place.with_suffix(f".{rank}.json").read_text(encoding="utf-8")) for rank in range(size)]
+
+
+def rows(folder: Path, new: int, past: int) -> list[str]:
+    """The first of the README's rows as files, and the options that name them."""
+    from cplus.toy import rows as toy
+
+    toy.write(folder)
+    options = {"new": ("new", new), "anchors": ("keep", 8), "past": ("past", past)}
+    found = []
+    for option, (name, count) in options.items():
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(path.read_text(encoding="utf-8").splitlines(keepends=True)[:count]), encoding="utf-8")
+        found += [f"--{option}", str(path)]
+    return [*found, "--interface", "cloze"]
+
+
+def parts(folder: Path, name: str, found: dict[str, Any]) -> dict[str, float]:
+    """Seconds by part, from the job's record and what its first process measured."""
+    seconds = json.loads((folder / name / "record.json").read_text(encoding="utf-8"))["actual"]["seconds"]
+    spent = found["spent"]
+    shares = {
+        "reading": seconds.get("loading", 0.0) + seconds.get("starting", 0.0),
+        "answering": seconds.get("evaluating", 0.0),
+        "writing probes": seconds.get("writing probes", 0.0),
+        "evidence": spent.get("evidence", 0.0),
+        "updates": seconds.get("training", 0.0) - spent.get("evidence", 0.0),
+        "saving": seconds.get("saving", 0.0),
+        "of all: communication": spent.get("communication", 0.0),
+        "of evidence: communication": spent.get("communication in evidence", 0.0),
+        "total": found["seconds"],
+    }
+    return {part: round(value, 3) for part, value in shares.items()}
+
+
+def measure_time(folder: Path) -> dict[str, Any]:
+    """The README's job by one process and by two, each with a cache of its own."""
+    arguments = ["toy", *rows(folder, 32, 128), "--lr", "1e-3"]
+    found = {}
+    for size in (1, 2):
+        os.environ["CPLUS_CACHE"] = str(folder / f"cache{size}")
+        name = f"by{size}"
+        found[str(size)] = parts(folder, name, run(folder, name, size, arguments)[0])
+    return {"settings": arguments[7:], "seconds": found}
+
+
+def measure_memory(folder: Path) -> dict[str, Any]:
+    """Two updates of smollm2-135m with the gate; the probes are rows that are given, so that none need be written."""
+    arguments = ["smollm2-135m", *rows(folder, 8, 4), "--lr", "1e-5", "--epochs", "1", "--batch-size", "4"]
+    arguments += ["--bank", str(bank(folder)), "--num-probes", "8", "--stop", "never"]
+    found: dict[str, Any] = {}
+    for size in (1, 2):
+        measured = run(folder, f"by{size}", size, arguments)
+        found[str(size)] = [round(own["peak"] / 1e6, 1) for own in measured]
+    share = max(found["2"]) / found["1"][0]
+    print(found, share)
+    return {"settings": arguments[9:], "peak_megabytes": found, "share": round(share, 4), "bar": BAR}
+
+
+def bank(folder: Path) -> Path:
+    """A sealed bank whose probes are given rows."""
+    from cplus import interfaces, models
+    from cplus.data.readers import read_file
+    from cplus.probes.bank import Probe, seal
+    from cplus.probes.build import identify
+    from cplus.probes.local import LocalEngine
+    from cplus.probes.settings import ProbeSettings
+    from cplus.toy.world import taught
+
+    base = models.load("smollm2-135m", device="cpu")
+    bound = interfaces.build("cloze", base.tokenizer)
+    anchors = read_file(folder / "keep.jsonl")
+    settings = ProbeSettings(num_probes=8)
+    identity = identify(base, bound, anchors, settings, LocalEngine(base.model, base.tokenizer))
+    given = taught("harbours")[200:208]
+    probes = [Probe(example=own, confidence=1.0, request=i, shots=(), topic=None) for i, own in enumerate(given)]
+    counts = {"requests": 8, "accepted": 8, "rejected": {}}
+    seal(folder / "bank", probes, {**identity, "counts": counts, "yield": 1.0})
+    return folder / "bank"
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("time", "memory", "job"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rank", type=int, default=0)
+    asked = parser.parse_args()
+    if asked.what == "job":
+        job(asked.out, asked.rank)
+    with tempfile.TemporaryDirectory() as made:
+        report = (measure_time if asked.what == "time" else measure_memory)(Path(made))
+    files.write_json(asked.out, {**report, "environment": environment(threads=1, device="cpu")})
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
