@@ -20,6 +20,7 @@ from cplus.gates import Average, Collaborative, Gate, Proposal
 from cplus.health import ZERO_EVIDENCE
 from cplus.kernels import Signs
 from cplus.masters import in_model
+from cplus.offload import Storage, storage
 from cplus.only_rows import OnlyRows, Rows, chosen_rows
 from cplus.optim import AdamW, Armed
 from cplus.ranks import Layout, layout, local
@@ -135,6 +136,7 @@ class Guard:
         self.steps = 0
         self.observers: list[Observer] = []
         self._kept: list[list[Tensor | Signs]] = []
+        self._storage: Storage | None = None
         self.theta: list[Tensor] = []
         self.params: list[nn.Parameter] = []
         self.rows: dict[int, Rows] = {}
@@ -171,7 +173,21 @@ class Guard:
     @vectors.setter
     def vectors(self, vectors: Sequence[Sequence[Tensor]]) -> None:
         packs = self.gate is not None and self.gate.uses == "signs" and self.projection is None
+        if self.projection is not None:
+            vectors = self._stored(vectors)
         self._kept = [[self._signs(i, g) if packs else g for i, g in enumerate(vector)] for vector in vectors]
+
+    def _stored(self, vectors: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """A projection's vectors where memory suffices for them; the first ones decide for all."""
+        if self._storage is None and vectors:
+            there = sum(v.nbytes for vector in vectors for v in vector if v.device == self.params[0].device)
+            self._storage = storage(len(vectors), [local(p) for p in self.params], there=there)
+        where = self._storage
+        # A basis that its evidence has already moved stays where it is.
+        return [
+            list(vector) if where is None or vector[0].dtype == torch.bfloat16 else where.stored(vector)
+            for vector in vectors
+        ]
 
     def _signs(self, position: int, g: Tensor) -> Signs:
         return Signs.of(self.rows[position].only(g) if position in self.rows else g)

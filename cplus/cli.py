@@ -73,6 +73,7 @@ def register() -> None:
     from cplus.commands.audit import audit
     from cplus.commands.check import check
     from cplus.commands.config import config
+    from cplus.commands.data import data
     from cplus.commands.demo import demo
     from cplus.commands.doctor import doctor
     from cplus.commands.evaluate import evaluate
@@ -109,6 +110,7 @@ def register() -> None:
     ):
         app.command(cls=Command)(command)
     app.add_typer(ledger, name="ledger")
+    app.add_typer(data, name="data")
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from cplus.data.batching import MAX_TOKENS, batched, like_length, measured
 from cplus.data.encoded import Encoded
 from cplus.losses import answer_losses, shared_losses, target_logits
 from cplus.masters import in_model
+from cplus.offload import Storage, storage
 from cplus.projections import dot, orthonormal
 from cplus.ranks import Layout, layout, local
 from cplus.zero import inside, is_engine, name_of, partitions
@@ -336,29 +337,27 @@ class LogitBasis:
 
     model: nn.Module
     rows: Sequence[Encoded]
-    max_bytes: int = 8 << 30
+    place: Callable[[int, Sequence[Tensor]], Storage] = storage
+    """Where so many vectors of these parameters are kept."""
 
     def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
         """One backward pass per anchor."""
-        need = len(self.rows) * sum(p.numel() * p.element_size() for p in params)
-        if need > self.max_bytes:
-            raise ValueError(
-                f"OGD keeps one gradient per anchor: {len(self.rows)} anchors need {need / 2**30:.1f} GiB, more than "
-                f"the {self.max_bytes / 2**30:.1f} GiB allowed; use fewer anchors"
-            )
+        kept = self.place(len(self.rows), params)
         where = layout(params, named(self.model))
         if where.sharded:
             raise TypeError("OGD needs whole vectors and the parameters are sharded; train with DDP or in one process")
-        vectors = []
         with borrowed_gradients(self.model, params):
-            for row in self.rows:
-                logits, labels = target_logits(self.model, [row])
-                inside = labels[0] != -100
-                logit = logits[0][inside].gather(1, labels[0][inside].unsqueeze(1)).mean()
-                (logit / where.world).backward()  # type: ignore[no-untyped-call]
-                # Every process has the same vector up to rounding; after the sum it is the same bit for bit.
-                vectors.append([where.sum(g) for g in take_gradients(self.model, params)])
-        return Reference(vectors=orthonormal(vectors), work=sum((measured([row]) for row in self.rows), Work()))
+            gradients = (self._gradient(row, params, where) for row in self.rows)
+            basis = orthonormal(gradients, tolerance=kept.tolerance, stored=kept.stored)
+        return Reference(vectors=basis, work=sum((measured([row]) for row in self.rows), Work()))
+
+    def _gradient(self, row: Encoded, params: Sequence[nn.Parameter], where: Layout) -> list[Tensor]:
+        logits, labels = target_logits(self.model, [row])
+        inside = labels[0] != -100
+        logit = logits[0][inside].gather(1, labels[0][inside].unsqueeze(1)).mean()
+        (logit / where.world).backward()  # type: ignore[no-untyped-call]
+        # Every process has the same vector up to rounding; after the sum it is the same bit for bit.
+        return [where.sum(g) for g in take_gradients(self.model, params)]
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from cplus import world
 from cplus.cost import Work
@@ -159,6 +159,36 @@ def check_strength(strength: float) -> None:
         raise ValueError(f"the strength of a penalty must be a number from 0 on, got {strength}")
 
 
+def from_copy(model: nn.Module) -> Callable[[nn.Module, Sequence[Encoded]], Tensor]:
+    """The divergence from a frozen copy of the model."""
+    from cplus.losses import divergences
+
+    frozen = copied(model)
+    return lambda student, rows: divergences(student, frozen, rows)
+
+
+def from_outputs(model: nn.Module, rows: Sequence[Encoded]) -> Callable[[nn.Module, Sequence[Encoded]], Tensor] | None:
+    """The divergence from the model's outputs on these rows, kept batch by batch; None if they outweigh the model.
+
+    With a letter as the answer they are one row of logits per anchor, where a copy of the model would not fit.
+    """
+    import torch
+
+    from cplus.losses import divergences_from, target_logits
+
+    config: Any = getattr(model, "config", None)
+    vocabulary = None if config is None else config.get_text_config().vocab_size
+    positions = sum(len(part) * max(len(row.target) for row in part) for part in batched(rows))
+    if vocabulary is None or vocabulary * positions > sum(p.numel() for p in model.parameters()):
+        return None
+    mode = model.training
+    with torch.no_grad():
+        model.eval()
+        kept = {tuple(part): target_logits(model, part)[0].clone() for part in batched(rows)}
+        model.train(mode)
+    return lambda student, part: divergences_from(kept[tuple(part)], student, part)
+
+
 @dataclass(frozen=True)
 class Distillation:
     """The answers' cross-entropy plus `strength` times KL(frozen || model) on the anchors.
@@ -176,13 +206,11 @@ class Distillation:
         check_strength(self.strength)
 
     def __call__(self, model: nn.Module, material: Material) -> Backward:
-        """The frozen model is a copy of the current one."""
-        from cplus.losses import answer_losses, divergences
+        """The frozen model is the current one; where they are smaller than it, its outputs are kept in its place."""
+        from cplus.losses import answer_losses
 
-        frozen, anchors = copied(model), material.rows("anchors")
-
-        def divergence(student: nn.Module, rows: Sequence[Encoded]) -> Tensor:
-            return divergences(student, frozen, rows)
+        anchors = material.rows("anchors")
+        divergence = from_outputs(model, anchors) or from_copy(model)
 
         def backward(rows: Sequence[Encoded]) -> tuple[float, Work]:
             loss, work = mean_backward(model, rows, answer_losses)

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from cplus.algorithm import collaborates
 
+BLOCK = 1 << 24
+"""Coordinates that are converted at once: a large tensor in double precision would double its memory twice."""
+
 
 def dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """The inner product of two gradients held as lists of tensors, summed in double precision."""
-    return sum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
+    """The inner product of two gradients held as lists of tensors, summed in double precision on the first's device."""
+    return sum(
+        float((x.double() * y.to(x.device).double()).sum())
+        for one, other in zip(a, b, strict=True)
+        for x, y in _blocks(one, other)
+    )
+
+
+def _blocks(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    if one.numel() <= BLOCK:
+        yield one, other
+        return
+    yield from zip(torch.split(one.reshape(-1), BLOCK), torch.split(other.reshape(-1), BLOCK), strict=True)
 
 
 def agem(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> None:
@@ -42,8 +57,16 @@ def collaborative_gradient(gradient: Sequence[Tensor], reference: Sequence[Tenso
         g.mul_(collaborates(r, -g))
 
 
-def orthonormal(vectors: Sequence[Sequence[Tensor]], *, tolerance: float = 1e-6) -> list[list[Tensor]]:
-    """Modified Gram-Schmidt over gradients; a vector that depends on the earlier ones is left out."""
+def orthonormal(
+    vectors: Iterable[Sequence[Tensor]],
+    *,
+    tolerance: float = 1e-6,
+    stored: Callable[[Sequence[Tensor]], list[Tensor]] = list,
+) -> list[list[Tensor]]:
+    """Modified Gram-Schmidt over gradients, one at a time; a vector that depends on the earlier ones is left out.
+
+    `stored` moves a finished vector to where it is kept.
+    """
     basis: list[list[Tensor]] = []
     for vector in vectors:
         rest = [v.clone() for v in vector]
@@ -52,11 +75,11 @@ def orthonormal(vectors: Sequence[Sequence[Tensor]], *, tolerance: float = 1e-6)
             ogd(rest, basis)
         length = dot(rest, rest) ** 0.5
         if length > tolerance * norm:
-            basis.append([v / length for v in rest])
+            basis.append(stored([v / length for v in rest]))
     return basis
 
 
 def subtract(gradient: Sequence[Tensor], vector: Sequence[Tensor], scale: float) -> None:
     """In place: g <- g - scale * v."""
     for g, v in zip(gradient, vector, strict=True):
-        g.sub_(v.to(g.dtype), alpha=scale)
+        g.sub_(v.to(g.device, g.dtype), alpha=scale)

@@ -33,10 +33,12 @@ from cplus.data.tasks import load_task
 from cplus.diagnostics import OBSERVED, Observation, measures
 from cplus.diagnostics.gateshares import layer_shares
 from cplus.diagnostics.layers import layer_of
-from cplus.diagnostics.mask_audit import Evidences, audit
+from cplus.diagnostics.mask_audit import Evidences, audit, scratch_bytes
 from cplus.diagnostics.preview import preview
 from cplus.diagnostics.proposals import proposals, propose
+from cplus.diagnostics.scratch import Shelf
 from cplus.diagnostics.taps import Admission, Coordinates, References
+from cplus.diagnostics.trajectories import BYTES, KEPT, replay
 from cplus.evidence import MeanGradient, Reference, Source, example_losses
 from cplus.experiment import run as runs
 from cplus.experiment.comparison import Comparison, set_up
@@ -469,6 +471,32 @@ def test_the_audit_is_the_flat_calculation_over_kept_masks() -> None:
     for row in found["references"]:
         expected = slow((vectors[row["first"]], 0.0), (vectors[row["second"]], 0.0))
         assert row["agreement"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_audits_sums_are_the_same_whatever_the_memory() -> None:
+    """Little memory only means that the same updates are proposed again for the parameters that had no room."""
+    sums = []
+    for room in (1 << 30, 2000 * BYTES):
+        model, shelf = tiny.lm(), Shelf()
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        batches = [tiny.rows(2, seed=seed) for seed in range(3)]
+        assert replay(shelf, model, optimizer, batches, beta=0.9, room=room) == 3
+        kept = range(len(list(model.parameters())))
+        sums.append([shelf.get(f"{name}-{i}", torch.device("cpu")) for i in kept for name in KEPT])
+        shelf.close()
+    assert all(torch.equal(one, other) for one, other in zip(*sums, strict=True))
+
+
+def test_scratch_that_does_not_fit_is_refused_and_a_device_with_room_is_used() -> None:
+    with pytest.raises(ValueError, match=r"needs .* GB of scratch, but .* free; set TMPDIR to a folder on a larger"):
+        Shelf(1 << 60)
+    shelf = Shelf(8, torch.device("cpu"))
+    shelf._device = torch.device("cpu")  # as on a GPU with room
+    shelf.put("a", torch.arange(4.0).view(2, 2))
+    assert shelf.read("a", 1, 3).tolist() == [1.0, 2.0]
+    assert shelf.get("a", torch.device("cpu")).shape == (2, 2)
+    shelf.close()
+    assert 2.0e10 < scratch_bytes(596_049_920, 6) < 3.0e10  # Qwen3-0.6B, the paper's budgets
 
 
 def test_the_audits_coordinates_are_the_update_weighted_mean_masks() -> None:

@@ -16,7 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from cplus.data.encoded import Encoded
 from cplus.evidence import LogitBasis, MeanGradient, NormAligned, Source, Tail, example_losses
 from cplus.losses import answer_losses, divergences, last_logits, left_padded, shared_losses
-from cplus.projections import dot
+from cplus.offload import LATER, storage
+from cplus.projections import dot, ogd
 
 
 def one_at_a_time(model: nn.Module, row: Encoded) -> Tensor:
@@ -165,8 +166,38 @@ def test_the_logit_basis_is_orthonormal_and_bounded_in_memory() -> None:
     for i, a in enumerate(basis):
         for j, b in enumerate(basis):
             assert dot(a, b) == pytest.approx(float(i == j), abs=1e-5)
-    with pytest.raises(ValueError, match="OGD keeps one gradient per anchor: 5 anchors need"):
-        LogitBasis(model=model, rows=rows, max_bytes=1000)(params, 0)
+    half = LogitBasis(model=model, rows=rows, place=lambda count, params: storage(count, params, free=room(3.0)))
+    stored = half(params, 0).vectors
+    assert {v.dtype for vector in stored for v in vector} == {torch.bfloat16}
+    for a, b in zip(basis, stored, strict=True):
+        assert dot(a, b) == pytest.approx(1.0, abs=1e-2)
+    gradient = [torch.randn(p.shape, generator=torch.Generator().manual_seed(0)) for p in params]
+    whole, rounded = ([g.clone() for g in gradient] for _ in range(2))
+    ogd(whole, basis)
+    ogd(rounded, stored)
+    gone, off = ([x - y for x, y in zip(a, b, strict=True)] for a, b in ((gradient, whole), (whole, rounded)))
+    assert dot(off, off) < 1e-3 * dot(gone, gone)  # half precision changes little of what is removed
+    with pytest.raises(ValueError, match=r"keeps 5 gradients: in half precision they need .*; use fewer anchors"):
+        LogitBasis(model=model, rows=rows, place=lambda count, params: storage(count, params, free=room(1.0)))(
+            params, 0
+        )
+
+
+def room(vectors_of_4_bytes: float) -> Callable[[torch.device], int]:
+    """A device with room for so many vectors beside the training of the small model."""
+    numbers = sum(p.numel() for p in tiny.lm().parameters())
+    return lambda device: round(numbers * (LATER + 4 * vectors_of_4_bytes))
+
+
+def test_vectors_go_to_the_host_where_the_device_has_no_room() -> None:
+    params = [torch.empty(1000, device="meta")]  # a device besides the host
+
+    def free(device: torch.device) -> int:
+        return {"meta": 1000 * LATER + 9_000, "cpu": 10**9}[device.type]
+
+    found = [storage(count, params, free=free) for count in (2, 4, 8)]
+    places = [("meta", torch.float32), ("meta", torch.bfloat16), ("cpu", torch.bfloat16)]
+    assert [(own.device.type, own.dtype) for own in found] == places
 
 
 def test_divergence_from_itself_is_zero_and_from_another_is_the_formula() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def audit(
-    bank: Annotated[Path, typer.Argument(help="Folder of a sealed bank.")],
+    banks: Annotated[list[Path], typer.Argument(metavar="BANK...", help="Folders of sealed banks.")],
     against: Annotated[
         list[str] | None,
         typer.Option(
@@ -27,26 +28,21 @@ def audit(
     html: Annotated[Path | None, typer.Option(help="Write the audit as one HTML page.")] = None,
     json: Json = False,
 ) -> None:
-    """Report on a probe bank: copies, leaks, confidence, labels, words, topics, yield.
+    """Report on a probe bank: copies, leaks, confidence, labels, words, topics, yield; several are shown side by side.
 
     The anchors are read from `anchors.jsonl` beside the bank, where 'cplus adapt' writes them.
     """
     names.check({"task": against})
 
-    from cplus.data.tasks import load_task
     from cplus.files import write_text
-    from cplus.probes import audit as figures
-    from cplus.probes.bank import Bank
     from cplus.receipts.audit_page import render
     from cplus.terminal import console, output, print_json
 
-    sealed = Bank.load(bank)
-    beside = bank.resolve().parent / "anchors.jsonl"
-    sources = [figures.ComparedRows(name=name, examples=load_task(name, data_dir).examples) for name in against or ()]
-    if beside.is_file() and not figures.sealed_anchors(sealed, sources):
-        anchors = figures.ComparedRows(name=beside.name, examples=load_task(str(beside)).examples)
-        sources += [anchors] if figures.sealed_anchors(sealed, [anchors]) else []
-    found = figures.audit(sealed, sources)
+    if len(banks) > 1:
+        _side_by_side(banks, against or (), data_dir, html=html, json=json)
+        return
+    [bank] = banks
+    found = _audited(bank, against or (), data_dir)
     if html is not None:
         write_text(html, render(found, name=bank.name))
         console.print(f"wrote {html}", markup=False)
@@ -58,6 +54,67 @@ def audit(
         output.print(
             f"{pair['jaccard']:.2f}  {_line(pair['probe_text'])}\n      {_line(pair['row_text'])}", markup=False
         )
+
+
+def _audited(bank: Path, against: Sequence[str], data_dir: Path | None) -> dict[str, Any]:
+    from cplus.data.tasks import load_task
+    from cplus.probes import audit as figures
+    from cplus.probes.bank import Bank
+
+    sealed = Bank.load(bank)
+    beside = bank.resolve().parent / "anchors.jsonl"
+    sources = [figures.ComparedRows(name=name, examples=load_task(name, data_dir).examples) for name in against]
+    if beside.is_file() and not figures.sealed_anchors(sealed, sources):
+        anchors = figures.ComparedRows(name=beside.name, examples=load_task(str(beside)).examples)
+        sources += [anchors] if figures.sealed_anchors(sealed, [anchors]) else []
+    return figures.audit(sealed, sources)
+
+
+def _side_by_side(
+    banks: Sequence[Path], against: Sequence[str], data_dir: Path | None, *, html: Path | None, json: bool
+) -> None:
+    """Several banks, one column each, and all of them together, as the paper reports its three.
+
+    Paper: App. C.2.
+    """
+    from rich.table import Table
+
+    from cplus.data.tasks import load_task
+    from cplus.probes.audit import short_audit, together
+    from cplus.probes.bank import Bank
+    from cplus.terminal import clean, output, print_json
+
+    if html is not None:
+        raise ValueError(f"a page shows one bank, got {len(banks)}; leave --html out, or audit them one by one")
+    rows = [example for name in against for example in load_task(name, data_dir).examples]
+    found = [short_audit(Bank.load(bank), rows) for bank in banks]
+    whole = together(found)
+    if json:
+        shown = [{"folder": str(bank), **own} for bank, own in zip(banks, found, strict=True)]
+        print_json({"banks": shown, "together": whole, "against": list(against)})
+        return
+    table = Table(box=None, header_style="bold")
+    for column in ("", *(bank.name for bank in banks), "together"):
+        table.add_column(clean(column).replace("[", "\\["), overflow="fold")
+    columns = [together([own]) for own in found]
+    for key, words in TOGETHER.items():
+        table.add_row(words, *(_number(own[key]) for own in (*columns, whole)))
+    output.print(table)
+
+
+TOGETHER = {
+    "probes": "probes",
+    "unique": "unique inputs",
+    "mean": "confidence, mean",
+    "median": "confidence, median",
+    "p10": "confidence, p10",
+    "exact": "exact copies",
+    "near": "near copies",
+}
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
 
 
 def _table(found: dict[str, Any]) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from cplus.data import harness, hub
+from cplus.data.building import cached, folder_of
 from cplus.data.examples import Choice, Example, fingerprint
 from cplus.data.formats import Detected
 from cplus.data.readers import ENDINGS, Columns, Found, read_rows
@@ -81,7 +81,7 @@ class Task:
 def load_task(
     name: str, data_dir: Path | None = None, *, columns: Columns | None = None, requests: bool = False
 ) -> Task:
-    """A named task from `data_dir`, CPLUS_DATA or the hub; a toy domain; a file; a `datasets` set; lm-eval:NAME.
+    """A named task from `data_dir`, CPLUS_DATA, the cache or the hub; a toy domain; a file; a `datasets` set; lm-eval.
 
     `columns` maps the names of a file's or a data set's columns; `requests` admits rows there without a response.
     """
@@ -117,12 +117,14 @@ def _named(name: str, data_dir: Path | None) -> Task:
 
 
 def _known(name: str, data_dir: Path | None) -> Task:
-    folder = data_dir or (Path(os.environ["CPLUS_DATA"]) if os.environ.get("CPLUS_DATA") else None)
+    folder = folder_of(data_dir)
     if folder is not None:
         path = folder / f"{name}.jsonl"
         if not path.is_file():
             raise ValueError(f"{path}: task {name!r} is not there; expected one JSON row per line. {_remedy(name)}")
         return _task(name, read_rows(path), source=str(path), known=TASKS[name])
+    if name in PAPER and (built := cached(name)).is_file():
+        return _task(name, read_rows(built), source=str(built), known=TASKS[name])
     if name not in hub.BENCHMARKS:
         raise ValueError(f"task {name!r} is not on the hub in a readable form. {_remedy(name)}")
     place = hub.BENCHMARKS[name]

@@ -18,8 +18,9 @@ from cplus.diagnostics.measures import BLOCK, Sums
 from cplus.diagnostics.scratch import Shelf
 from cplus.diagnostics.sums import LayerSums, agrees
 from cplus.diagnostics.taps import NUM_COORDINATES
-from cplus.diagnostics.trajectories import KEPT, distance, mean_coefficients, replay, tables
+from cplus.diagnostics.trajectories import BYTES, KEPT, distance, mean_coefficients, replay, tables
 from cplus.evidence import MeanGradient, Source, named
+from cplus.kernels import Signs, sign_of
 from cplus.support import trainable
 
 BUDGETS = (4, 8, 16, 32, 64, 128)
@@ -57,7 +58,7 @@ def audit(
     """
     params, names = trainable(optimizer), named(model)
     labels = [names.get(id(p), "others") for p in params]
-    shelf = Shelf()
+    shelf = Shelf(scratch_bytes(sum(p.numel() for p in params), len(given.anchors)))
     try:
         updates = replay(shelf, model, optimizer, batches, beta=beta)
         keep_signs(shelf, model, params, given)
@@ -89,17 +90,23 @@ def keep_signs(shelf: Shelf, model: nn.Module, params: Sequence[nn.Parameter], g
 
     for i, g in enumerate(gradient(given.probes)):
         shelf.put(f"gradient-{i}", g)
-        shelf.put(f"probes-{i}", signs_of(g))
+        shelf.put(f"probes-{i}", Signs.of(g).packed)
     for name, rows in (*given.anchors.items(), ("past", given.past)):
         for i, g in enumerate(gradient(rows)):
-            shelf.put(f"anchors_{name}-{i}", signs_of(g))
+            shelf.put(f"anchors_{name}-{i}", Signs.of(g).packed)
             blended = blend(g, shelf.get(f"gradient-{i}", g.device), given.anchor_weight)
-            shelf.put(f"blend_{name}-{i}", signs_of(blended))
+            shelf.put(f"blend_{name}-{i}", Signs.of(blended).packed)
+    for i in range(len(params)):
+        shelf.remove(f"gradient-{i}")
 
 
-def signs_of(g: Tensor) -> Tensor:
-    """The signs as a flat tensor, one byte each."""
-    return g.sign().to(torch.int8).reshape(-1)
+def scratch_bytes(parameters: int, budgets: int) -> int:
+    """Bytes of scratch that an audit over so many budgets needs: sums, a gradient, and two bits per reference's sign.
+
+    >>> scratch_bytes(596_049_920, 6) < 30e9  # Qwen3-0.6B with the paper's budgets
+    True
+    """
+    return parameters * (BYTES + 4) + (2 * (budgets + 1) + 1) * -(-parameters // 4)
 
 
 def compared(shelf: Shelf, position: int, size: int, given: Evidences) -> Iterator[Sums]:
@@ -110,7 +117,8 @@ def compared(shelf: Shelf, position: int, size: int, given: Evidences) -> Iterat
         table = tables(kept)
 
         def signs(name: str, start: int = start, stop: int = stop) -> Tensor:
-            return shelf.read(f"{name}-{position}", start, stop)
+            count = min(stop, size) - start
+            return sign_of(shelf.read(f"{name}-{position}", start // 4, -(-(start + count) // 4)), count)
 
         full, own = signs("anchors_past"), signs("blend_past")
         sums = {"energy": float((kept["up"] + kept["down"]).sum())}
@@ -160,6 +168,7 @@ def coordinates(shelf: Shelf, position: int, given: Evidences) -> dict[str, Any]
     chosen = {name: values[at] for name, values in sums.items()}
     rows = {}
     for count in (*sorted(given.anchors), "past"):
-        means = mean_coefficients(shelf.get(f"blend_{count}-{position}", cpu)[at], chosen)
+        signs = sign_of(shelf.get(f"blend_{count}-{position}", cpu), energy.numel())
+        means = mean_coefficients(signs[at], chosen)
         rows[str(count)] = " ".join(f"{value:.3g}" for value in means.tolist())
     return {"indices": " ".join(map(str, at.tolist())), "cplus": rows}

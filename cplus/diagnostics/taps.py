@@ -48,7 +48,7 @@ class References:
     """Compares the gate with full-data references: CPL's, which is the gradient of all past rows, and the method's own.
 
     Paper: App. B; App. E.8; App. E.11. The own reference is `weight` times CPL's plus the gradient of `others`.
-    CPL's gradient is stored on disk; of the own reference only the signs are.
+    CPL's gradient is stored on the device where it has room, else on disk; of the own reference only the signs are.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class References:
     ) -> None:
         self.guard, self.cpl, self.weight, self.others = guard, cpl, weight, others
         self.sums = LayerSums(layers)
-        self.shelf = Shelf()
+        numbers = sum(p.numel() for p in guard.params)
+        self.shelf = Shelf(5 * numbers, guard.params[0].device)
 
     def refresh(self) -> None:
         """Compute both references at the current parameters, as the guard's next refresh would."""

@@ -7,7 +7,7 @@ each binary or smoothed. The sums measure the differences between these trajecto
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
@@ -19,6 +19,8 @@ from cplus.data.encoded import Encoded
 from cplus.diagnostics.measures import BLOCK
 from cplus.diagnostics.proposals import proposals
 from cplus.diagnostics.scratch import Shelf
+from cplus.offload import free_bytes
+from cplus.support import trainable
 
 Table: TypeAlias = dict[tuple[int, int], Tensor]
 KEPT = ("up", "down", "opposite", "plus", "minus", "plus_binary", "minus_binary", "ema_plus", "ema_minus")
@@ -26,35 +28,83 @@ KEPT = ("up", "down", "opposite", "plus", "minus", "plus_binary", "minus_binary"
 the two moving averages; c+ and m+ are the coefficient and the binary mask of a plus reference."""
 
 
+BYTES = 4 * len(KEPT)
+"""Bytes per coordinate of the sums."""
+
+
 def replay(
-    shelf: Shelf, model: nn.Module, optimizer: Optimizer, batches: Iterable[Sequence[Encoded]], *, beta: float
+    shelf: Shelf,
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: Sequence[Sequence[Encoded]],
+    *,
+    beta: float,
+    room: int | None = None,
 ) -> int:
     """Propose one update per batch, with the weights frozen and the moments advancing; return the number of updates.
 
-    Paper: App. E.8; App. E.11, a common sequence of proposed updates.
+    Paper: App. E.8; App. E.11, a common sequence of proposed updates. The sums are collected in memory and stored
+    once; where only some of the parameters' sums fit into it, the same updates are proposed again for the others.
     """
+    params = trainable(optimizer)
+    sizes = [p.numel() for p in params]
+    place, space = working_memory(BYTES * sum(sizes), params[0].device) if room is None else (params[0].device, room)
     t = 0
-    for t, rows in enumerate(batches, start=1):
-        for i, (theta, proposed) in enumerate(proposals(model, optimizer, rows, advance=True)):
-            if t == 1:
-                for name in KEPT:
-                    shelf.put(f"{name}-{i}", torch.zeros(theta.numel()))
-            old, new = theta.reshape(-1), proposed.reshape(-1)
-            for start in range(0, theta.numel(), BLOCK):
-                delta = (new[start : start + BLOCK].double() - old[start : start + BLOCK].double()).cpu()
-                accumulate(shelf, i, start, delta, beta=beta, t=t)
+    for number, group in enumerate(groups(sizes, space // BYTES)):
+        if number:
+            optimizer.state.clear()  # the moments start again, as they did for the first group
+        sums = {i: {name: torch.zeros(sizes[i], device=place) for name in KEPT} for i in group}
+        for t, rows in enumerate(batches, start=1):
+            for i, (theta, proposed) in enumerate(proposals(model, optimizer, rows, advance=True)):
+                if i in sums:
+                    _add(sums[i], theta.reshape(-1), proposed.reshape(-1), beta=beta, t=t)
+        for i in group:
+            for name, values in sums.pop(i).items():
+                shelf.put(f"{name}-{i}", values)
     return t
 
 
-def accumulate(shelf: Shelf, position: int, start: int, delta: Tensor, *, beta: float, t: int) -> None:
-    """Add one step's part of a tensor to the sums."""
-    stop = start + len(delta)
-    energy, one = delta.square(), torch.ones(())
+def working_memory(need: int, device: torch.device) -> tuple[torch.device, int]:
+    """Where sums are collected: on the device if half of its free memory suffices, else in the host's memory."""
+    if need <= free_bytes(device) // 2:
+        return device, need
+    host = torch.device("cpu")
+    return host, min(need, free_bytes(host) // 2)
+
+
+def groups(sizes: Sequence[int], room: int) -> list[list[int]]:
+    """Positions of consecutive tensors that have room together; one that is larger than the room is alone.
+
+    >>> groups([3, 4, 9, 1], 8)
+    [[0, 1], [2], [3]]
+    """
+    found: list[list[int]] = []
+    left = 0
+    for position, size in enumerate(sizes):
+        if not found or size > left:
+            found.append([])
+            left = room
+        found[-1].append(position)
+        left -= size
+    return found
+
+
+def _add(sums: dict[str, Tensor], old: Tensor, new: Tensor, *, beta: float, t: int) -> None:
+    """Add one step of one tensor to its sums, block by block."""
+    for start in range(0, old.numel(), BLOCK):
+        stop = start + BLOCK
+        delta = new[start:stop].double() - old[start:stop].double()
+        accumulate({name: own[start:stop] for name, own in sums.items()}, delta.to(sums["up"].device), beta=beta, t=t)
+
+
+def accumulate(sums: dict[str, Tensor], delta: Tensor, *, beta: float, t: int) -> None:
+    """Add one step's part of a tensor to the sums, in place."""
+    energy, one = delta.square(), torch.ones((), device=delta.device)
     masks = {"plus": collaborates(one, delta).double(), "minus": collaborates(-one, delta).double()}
     c = {}
     for sign, mask in masks.items():
-        average = smooth(shelf.read(f"ema_{sign}-{position}", start, stop).double(), mask, beta)
-        shelf.write(f"ema_{sign}-{position}", start, average)
+        average = smooth(sums[f"ema_{sign}"].double(), mask, beta)
+        sums[f"ema_{sign}"].copy_(average)
         c[sign] = coefficient(average, beta, t)
     found = {
         "up": energy * (delta > 0),
@@ -66,8 +116,7 @@ def accumulate(shelf: Shelf, position: int, start: int, delta: Tensor, *, beta: 
         "minus_binary": energy * (c["minus"] - masks["minus"]).abs(),
     }
     for name, values in found.items():
-        kept = shelf.read(f"{name}-{position}", start, stop).double()
-        shelf.write(f"{name}-{position}", start, kept + values)
+        sums[name].copy_(sums[name].double() + values)
 
 
 def tables(sums: dict[str, Tensor]) -> dict[str, Table]:

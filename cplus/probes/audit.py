@@ -17,6 +17,7 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from cplus.data.examples import Choice, Example
+from cplus.files import fingerprint
 from cplus.probes.areas import areas
 from cplus.probes.bank import Bank, anchors_hash
 from cplus.probes.texts import input_key, input_text, normalise, words
@@ -62,6 +63,41 @@ def audit(bank: Bank, against: Sequence[ComparedRows], *, seed: int = 0) -> dict
         "parts": bank.manifest.get("parts", []),
         "sample": _sample(bank, options=options, seed=seed),
     }
+
+
+def short_audit(bank: Bank, rows: Sequence[Example]) -> dict[str, Any]:
+    """The figures of a bank that a study's record holds; hashes of its inputs let several banks be compared.
+
+    Paper: App. C.2.
+    """
+    options = bank.manifest["interface"] == "letter"
+    found = overlap(bank.examples, rows, options=options)
+    keys = [input_key(example, options=options) for example in bank.examples]
+    values = [probe.confidence for probe in bank.probes]
+    return {
+        "probes": len(keys),
+        "unique": len(set(keys)),
+        "confidence": confidence(values),
+        "against": {name: found[name] for name in ("rows", "exact", "near")},
+        "areas": areas([input_text(example, options=options) for example in bank.examples])["covered"],
+        "yield": bank.manifest["yield"],
+        "requests": bank.manifest["counts"]["requests"],
+        "rejected": dict(bank.manifest["counts"]["rejected"]),
+        "keys": " ".join(fingerprint(key)[:12] for key in keys),
+        "confidences": " ".join(f"{value:.4g}" for value in values),
+    }
+
+
+def together(found: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The figures of several short audits as of one bank: an input that two banks share counts once as unique.
+
+    Paper: App. C.2.
+    """
+    keys = [key for own in found for key in own["keys"].split()]
+    values = [float(value) for own in found for value in own["confidences"].split()]
+    copies = {kind: sum(own["against"][kind] for own in found) for kind in ("exact", "near")}
+    shares = {f"{kind}_share": 100 * count / len(keys) for kind, count in copies.items()}
+    return {"probes": len(keys), "unique": len(set(keys)), **confidence(values), **copies, **shares}
 
 
 def confidence(values: Sequence[float]) -> dict[str, float]:
