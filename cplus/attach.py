@@ -15,18 +15,19 @@ from torch.optim import Optimizer
 from cplus import algorithm, kernels
 from cplus.any_loss import Entry, LossGradient, sources
 from cplus.data.encoded import Encoded
+from cplus.environment import check_versions
 from cplus.evidence import Evidence, MeanGradient, Reference, Source, memory_of, named
 from cplus.gates import Average, Collaborative, Gate, Proposal
 from cplus.health import ZERO_EVIDENCE
 from cplus.kernels import Signs
 from cplus.masters import in_model
 from cplus.offload import Storage, storage
-from cplus.only_rows import OnlyRows, Rows, chosen_rows
+from cplus.only_rows import Kept, OnlyRows, RowChoice, chosen_rows, rows_here
 from cplus.optim import AdamW, Armed
 from cplus.ranks import Layout, layout, local
 from cplus.stepping import first_moments, nested
 from cplus.support import bare, check_engine, check_predicts_tokens, check_supported, trainable, unwrapped
-from cplus.zero import Lazily, Zero, is_engine
+from cplus.zero import Lazily, Zero, inside, is_engine
 
 Projection: TypeAlias = Callable[[Sequence[Tensor], Sequence[Sequence[Tensor]]], None]
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -60,6 +61,7 @@ def protect(
     weight. `refresh_every=n` refreshes automatically before the first and every n-th step.
     `only_rows={"model.embed_tokens.weight": [50000, 50001]}` trains these rows of a parameter; its others stay.
     """
+    check_versions()
     model = bare(model)
     if evidence and (anchors or probes):
         raise ValueError(
@@ -128,8 +130,6 @@ class Guard:
             raise ValueError("this gate or projection reads evidence of past behaviour, and none was given")
         if self.zero is not None and refresh_every is not None:
             raise ValueError("inside its step ZeRO cannot compute evidence; call guard.refresh() between two updates")
-        if self.zero is not None and only_rows:
-            raise ValueError("ZeRO steps flat partitions, which have no rows; train only some rows with FSDP2 or DDP")
         self.refresh_every, self.allow_16bit = refresh_every, allow_16bit
         self.only_rows = dict(only_rows or {})
         self.refreshes = 0
@@ -139,7 +139,8 @@ class Guard:
         self._storage: Storage | None = None
         self.theta: list[Tensor] = []
         self.params: list[nn.Parameter] = []
-        self.rows: dict[int, Rows] = {}
+        self.chosen: list[RowChoice] = []
+        self.rows: dict[int, Kept] = {}
         self.names: dict[int, str] = {}
         self.where = Layout()
         self._others: dict[int, Tensor] = {}
@@ -283,7 +284,9 @@ class Guard:
         whole = self.gate is not None and self.gate.whole
         whole = whole or self.projection is not None or memory_of(self.evidence) is not None
         check_engine(self.model, self.where, whole=whole)
-        self.rows = chosen_rows(self.only_rows, self.model, params)
+        trained = params if self.zero is None else self.zero.trained
+        self.chosen = chosen_rows(self.only_rows, inside(self.model), trained)
+        self.rows = rows_here(self.chosen, self.model, params, self.zero)
         seen = {id(p) for p in params}
         held = [*self.model.parameters(), *(p for group in self.optimizer.param_groups for p in group["params"])]
         if self.zero is None:  # ZeRO writes the model's parameters itself, from the partitions
@@ -306,10 +309,11 @@ class Guard:
                 raise RuntimeError(
                     "no evidence yet: call guard.refresh() before the first step, or pass refresh_every=n"
                 )
+        now = list(range(len(self.params))) if self.zero is None else [self.zero.position]
         if self._copies:
-            stepped = self.params if self.zero is None else [self.params[self.zero.position]]
-            self.theta = kernels.copies([local(p) for p in stepped])
-        self._others = {i: self.theta[i] if self.theta else local(self.params[i]).clone() for i in self.rows}
+            self.theta = kernels.copies([local(self.params[i]) for i in now])
+        others = [(k, i) for k, i in enumerate(now) if i in self.rows]
+        self._others = {i: self.theta[k] if self.theta else local(self.params[i]).clone() for k, i in others}
         self._proposing = False
         if closure is None:
             self._ready()
@@ -369,13 +373,13 @@ class Guard:
         if nested(self.optimizer):
             return
         gate = self.gate
-        if self.zero is not None and gate is not None:
-            self._after_partition(gate)
-            return
         self._check_unseen()
         self._put_back()
         try:
-            self._gate_step()
+            if self.zero is not None and gate is not None:
+                self._after_partition(gate)
+            else:
+                self._gate_step()
         finally:
             self._put_back()  # interpolating between two equal numbers may still turn -0.0 into 0.0
             self._others = {}

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+OLDEST = {"torch": "2.8", "transformers": "5.4", "accelerate": "1.2", "peft": "0.18", "trl": "0.24"}
+"""The oldest versions of what the gate meets, as in pyproject.toml and in the matrix of environments."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -29,6 +33,23 @@ def environment(*, threads: int, device: str) -> dict[str, Any]:
 def versions() -> dict[str, str | None]:
     """The versions of the packages that decide numbers."""
     return {name: _version(name) for name in ("cplus", "torch", "transformers", "tokenizers", "numpy")}
+
+
+def check_versions() -> None:
+    """Refuse a loaded package that is too old, before it fails in the middle of a training run."""
+    for name, oldest in OLDEST.items():
+        found = getattr(sys.modules.get(name), "__version__", None)
+        if isinstance(found, str) and _numbers(found) < _numbers(oldest):
+            raise ImportError(f"cplus needs {name} {oldest} or newer, found {found}; pip install '{name}>={oldest}'")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release part of a version.
+
+    >>> _numbers("5.10.0.dev0"), _numbers("2.13.0+cpu")
+    ((5, 10, 0), (2, 13, 0))
+    """
+    return tuple(int(number) for number in re.match(r"\d+(?:\.\d+)*", version)[0].split("."))  # type: ignore[index]
 
 
 def free_memory() -> int:

@@ -18,14 +18,17 @@ import tiny
 import torch
 import two_ranks
 import zero_ranks
+import zero_reference
 from any_models import Case, regressor
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
-from zero_ranks import HALF, PAST, STEPS, Masks, whole
+from zero_ranks import HALF, PAST, STEPS, whole
+from zero_reference import Masks
 
 from cplus import zero
 from cplus.attach import protect
 from cplus.integrations import distributed
+from cplus.integrations.peft import scope
 from cplus.losses import answer_losses
 from cplus.ranks import Layout
 
@@ -45,6 +48,7 @@ def work(rank: int, folder: Path) -> None:
         found[f"engine {stage}"] = engines(stage, folder / f"engine-{stage}")
         found[f"trainer {stage}"] = trainers(stage, folder / f"trainer-{stage}")
         found[f"any loss {stage}"] = any_loss(stage, rank)
+        found[f"rows {stage}"] = only_rows(stage)
     torch.save(found, folder / f"found-{rank}.pt")
 
 
@@ -53,6 +57,7 @@ def engines(stage: int, folder: Path) -> dict[str, Any]:
     engine, optimizer = zero_ranks.start(stage)
     guard = protect(optimizer, engine, **PAST)
     masks, refused = zero_ranks.watched(guard), refusals(engine, optimizer)
+    recipe = zero_reference.recipe(guard)
     zero_ranks.train(engine, guard, 1, HALF)
     engine.save_checkpoint(str(folder))
     distributed.save(guard, folder / "guard")
@@ -73,6 +78,7 @@ def engines(stage: int, folder: Path) -> dict[str, Any]:
         "weights": whole(engine.module),
         "resumed": whole(again.module),
         "masks": masks(),
+        "recipe": recipe,
         "steps": (guard.steps, resumed.steps),
         "bytes": (guard.nbytes, sum(p.numel() for p in guard.params) - guard.zero.padding),
         "refused": {**refused, "unfinished": str(unfinished.value), "world": str(other.value)},
@@ -100,7 +106,13 @@ def trainers(stage: int, folder: Path) -> dict[str, Any]:
     again, _ = zero_ranks.trainer(stage, folder, EPOCHS)
     again.train(resume_from_checkpoint=str(folder / f"checkpoint-{HALF}"))
     shares = [entry["cplus/admitted_share"] for entry in run.state.log_history if "cplus/admitted_share" in entry]
-    return {"weights": whole(run.model), "resumed": whole(again.model), "masks": watch.masks(), "shares": shares}
+    return {
+        "weights": whole(run.model),
+        "resumed": whole(again.model),
+        "masks": watch.masks(),
+        "recipe": watch.recipe,
+        "shares": shares,
+    }
 
 
 def odd() -> Case:
@@ -124,6 +136,15 @@ def any_loss(stage: int, rank: int) -> dict[str, Any]:
     return {"parts": parts, "padding": guard.zero.padding, "losses": reference.losses}
 
 
+def only_rows(stage: int) -> list[Tensor]:
+    """One epoch in which five rows of the embedding train; two of them are at the border between the processes."""
+    engine, optimizer = zero_ranks.start(stage)
+    guard = protect(optimizer, engine, only_rows=zero_ranks.ONLY, **PAST)
+    assert scope(engine.module, guard).endswith(f"; of {zero_ranks.EMBEDDING} only 5 of 40 rows train")
+    zero_ranks.train(engine, guard, 1, zero_ranks.EPOCH)
+    return whole(engine.module)
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes found."""
@@ -137,6 +158,21 @@ def expected() -> dict[str, tuple[list[Tensor], Masks]]:
     return {"engine": zero_ranks.plain(), "trainer": zero_ranks.plain_for_trainer(EPOCHS)}
 
 
+@pytest.fixture(scope="module")
+def followed(two: list[dict[str, Any]]) -> dict[str, tuple[list[Tensor], Masks]]:
+    """Each run again in one process, with the sums of two in their order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    found = {}
+    for stage in STAGES:
+        recipes = [rank[f"engine {stage}"]["recipe"] for rank in two]
+        found[f"engine {stage}"] = zero_ranks.in_order(stage, recipes)
+        recipes = [rank[f"trainer {stage}"]["recipe"] for rank in two]
+        found[f"trainer {stage}"] = zero_ranks.in_order_for_trainer(stage, recipes, EPOCHS)
+    torch.set_num_threads(threads)
+    return found
+
+
 def distance(a: list[Tensor], b: list[Tensor]) -> float:
     """The largest relative difference of a parameter."""
     return max(float((x - y).norm() / y.norm()) for x, y in zip(a, b, strict=True))
@@ -147,9 +183,37 @@ def flips(masks: Masks, expected: Masks) -> tuple[int, int]:
     found = total = 0
     for name, parts in masks.items():
         for first, mask in parts.items():
-            found += int((mask != expected[name][0][:, first : first + mask.shape[1]]).sum())
+            other = expected[name].get(first, expected[name][0][:, first : first + mask.shape[1]])
+            found += int((mask != other).sum())
             total += mask.numel()
     return found, total
+
+
+@installed
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("by", ["engine", "trainer"])
+def test_zero_gives_every_mask_of_one_process_that_adds_up_in_the_same_order(
+    by: str, stage: int, two: list[dict[str, Any]], followed: dict[str, tuple[list[Tensor], Masks]]
+) -> None:
+    weights, masks = followed[f"{by} {stage}"]
+    for found in two:
+        differ, total = flips(found[f"{by} {stage}"]["masks"], masks)
+        print(by, stage, differ, total, distance(found[f"{by} {stage}"]["weights"], weights))
+        assert (differ, total > 100_000) == (0, True)
+        assert distance(found[f"{by} {stage}"]["weights"], weights) < 1e-6
+
+
+@installed
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_trains_only_the_chosen_rows(stage: int, two: list[dict[str, Any]]) -> None:
+    start = [p.detach() for p in tiny.lm().parameters()]
+    weights, _ = zero_ranks.plain(zero_ranks.EPOCH, only_rows=zero_ranks.ONLY)
+    rows = zero_ranks.ONLY[zero_ranks.EMBEDDING]
+    for found in (rank[f"rows {stage}"] for rank in two):
+        changed = (found[0].view(torch.int32) != start[0].view(torch.int32)).any(dim=1)
+        assert changed.nonzero().flatten().tolist() == rows
+        assert distance(found, weights) < 1e-5  # ten steps; see above for masks within rounding of 0
+        assert not any(torch.equal(p, q) for p, q in zip(found, start, strict=True))
 
 
 @installed

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -382,6 +384,47 @@ def test_optimizers_in_the_backward_pass_are_refused() -> None:
     _apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 0.1})
     with pytest.raises(TypeError, match="updates inside the backward pass"):
         protect(SGD(model.parameters(), lr=0.1), model, anchors=ANCHORS)
+
+
+@pytest.mark.parametrize(
+    ("optim", "reason"),
+    [
+        ("schedule_free_adamw", "keep a second iterate"),
+        ("adalomo", "updates inside the backward pass"),
+        ("galore_adamw_layerwise", "updates inside the backward pass"),
+    ],
+)
+def test_a_trainer_whose_optimizer_hides_its_step_is_refused_by_preserve(
+    optim: str, reason: str, tmp_path: Path
+) -> None:
+    run = trainer(tmp_path, optim=optim, optim_target_modules=["mlp"])
+    with pytest.raises(TypeError, match=f"optim='{optim}' cannot be protected: .*{reason}"):
+        preserve(run, anchors=ANCHORS)
+    assert not any(isinstance(callback, PreservationCallback) for callback in run.callback_handler.callbacks)
+
+
+def test_what_owns_no_optimizer_is_named_before_the_first_step() -> None:
+    with pytest.raises(TypeError, match=r"preserve needs a transformers\.Trainer or a subclass of it, got object"):
+        preserve(object(), anchors=ANCHORS)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"protect needs a torch\.optim\.Optimizer, got NoneType"):
+        protect(None, tiny.lm(), anchors=ANCHORS)  # type: ignore[arg-type]
+    callback = PreservationCallback(anchors=ANCHORS)
+    with pytest.raises(TypeError, match="the trainer owns no optimizer whose step could be gated; let it build one"):
+        callback.on_train_begin(None, None, None, model=tiny.lm(), optimizer=None)
+
+
+@pytest.mark.parametrize(("package", "found"), [("torch", "2.7.1+cpu"), ("transformers", "5.3.0"), ("trl", "0.9.6")])
+def test_a_package_that_is_too_old_is_named_before_anything_is_attached(
+    package: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, optimizer = trainer(tmp_path), SGD(tiny.lm().parameters(), lr=0.1)
+    monkeypatch.setattr(importlib.import_module(package), "__version__", found)
+    sentence = rf"cplus needs {package} \S+ or newer, found {re.escape(found)}; pip install '{package}>="
+    with pytest.raises(ImportError, match=sentence):
+        preserve(run, anchors=ANCHORS)
+    with pytest.raises(ImportError, match=sentence):
+        protect(optimizer, tiny.lm(), anchors=ANCHORS)
+    assert not optimizer._optimizer_step_pre_hooks
 
 
 def test_a_bank_of_another_model_is_refused(tmp_path: Path, make_tiny: Callable[[str], Any]) -> None:

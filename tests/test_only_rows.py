@@ -20,7 +20,9 @@ from cplus.gates import Collaborative, Proposal
 from cplus.integrations.peft import scope
 from cplus.integrations.transformers import preserve
 from cplus.losses import answer_losses
+from cplus.only_rows import RowChoice, runs_here
 from cplus.projections import agem
+from cplus.zero import Fragment
 
 EMBEDDING = "model.embed_tokens.weight"
 ROWS = {"weights.0": [3, 1], "weights.1": [0, 4]}  # of four rows of three coordinates, and of five coordinates
@@ -219,3 +221,17 @@ def test_the_same_rows_for_both_names_of_a_tied_parameter_are_fine() -> None:
     only = {EMBEDDING: [1, 2], "lm_head.weight": torch.tensor([2, 1])}
     guard = protect(torch.optim.AdamW(model.parameters()), model, anchors=tiny.rows(2), only_rows=only)
     assert [rows.here.tolist() for rows in guard.rows.values()] == [[1, 2]]
+
+
+def test_a_flat_partition_keeps_its_part_of_the_other_rows() -> None:
+    """Rows 1 and 3 of a matrix of five rows of three, in partitions that begin and end within a row."""
+    chosen = [RowChoice(name="w", rows=[1, 3], total=5, size=3)]
+    fragments = [Fragment("v", 0, 0, 0, 2), Fragment("w", 0, 0, 2, 8), Fragment("w", 8, 1, 1, 7)]
+    first, second = runs_here(chosen, fragments).values()
+    assert first.runs == ((2, 5), (8, 10))  # coordinates 0 to 2 and 6 to 7 of w
+    assert second.runs == ((1, 2), (5, 8))  # 8, and 12 to 14
+    theta, moved = torch.zeros(10), torch.arange(1.0, 11.0)
+    assert first.only(moved).tolist() == [1, 2, 0, 0, 0, 6, 7, 8, 0, 0]
+    first.put_back(moved, theta)
+    assert moved.tolist() == [1, 2, 0, 0, 0, 6, 7, 8, 0, 0]
+    assert runs_here(chosen, fragments[:1]) == {}

@@ -11,11 +11,13 @@ from typing import Any
 import tiny
 import torch
 import trained
+import zero_reference
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from transformers import TrainerCallback
+from zero_reference import Loss, Masks, TwoRanks
 
 from cplus.attach import Guard, protect
 from cplus.data.encoded import Encoded
@@ -23,11 +25,11 @@ from cplus.gates import Proposal
 from cplus.integrations.transformers import preserve
 from cplus.losses import answer_losses
 
-STEPS, HALF, EPOCH, MICRO, ACCUMULATION, CLIP, LR = 50, 25, 10, 4, 2, 0.5, 3e-3
+STEPS, HALF, EPOCH, MICRO, ACCUMULATION, CLIP, LR = 50, 25, 10, 4, 2, 0.5, 1e-3
 PAST: dict[str, Any] = {"anchors": tiny.rows(5, seed=1), "probes": tiny.rows(17, seed=2), "anchor_weight": 0.3}
 NEW = tiny.rows(EPOCH * MICRO * ACCUMULATION, seed=4)
-Masks = dict[str, dict[int, Tensor]]
-"""By the name of a parameter and the first of the coordinates: the masks of all steps."""
+EMBEDDING = "model.embed_tokens.weight"
+ONLY = {EMBEDDING: [3, 19, 20, 38, 39]}
 
 
 def quiet() -> Any:
@@ -84,13 +86,13 @@ def micro_batches(step: int) -> list[list[Encoded]]:
     return [NEW[at + k * MICRO :][:MICRO] for k in range(ACCUMULATION)]
 
 
-def plain() -> tuple[list[Tensor], Masks]:
+def plain(steps: int = STEPS, **changes: Any) -> tuple[list[Tensor], Masks]:
     """The same updates in one process without DeepSpeed."""
     model = tiny.lm()
     optimizer = AdamW(groups(model), lr=LR)
-    guard = protect(optimizer, model, **PAST)
+    guard = protect(optimizer, model, **PAST, **changes)
     masks = watched(guard)
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         if (step - 1) % EPOCH == 0:
             guard.refresh()
         optimizer.zero_grad()
@@ -99,6 +101,34 @@ def plain() -> tuple[list[Tensor], Masks]:
         clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
     return [p.detach() for p in model.parameters()], masks()
+
+
+def in_order(stage: int, recipes: list[dict[str, Any]]) -> tuple[list[Tensor], Masks]:
+    """The same updates in one process, added up as two processes do."""
+
+    def loss(rows: list[Encoded]) -> Loss:
+        return lambda model: answer_losses(model, rows).mean() / (2 * ACCUMULATION)
+
+    updates = [
+        [[loss(rows[rank::2]) for rank in range(2)] for rows in micro_batches(step)] for step in range(1, STEPS + 1)
+    ]
+    ranks = TwoRanks(tiny.lm(), recipes, lambda p: 0.1 if p.ndim > 1 else 0.0)
+    evidence = zero_reference.past(PAST["anchors"], PAST["probes"], PAST["anchor_weight"])
+    return zero_reference.follow(stage, ranks, updates, evidence, epoch=EPOCH, lr=LR, clip=CLIP)
+
+
+def in_order_for_trainer(stage: int, recipes: list[dict[str, Any]], epochs: int) -> tuple[list[Tensor], Masks]:
+    """What two processes of Trainer do: a row each, twice, and the sum over the four target tokens of an update."""
+
+    def loss(row: Encoded) -> Loss:
+        batch = {name: torch.tensor([values]) for name, values in trained.features(row).items()}
+        return lambda model: model(**batch, num_items_in_batch=torch.tensor(4)).loss
+
+    each = [loss(row) for row in trained.NEW]
+    updates = [[each[i : i + 2], each[i + 2 : i + 4]] for i in range(0, len(each), 4)] * epochs
+    ranks = TwoRanks(tiny.lm(), recipes, lambda _: 0.0)
+    evidence = zero_reference.past(trained.ANCHORS, trained.PROBES, 0.5)
+    return zero_reference.follow(stage, ranks, updates, evidence, epoch=len(each) // 4, lr=LR, clip=CLIP)
 
 
 def plain_for_trainer(epochs: int) -> tuple[list[Tensor], Masks]:
@@ -159,6 +189,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.masks = watched(self.callback.guard)
+        self.recipe = zero_reference.recipe(self.callback.guard)
 
 
 def trainer(stage: int, folder: Path, epochs: int, **changes: Any) -> tuple[Any, Watch]:

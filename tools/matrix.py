@@ -85,7 +85,8 @@ def build(name: str, folder: Path) -> Path:
     torch = metadata.version("torch")  # the same build as ours, such as 2.13.0+cpu
     constraint = place / "constraints.txt"
     constraint.write_text(f"torch=={torch}\n")
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", str(constraint)]
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
+    pip += ["-c", str(constraint)]
     subprocess.run([*pip, "torch"], check=True)
     named = {re.split(r"[=<>]", pin)[0] for pin in ENVIRONMENTS[name].pins}
     subprocess.run([*pip, *ENVIRONMENTS[name].pins, *(b for b in BASE if b not in named), *TOOLS], check=True)

@@ -18,7 +18,6 @@ def scope(model: nn.Module, guard: Guard) -> str:
     if frozen:
         quantised = f", {packed} of them quantised," if packed else ""
         sentence += f"; {len(frozen)} tensors{quantised} are frozen and do not change"
-    for position, rows in guard.rows.items():
-        p = guard.params[position]
-        sentence += f"; of {guard.names[id(p)]} only {rows.count:,} of {p.shape[0]:,} rows train"
+    for choice in guard.chosen:
+        sentence += f"; of {choice.name} only {len(choice.rows):,} of {choice.total:,} rows train"
     return sentence

@@ -16,12 +16,13 @@ from transformers import Trainer, TrainerCallback
 from cplus.any_loss import Entry
 from cplus.attach import Guard, protect
 from cplus.data.encoded import Encoded
+from cplus.environment import check_versions
 from cplus.integrations.guard_state import ABOUT, carry, load_guard, save_guard
 from cplus.integrations.past import LOSS, RETENTION, HeldOut, Past
 from cplus.integrations.peft import scope
 from cplus.kernels import read
 from cplus.only_rows import OnlyRows, chosen_rows
-from cplus.support import bare
+from cplus.support import REFUSED, bare
 from cplus.terminal import console
 
 Refresh: TypeAlias = Literal["epoch"] | int
@@ -45,15 +46,15 @@ def preserve(
     The evidence keeps its own loss, whatever the trainer's is. `past` is held out: it is only measured, at each of the
     trainer's evaluations, as `eval_cplus/past_loss` and `eval_cplus/retention`. `only_rows` is that of `cplus.protect`.
     """
+    check_versions()
     if not isinstance(trainer, Trainer):
         raise TypeError(
             f"preserve needs a transformers.Trainer or a subclass of it, got {type(trainer).__name__}; with your own "
             "loop, call cplus.protect(optimizer, model, ...)"
         )
+    refuse_optim(str(getattr(trainer.args.optim, "value", trainer.args.optim)))
     if past is not None and trainer.args.eval_strategy == "no":
         warnings.warn("past is measured at each evaluation, and eval_strategy is 'no'", stacklevel=2)
-    if only_rows and trainer.is_deepspeed_enabled:
-        raise ValueError("ZeRO steps flat partitions, which have no rows; train only some rows with FSDP2 or DDP")
     chosen_rows(only_rows or {}, trainer.model, [p for p in trainer.model.parameters() if p.requires_grad])
     callback = PreservationCallback(
         anchors=anchors,
@@ -69,6 +70,13 @@ def preserve(
     callback.trainer = trainer
     trainer.callback_handler.callbacks.insert(0, callback)
     return callback
+
+
+def refuse_optim(name: str) -> None:
+    """Refuse a trainer whose optimizer the gate could not act on, before the trainer builds it."""
+    for part, kind in (("schedule_free", "schedulefree"), ("lomo", "lomo"), ("layerwise", "LayerWiseDummyOptimizer")):
+        if part in name:
+            raise TypeError(f"optim={name!r} cannot be protected: {REFUSED[kind]}")
 
 
 class PreservationCallback(TrainerCallback):  # type: ignore[misc]
@@ -110,6 +118,11 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any) -> None:
         """Attach to the optimizer in its final, wrapped and sharded form; restore the saved state of a resumed run."""
         self.on_train_end(args, state, control)
+        if optimizer is None:
+            raise TypeError(
+                "the trainer owns no optimizer whose step could be gated; let it build one (create_optimizer), or call "
+                "cplus.protect(optimizer, model, ...) on the one that trains"
+            )
         engine = None if self.trainer is None else self.trainer.deepspeed
         self.guard = protect(
             optimizer,
