@@ -54,9 +54,18 @@ def default_rate(config: AdaptConfig, parameters: int) -> Chosen:
     if config.optimizer != "adamw":
         raise ValueError(f"the default learning rate is AdamW's, but the optimizer is {config.optimizer}; provide lr")
     adapters = config.lora is not None
-    why = f"{RATE:g} at {SIZE / 1e6:.0f} M parameters, times the root of {SIZE / 1e6:.0f} M / {parameters / 1e6:.3g} M"
-    why += f", times {ADAPTERS} for adapters" * adapters
+    why = f"by the size of the model, {_size(parameters)}: {RATE:g} at {_size(int(SIZE))}, by the root of the ratio"
+    why += f", and {ADAPTERS} times that for adapters" * adapters
     return Chosen(name="lr", value=rate_by_size(parameters, adapters=adapters), why=why)
+
+
+def _size(parameters: int) -> str:
+    """A number of parameters in words.
+
+    >>> _size(134_515_008), _size(601_536), _size(4_022_468_096)
+    ('135 M', '0.602 M', '4.02 B')
+    """
+    return f"{parameters / 1e9:.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
 
 
 def epochs_by_rows(num_new: int, batch_size: int, most: int) -> int:
