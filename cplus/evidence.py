@@ -81,6 +81,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def recompute(model: nn.Module) -> None:
+    """Keep gradient checkpointing on in evaluation mode, where transformers turns it off with each block's own flag.
+
+    What is inside a block stays in evaluation mode, so nothing is dropped; a block that drops values itself is left.
+    """
+    for module in model.modules():
+        blocks = any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
+        if blocks and getattr(module, "gradient_checkpointing", False) and not getattr(module, "dropout", 0.0):
+            module.training = True
+
+
 class Passes(Protocol):
     """Backward passes over the evidence, and the gradients they leave."""
 
@@ -143,6 +154,7 @@ def borrowed_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> Iter
         p.grad = None
     try:
         with evaluating(model):
+            recompute(model)
             yield PlainPasses(params)
     finally:
         for p, grad in zip(held, kept, strict=True):

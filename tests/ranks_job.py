@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from toyjob import asked, write_files
 
 from cplus.cli import main as command
+from cplus.job import memory, prepare
 from cplus.job.checkpoint import Checkpoints
 
 Patch = Callable[[int], None]
@@ -110,6 +111,26 @@ def elsewhere(folder: Path) -> Patch:
     return lambda rank: os.chdir(other if rank == 1 else folder)
 
 
+def another_version(rank: int) -> None:
+    """The second process has another version of torch."""
+    if rank == 1:
+        real = prepare.versions
+        prepare.versions = lambda: {**real(), "torch": "0.1"}  # type: ignore[attr-defined]
+
+
+def small_device(rank: int) -> None:
+    """The second process's device has little memory left."""
+    if rank == 1:
+        memory.available = lambda device: 1_000_000
+
+
+def not_shared(folder: Path) -> Patch:
+    """The second process is where the job's folder is not."""
+    other = folder / "another node"
+    other.mkdir(exist_ok=True)
+    return lambda rank: os.chdir(other if rank == 1 else folder)
+
+
 def scenario(folder: Path, name: str) -> list[int]:
     """How the processes of one job ended; `resumed-4-NAME` resumes the job in the folder NAME in four of them."""
     if name.startswith("resumed-"):
@@ -128,7 +149,11 @@ def scenario(folder: Path, name: str) -> list[int]:
         return run(folder, name, 2, settings(folder, name, **BANK))
     if name == "unmet":
         return run(folder, name, 2, settings(folder, name, epochs=1, require=["acquisition>=0.7"], lr=1e-6))
+    if name == "unshared":
+        arguments = [*settings(folder, name), "--out", name]
+        return run(folder, name, 2, arguments, not_shared(folder))
     patches: dict[str, Patch] = {"killed": killed, "failing": failing, "stopped": stopped}
+    patches |= {"version": another_version, "small": small_device}
     return run(folder, name, 2, settings(folder, name), patches.get(name, lambda rank: None))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -96,7 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ends(folder: Path, cache: Path) -> dict[str, list[int]]:
     """Jobs of two processes that do not end well, and one whose weights are copied."""
-    found = forked(folder, cache, "killed", "failing", "stopped", "other", "unmet", "ddp")
+    found = forked(folder, cache, "killed", "failing", "stopped", "other", "version", "small", "unmet", "ddp")
     for size in (1, 2, 4):
         shutil.copytree(folder / "killed", folder / f"killed{size}")
     return found
@@ -225,6 +226,43 @@ def test_a_process_with_another_file_is_refused(folder: Path, ends: dict[str, li
     assert "error: the 2 processes differ in their rows: process 1 has" in first
     assert second == ""
     assert not (folder / "other").exists()
+
+
+def test_a_process_with_another_version_is_refused(folder: Path, ends: dict[str, list[int]]) -> None:
+    assert ends["version"] == [1, 1]
+    first, second = said(folder, "version")
+    assert "error: the 2 processes differ in their settings or versions: process 1 has" in first
+    assert second == ""
+    assert not (folder / "version").exists()
+
+
+def test_a_device_that_is_too_small_ends_all_with_one_sentence(folder: Path, ends: dict[str, list[int]]) -> None:
+    assert ends["small"] == [1, 1]
+    first, second = said(folder, "small")
+    assert "error" not in first
+    assert "error: process 1 of 2 on" in second
+    assert "but 0.001 GB are free; train adapters (lora r=16), use several devices or a smaller model" in second
+    assert not (folder / "small").exists()
+
+
+@pytest.mark.long
+def test_a_folder_that_one_process_does_not_see_is_refused(folder: Path, cache: Path) -> None:
+    assert forked(folder, cache, "unshared") == {"unshared": [1, 1]}
+    first, second = said(folder, "unshared")
+    assert "does not see this folder; choose an out that all nodes share" in first
+    assert second == ""
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match=rf"could not meet at 127.0.0.1:{port} .* another port"), world.joined():
+            raise AssertionError
+    assert world.size() == 1
 
 
 @pytest.mark.parametrize(

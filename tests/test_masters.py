@@ -1,4 +1,4 @@
-"""Less memory: float32 masters of a model in bfloat16, moments in 8 bits."""
+"""Less memory: float32 masters of a model in bfloat16, moments in 8 bits, evidence by recomputation."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from toyjob import asked, same, stop_at, write_files, written
 from cplus import protect
 from cplus.attach import Guard
 from cplus.data.encoded import Encoded
+from cplus.evidence import MeanGradient, Source
 from cplus.gates import Collaborative
 from cplus.job import preflight
 from cplus.job.resume import resume
 from cplus.job.run import adapt
+from cplus.losses import answer_losses
 from cplus.masters import MasterAdamW
 from cplus.optim import AdamW
 
@@ -109,3 +111,28 @@ def test_moments_in_8_bits_cannot_be_sharded(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="bitsandbytes cannot step shards; use optimizer adamw, or add sharding ddp"):
         preflight.check_processes(config, preflight.row_of(config))
+
+
+def test_evidence_is_recomputed_where_training_is(tiny_llama: Any) -> None:
+    def evidence(model: Any) -> tuple[list[torch.Tensor], int]:
+        """The evidence, and the bytes that its backward pass kept."""
+        kept: list[int] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            kept.append(tensor.nbytes)
+            return tensor
+
+        found = MeanGradient(
+            model=model, sources=(Source(name="anchors", weight=1.0, rows=ROWS),), losses=answer_losses
+        )
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            vectors = found(list(model.parameters()), 0).vectors
+        return vectors[0], sum(kept)
+
+    plain, light = copy.deepcopy(tiny_llama.model), copy.deepcopy(tiny_llama.model)
+    light.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    light.train()
+    (all_kept, much), (again, little) = evidence(plain), evidence(light)
+    assert all(torch.equal(g, h) for g, h in zip(all_kept, again, strict=True))
+    assert little < much / 2
+    assert all(module.training for module in light.modules())  # the modes are as they were
