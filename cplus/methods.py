@@ -39,10 +39,10 @@ def mean_gradient(model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
 class Method:
     """One row of the table.
 
-    `beta` is the smoothing of a gate that has this setting, `memory` the weight of earlier evidence at a refresh, and
-    `parts` the number of parts the bank is split into, one per refresh. `vectors` states whether the evidence is one
-    vector or one per anchor. `gate` builds the gate from the row itself and a seed. `after` changes the trained weights
-    once, at the end.
+    `beta` is the smoothing of a gate that has this setting and `ema` the type its average is kept in, `memory` the
+    weight of earlier evidence at a refresh, and `parts` the number of parts the bank is split into, one per refresh.
+    `vectors` states whether the evidence is one vector or one per anchor. `gate` builds the gate from the row itself
+    and a seed. `after` changes the trained weights once, at the end.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Method:
     vectors: Literal["one", "one per anchor"] = "one"
     projection: Projection | None = None
     beta: float | None = None
+    ema: Literal["float32", "bfloat16", "uint8"] = "float32"
     gate: Callable[[Method, int], Gate] | None = None
     adapter: adapters.Adapter | None = None
     after: after.After | None = None
@@ -193,7 +194,7 @@ def smoothed(row: Method, seed: int) -> Gate:
     from cplus.gates import Collaborative
 
     assert row.beta is not None, f"method {row.name} has no beta"
-    return Collaborative(beta=row.beta)
+    return Collaborative(beta=row.beta, ema=row.ema)
 
 
 def binary(row: Method, seed: int) -> Gate:

@@ -43,6 +43,7 @@ def configured(
     *,
     anchor_weight: float | None = None,
     beta: float | None = None,
+    ema: str | None = None,
     parts: int | None = None,
     refresh: int | None = None,
     memory: float | None = None,
@@ -58,6 +59,9 @@ def configured(
     if beta is not None:
         _check_use(row, "beta", row.beta is not None, "it smooths no mask", lambda other: other.beta is not None)
         changes["beta"] = beta
+    if ema is not None:
+        _check_use(row, "ema", row.beta is not None, "it smooths no mask", lambda other: other.beta is not None)
+        changes["ema"] = ema
     if parts is not None:
         _check_use(row, "parts", shows_bank(row), "its evidence has no bank to split into parts", shows_bank)
         changes["parts"] = parts

@@ -19,6 +19,7 @@ from cplus.methods import METHODS
 from cplus.selection import configured
 
 VALUES: dict[str, Any] = {"anchor_weight": 0.9, "beta": 0.5, "parts": 2, "refresh": 2, "memory": 0.25, "strength": 0.35}
+KINDS = ("bfloat16", "uint8")
 OWN_VALUES: dict[tuple[str, str], Any] = {("strength", "stm"): 1e3}
 """A row's own value where the common one changes nothing: at random weights every perplexity is above 2.5."""
 BLENDED = {
@@ -111,6 +112,15 @@ def test_without_settings_a_row_is_itself() -> None:
 def test_weights_of_the_blend_are_the_settings() -> None:
     row = configured(METHODS["constant-label"], anchor_weight=0.75)
     assert row.evidence == ((0.75, "anchors"), (0.25, "constant"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_jobs_average_may_take_less_memory(kind: str, tmp_path: Path) -> None:
+    toyjob.write_files(tmp_path)
+    gate: Any = row_of(toyjob.asked(tmp_path, method="cplus", ema=kind)).build_gate(0)
+    assert gate.average.kind == kind
+    with pytest.raises(ValueError, match="'sft' has no use for ema: it smooths no mask"):
+        row_of(toyjob.asked(tmp_path, method="sft", ema=kind))
 
 
 @pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.beta is not None])

@@ -39,6 +39,7 @@ class Settings:
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     anchor_weight: float | None = None
     beta: float | None = None
+    ema: Literal["float32", "bfloat16", "uint8"] | None = None
     parts: int | None = None
     refresh: int | None = None
     memory: float | None = None
@@ -58,6 +59,7 @@ class Settings:
             selection.method(self.method),
             anchor_weight=self.anchor_weight,
             beta=self.beta,
+            ema=self.ema,
             parts=self.parts,
             refresh=self.refresh,
             memory=self.memory,

@@ -20,7 +20,7 @@ from cplus.environment import check_versions
 from cplus.integrations.guard_state import ABOUT, carry, load_guard, save_guard
 from cplus.integrations.past import LOSS, RETENTION, HeldOut, Past
 from cplus.integrations.peft import scope
-from cplus.kernels import read
+from cplus.kernels import EmaType, read
 from cplus.only_rows import OnlyRows, chosen_rows
 from cplus.support import REFUSED, bare
 from cplus.terminal import console
@@ -37,6 +37,7 @@ def preserve(
     evidence: Sequence[Entry] = (),
     past: Past | None = None,
     beta: float = 0.9,
+    ema: EmaType = "float32",
     refresh: Refresh = "epoch",
     only_rows: OnlyRows | None = None,
     resume_from: Path | str | None = None,
@@ -44,7 +45,8 @@ def preserve(
     """CPLUS on this trainer, before its other callbacks, so that every tracker logs the gate's figures.
 
     The evidence keeps its own loss, whatever the trainer's is. `past` is held out: it is only measured, at each of the
-    trainer's evaluations, as `eval_cplus/past_loss` and `eval_cplus/retention`. `only_rows` is that of `cplus.protect`.
+    trainer's evaluations, as `eval_cplus/past_loss` and `eval_cplus/retention`. `ema` and `only_rows` are those of
+    `cplus.protect`.
     """
     check_versions()
     if not isinstance(trainer, Trainer):
@@ -63,6 +65,7 @@ def preserve(
         evidence=evidence,
         past=past,
         beta=beta,
+        ema=ema,
         refresh=refresh,
         only_rows=only_rows,
         resume_from=resume_from,
@@ -95,6 +98,7 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
         evidence: Sequence[Entry] = (),
         past: Past | None = None,
         beta: float = 0.9,
+        ema: EmaType = "float32",
         refresh: Refresh = "epoch",
         only_rows: OnlyRows | None = None,
         resume_from: Path | str | None = None,
@@ -104,7 +108,8 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
             raise ValueError("the callback needs evidence of past behaviour: give anchors, probes or both; got neither")
         if refresh != "epoch" and (not isinstance(refresh, int) or refresh < 1):
             raise ValueError(f"refresh must be 'epoch' or a number of steps of at least 1, got {refresh!r}")
-        self.anchors, self.probes, self.anchor_weight, self.beta = anchors, probes, anchor_weight, beta
+        self.anchors, self.probes, self.anchor_weight = anchors, probes, anchor_weight
+        self.beta, self.ema = beta, ema
         self.evidence, self.refresh, self.allow_16bit = evidence, refresh, allow_16bit
         self.only_rows = only_rows
         self.past = None if past is None else HeldOut(past)
@@ -132,6 +137,7 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
             anchor_weight=self.anchor_weight,
             evidence=self.evidence,
             beta=self.beta,
+            ema=self.ema,
             only_rows=self.only_rows,
             allow_16bit=self.allow_16bit,
         )

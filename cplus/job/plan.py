@@ -17,8 +17,8 @@ from cplus.job.answer_timing import decoding_bytes
 from cplus.job.choices import Chosen, is_open, with_chosen
 from cplus.job.fits import DevicePlan, device_plan, has_weights
 from cplus.job.memory import Footprint, ModelSize, giga
-from cplus.job.preflight import Preflight, TooLarge, bind_rows, load, preflight, row_of
-from cplus.job.progress import duration
+from cplus.job.preflight import Preflight, TooLarge, announce, bind_rows, load, preflight, row_of
+from cplus.job.progress import duration, say
 from cplus.job.range_test import range_test
 from cplus.job.repair.settings import MAX_ROWS
 from cplus.job.repair.timing import repair_seconds
@@ -149,7 +149,9 @@ def plan(config: AdaptConfig, *, starting: float = 0.0) -> Plan:
     memory = PeakMemory(models.choose_device(config.device))
     found = preflight(config, home)
     config = found.config
+    announce(found)
     base = load(config, home)
+    say("timing a sample of each part on this model and these rows")
     loading = time.perf_counter() - begun
     rows, writing, assumed = _rows(config, found, base)
     if writing is None and not config.own_answers:
@@ -178,6 +180,7 @@ def plan(config: AdaptConfig, *, starting: float = 0.0) -> Plan:
     steps = Range(updates * (1 if config.stop != "never" else config.epochs), updates * config.epochs)
     seconds["saving"] = timing.saving_seconds(config, found.size, found.need, base, steps)
     yardstick.measure()
+    say("timing a few updates")
     base = replace(base, model=adapted(config.settings(), method, base.model))
     chosen = found.chosen
     if is_open(config):

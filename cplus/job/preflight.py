@@ -37,6 +37,19 @@ class Preflight:
     warnings: tuple[str, ...]
 
 
+def announce(found: Preflight) -> None:
+    """Print what is known before the model is loaded: the format of each file, what was chosen, the model's size."""
+    for line in found.tasks.formats:
+        say(line)
+    for own in found.chosen:
+        say(f"chosen: {own}")
+    size, method = found.size, found.method
+    say(
+        f"{found.config.model}: {size.parameters:,} parameters, {size.trainable:,} trained; "
+        f"{method.name}: {method.summary}"
+    )
+
+
 class TooLarge(ValueError):
     """The job does not fit into this machine's memory."""
 

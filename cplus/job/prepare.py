@@ -16,7 +16,7 @@ from cplus.job.choices import Chosen
 from cplus.job.folder import Folder
 from cplus.job.memory import Footprint
 from cplus.job.other_jobs import curves
-from cplus.job.preflight import bind_all, load, preflight
+from cplus.job.preflight import announce, bind_all, load, preflight
 from cplus.job.progress import say
 from cplus.job.rows import located
 from cplus.job.settings import AdaptConfig
@@ -63,14 +63,10 @@ def prepare(config: AdaptConfig, folder: Folder, home: Path) -> Job:
     found = world.in_turn(lambda: preflight(config, home))
     config = found.config
     world.agree("the settings they chose", config.model_dump(mode="json"))
-    for line in found.tasks.formats:
-        say(line)
-    for own in found.chosen:
-        say(f"chosen: {own}")
+    announce(found)
     for warning in found.warnings:
         say(f"warning: {warning}")
-    method, size = found.method, found.size
-    say(f"{config.model}: {size.parameters:,} parameters, {size.trainable:,} trained; {method.name}: {method.summary}")
+    method = found.method
     base = load(config, home)
     loaded = time.perf_counter()
     world.agree("the base model", base.fingerprint)

@@ -19,7 +19,7 @@ _NAMES = {
     "retention": "Retention {:.1f} %",
     "new_nll": "new {:.3f} nats per token",
     "past_nll": "past {:.3f} nats per token",
-    "divergence": "{:.3f} from the base model",
+    "divergence": "KL {:.3f} from the base model",
 }
 
 

@@ -185,6 +185,9 @@ class AdaptConfig(BaseModel):
     beta: float | None = Field(
         None, ge=0, lt=1, description="Smoothing of the mask over steps; default: the method's own, 0.9."
     )
+    ema: Literal["float32", "bfloat16", "uint8"] | None = Field(
+        None, description="Type of the gate's average: 4, 2 or 1 bytes per parameter; default: float32, the exact one."
+    )
     strength: float | None = Field(
         None, description="Weight, threshold or share of a method that has one; default: the method's own."
     )
@@ -377,6 +380,7 @@ class AdaptConfig(BaseModel):
             lr_schedule=self.lr_schedule,
             anchor_weight=self.anchor_weight,
             beta=self.beta,
+            ema=self.ema,
             strength=self.strength,
             num_probes=self.num_probes or min(512, max(32, num_new)),
             shots=self.shots,
@@ -405,8 +409,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_new_tokens", "max_length", "too_long", "data_dir",
     ),
     "How it is kept": (
-        "preset", "method", "anchor_weight", "beta", "strength", "bank", "num_probes", "shots", "temperature", "topics",
-        "repair",
+        "preset", "method", "anchor_weight", "beta", "ema", "strength", "bank", "num_probes", "shots", "temperature",
+        "topics", "repair",
     ),
     "How it is learned": (
         "epochs", "stop", "batch_size", "order", "optimizer", "lr", "lr_schedule", "warmup_steps", "weight_decay",
