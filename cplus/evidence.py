@@ -80,6 +80,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def keep_checkpointing(model: nn.Module) -> None:
+    """Let layers with gradient checkpointing use it in evaluation mode too; what is inside them stays in that mode."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
+            module.training = True
+
+
 class Passes(Protocol):
     """Backward passes over the evidence, and the gradients they leave."""
 
@@ -137,6 +144,7 @@ def borrowed_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> Iter
         p.grad = None
     try:
         with evaluating(model):
+            keep_checkpointing(model)
             yield PlainPasses(params)
     finally:
         for p, grad in zip(params, kept, strict=True):
