@@ -37,34 +37,8 @@ DRAWINGS = {make.__name__: make for make in (OVERVIEW, *(make for own in FIGURES
 TABULARS = {make.__name__: make for make in (INDEX, *(make for own in TABLES.values() for make in own))}
 HOSTILE = "<script>document.title = 'in'</script>"
 # The labels of the paper's figures and tables, in the order of its source.
-LABELS = [
-    "fig:problem-motivation",
-    "fig:method-overview",
-    "fig:main-results",
-    "fig:medqa-broader-capability",
-    "fig:self-probe-role-anchor-scale",
-    "tab:cplus-ablation",
-    "fig:sequential-multitask",
-    "fig:retention-compute",
-    "fig:learning-dynamics",
-    "tab:experiment-index",
-    "fig:model-scale-headline",
-    "fig:model-scale",
-    "fig:hyperparameters",
-    "tab:ema-selection",
-    "fig:epoch-level-dynamics",
-    "tab:anchor-composition",
-    "tab:fixed-aggressive-update",
-    "tab:matched-update-controls",
-    "fig:gradient-source-dynamics",
-    "fig:mask-analysis",
-    "fig:mask-analysis-coordinates",
-    "tab:sequential-stage-summary",
-    "tab:sequential-final",
-    "fig:broader-capability-appendix",
-    "fig:mask-agreement-all-layers",
-    "fig:mask-cross-reference",
-]
+ITEMS = (ROOT / "tests" / "data" / "paper_items.txt").read_text().splitlines()
+LABELS = [item.split(": ")[1] for item in ITEMS if not item.startswith("App.")]
 
 
 SHOWN = [name for name in STUDIES if name != "chat"]
