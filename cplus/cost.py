@@ -33,6 +33,22 @@ class Work:
         return parameters * (6 * self.padded + 2 * self.forward)
 
 
+TRAINING_RESERVE = 16
+"""Bytes per parameter left free for training when a projection stores vectors: a gradient, two moments, passes."""
+PASS_TOKENS = 2048
+"""Tokens of a pass of the largest size."""
+
+
+def activation_bytes(*, layers: int, width: int, inner: int, vocabulary: int) -> int:
+    """Estimated bytes of activations in one pass of the largest size, in float32.
+
+    A dense layer keeps about 16 vectors of the width for the backward pass, and three of the inner width; at the
+    target's positions there are the logits, their softmax and their gradient.
+    """
+    token = 4 * layers * (16 * width + 3 * inner)
+    return PASS_TOKENS * token + PASS_TOKENS // 4 * 3 * 4 * vocabulary
+
+
 def cost_row(parameters: int, *, training: Work, preservation: Work) -> dict[str, int]:
     """FLOPs of both kinds of work, then their rows and tokens, with the field names used in records."""
     works = {"training": training, "preservation": preservation}

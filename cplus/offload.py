@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cplus.cost import TRAINING_RESERVE
 from cplus.environment import free_memory
-
-LATER = 16
-"""Bytes per parameter that training still takes after the first vectors: a gradient, two moments, and its passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +42,6 @@ def storage(
     params: Sequence[Tensor],
     *,
     there: int = 0,
-    later: float = LATER,
     free: Callable[[torch.device], int] = free_bytes,
 ) -> Storage:
     """Where `count` vectors of these parameters fit; `there` bytes of them are already on the device.
@@ -52,7 +49,7 @@ def storage(
     In half precision they are bfloat16: a unit vector of many coordinates is too small for float16.
     """
     numbers, device, host = sum(p.numel() for p in params), params[0].device, torch.device("cpu")
-    room = free(device) + there - round(later * numbers)
+    room = free(device) + there - TRAINING_RESERVE * numbers
     for dtype, each in ((torch.float32, 4), (torch.bfloat16, 2)):
         if count * numbers * each <= room:
             return Storage(device=device, dtype=params[0].dtype if dtype is torch.float32 else dtype)

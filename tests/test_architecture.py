@@ -138,6 +138,43 @@ def test_the_paper_map_names_every_claim_where_it_stands() -> None:
     assert named == set(range(1, 8))
 
 
+ITEMS = (ROOT / "tests" / "data" / "paper_items.txt").read_text().splitlines()
+"""The paper's figures, tables and appendix experiments in the order of its source, each with its label or title."""
+
+
+def test_the_paper_map_has_a_row_with_command_and_drawing_for_every_item_of_the_paper() -> None:
+    from cplus.studies import STUDIES
+
+    text = (ROOT / "docs" / "paper_map.md").read_text()
+    rows = {
+        item: (command, file, function)
+        for item, command, file, function in re.findall(
+            r"^\| ((?:Fig\.|Table|App\.) [\w.]+) \| [^|]+ \| ([^|]+) \| `([\w/.]+)` `(\w+)` \|$", text, re.M
+        )
+    }
+    assert set(rows) == {item.split(": ")[0] for item in ITEMS}
+    for item, (command, file, function) in rows.items():
+        named = re.findall(r"cplus study (e\d\d)", command)
+        assert all(name in STUDIES for name in named), item
+        assert named or item in ("Fig. 2", "Table 2")  # the overview and the index need no run
+        assert f"def {function}(" in (ROOT / file).read_text(), item
+
+
+def test_the_list_of_the_papers_items_is_that_of_its_source() -> None:
+    source = ROOT.parent / "shared" / "paper" / "cplus.tex"
+    if not source.is_file():
+        pytest.skip("the paper's source is not here")
+    text = re.sub(r"(?<!\\)%.*", "", source.read_text())
+    labels = re.findall(r"\\label\{((?:fig|tab):[^}]+)\}", text)
+    appendix = text[text.index("\\appendix") :]
+    found, letter, number = list(labels), "", 0
+    for kind, title in re.findall(r"\\(section|subsection)\{([^}]*)\}", appendix):
+        letter, number = (chr(ord(letter or "@") + 1), 0) if kind == "section" else (letter, number + 1)
+        if kind == "subsection":
+            found.append(f"App. {letter}.{number}: {title}")
+    assert [item if item.startswith("App.") else item.split(": ", 1)[1] for item in ITEMS] == found
+
+
 def test_the_core_is_short() -> None:
     assert len((PACKAGE / "algorithm.py").read_text().splitlines()) <= 125
 

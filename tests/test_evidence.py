@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from cplus.cost import TRAINING_RESERVE
+from cplus.data.batching import batched
 from cplus.data.encoded import Encoded
 from cplus.evidence import LogitBasis, MeanGradient, NormAligned, Source, Tail, example_losses
 from cplus.losses import answer_losses, divergences, last_logits, left_padded, shared_losses
-from cplus.offload import LATER, storage
+from cplus.objectives import from_copy, from_outputs
+from cplus.offload import storage
 from cplus.projections import dot, ogd
 
 
@@ -186,18 +189,47 @@ def test_the_logit_basis_is_orthonormal_and_bounded_in_memory() -> None:
 def room(vectors_of_4_bytes: float) -> Callable[[torch.device], int]:
     """A device with room for so many vectors beside the training of the small model."""
     numbers = sum(p.numel() for p in tiny.lm().parameters())
-    return lambda device: round(numbers * (LATER + 4 * vectors_of_4_bytes))
+    return lambda device: round(numbers * (TRAINING_RESERVE + 4 * vectors_of_4_bytes))
 
 
 def test_vectors_go_to_the_host_where_the_device_has_no_room() -> None:
     params = [torch.empty(1000, device="meta")]  # a device besides the host
 
     def free(device: torch.device) -> int:
-        return {"meta": 1000 * LATER + 9_000, "cpu": 10**9}[device.type]
+        return {"meta": 1000 * TRAINING_RESERVE + 9_000, "cpu": 10**9}[device.type]
 
     found = [storage(count, params, free=free) for count in (2, 4, 8)]
     places = [("meta", torch.float32), ("meta", torch.bfloat16), ("cpu", torch.bfloat16)]
     assert [(own.device.type, own.dtype) for own in found] == places
+
+
+def test_the_teachers_outputs_are_kept_where_they_are_smaller_than_the_model() -> None:
+    rows = tiny.rows(5)
+    model, student = tiny.lm(0), tiny.lm(1)
+    kept, copied = from_outputs(model, rows), from_copy(model)
+    assert kept is not None
+    for part in batched(rows):
+        torch.testing.assert_close(kept(student, part), copied(student, part), rtol=1e-4, atol=1e-6)
+    assert from_outputs(model, rows * 10_000) is None  # then a copy of the model is smaller
+
+
+def test_evidence_is_the_same_with_gradient_checkpointing_which_recomputes_every_layer(
+    make_tiny: Callable[[str], Any],
+) -> None:
+    model = make_tiny("qwen3").model
+    source = Source(name="anchors", weight=1.0, rows=tiny.rows(3))
+    plain = MeanGradient(model=model, sources=(source,))(list(model.parameters()), 0).vectors[0]
+    calls: list[int] = []
+    layer = model.model.layers[0]
+    layer.input_layernorm.register_forward_hook(lambda *_: calls.append(1))
+    MeanGradient(model=model, sources=(source,))(list(model.parameters()), 0)
+    once = len(calls)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    again = MeanGradient(model=model, sources=(source,))(list(model.parameters()), 0).vectors[0]
+    assert len(calls) - once == 2 * once
+    assert not layer.mlp.training
+    for g, e in zip(again, plain, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-7)
 
 
 def test_divergence_from_itself_is_zero_and_from_another_is_the_formula() -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def study(
-    name: Annotated[str, typer.Argument(help="A study (e01 to e13), 'all', or 'list'.")],
+    name: Annotated[str, typer.Argument(help="A study (e01 to e14), 'all', or 'list'.")],
     scale: Annotated[str, typer.Option(help="smoke, desk, desk-real or paper.")] = "desk",
     out: Annotated[Path, typer.Option(help="The folder of results, one subfolder per scale.")] = Path("results"),
     workers: Annotated[int, typer.Option(min=1, help="Number of parallel processes; fewer if memory is short.")] = 2,
@@ -23,7 +23,15 @@ def study(
         list[str] | None,
         typer.Option(help="A further method, run wherever cplus is run: a name or python:module:ROW; may be repeated."),
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Only runs with this setting, e.g. method=cplus or task=csqa; may be repeated."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the missing runs and their estimated time.")] = False,
+    machine: Annotated[
+        str | None,
+        typer.Option(help="With --dry-run: devices and memory of each run on this machine, e.g. 8x80 (80 GB each)."),
+    ] = None,
     executor: Annotated[str, typer.Option(help="local or slurm.")] = "local",
     slurm: Annotated[
         list[str] | None, typer.Option(help="A submitit parameter, e.g. slurm_partition=gpu, or a YAML file of them.")
@@ -31,7 +39,8 @@ def study(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Do the missing runs of a study and answer its question from the results."""
-    from cplus.studies import runs_of, scale_named, studies_named, with_further_methods
+    from cplus.commands.dry_run import dry_list, say_whose_rows
+    from cplus.studies import matching, runs_of, scale_named, studies_named, with_further_methods
     from cplus.studies.results import finished
     from cplus.studies.study import run_title
     from cplus.terminal import print_json
@@ -41,13 +50,18 @@ def study(
         return
     chosen, size = studies_named(name), scale_named(scale)
     folder = out / size.name
-    runs = {each.name: with_further_methods(runs_of(each, size), _method_names(also or [])) for each in chosen}
+    extra = _method_names(also or [])
+    runs = {each.name: matching(with_further_methods(runs_of(each, size), extra), only or ()) for each in chosen}
     specs = list(dict.fromkeys(spec for own in runs.values() for spec in own))
     if executor == "local":
         workers = _workers_that_fit(workers, specs)
     make = _executor(executor, workers=workers, threads=threads, logs=folder / "slurm", slurm=slurm or [])
+    if machine is not None and not dry_run:
+        raise ValueError("--machine describes a machine for --dry-run; add --dry-run, or leave it out")
+    if size.name == "paper":
+        say_whose_rows(specs)
     if dry_run:
-        _dry_run(specs, folder, workers=workers, json=json)
+        dry_list(specs, folder, workers=workers, machine=machine, json=json)
         return
     done, failed = _perform(specs, folder, make)
     summaries = {each.name: each.summary(finished(runs[each.name], folder)) for each in chosen if runs[each.name]}
@@ -133,32 +147,6 @@ def _perform(specs: Sequence[Spec], folder: Path, executor: Executor) -> tuple[i
                 failed.append(ended)
                 console.print(f"failed: {run_title(ended.spec)}: {clean(ended.failed)}", markup=False)
     return done, failed
-
-
-def _dry_run(specs: Sequence[Spec], folder: Path, *, workers: int, json: bool) -> None:
-    from cplus.studies.durations import seconds
-    from cplus.studies.results import finished, path_of
-    from cplus.studies.runner import queue
-    from cplus.studies.study import run_title
-    from cplus.terminal import output, print_json
-
-    known, missing = finished(specs, folder), queue(specs, folder)
-    times = [seconds(spec, known) for spec in missing]
-    hours = sum(times) / 3600 / workers
-    if json:
-        runs = [
-            {"run": run_title(spec), "file": path_of(spec, folder).name, "seconds": round(time, 1)}
-            for spec, time in zip(missing, times, strict=True)
-        ]
-        print_json({"runs": len(specs), "there": len(known), "missing": runs, "hours": hours, "workers": workers})
-        return
-    for spec, time in zip(missing, times, strict=True):
-        output.print(f"{time:8.1f} s  {run_title(spec)}  {path_of(spec, folder).name}", markup=False, soft_wrap=True)
-    basis = "from finished runs" if known else "from an assumed speed; no run is finished yet"
-    output.print(
-        f"{len(missing)} of {len(specs)} runs missing, about {hours:.2f} hours with {workers} workers ({basis})",
-        soft_wrap=True,
-    )
 
 
 def _list(*, json: bool) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from cplus.cost import Work
+from cplus.cost import PASS_TOKENS, Work
 from cplus.data.encoded import Encoded
 
-MAX_TOKENS = 2048
+MAX_TOKENS = PASS_TOKENS
 """Padded tokens in one pass."""
 MAX_ROWS = 256
 MAX_PADDING = 128

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cplus import interfaces
+from cplus import interfaces, models
 from cplus.data.examples import Choice, Example
 from cplus.data.harness import PREFIX
 from cplus.data.split import Split, draw_mixture
@@ -44,6 +45,13 @@ class Comparison:
     external: tuple[Group, ...]
     other_task: bool
     """Whether anchors and past rows are of another task than the new rows."""
+    bank: Bank | None = None
+    """The sealed bank of the probes, where they were written from the anchors alone."""
+    compute_dtype: str = "float32"
+
+    def computing(self) -> AbstractContextManager[None]:
+        """The context of evaluations in the precision of the run; it must end before the weights change."""
+        return models.computing(self.compute_dtype, self.base.device)
 
     @property
     def past_task(self) -> PastTask:
@@ -86,10 +94,10 @@ def set_up(
             f"expected the split of anchor_task {spec.anchor_task!r} if there is one; split it and pass it as kept"
         )
     interface, found = kept or task
-    right = spec.num_anchors - spec.wrong_anchors
+    right = len(found.past) if spec.all_anchors else spec.num_anchors - spec.wrong_anchors
     anchors = draw_mixture(found, correct=right, wrong=spec.wrong_anchors, seed=spec.seed)
     wrong = _drawn(found.new, spec, "wrong") if kept else ()
-    anchors, probes = _to_keep(spec, base, interface, anchors, banks)
+    anchors, probes, written = _to_keep(spec, base, interface, anchors, banks)
     return Comparison(
         base=base,
         new=_known("new", "acquisition", task, new_rows(task[1], spec)),
@@ -100,6 +108,8 @@ def set_up(
         wrong=_known("wrong", "retention", (interface, found), wrong) if wrong else None,
         external=tuple(external(base, name, spec) for name in spec.external),
         other_task=kept is not None,
+        bank=written,
+        compute_dtype=spec.compute_dtype,
     )
 
 
@@ -113,10 +123,11 @@ def _known(name: str, part: Part, task: TaskSplit, examples: Sequence[Example]) 
 
 def _to_keep(
     spec: RunSpec, base: Loaded, interface: Interface, anchors: tuple[Example, ...], banks: Path
-) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
+) -> tuple[tuple[Example, ...], tuple[Example, ...], Bank | None]:
     """Anchors and probes: given ones and a bank written from them, rows written from nothing, or both."""
     if spec.keep == "anchors":
-        return anchors, bank(spec, base, interface, anchors, banks).examples if spec.num_probes else ()
+        sealed = bank(spec, base, interface, anchors, banks) if spec.num_probes else None
+        return anchors, sealed.examples if sealed else (), sealed
     few = spec.num_probes if spec.keep == "general" else spec.num_probes // 2
     settings = ProbeSettings(
         num_probes=spec.num_anchors + few,
@@ -129,9 +140,9 @@ def _to_keep(
     written = cached_bank(base, interface, (), settings, banks=banks).examples
     own, probes = written[: spec.num_anchors], written[spec.num_anchors :]
     if spec.keep == "general":
-        return own, probes
+        return own, probes, None
     rest = replace(spec, num_probes=spec.num_probes - few)
-    return (*anchors, *own), (*bank(rest, base, interface, anchors, banks).examples, *probes)
+    return (*anchors, *own), (*bank(rest, base, interface, anchors, banks).examples, *probes), None
 
 
 def bank(spec: RunSpec, base: Loaded, interface: Interface, anchors: Sequence[Example], banks: Path) -> Bank:
@@ -166,5 +177,6 @@ def external_task(base: Loaded, name: str, spec: RunSpec) -> Group:
     # The external benchmarks keep their own interface; lettered options would turn some into something else.
     own = name in EXTERNAL or name.startswith(PREFIX) or spec.interface == "freeform"
     interface = interfaces.build(task.interface if own else spec.interface, base.tokenizer, wording=task.wording)
-    known = tuple(predict(base.model, interface, examples))
+    with models.computing(spec.compute_dtype, base.device):
+        known = tuple(predict(base.model, interface, examples))
     return Group(name=name, part="external", interface=interface, examples=tuple(examples), known=known)

@@ -18,10 +18,10 @@ class RunResult:
 
     `external` holds for each external task the accuracy before and after and the share of right answers kept.
     `cost` holds FLOPs of training and of recurring preservation passes, rows and tokens; `overlap` counts the past
-    questions that are also in the bank, and `retention_uncovered` leaves them out. `correction` is the share of
-    wrong past-task rows, never trained on, that came right: only where anchors are of another task. `past_nll` and
-    `new_nll` are the mean token losses of past and new answers in nats, of free text only; its `curve` begins with the
-    base model, at epoch 0.
+    questions that are also in the bank, and `retention_uncovered` leaves them out. Only where anchors are of another
+    task: `correction`, the share of wrong past-task rows, never trained on, that came right, and `anchors_right`, the
+    share of the anchors themselves that are right. `past_nll` and `new_nll` are the mean token losses of past and new
+    answers in nats, of free text only; its `curve` begins with the base model, at epoch 0.
     """
 
     spec: RunSpec
@@ -35,6 +35,7 @@ class RunResult:
     extra_bytes: int
     curve: list[dict[str, float]] = field(default_factory=list)
     correction: float | None = None
+    anchors_right: float | None = None
     past_nll: float | None = None
     new_nll: float | None = None
     diagnostics: dict[str, Any] = field(default_factory=dict)

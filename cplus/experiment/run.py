@@ -13,6 +13,8 @@ from torch import nn
 
 from cplus import world
 from cplus.cost import cost_row
+from cplus.data.examples import Example
+from cplus.data.paper_sets import paper_sets
 from cplus.data.predictions import Prediction
 from cplus.data.split import draw_anchors
 from cplus.diagnostics import AUDITED, OBSERVED, Observation
@@ -28,15 +30,19 @@ from cplus.experiment.measure import answered, changes
 from cplus.experiment.record import RunResult
 from cplus.experiment.rows import Group
 from cplus.experiment.schedule import build_schedule
-from cplus.experiment.settings import RunSpec
+from cplus.experiment.settings import RunSpec, Settings
 from cplus.experiment.sharding import needs_whole, sharded
 from cplus.loop import EpochEnded, Event, Prepared, Schedule, epoch_batches
 from cplus.methods import METHODS, Material
 from cplus.models import Loaded
+from cplus.offload import free_bytes
+from cplus.probes.audit import short_audit
 from cplus.scoring import predict
 
 OnEvent = Callable[[Event], None]
-DIAGNOSTICS = (*OBSERVED, *AUDITED, "prior", "permuted")
+TRAINING_BYTES = 28
+"""Bytes per parameter that training takes beside the weights: gradients, moments, gate, a step's copies and passes."""
+DIAGNOSTICS = (*OBSERVED, *AUDITED, "bank", "prior", "permuted")
 """The names that `RunSpec.diagnose` may hold."""
 
 
@@ -45,7 +51,7 @@ def begun(spec: RunSpec, given: Comparison) -> Training:
     if world.size() > 1 and (spec.diagnose or needs_whole(spec.settings.row, spec.seed)):
         raise ValueError(f"{spec.method} with diagnostics {spec.diagnose} needs whole weights; use a larger device")
     base = dataclasses.replace(given.base, model=copy.deepcopy(given.base.model))
-    return begin(spec.settings, base, given.new, [given.past_task], sharded)
+    return begin(in_memory(spec.settings, base.model), base, given.new, [given.past_task], sharded)
 
 
 @contextmanager
@@ -59,6 +65,15 @@ def set_aside(base: Loaded) -> Iterator[None]:
         yield
     finally:
         base.model.to(base.device)
+
+
+def in_memory(settings: Settings, model: nn.Module) -> Settings:
+    """The settings, with gradient checkpointing where a GPU is short of memory: slower, with the same numbers."""
+    first = next(model.parameters())
+    if first.device.type != "cuda":
+        return settings
+    numbers = sum(p.numel() for p in model.parameters()) // world.size()
+    return dataclasses.replace(settings, gradient_checkpointing=free_bytes(first.device) < TRAINING_BYTES * numbers)
 
 
 def run(spec: RunSpec, given: Comparison, *, watch: OnEvent = lambda event: None) -> RunResult:
@@ -90,15 +105,28 @@ def _trained(spec: RunSpec, given: Comparison, training: Training, watch: OnEven
         spec=spec,
         **figures,
         correction=_correction(given, model),
-        diagnostics={**audited, **observation.report(), **_after_training(spec, given, model)},
-        external={group.name: _external(model, group) for group in given.external},
+        anchors_right=_anchors_right(given, model),
+        diagnostics={**audited, **observation.report(), **_bank(spec, given), **_after_training(spec, given, model)},
+        external={group.name: _external(given, model, group) for group in given.external},
         counts={"parameters": parameters, "updates": log.cursor.step, **_counts(given)},
         cost=cost_row(parameters, training=log.training, preservation=log.preservation),
         seconds=log.seconds - observation.seconds,
         extra_bytes=log.extra_bytes,
         curve=curve,
-        environment=environment(threads=torch.get_num_threads(), device=str(given.base.device)),
+        environment={
+            **environment(threads=torch.get_num_threads(), device=str(given.base.device)),
+            **_whose_rows(spec, given),
+        },
     )
+
+
+def _whose_rows(spec: RunSpec, given: Comparison) -> dict[str, str]:
+    """For one of the paper's tasks, whether its rows are the paper's."""
+    task = spec.anchor_task or spec.task
+    if task not in paper_sets():
+        return {}
+    same = given.split.data_fingerprint == paper_sets()[task].sha256
+    return {"rows": f"the paper's {task}" if same else f"not the paper's {task}; 'cplus data verify' says what differs"}
 
 
 def _until_learned(spec: RunSpec, given: Comparison, training: Training) -> tuple[Evaluate, Done]:
@@ -108,7 +136,7 @@ def _until_learned(spec: RunSpec, given: Comparison, training: Training) -> tupl
     def evaluate(epoch: int) -> dict[str, float]:
         if spec.stop_at is None:
             return {}
-        with training.whole() as model:
+        with training.whole() as model, given.computing():
             found = acquisition(changes(given.new.known, answered(model, given.new))).percent
         if learned or found >= spec.stop_at:
             learned.append(found)
@@ -135,7 +163,8 @@ def measure(given: Comparison, model: nn.Module) -> dict[str, float]:
     Paper: Sec. 4.1, Evaluation. Anchors of another task are left out of Retention, as in App. E.4.
     """
     model.eval()
-    return _figures(given, answered(model, given.past), answered(model, given.new))
+    with given.computing():
+        return _figures(given, answered(model, given.past), answered(model, given.new))
 
 
 def _figures(given: Comparison, past: Sequence[Prediction], new: Sequence[Prediction]) -> dict[str, float]:
@@ -169,8 +198,20 @@ def _correction(given: Comparison, model: nn.Module) -> float | None:
     """The share of the past task's wrong rows that the trained model answers correctly, anchors left out."""
     if given.wrong is None:
         return None
-    table = changes(given.wrong.known, answered(model, given.wrong))
+    with given.computing():
+        table = changes(given.wrong.known, answered(model, given.wrong))
     return correction(table, {example.id for example in given.anchors}).percent
+
+
+def _anchors_right(given: Comparison, model: nn.Module) -> float | None:
+    """The share of the anchors of another task that the trained model answers correctly.
+
+    Paper: Table 4, accuracy on the supplied anchors.
+    """
+    if not given.other_task or not given.anchors or not given.past.closed:
+        return None
+    with given.computing():
+        return percent(predict(model, given.past.interface, given.anchors))
 
 
 def _observation(spec: RunSpec, given: Comparison, prepared: Prepared, schedule: Schedule) -> Observation:
@@ -202,24 +243,43 @@ def _audited(spec: RunSpec, given: Comparison, rows: Material, model: nn.Module)
     once = dataclasses.replace(build_schedule(spec.settings), epochs=1)
     batches = epoch_batches(METHODS["sft"], rows, once, seed=spec.seed, epoch=1)
     optimizer = build_optimizer(spec.settings, model)
-    return {"audit": audit(model, optimizer, batches, evidences, beta=spec.beta)}
+    with given.computing():  # the audit never changes the weights
+        return {"audit": audit(model, optimizer, batches, evidences, beta=spec.beta)}
+
+
+def _bank(spec: RunSpec, given: Comparison) -> dict[str, Any]:
+    """The audit of the run's bank against all rows of the past task.
+
+    Paper: App. C.2.
+    """
+    if "bank" not in spec.diagnose:
+        return {}
+    if given.bank is None:
+        raise ValueError(f"{spec.method} writes no bank from anchors, so there is none to audit; leave 'bank' out")
+    return {"bank": short_audit(given.bank, [*given.split.past, *given.split.new])}
 
 
 def _after_training(spec: RunSpec, given: Comparison, model: nn.Module) -> dict[str, Any]:
     """The diagnostics that need the trained model alone: `prior` and `permuted`."""
     found: dict[str, Any] = {}
     interface, rows = given.past.interface, given.past.examples
+
+    def answers(some: Sequence[Example]) -> list[Prediction]:
+        with given.computing():
+            return predict(model, interface, some)
+
     if "prior" in spec.diagnose:
-        after = predict(model, interface, rows)
+        after = answers(rows)
         found["prior"] = answer_prior(given.past.known, after, rows, by_letter=interface.name == "letter")
     if "permuted" in spec.diagnose:
         if interface.name != "letter":
             raise ValueError(f"permuting options requires the letter interface, got {spec.interface}")
-        found["permuted"] = permuted(lambda permuted_rows: predict(model, interface, permuted_rows), rows).row()
+        found["permuted"] = permuted(answers, rows).row()
     return found
 
 
-def _external(model: nn.Module, group: Group) -> dict[str, float]:
-    after = answered(model, group)
+def _external(given: Comparison, model: nn.Module, group: Group) -> dict[str, float]:
+    with given.computing():
+        after = answered(model, group)
     kept = retention(flips(group.known, after)).percent
     return {"before": percent(group.known), "after": percent(after), "kept": kept}

@@ -77,7 +77,7 @@ def run_sequence(
     Paper: App. E.9 (E5).
     """
     tasks = bind_tasks(spec, base)
-    before = answer_all(base, tasks)
+    before = answer_all(base, tasks, spec.compute_dtype)
     stages = [first or first_stage(spec, base, watch=watch)]
     kept: list[PastTask] = []
     for number in range(2, len(tasks) + 1):
@@ -90,7 +90,7 @@ def run_sequence(
 def first_stage(spec: SequenceSpec, base: models.Loaded, *, watch: StageWatch = lambda stage, event: None) -> Stage:
     """The checkpoint that all methods share: the first task, before which there is nothing to protect."""
     tasks = bind_tasks(spec, base)
-    return run_stage(spec, 1, base, answer_all(base, tasks), tasks, [], watch)
+    return run_stage(spec, 1, base, answer_all(base, tasks, spec.compute_dtype), tasks, [], watch)
 
 
 def bind_tasks(spec: SequenceSpec, base: models.Loaded) -> tuple[SequenceTask, ...]:
@@ -107,9 +107,10 @@ def bind_tasks(spec: SequenceSpec, base: models.Loaded) -> tuple[SequenceTask, .
     return tuple(found)
 
 
-def answer_all(current: models.Loaded, tasks: Sequence[SequenceTask]) -> TaskAnswers:
+def answer_all(current: models.Loaded, tasks: Sequence[SequenceTask], compute_dtype: str = "float32") -> TaskAnswers:
     """The model's answers, task by task."""
-    return tuple(tuple(predict(current.model, task.interface, task.examples, what=task.name)) for task in tasks)
+    with models.computing(compute_dtype, current.device):
+        return tuple(tuple(predict(current.model, task.interface, task.examples, what=task.name)) for task in tasks)
 
 
 def run_stage(
@@ -123,7 +124,7 @@ def run_stage(
 ) -> Stage:
     """One stage: a copy of the last model learns the rows of the task that this model answers incorrectly."""
     run, task = spec.stage(number), tasks[number - 1]
-    new = new_rows(split_by_answers(task, before[number - 1], last), run)
+    new = new_rows(split_by_answers(task, before[number - 1], last, spec.compute_dtype), run)
     copied = dataclasses.replace(last, model=copy.deepcopy(last.model))
     learned = Group(name=task.name, part="acquisition", interface=task.interface, examples=tuple(new))
     training = begin(run.settings, copied, learned, kept)
@@ -133,7 +134,7 @@ def run_stage(
     current = dataclasses.replace(
         last, name=f"{spec.model} after {task.name}", model=model, fingerprint=models.fingerprint(model)
     )
-    answers = answer_all(current, tasks)
+    answers = answer_all(current, tasks, spec.compute_dtype)
     return Stage(
         current=current,
         answers=answers,
@@ -144,14 +145,16 @@ def run_stage(
     )
 
 
-def split_by_answers(task: SequenceTask, answers: Sequence[Prediction], current: models.Loaded) -> Split:
+def split_by_answers(
+    task: SequenceTask, answers: Sequence[Prediction], current: models.Loaded, compute_dtype: str = "float32"
+) -> Split:
     """The task's rows split into those a model answers correctly and incorrectly."""
     return split(
         task.examples,
         answers,
         model_fingerprint=current.fingerprint,
         interface=task.interface.name,
-        stack=stack(device=str(current.device)),
+        stack=stack(device=str(current.device), compute_dtype=compute_dtype),
     )
 
 
@@ -160,7 +163,8 @@ def past_task(run: RunSpec, last: Stage, task: SequenceTask, index: int, banks: 
 
     Paper: App. E.9: a separate past-example set and self-probe bank for each preceding task.
     """
-    anchors = draw_anchors(split_by_answers(task, last.answers[index], last.current), run.num_anchors, run.seed)
+    found = split_by_answers(task, last.answers[index], last.current, run.compute_dtype)
+    anchors = draw_anchors(found, run.num_anchors, run.seed)
     wanted = anchors and run.num_probes and run.settings.row.needs_bank
     written = bank(run, last.current, task.interface, anchors, banks).examples if wanted else ()
     return PastTask(

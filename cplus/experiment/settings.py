@@ -80,7 +80,11 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The fields that a run and a sequence share: the model, the method, its evidence and how it is trained."""
+    """The fields that a run and a sequence share: the model, the method, its evidence and how it is trained.
+
+    With `topics` each request for a probe names one of 24 broad areas. `compute_dtype` is the precision of all passes,
+    of training, evidence and evaluation; weights, optimizer and gate stay float32.
+    """
 
     model: str
     interface: str
@@ -99,6 +103,8 @@ class Recipe:
     epochs: int = 25
     batch_size: int = 1
     order: str = "file"
+    topics: bool = False
+    compute_dtype: str = "float32"
 
     def key(self) -> str:
         """A hash of the non-default fields, so new fields keep old names."""
@@ -111,7 +117,8 @@ class RunSpec(Recipe):
     """Everything that decides a run's numbers; two equal specs are the same run.
 
     `anchor_task` is the task that anchors are drawn from and Retention is measured on, where it is not the new one,
-    and `wrong_anchors` of the anchors were answered incorrectly; `num_past` bounds the past rows that are evaluated.
+    and `wrong_anchors` of the anchors were answered incorrectly. With `all_anchors` every past row is an anchor and
+    `num_anchors` is 0. `num_past` bounds the past rows that are evaluated.
     `parts` splits the bank: each refresh uses one part. `refresh` is the number of steps between refreshes (None: the
     method's own); `memory` is the weight of the earlier evidence after a refresh. `warmup` is the share of all updates
     over which the learning rate rises. `strength` is the weight, threshold or share of a method that has one (None: the
@@ -132,6 +139,7 @@ class RunSpec(Recipe):
     evaluate_every: int = 0
     num_past: int | None = None
     anchor_task: str = ""
+    all_anchors: bool = False
     wrong_anchors: int = 0
     parts: int = 1
     refresh: int | None = None
@@ -160,6 +168,8 @@ class RunSpec(Recipe):
             num_probes=self.num_probes,
             shots=self.shots,
             temperature=self.temperature,
+            topics=self.topics,
+            compute_dtype=self.compute_dtype,
             **self.method_settings,
         )
 
@@ -171,6 +181,11 @@ class RunSpec(Recipe):
         return {name: value for name in names if (value := getattr(self, name)) != defaults[name]}
 
     def __post_init__(self) -> None:
+        if self.all_anchors and (self.num_anchors or self.wrong_anchors or self.keep != "anchors"):
+            raise ValueError(
+                f"with all_anchors every past row is an anchor, so num_anchors and wrong_anchors must be 0 and keep "
+                f"must be anchors, got {self.num_anchors}, {self.wrong_anchors} and {self.keep}"
+            )
         if self.interface != "freeform":
             if self.keep != "anchors" or self.stop_loss is not None:
                 raise ValueError("rows written from nothing and a loss to stop at need the interface freeform")

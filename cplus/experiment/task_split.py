@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cplus import interfaces, models
 from cplus.data.examples import Choice, Example, FreeForm, Message
+from cplus.data.predictions import Prediction
 from cplus.data.split import Split, cached_split, split, stack
 from cplus.data.tasks import load_task
 from cplus.experiment.measure import answered
@@ -16,24 +17,28 @@ from cplus.interfaces import Interface
 from cplus.probes.own_answers import own_answers
 
 TaskSplit = tuple[Interface, Split]
-SplitTask = Callable[[models.Loaded, str, str, Path | None], TaskSplit]
+SplitTask = Callable[[models.Loaded, str, str, Path | None, str], TaskSplit]
 
 
-def split_task(base: models.Loaded, task: str, interface: str, cache: Path | None = None) -> TaskSplit:
+def split_task(
+    base: models.Loaded, task: str, interface: str, cache: Path | None = None, compute_dtype: str = "float32"
+) -> TaskSplit:
     """Run the base model once over a task and split it into past and new rows; `cache` is a folder of splits."""
     bound, examples = _rows(base, task, interface)
-    return bound, _split(base, bound, examples, cache)
+    return bound, _split(base, bound, examples, cache, compute_dtype)
 
 
-def split_kept_task(base: models.Loaded, task: str, interface: str, cache: Path | None = None) -> TaskSplit:
+def split_kept_task(
+    base: models.Loaded, task: str, interface: str, cache: Path | None = None, compute_dtype: str = "float32"
+) -> TaskSplit:
     """Split a task that is kept and not learned: for free text the past rows hold the base model's own answers.
 
     Where a text's tokens are not those that the model wrote, one pass may not repeat it; such rows are left out.
     """
     if interface != "freeform":
-        return split_task(base, task, interface, cache)
+        return split_task(base, task, interface, cache, compute_dtype)
     bound, examples = _rows(base, task, interface)
-    found = _split(base, bound, own_answers(base, bound, examples, name=task), cache)
+    found = _split(base, bound, own_answers(base, bound, examples, name=task), cache, compute_dtype)
     repeats = tuple(prediction for prediction in found.predictions if prediction.right)
     return bound, replace(found, new=(), predictions=repeats)
 
@@ -61,10 +66,17 @@ def terse(example: Example) -> FreeForm:
     return FreeForm(id=example.id, messages=request, response=example.right)
 
 
-def _split(base: models.Loaded, bound: Interface, examples: tuple[Example, ...], cache: Path | None) -> Split:
-    where = stack(device=str(base.device))
+def _split(
+    base: models.Loaded, bound: Interface, examples: tuple[Example, ...], cache: Path | None, compute_dtype: str
+) -> Split:
+    where = stack(device=str(base.device), compute_dtype=compute_dtype)
     whole = Group(name="task", part="external", interface=bound, examples=examples)
     known = {"model_fingerprint": base.fingerprint, "interface": bound.name}
+
+    def answers() -> list[Prediction]:
+        with models.computing(compute_dtype, base.device):
+            return answered(base.model, whole)
+
     if cache is not None:
-        return cached_split(cache, examples, lambda: answered(base.model, whole), stack=where, **known)
-    return split(examples, answered(base.model, whole), stack=where, **known)
+        return cached_split(cache, examples, answers, stack=where, **known)
+    return split(examples, answers(), stack=where, **known)

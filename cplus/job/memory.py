@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cplus import models, world
 from cplus.attach import Guard
-from cplus.data.batching import MAX_TOKENS
+from cplus.cost import activation_bytes
 from cplus.environment import free_memory
 from cplus.evidence import Evidence, Reference, Remembered
 from cplus.experiment.driver import STATE_BYTES, adapted, build_optimizer
@@ -71,15 +71,14 @@ def model_size(config: AdaptConfig, method: Method, where: Path | str) -> ModelS
             f"max_length must be at most the context window of {config.model}, {text.max_position_embeddings} tokens, "
             f"got {config.max_length}"
         )
-    # A dense layer keeps about 16 vectors of the width for the backward pass, and three of the inner width.
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    token = 4 * text.num_hidden_layers * (16 * text.hidden_size + 3 * inner)
-    logits = 3 * 4 * text.vocab_size  # logits, their softmax and their gradient, at the target's positions
     return ModelSize(
         parameters=sum(p.numel() for p in model.parameters()),
         trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
         stored_dtype=str(getattr(found, "dtype", None) or "float32").removeprefix("torch."),
-        activation_bytes=MAX_TOKENS * token + MAX_TOKENS // 4 * logits,
+        activation_bytes=activation_bytes(
+            layers=text.num_hidden_layers, width=text.hidden_size, inner=inner, vocabulary=text.vocab_size
+        ),
         packed=packed,
     )
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from cplus.experiment.settings import RunSpec
-from cplus.studies import chat, e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12, e13, frontier
+from cplus.studies import chat, e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12, e13, e14, frontier
 from cplus.studies.scales import SCALES, Scale, canonical, scale_named
 from cplus.studies.study import Claim, Published, Result, Spec, Study, Summary, SummaryRow, judged, tally
 
 STUDIES: dict[str, Study] = {
     module.STUDY.name: module.STUDY
-    for module in (e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12, e13, frontier, chat)
+    for module in (e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12, e13, e14, frontier, chat)
 }
 
 
@@ -49,6 +49,23 @@ def with_further_methods(specs: Sequence[Spec], methods: Sequence[str]) -> list[
     return [*specs, *(canonical(replace(spec, method=name)) for name in methods for spec in plain)]
 
 
+def matching(specs: Sequence[Spec], texts: Sequence[str]) -> list[Spec]:
+    """The runs whose settings have these values, each given as NAME=VALUE; no run at all is an error."""
+    found = list(specs)
+    known = {field.name for spec in found for field in fields(spec)}
+    for text in texts if found else ():
+        name, equals, value = text.partition("=")
+        if not equals or name not in known:
+            near = difflib.get_close_matches(name, known, n=2)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"settings are {', '.join(sorted(known))}"
+            raise ValueError(f"--only must be NAME=VALUE with a setting of a run, got {text!r}; {hint}")
+        values = {str(getattr(spec, name)) for spec in found if hasattr(spec, name)}
+        found = [spec for spec in found if hasattr(spec, name) and str(getattr(spec, name)) == value]
+        if not found:
+            raise ValueError(f"no run has {text}; there are {', '.join(sorted(values)) or 'none with this setting'}")
+    return found
+
+
 __all__ = [
     "SCALES",
     "STUDIES",
@@ -61,6 +78,7 @@ __all__ = [
     "Summary",
     "SummaryRow",
     "judged",
+    "matching",
     "runs_of",
     "scale_named",
     "studies_named",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from cplus.experiment.settings import RunSpec
 from cplus.models.packages import PACKAGED
+from cplus.selection import method
 from cplus.studies.study import Result, Spec
 
 PARAMETERS = {
@@ -33,11 +34,13 @@ def flops(spec: Spec) -> float:
     new = spec.num_new or NEW_ROWS
     trained = new * (2 if "replay" in spec.method else 1) * spec.epochs
     evidence = (spec.num_anchors + spec.num_probes) * spec.epochs
+    if method(spec.method).refresh == 1:  # at every update
+        evidence = spec.num_anchors * updates(spec)
     evaluated = 4 * PAST_ROWS
     if isinstance(spec, RunSpec):
         evaluated = (spec.num_past or PAST_ROWS) + new + len(spec.external) * (spec.external_limit or PAST_ROWS)
         evaluated *= 1 + (spec.epochs // spec.evaluate_every if spec.evaluate_every else 0)
-        evidence //= spec.parts
+        evidence = (evidence + PAST_ROWS * spec.epochs * spec.all_anchors) // spec.parts
         if {"reference", "audit"} & set(spec.diagnose):
             evidence += 2 * PAST_ROWS * (spec.epochs if "reference" in spec.diagnose else 4)
     stages = 1 if isinstance(spec, RunSpec) else len(spec.tasks)
@@ -46,17 +49,30 @@ def flops(spec: Spec) -> float:
     return stages * size * (6 * (trained + evidence) + 2 * evaluated * choices / 2)
 
 
-def seconds(spec: Spec, known: Sequence[Result]) -> float:
-    """The estimated time of a run: its FLOPs at the median rate of similar finished runs, else at the assumed speed."""
+def updates(spec: Spec) -> int:
+    """The number of updates of a run."""
+    stages = 1 if isinstance(spec, RunSpec) else len(spec.tasks)
+    return stages * spec.epochs * -(-(spec.num_new or NEW_ROWS) // spec.batch_size)
+
+
+def seconds(spec: Spec, known: Sequence[Result], speed: float | None = None) -> float:
+    """The estimated time of a run: its FLOPs at the median rate of similar finished runs, else at this speed.
+
+    `speed` is FLOPs per second as measured on the device; without it an assumed one is used.
+    """
     own = flops(spec)
-    similar = [r for r in known if r.spec.model == spec.model and type(r.spec) is type(spec)]
-    same = [r for r in similar if r.spec.method == spec.method] or similar
     rates: list[float] = [
-        r.environment["wall_seconds"] / flops(r.spec) for r in same if "wall_seconds" in r.environment
+        r.environment["wall_seconds"] / flops(r.spec) for r in similar(spec, known) if "wall_seconds" in r.environment
     ]
     if rates:
         return own * statistics.median(rates)
-    return OVERHEAD + own / SPEED[PARAMETERS.get(spec.model, 1e9) < 200e6]
+    return OVERHEAD + own / (speed or SPEED[PARAMETERS.get(spec.model, 1e9) < 200e6])
+
+
+def similar(spec: Spec, known: Sequence[Result]) -> list[Result]:
+    """The finished runs of the same model and kind, of the same method if there are any."""
+    found = [r for r in known if r.spec.model == spec.model and type(r.spec) is type(spec)]
+    return [r for r in found if r.spec.method == spec.method] or found
 
 
 def memory(spec: Spec) -> float:

@@ -32,15 +32,31 @@ from cplus.studies.summaries import (
     table,
 )
 
+ALL_ANCHORS = ("replay", "cpl", "cplus")
+"""The methods of Fig. 1 (a), also run with every past row as an anchor."""
+
 
 def runs(scale: Scale) -> list[RunSpec]:
-    """Every method at every model, task, budget and seed; SFT has no budget, and one run if the seed has no effect."""
+    """Every method at every model, task, budget and seed; SFT has no budget, and one run if the seed has no effect.
+
+    For the first model and task also with every past row as an anchor.
+    """
+    first, seeds = scale.grid[0], range(scale.seeds_where_five)
+    place = {"model": first.model, "task": first.task, "lr": first.lr}
+    whole = () if scale.base.interface == "freeform" else ALL_ANCHORS  # its past rows are another task's
     return [
-        scale.at(model=cell.model, task=cell.task, lr=cell.lr, method=method, num_anchors=budget, seed=seed)
-        for cell in scale.grid
-        for budget in cell.budgets
-        for method in MAIN
-        for seed in range(scale.seeds_where_five)
+        *(
+            scale.at(model=cell.model, task=cell.task, lr=cell.lr, method=method, num_anchors=budget, seed=seed)
+            for cell in scale.grid
+            for budget in cell.budgets
+            for method in MAIN
+            for seed in seeds
+        ),
+        *(
+            scale.at(**place, method=m, num_anchors=0, all_anchors=True, external=(), seed=s)
+            for m in whole
+            for s in seeds
+        ),
     ]
 
 
@@ -49,12 +65,16 @@ def summary(results: Sequence[Result]) -> Summary:
 
     For free text, the rise of the past answers' loss at matched learning takes the place of Retention.
     """
-    mine = run_results(results)
+    everything = run_results(results)
+    mine = limited(everything)
     kept, free = retention_measure(mine), free_text(mine)
     budgets = tried(mine) if free else SCARCE
     listed = " and ".join(map(str, budgets))
-    rows = table(mine, ("model", "task", "method", "num_anchors"), kept.columns)
-    lead, (won, total), scales = gain(family(mine), kept.metric), wins(mine), recovered(mine)
+    rows = (
+        *table(mine, ("model", "task", "method", "num_anchors"), kept.columns),
+        *table(with_all(everything), ("model", "task", "method", "all_anchors"), kept.columns),
+    )
+    lead, (won, total), scales = gain(family(mine), kept.metric), wins(mine), recovered(family(mine))
     claims = [
         Claim(
             says=f"CPLUS {kept.better_than} each setting's strongest baseline, mean over A = {listed}",
@@ -74,7 +94,7 @@ def summary(results: Sequence[Result]) -> Summary:
         ),
     ]
     if not free:
-        claims += [*_scarcity(mine), *_by_size(family(mine))]
+        claims += [*_scarcity(everything), *_by_size(family(mine))]
     shares = ", ".join(f"{row.at['model']} {shown(row.figures['recovery'])} %" for row in scales)
     where, does = (", at matched learning of free text,", "loses") if free else ("", "keeps")
     answer = (
@@ -106,21 +126,36 @@ def gain(results: Sequence[RunResult], metric: Metric) -> Estimate | None:
 
 
 def _scarcity(results: Sequence[RunResult]) -> list[Claim]:
-    """Replay and CPL keep more with the most anchors than with the fewest, for the first model and task."""
+    """Replay and CPL keep more with more anchors, for the first model and task: the most budgeted, and all past rows.
+
+    Paper: Sec. 3.1 names the budgets from four to all 418 past rows.
+    """
     here = pick(results, model=results[0].spec.model, task=results[0].spec.task) if results else []
-    budgets = sorted({result.spec.num_anchors for result in pick(here, method="cplus")})
+    budgets = sorted({result.spec.num_anchors for result in pick(limited(here), method="cplus")})
     if len(budgets) < 2:
         return []
     few, many = budgets[0], budgets[-1]
+    steps = {f"A={many}": pick(limited(here), num_anchors=many), "all past rows as anchors": with_all(here)}
     return [
         above(
-            f"{name} keeps more with A={many} than with A={few}",
-            pick(here, method=name, num_anchors=many),
-            pick(here, method=name, num_anchors=few),
+            f"{name} keeps more with {words} than with A={few}",
+            pick(more, method=name),
+            pick(limited(here), method=name, num_anchors=few),
             paper="Sec. 3.1; Fig. 1 (a)",
         )
+        for words, more in steps.items()
         for name in ("replay", "cpl")
     ]
+
+
+def limited(results: Sequence[RunResult]) -> list[RunResult]:
+    """The runs with an anchor budget, or without anchors."""
+    return pick(results, all_anchors=False)
+
+
+def with_all(results: Sequence[RunResult]) -> list[RunResult]:
+    """The runs with every past row as an anchor."""
+    return pick(results, all_anchors=True)
 
 
 def _by_size(results: Sequence[RunResult]) -> list[Claim]:

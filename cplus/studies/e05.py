@@ -38,6 +38,8 @@ def _spec(scale: Scale, method: str, seed: int) -> SequenceSpec:
         epochs=run.epochs,
         batch_size=run.batch_size,
         order=run.order,
+        topics=run.topics,
+        compute_dtype=run.compute_dtype,
     )
     return replace(spec, seed=0) if seedless(spec) else spec
 

@@ -16,12 +16,15 @@ COMPARED = ("sft", "replay", "distillation", "ssr", "agem", "ogd", "cpl", "cplus
 
 
 def runs(scale: Scale) -> list[RunSpec]:
-    """Four methods evaluated after every epoch; eight methods with a small bank, compared by cost, at three sizes."""
+    """Four methods evaluated after every epoch; eight methods with a small bank, compared by cost, at three sizes.
+
+    Paper: App. E.3, the curves are computed in FP32, unlike the grid.
+    """
     task = scale.base.task
     sizes = [cell for cell in scale.grid if cell.task == task][:3]
     return [
         *(
-            scale.at(method=m, evaluate_every=1, external=(), seed=s)
+            scale.at(method=m, evaluate_every=1, external=(), compute_dtype=scale.curve_dtype, seed=s)
             for m in CURVES
             for s in range(scale.seeds_where_one)
         ),

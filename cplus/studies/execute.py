@@ -86,8 +86,8 @@ class ProcessCache:
 
     def __init__(self) -> None:
         self._base: Loaded | None = None
-        self._splits: dict[tuple[SplitTask, str, str], TaskSplit] = {}
-        self._external: dict[tuple[str, int, int | None, str], Group] = {}
+        self._splits: dict[tuple[SplitTask, str, str, str], TaskSplit] = {}
+        self._external: dict[tuple[str, int, int | None, str, str], Group] = {}
         self._comparison: tuple[Spec, Comparison] | None = None
         self._first: tuple[Spec, sequence.Stage] | None = None
 
@@ -107,13 +107,13 @@ class ProcessCache:
             self._comparison = self._first = None
         return self._base
 
-    def split(self, divide: SplitTask, model: str, task: str, interface: str) -> TaskSplit:
+    def split(self, divide: SplitTask, spec: RunSpec, task: str) -> TaskSplit:
         """A task split by what the base model answers correctly."""
         from cplus.files import cache_folder
 
-        base, key = self.base(model), (divide, task, interface)
+        base, key = self.base(spec.model), (divide, task, spec.interface, spec.compute_dtype)
         if key not in self._splits:
-            self._splits[key] = divide(base, task, interface, cache_folder() / "splits")
+            self._splits[key] = divide(base, task, spec.interface, cache_folder() / "splits", spec.compute_dtype)
         return self._splits[key]
 
     def comparison(self, spec: RunSpec) -> Comparison:
@@ -123,9 +123,9 @@ class ProcessCache:
 
         base, shared = self.base(spec.model), without_method(spec)
         if self._comparison is None or self._comparison[0] != shared:
-            learned = self.split(split_task, spec.model, spec.task, spec.interface)
+            learned = self.split(split_task, spec, spec.task)
             other = spec.anchor_task
-            kept = self.split(split_kept_task, spec.model, other, spec.interface) if other else None
+            kept = self.split(split_kept_task, spec, other) if other else None
             name = f"{spec.model}-{spec.task}-{spec.seed}".replace("/", "-")
             with holding(self.banks / f".{name}.lock", wait=3600.0):
                 self._comparison = (
@@ -138,7 +138,7 @@ class ProcessCache:
         """An external task with the base model's answers, evaluated once per seed."""
         from cplus.experiment.comparison import external_task
 
-        key = name, spec.seed, spec.external_limit, spec.interface
+        key = name, spec.seed, spec.external_limit, spec.interface, spec.compute_dtype
         if key not in self._external:
             self._external[key] = external_task(base, name, spec)
         return self._external[key]

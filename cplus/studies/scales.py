@@ -33,7 +33,8 @@ class Scale:
 
     `small_bank` is the number of probes in the compute comparison, `large_bank` in the rotating bank;
     `aggressive_schedule` is E8's learning rate and epochs; `new_and_anchor_task` is E7's new task and the task of its
-    anchors; `sequence_rows` limits the rows of each of E5's tasks; `studies` are the studies run at this scale.
+    anchors; `sequence_rows` limits the rows of each of E5's tasks; `curve_dtype` is the precision of E6's curves;
+    `studies` are the studies run at this scale.
     """
 
     name: str
@@ -50,9 +51,10 @@ class Scale:
     aggressive_schedule: tuple[float, int]
     new_and_anchor_task: tuple[str, str]
     sequence_rows: int | None = None
+    curve_dtype: str = "float32"
     shots: tuple[int, ...] = (2, 4)
     temperatures: tuple[float, ...] = (0.5, 0.8, 1.1)
-    studies: tuple[str, ...] = tuple(f"e{n:02d}" for n in range(1, 14))
+    studies: tuple[str, ...] = tuple(f"e{n:02d}" for n in range(1, 15))
 
     @property
     def anchors(self) -> int:
@@ -71,9 +73,9 @@ def canonical(spec: RunSpec) -> RunSpec:
     """The spec without settings that its method ignores, the seed included, so that equal runs have equal names."""
     row = method(spec.method)
     if not row.needs_bank:
-        spec = replace(spec, num_probes=0, shots=2, temperature=0.8)
+        spec = replace(spec, num_probes=0, shots=2, temperature=0.8, topics=False)
     if not row.needs_anchors and not spec.anchor_task:
-        spec = replace(spec, num_anchors=0)
+        spec = replace(spec, num_anchors=0, all_anchors=False)
     return replace(spec, seed=0) if seedless(spec) else spec
 
 
@@ -127,7 +129,7 @@ _TOY = RunSpec(
     external_limit=400,
 )
 # The frontier's rates were chosen on the toy world.
-TOY_STUDIES = (*(f"e{n:02d}" for n in range(1, 14)), "frontier")
+TOY_STUDIES = (*(f"e{n:02d}" for n in range(1, 15)), "frontier")
 SMOKE = Scale(
     name="smoke",
     summary="the smallest toy model, one seed, a few steps: does every study run?",
@@ -230,6 +232,8 @@ PAPER = Scale(
         num_anchors=8,
         num_probes=512,
         external=("arc_c", "hellaswag", "piqa", "winogrande", "openbookqa"),
+        topics=True,
+        compute_dtype="bfloat16",
     ),
     grid=tuple(
         GridCell(model=model, task=task, lr=lr, budgets=BUDGETS)

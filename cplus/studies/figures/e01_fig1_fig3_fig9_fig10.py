@@ -9,7 +9,7 @@ from cplus.evaluation.statistics import Estimate, estimate
 from cplus.experiment.record import RunResult
 from cplus.experiment.settings import RunSpec
 from cplus.studies.collected import Collected
-from cplus.studies.e01 import at_budgets, gain, macro, recovered, wins
+from cplus.studies.e01 import ALL_ANCHORS, at_budgets, gain, limited, macro, recovered, wins, with_all
 from cplus.studies.figures.drawing import (
     INK,
     PALETTE,
@@ -17,12 +17,14 @@ from cplus.studies.figures.drawing import (
     Points,
     budget_axis,
     by_budget,
+    colour_and_marker,
     estimates_of,
     legend,
     level_line,
     line,
     lines,
     mark_not_run,
+    method_name,
     model_size,
     panels,
     seed_count,
@@ -46,7 +48,7 @@ def fig_main_results(found: Collected) -> Picture:
     drawn: list[Estimate] = []
     for axis, (model, task) in zip(axes, places, strict=False):
         budgets = {s.num_anchors for s in specs if (s.model, s.task) == (model, task) and s.num_anchors}
-        drawn += _curves(axis, pick(own.runs, model=model, task=task), budgets, MAIN[1:])
+        drawn += _curves(axis, limited(pick(own.runs, model=model, task=task)), budgets, MAIN[1:])
         axis.set_title(f"{model} · {task}" if model else "")
     for axis in axes[len(places) :]:
         axis.set_axis_off()
@@ -68,14 +70,16 @@ def fig_problem_motivation(found: Collected) -> Picture:
     first = found.scale.grid[0]
     figure, (left, right) = panels(2, width=4.2, height=3.0)
     here = pick(found.studies["e01"].runs, model=first.model, task=first.task)
-    drawn = _curves(left, here, first.budgets, ("replay", "cpl", "cplus"))
+    drawn = _curves(left, limited(here), first.budgets, ALL_ANCHORS)
+    drawn += _at_all(left, with_all(here), first.budgets)
     left.set(ylabel="Retention (%)", title=f"(a) {first.model} adapted to {first.task}")
     drawn += draw_outside_changes(right, pick(found.studies["e02"].runs, task=first.task))
     right.set_title(f"(b) other tasks after {first.task}")
     legend(figure)
     caption = (
-        f"(a) Retention by the number of anchors; SFT uses none. (b) Change of accuracy on tasks used neither for "
-        f"training nor as anchors; diamonds are their average. Means and standard errors, {seed_count(drawn)}."
+        f"(a) Retention by the number of anchors, at the right with every past row; SFT uses none. (b) Change of "
+        "accuracy on tasks used neither for training nor as anchors; diamonds are their average. Means and standard "
+        f"errors, {seed_count(drawn)}."
     )
     return Picture(label="fig:problem-motivation", paper="Fig. 1", caption=caption, figure=figure)
 
@@ -88,6 +92,23 @@ def _curves(axis: Any, here: Sequence[RunResult], budgets: Iterable[int], method
     lines(axis, series)
     budget_axis(axis, budgets)
     return estimates_of(series) + ([plain] if plain else [])
+
+
+def _at_all(axis: Any, results: Sequence[RunResult], budgets: Sequence[int]) -> list[Estimate]:
+    """The methods with every past row as an anchor, at the number of past rows; the lines lead there."""
+    counts = [result.counts["anchors"] for result in results]
+    if not counts:
+        return []
+    x = round(sum(counts) / len(counts))
+    drawn = []
+    for method in ALL_ANCHORS:
+        found = over_seeds(pick(results, method=method), retained)
+        if found is not None:
+            colour, marker = colour_and_marker(method)
+            line(axis, [(x, found)], method_name(method), colour, marker, linestyle="none", markerfacecolor="none")
+            drawn.append(found)
+    axis.set_xticks([*budgets, x], [*map(str, budgets), f"all\n({x})"])
+    return drawn
 
 
 def fig_model_scale_headline(found: Collected) -> Picture:
@@ -201,9 +222,9 @@ def macro_line(results: Sequence[RunResult], models: Sequence[str], tasks: Seque
 
 def comparison(found: Collected) -> list[ComparisonLine]:
     """Mean gain, settings led, share of forgetting recovered and Acquisition, with the paper's."""
-    runs = found.studies["e01"].runs
+    runs = limited(found.studies["e01"].runs)
     won, total = wins(runs)
-    rows = sorted(recovered(runs), key=lambda row: model_size(row.at["model"]))
+    rows = sorted(recovered(family(runs)), key=lambda row: model_size(row.at["model"]))
     shares = {row.at["model"]: row.figures["recovery"] for row in rows}
     paper, paper_shares = published_numbers("e01"), published_numbers("e01", 1)
     return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cplus.evaluation.statistics import Estimate
 from cplus.studies.collected import Collected, CollectedStudy
-from cplus.studies.e07 import corrected, overall
+from cplus.studies.e07 import corrected, overall, supplied
 from cplus.studies.figures.drawing import seed_count
 from cplus.studies.figures.tables import Cell, ComparisonLine, Table, cell, joined, joined_numbers, published_numbers
 from cplus.studies.summaries import Metric, over_seeds, pick, retained
@@ -23,14 +23,23 @@ def tab_anchor_composition(found: Collected) -> Table:
     for wrong in _wrong_counts(own):
         measured = [over_seeds(pick(own.runs, wrong_anchors=wrong), metric) for metric in METRICS.values()]
         paper = published_numbers("e07").get(str(wrong), (None,) * 3) if anchors == 8 else (None,) * 3
-        rows.append((str(anchors - wrong), str(wrong), *map(cell, measured, paper)))
+        own_rows = over_seeds(pick(own.runs, wrong_anchors=wrong), supplied)
+        last = cell(own_rows, published_numbers("e07", 1)["supplied anchors"] if anchors == 8 else None)
+        rows.append((str(anchors - wrong), str(wrong), *map(cell, measured, paper), last))
         drawn += measured
     new, kept = found.scale.new_and_anchor_task
     return Table(
         label="tab:anchor-composition",
         paper="Table 4",
         caption=f"Anchors of {kept} while {new} is learned, {seed_count(drawn)}. Published: CSQA and MedQA, one seed.",
-        columns=("Base-correct", "Base-wrong", "Retention (%)", "Correction (%)", "Overall (%)"),
+        columns=(
+            "Base-correct",
+            "Base-wrong",
+            "Retention (%)",
+            "Correction (%)",
+            "Overall (%)",
+            "Anchors (%)",
+        ),
         rows=tuple(rows),
     )
 

@@ -1,0 +1,201 @@
+"""Scale paper is the paper's setting: one cell end to end on a stand-in, every run placed on a described machine."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cplus import cli, models
+from cplus.commands import study as study_command
+from cplus.data.examples import Choice, lines
+from cplus.experiment.record import result_name
+from cplus.experiment.settings import RunSpec, SequenceSpec
+from cplus.job.memory import guard_bytes
+from cplus.job.settings import AdaptConfig
+from cplus.methods import METHODS
+from cplus.models.presets import Preset
+from cplus.probes.engine import Request, Sample, Sampling
+from cplus.probes.local import LocalEngine
+from cplus.probes.settings import TOPICS
+from cplus.studies import SCALES, STUDIES, execute, matching, runs_of
+from cplus.studies.machine import WHOLE, Machine, can_be_sharded, gate_bytes, place
+from cplus.studies.results import load
+from cplus.studies.runner import in_this_process
+
+ROOT = Path(__file__).parent.parent
+PAPER = SCALES["paper"]
+ALL = list(dict.fromkeys(spec for study in STUDIES.values() for spec in runs_of(study, PAPER)))
+
+
+def command(*arguments: str) -> Any:
+    if not cli.app.registered_commands:
+        cli.register()
+    return CliRunner().invoke(cli.app, ["study", *arguments])
+
+
+def test_the_papers_settings_are_on() -> None:
+    runs = [spec for spec in ALL if isinstance(spec, RunSpec)]
+    with_bank = [spec for spec in ALL if METHODS[spec.method].needs_bank]
+    cue = [spec for spec in runs_of(STUDIES["e14"], PAPER) if not spec.topics]
+    assert {spec for spec in with_bank if not spec.topics} == set(cue)  # without it only where the cue is the question
+    exact = {spec for spec in ALL if spec.compute_dtype == "float32"}
+    assert exact == {
+        spec for spec in runs_of(STUDIES["e06"], PAPER) if isinstance(spec, RunSpec) and spec.evaluate_every
+    }
+    assert {spec.compute_dtype for spec in ALL} == {"float32", "bfloat16"}
+    assert {(spec.batch_size, spec.order, spec.weight_decay) for spec in ALL} == {(1, "file", 0.1)}
+    whole = [spec for spec in runs if spec.all_anchors]
+    assert {(spec.method, spec.model, spec.task) for spec in whole} == {
+        (method, "qwen3-0.6b", "csqa") for method in ("replay", "cpl", "cplus")
+    }
+
+
+def test_settings_that_are_off_keep_the_old_names() -> None:
+    spec = SCALES["desk"].at()
+    assert (ROOT / "results" / "desk" / result_name(spec)).is_file()  # committed before these settings existed
+    assert (spec.topics, spec.compute_dtype, spec.all_anchors) == (False, "float32", False)
+
+
+def test_every_run_has_a_place_on_eight_devices_of_80_gb() -> None:
+    found = command("all", "--scale", "paper", "--dry-run", "--machine", "8x80", "--json")
+    report = json.loads(found.stdout[found.stdout.index("{") :])
+    assert (report["runs"], report["refused"]) == (len(ALL), 0)
+    assert len(report["missing"]) == len(ALL)
+    assert all(
+        each["devices"] in (1, 2) and each["bytes"] < 0.94 * 80e9 and each["seconds"] > 0 for each in report["missing"]
+    )
+    assert "stated and not measured" in report["speed"]
+    runs = {each["run"]: each for each in report["missing"]}
+    ogd = {title.split()[1]: each["on_host"] for title, each in runs.items() if title.startswith("ogd ")}
+    assert ogd["qwen3-0.6b"] == 0.0  # its basis fits beside the training, at 4 B it is in the host's memory
+    assert ogd["qwen3-4b"] == 2 * 8 * 4.02e9
+    assert {each["devices"] for title, each in runs.items() if title.startswith("cplus qwen3-4b")} == {2}
+
+
+def test_a_machine_that_is_too_small_and_bad_words_are_named() -> None:
+    spec = PAPER.at(model="qwen3-4b", method="cplus")
+    with pytest.raises(
+        ValueError, match=r"cplus of qwen3-4b needs .* GB on each of 1 devices, and those of 24 GB offer"
+    ):
+        place(spec, Machine(devices=1, gigabytes=24.0))
+    for text in ("80", "0x80", "8x0", "eight"):
+        with pytest.raises(ValueError, match="--machine must be DEVICESxGIGABYTES like 8x80"):
+            Machine.read(text)
+    assert "add --dry-run" in str(command("e08", "--scale", "smoke", "--machine", "8x80").exception)
+
+
+def test_the_gates_bytes_and_what_can_be_sharded_are_those_of_the_engine() -> None:
+    config = AdaptConfig(model="toy", new=["new.jsonl"], device="cpu")
+    for name, row in METHODS.items():
+        if row.projection is None and row.guarded:
+            kept, step = guard_bytes(config, row, 8, 10**9, copies=True)
+            assert gate_bytes(row) == pytest.approx(kept + step, abs=0.01), name
+        gate = row.build_gate(0)
+        if gate is not None and row.projection is None and not row.memory:
+            assert (name in WHOLE) == gate.whole, name
+    assert can_be_sharded(PAPER.at(method="cplus"))
+    assert not can_be_sharded(PAPER.at(method="ogd"))
+    assert not any(can_be_sharded(spec) for spec in ALL if isinstance(spec, SequenceSpec))
+
+
+def test_only_runs_with_the_named_settings() -> None:
+    runs = runs_of(STUDIES["e01"], PAPER)
+    cell = ("model=qwen3-0.6b", "task=csqa", "num_anchors=8", "method=cplus", "seed=0")
+    [spec] = matching(runs, cell)
+    assert spec == PAPER.at(method="cplus", num_anchors=8, seed=0)
+    with pytest.raises(ValueError, match=r"got 'modle=x'; did you mean model"):
+        matching(runs, ["modle=x"])
+    with pytest.raises(ValueError, match=r"no run has method=lora; there are cpl, cplus, probe-replay, replay, sft"):
+        matching(runs, ["method=lora"])
+
+
+QUESTIONS = [
+    Choice(id=f"q{n}", question=f"Number {n}?", choices=tuple(random.Random(n).sample("abcdefgh", 4)), answer=n % 4)
+    for n in range(20)
+]
+
+
+EITHER = [Choice(id=f"e{n}", question="Which?", choices=("a", "b"), answer=n) for n in range(2)]
+"""Whatever a model answers, it is right once."""
+
+
+@pytest.fixture
+def stand_in(
+    make_tiny: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> tuple[list[str], list[tuple[bool, int]]]:
+    """A tiny Qwen3 in the place of Qwen3-0.6B, small files of rows, and a scripted writer of questions.
+
+    Returns the requests that the writer was shown, and for each pass whether it computed in bfloat16 and its rows.
+    """
+    tiny = make_tiny("qwen3")
+    models.save(tiny.model, tiny.tokenizer, tmp_path / "tiny")
+    monkeypatch.setitem(models.PRESETS, "qwen3-0.6b", Preset(model=str(tmp_path / "tiny"), thinking=False))
+    for name in ("csqa", "arc_c", "hellaswag", "piqa", "winogrande", "openbookqa"):
+        rows = QUESTIONS if name == "csqa" else EITHER
+        (tmp_path / f"{name}.jsonl").write_text(lines(rows))
+    monkeypatch.setenv("CPLUS_DATA", str(tmp_path))
+    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(execute, "CACHE", execute.ProcessCache())
+    monkeypatch.setattr(study_command, "_executor", lambda *_, **__: in_this_process)
+    shown: list[str] = []
+    passes: list[tuple[bool, int]] = []
+
+    def sample(engine: Any, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
+        for request in requests:
+            shown.append(tiny.tokenizer.decode(request.prompt))
+            text = f"Question: Item {request.index}?\nOptions:\nA: k\nB: l\nC: m\nD: n{request.index}"
+            yield Sample(index=request.index, text=text, tokens=1, end="end of text")
+
+    load_model = models.load
+
+    def watched(name: str, *arguments: Any, **more: Any) -> Any:
+        found = load_model(name, *arguments, **more)
+        found.model.get_input_embeddings().register_forward_hook(
+            lambda module, given, out: passes.append((torch.is_autocast_enabled("cpu"), len(given[0])))
+        )
+        return found
+
+    monkeypatch.setattr(LocalEngine, "sample", sample)
+    monkeypatch.setattr("cplus.models.loading.load", watched)
+    return shown, passes
+
+
+def test_one_cell_of_the_paper_runs_end_to_end_on_a_stand_in(
+    stand_in: tuple[list[str], list[tuple[bool, int]]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shown, passes = stand_in
+    # The paper's 512 probes and 25 epochs would take long here; everything else is the scale's own.
+    base = replace(PAPER.base, num_probes=24, epochs=1)
+    monkeypatch.setitem(SCALES, "paper", replace(PAPER, base=base))
+    cell = ("model=qwen3-0.6b", "task=csqa", "num_anchors=4", "method=cplus", "seed=0")
+    chosen = [part for setting in cell for part in ("--only", setting)]
+    found = command("e01", "--scale", "paper", *chosen, "--out", str(tmp_path / "results"), "--json")
+    assert found.exit_code == 0, found.exception
+    report = json.loads(found.stdout[found.stdout.index("{") :])
+    assert (report["runs"], report["done"], report["failed"]) == (1, 1, [])
+    result = load(SCALES["paper"].at(num_anchors=4), tmp_path / "results" / "paper")
+    assert result is not None
+    # The cue: every area once in each round of 24 requests.
+    cues = [re.findall(r"question about ([a-z ]+) in exactly", text) for text in shown[:24]]
+    assert sorted(cue for own in cues for cue in own) == sorted(TOPICS)
+    # Batch 1 in file order.
+    counts = result.counts
+    assert counts["updates"] == counts["new"]
+    assert (counts["probes"], counts["anchors"], counts["past"] + counts["new"]) == (24, 4, 20)
+    assert result.spec.order == "file"
+    # Every pass but those that label the bank computes in bfloat16.
+    half = [rows for autocast, rows in passes if autocast]
+    assert half.count(1) >= counts["updates"]
+    labelled = sum(rows for autocast, rows in passes if not autocast)
+    assert labelled >= 24
+    assert "not the paper's csqa" in result.environment["rows"]
+    assert "csqa: 20 rows, not the paper's 1,096" in found.stderr
