@@ -33,10 +33,7 @@ BASE = (
     "jinja2",
     "gguf",
 )
-CONTRACT = (
-    "tests/test_attach.py",
-    "tests/test_only_rows.py",
-)  # every optimizer, tied embeddings, Trainer
+CONTRACT = tuple(f"tests/test_{name}.py" for name in ("attach", "only_rows", "any_loss", "integration_trainer"))
 SHOWN = ("transformers", "trl", "peft", "accelerate", "datasets", "torch")
 BEGIN, END = "<!-- matrix -->", "<!-- /matrix -->"
 
