@@ -19,7 +19,7 @@ LAYERS = {
     "foundation": "algorithm cost environment files health imports locks terminal world",
     "rows": "data interfaces toy",
     "gate": (
-        "adapters any_loss attach evidence gates kernels losses native only_rows optim projections ranks shield "
+        "adapters any_loss attach curvature evidence gates kernels losses native only_rows optim projections ranks shield "
         "stepping support zero zero_passes"
     ),
     "models": "evaluation models scoring toy.pretrain",
