@@ -473,7 +473,9 @@ class Guard:
     def compiles(self, parameters: int) -> bool:
         """Whether the gate would be compiled with this many parameters; for small models compiling costs too much."""
         gate = self.gate
-        if gate is None or gate.average is None or self.projection is not None or self.where.sharded:
+        if gate is None or self.projection is not None or self.where.sharded:
+            return False
+        if gate.average is None and gate.uses != "coefficients":
             return False
         if parameters < kernels.WORTH_COMPILING or not all(map(kernels.fits, self.params)):
             return False
@@ -486,30 +488,39 @@ class Guard:
 
     def _arm(self) -> None:
         """Pass the step's evidence and average to our AdamW; `_after` counts the step."""
-        average, optimizer = self._average(), self.optimizer
+        optimizer = self.optimizer
         assert isinstance(optimizer, AdamW)
-        average.allocate([p.detach() for p in self.params])
+        signs, averages, numbers = self._kernel_inputs([p.detach() for p in self.params])
         ids = [id(p) for p in self.params]
-        signs = {i: g for i, g in zip(ids, self._kept[0], strict=True) if isinstance(g, Signs)}
         optimizer.armed = Armed(
-            signs=signs,
-            ema=dict(zip(ids, average.tensors, strict=True)) if average.tensors else {},
-            numbers=kernels.gate_numbers(average.beta, average.step + 1),
+            signs=dict(zip(ids, signs, strict=True)),
+            ema=dict(zip(ids, averages, strict=True)) if averages else {},
+            numbers=numbers,
             watch=self._show_armed if self.observers else None,
         )
 
+    def _kernel_inputs(self, like: Sequence[Tensor]) -> tuple[list[Signs], list[Tensor], tuple[float, ...]]:
+        """Signs, averages and scalars of this step; coefficients that are stored are an average that does not move."""
+        assert self.gate is not None
+        if self.gate.uses == "coefficients":
+            coefficients = [c for c in self._kept[0] if isinstance(c, Tensor)]
+            return [Signs.none(c) for c in coefficients], coefficients, kernels.STILL
+        average = self._average()
+        average.allocate(like)
+        signs = [g for g in self._kept[0] if isinstance(g, Signs)]
+        return signs, average.tensors, kernels.gate_numbers(average.beta, average.step + 1)
+
     def _apply_compiled(self, proposals: Sequence[Proposal]) -> None:
         """Lines 10-13 in one pass per tensor, in place."""
-        average = self._average()
-        average.allocate([proposal.theta for proposal in proposals])
-        average.step += 1
-        numbers = kernels.gate_numbers(average.beta, average.step)
+        signs, averages, numbers = self._kernel_inputs([proposal.theta for proposal in proposals])
+        step = 0
+        if self.gate is not None and self.gate.average is not None:
+            self.gate.average.step += 1
+            step = self.gate.average.step
         for i, proposal in enumerate(proposals):
-            ema = average.tensors[i] if average.tensors else None
-            assert isinstance(proposal.g_hat, Signs)
             seen = replace(proposal, proposed=proposal.proposed.clone()) if self.observers else proposal
-            kernels.gate(proposal.theta, proposal.proposed, proposal.g_hat, ema, numbers)
-            self._show_applied(i, seen, average.step)
+            kernels.gate(proposal.theta, proposal.proposed, signs[i], averages[i] if averages else None, numbers)
+            self._show_applied(i, seen, step)
 
     def _average(self) -> Average:
         assert self.gate is not None
@@ -521,12 +532,15 @@ class Guard:
             observer(position, proposal, c)
 
     def _show_applied(self, position: int, proposal: Proposal, step: int) -> None:
-        """Show what a compiled pass applied: its coefficients are computed from the average it stored."""
-        average = self._average()
-        if self.observers and average.tensors:
+        """Show what a compiled pass applied: its coefficients are stored, or computed from the average it stored."""
+        if not self.observers:
+            return
+        if self.gate is not None and self.gate.uses == "coefficients":
+            self._show(position, proposal, proposal.sign.float())
+        elif (average := self._average()).tensors:
             ema = kernels.read(average.tensors[position])
             self._show(position, proposal, algorithm.coefficient(ema, average.beta, step))
-        elif self.observers:
+        else:
             self._show(position, proposal, algorithm.collaborates(proposal.sign, proposal.delta))
 
     def _show_armed(self, p: nn.Parameter, theta: Tensor, proposed: Tensor) -> None:
@@ -534,7 +548,8 @@ class Guard:
         if position in self.rows:
             self.rows[position].put_back(proposed, theta)
         proposal = Proposal(theta=theta, proposed=proposed, g_hat=self._kept[0][position], gradient=p.grad)
-        self._show_applied(position, proposal, self._average().step + 1)
+        average = None if self.gate is None else self.gate.average
+        self._show_applied(position, proposal, 0 if average is None else average.step + 1)
 
     def _stepped(self, theta: Sequence[Tensor], proposed: Sequence[Tensor]) -> bool:
         """Whether this was a step: there were gradients at a learning rate above 0, or parameters moved anyway.

@@ -17,8 +17,9 @@ from torch import Tensor
 from cplus import algorithm, kernels
 from cplus.kernels import Signs
 
-Uses: TypeAlias = Literal["nothing", "signs", "values"]
-"""How much of the evidence a gate reads: none, the signs (kept in two bits per coordinate), or the gradient itself."""
+Uses: TypeAlias = Literal["nothing", "signs", "values", "coefficients"]
+"""What a gate reads of the evidence: nothing, the signs (kept in two bits per coordinate), the gradient itself, or
+coefficients in bfloat16 that are applied as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +237,11 @@ def largest_momenta(proposal: Proposal, share: float) -> Tensor:
     size = proposal.momentum.abs().flatten()
     least = size.kthvalue(size.numel() - max(1, math.ceil(share * size.numel())) + 1).values
     return (size >= least).to(torch.float32).view_as(proposal.theta)
+
+
+def stored(proposal: Proposal) -> Tensor:
+    """The evidence itself, which is coefficients (`cplus.curvature`)."""
+    return proposal.sign.float()
 
 
 class NormMatched:

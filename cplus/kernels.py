@@ -25,6 +25,8 @@ CHUNK = 1 << 20  # bytes of signs packed at a time
 SHARED = native.SHARED  # tensors with at least this many coordinates count as large
 FIRST = 1 << 10  # coordinates of the example tensors that Inductor compiles a kernel with
 LEVELS = 255.0  # a uint8 average is stored in steps of 1/255
+STILL = (1.0, 0.0, 1.0)
+"""The gate's scalars for an average that does not move: coefficients that are applied as they are stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,11 @@ class Signs:
                 chunk[: part.numel()] |= codes << 2 * k
         return cls(packed, gradient.shape)
 
+    @classmethod
+    def none(cls, like: Tensor) -> Signs:
+        """Zeros, with which nothing conflicts; all tensors of a device share their memory."""
+        return cls(_zeros(-(-like.numel() // 4), like.device), like.shape)
+
     @property
     def nbytes(self) -> int:
         """A quarter of a byte per coordinate."""
@@ -59,6 +66,16 @@ class Signs:
     def unpacked(self) -> Tensor:
         """The signs as -1, 0 and 1 in int8."""
         return sign_of(self.packed, self.shape.numel()).view(self.shape)
+
+
+_NO_SIGNS: dict[torch.device, Tensor] = {}
+
+
+def _zeros(count: int, device: torch.device) -> Tensor:
+    """The first bytes of a buffer of zeros that grows with the largest tensor asked for."""
+    if device not in _NO_SIGNS or len(_NO_SIGNS[device]) < count:
+        _NO_SIGNS[device] = torch.zeros(count, dtype=torch.uint8, device=device)
+    return _NO_SIGNS[device][:count]
 
 
 def sign_of(packed: Tensor, count: int) -> Tensor:

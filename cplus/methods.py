@@ -263,6 +263,29 @@ def _shielded(row: Method, seed: int) -> Gate:
     return Elementwise(shielded, uses="signs", whole=False)
 
 
+@dataclass(frozen=True)
+class PastCurvature:
+    """The curvature gate's evidence; `strength` is the mean coefficient over all coordinates."""
+
+    strength: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.strength < 1.0:
+            raise ValueError(f"the mean coefficient of the curvature gate must lie in (0, 1), got {self.strength}")
+
+    def __call__(self, model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
+        """The coefficients of this model for these sources."""
+        from cplus.curvature import Curvature
+
+        return Curvature(model=model, sources=sources, share=self.strength)
+
+
+def _stored(row: Method, seed: int) -> Gate:
+    from cplus.gates import Elementwise, stored
+
+    return Elementwise(stored, uses="coefficients", whole=False)
+
+
 BLEND: tuple[tuple[float, Rows], ...] = ((0.5, "anchors"), (0.5, "probes"))
 CPL_PAPER = "Yang et al. 2026, CPL"
 
@@ -489,6 +512,15 @@ _ROWS = (
         memory=0.5,
         beta=0.9,
         gate=smoothed,
+    ),
+    Method(
+        name="cplus-curvature",
+        summary="Variant: moves each weight the less, the more anchors and self-probes depend on it; computed once.",
+        paper="docs/methods.md",
+        evidence=BLEND,
+        refresh="once",
+        reduction=PastCurvature(strength=0.45),
+        gate=_stored,
     ),
     Method(
         name="cplus-gradient",

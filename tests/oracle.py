@@ -150,3 +150,13 @@ def gated_steps(
             theta[i] = p + np.clip(ema[i] / (1 - beta**t), 0, 1) * delta
         trajectory.append([p.copy() for p in theta])
     return trajectory
+
+
+def curvature_coefficients(squares: Sequence[Array], share: float) -> list[Array]:
+    """d / (d + F) with the d for which the mean over F > 0 is the share, by bisection on all coordinates."""
+    used = np.concatenate([f[f > 0] for f in squares])
+    low, high = float(used.min()) * 1e-12, float(used.max()) * 1e12
+    for _ in range(400):
+        d = np.sqrt(low * high)
+        low, high = (d, high) if np.mean(d / (d + used)) < share else (low, d)
+    return [d / (d + f) for f in squares]

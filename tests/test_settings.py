@@ -25,19 +25,19 @@ OWN_VALUES: dict[tuple[str, str], Any] = {("strength", "stm"): 1e3}
 BLENDED = {
     "cplus", "norm-matched", "shuffled", "constant-label", "balanced-label", "cplus-no-ema", "cplus-norm-aligned",
     "cplus-cvar", "cplus-rotating", "cplus-remembering", "cplus-gradient", "replay-cplus", "ssu",
-    "cplus-repair",
+    "cplus-repair", "cplus-curvature",
 }  # fmt: skip
 FROM_BANK = BLENDED | {"cplus-probes"}
 EVIDENCE = FROM_BANK | {"cpl", "cplus-anchors", "agem", "ogd"}
 USES = {
     "anchor_weight": BLENDED,
-    "beta": (BLENDED - {"cplus-no-ema", "cplus-gradient", "ssu"}) | {"cplus-anchors", "cplus-probes"},
+    "beta": (BLENDED - {"cplus-no-ema", "cplus-gradient", "ssu", "cplus-curvature"}) | {"cplus-anchors", "cplus-probes"},
     "parts": FROM_BANK,
     "refresh": EVIDENCE,
-    "memory": EVIDENCE - {"ogd", "ssu"},
+    "memory": EVIDENCE - {"ogd", "ssu", "cplus-curvature"},
     "strength": {
         "distillation", "probe-distillation", "kl-base", "asft", "eaft", "talr", "stm", "flow", "ewc", "freeze-layers",
-        "mofo", "ssu", "wise-ft",
+        "mofo", "ssu", "wise-ft", "cplus-curvature",
     },
 }  # fmt: skip
 """Which rows each setting acts on; a row that drops one must be taken out here, in the open."""
