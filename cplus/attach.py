@@ -22,7 +22,7 @@ from cplus.kernels import Signs
 from cplus.masters import in_model
 from cplus.only_rows import OnlyRows, Rows, chosen_rows
 from cplus.optim import AdamW, Armed
-from cplus.ranks import Layout, layout, local
+from cplus.ranks import Layout, every_part, layout, local
 from cplus.stepping import first_moments, nested
 from cplus.support import bare, check_engine, check_predicts_tokens, check_supported, trainable, unwrapped
 from cplus.zero import Lazily, Zero, is_engine
@@ -453,10 +453,12 @@ class Guard:
     def compiles(self, parameters: int) -> bool:
         """Whether the gate would be compiled with this many parameters; for small models compiling costs too much."""
         gate = self.gate
-        if gate is None or gate.average is None or self.projection is not None or self.where.sharded:
+        if gate is None or gate.average is None or self.projection is not None or self.zero is not None:
             return False
-        if parameters < kernels.WORTH_COMPILING or not all(map(kernels.fits, self.params)):
+        if parameters < kernels.WORTH_COMPILING or not all(kernels.fits(local(p)) for p in self.params):
             return False
+        if self.where.sharded and not all(every_part(p, self.where.world) for p in self.params):
+            return False  # all processes must decide alike
         return kernels.can_compile(self.params[0].device.type)
 
     @property
@@ -468,7 +470,7 @@ class Guard:
         """Pass the step's evidence and average to our AdamW; `_after` counts the step."""
         average, optimizer = self._average(), self.optimizer
         assert isinstance(optimizer, AdamW)
-        average.allocate([p.detach() for p in self.params])
+        average.allocate([local(p) for p in self.params])
         ids = [id(p) for p in self.params]
         signs = {i: g for i, g in zip(ids, self._kept[0], strict=True) if isinstance(g, Signs)}
         optimizer.armed = Armed(
