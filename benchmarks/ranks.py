@@ -50,7 +50,8 @@ def job(place: Path, rank: int) -> None:
     torch.set_num_threads(1)
     before = psutil.Process().memory_info().rss
     spent: Counter[str] = Counter()
-    _timed(spent)
+    peaks: dict[str, int] = {}
+    _timed(spent, peaks)
     sys.argv = ["cplus", "adapt", *asked]
     from cplus.cli import main as command
 
@@ -59,19 +60,31 @@ def job(place: Path, rank: int) -> None:
         command()
     except SystemExit as end:
         code = int(end.code or 0)
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    peak = 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
-    found = {"seconds": time.perf_counter() - begun, "peak": peak - before, "before": before, "spent": dict(spent)}
+    _noted(peaks, "the rest")
+    found = {"seconds": time.perf_counter() - begun, "peak": max(peaks.values()) - before, "before": before}
+    found |= {"spent": dict(spent), "peaks": {name: value - before for name, value in peaks.items()}}
     place.with_suffix(f".{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     sys.exit(code)
 
 
-def _timed(spent: Counter[str]) -> None:
-    """Measure the time inside collectives, refreshes and updates of this process."""
+def _noted(peaks: dict[str, int], part: str) -> None:
+    """Note the highest resident memory since the last call as this part's, and begin anew."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    peak = 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
+    peaks[part] = max(peak, peaks.get(part, 0))
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
+def _timed(spent: Counter[str], peaks: dict[str, int]) -> None:
+    """Measure the time inside collectives and refreshes of this process, and its memory by part."""
     import torch.distributed as dist
 
     from cplus.attach import Guard
+    from cplus.experiment import measure
     from cplus.experiment.driver import Training
+    from cplus.job import training
+    from cplus.job.checkpoint import Checkpoints
+    from cplus.optim import AdamW
 
     inside: list[str] = []
 
@@ -81,11 +94,15 @@ def _timed(spent: Counter[str]) -> None:
             if name == "communication" and name in inside:  # one collective by another
                 return real(*args, **named)
             begun = time.perf_counter()
+            if name != "communication":
+                _noted(peaks, f"before {name}")
             inside.append(name)
             try:
                 return real(*args, **named)
             finally:
                 inside.pop()
+                if name != "communication":
+                    _noted(peaks, name)
                 took = time.perf_counter() - begun
                 spent[name] += took
                 if name == "communication":
@@ -97,7 +114,11 @@ def _timed(spent: Counter[str]) -> None:
         if hasattr(dist, name):
             setattr(dist, name, timed("communication", getattr(dist, name)))
     Guard.refresh = timed("evidence", Guard.refresh)  # type: ignore[method-assign]
-    Training.state_dict = timed("state", Training.state_dict)  # type: ignore[method-assign]
+    Training.finish = timed("gathering the result", Training.finish)  # type: ignore[method-assign]
+    Checkpoints.save = timed("saving", Checkpoints.save)  # type: ignore[method-assign]
+    AdamW.step = timed("update", AdamW.step)  # type: ignore[method-assign]
+    measure.curve_figures = timed("evaluating", measure.curve_figures)
+    training.curve_figures = measure.curve_figures  # type: ignore[attr-defined]
 
 
 def run(folder: Path, name: str, size: int, arguments: list[str]) -> list[dict[str, Any]]:
@@ -161,17 +182,26 @@ def measure_time(folder: Path) -> dict[str, Any]:
     return {"settings": arguments[7:], "seconds": found}
 
 
-def measure_memory(folder: Path) -> dict[str, Any]:
-    """Two updates of smollm2-135m with the gate; the probes are rows that are given, so that none need be written."""
+def measure_memory(folder: Path, known: Path) -> dict[str, Any]:
+    """Two updates of smollm2-135m with the gate; the probes are rows that are given, so that none need be written.
+
+    What is in the file `known` is not measured again.
+    """
     arguments = ["smollm2-135m", *rows(folder, 8, 4), "--lr", "1e-5", "--epochs", "1", "--batch-size", "4"]
     arguments += ["--bank", str(bank(folder)), "--num-probes", "8", "--stop", "never"]
-    found: dict[str, Any] = {}
+    found: dict[str, list[dict[str, float]]] = json.loads(known.read_text(encoding="utf-8")) if known.is_file() else {}
     for size in (1, 2):
-        measured = run(folder, f"by{size}", size, arguments)
-        found[str(size)] = [round(own["peak"] / 1e6, 1) for own in measured]
-    share = max(found["2"]) / found["1"][0]
-    print(found, share)
-    return {"settings": arguments[9:], "peak_megabytes": found, "share": round(share, 4), "bar": BAR}
+        if str(size) not in found:
+            measured = run(folder, f"by{size}", size, arguments)
+            found[str(size)] = [{"all": own["peak"] / 1e6, **_megabytes(own["peaks"])} for own in measured]
+            files.write_json(known, found)
+    peaks = {size: [round(own["all"], 1) for own in each] for size, each in found.items()}
+    share = max(peaks["2"]) / peaks["1"][0]
+    return {"settings": arguments[9:], "peak_megabytes": peaks, "by_part": found, "share": round(share, 4), "bar": BAR}
+
+
+def _megabytes(peaks: dict[str, int]) -> dict[str, float]:
+    return {part: round(value / 1e6, 1) for part, value in peaks.items()}
 
 
 def bank(folder: Path) -> Path:
@@ -206,7 +236,9 @@ def main() -> None:
     if asked.what == "job":
         job(asked.out, asked.rank)
     with tempfile.TemporaryDirectory() as made:
-        report = (measure_time if asked.what == "time" else measure_memory)(Path(made))
+        place = Path(made)
+        known = asked.out.with_suffix(".part.json")
+        report = measure_time(place) if asked.what == "time" else measure_memory(place, known)
     files.write_json(asked.out, {**report, "environment": environment(threads=1, device="cpu")})
     print(json.dumps(report, indent=2))
 

@@ -24,7 +24,7 @@ from cplus.masters import in_model
 from cplus.offload import Storage, storage
 from cplus.only_rows import Kept, OnlyRows, RowChoice, chosen_rows, rows_here
 from cplus.optim import AdamW, Armed
-from cplus.ranks import Layout, layout, local
+from cplus.ranks import Layout, every_part, layout, local
 from cplus.stepping import first_moments, nested
 from cplus.support import bare, check_engine, check_predicts_tokens, check_supported, trainable, unwrapped
 from cplus.zero import Lazily, Zero, inside, is_engine
@@ -473,12 +473,14 @@ class Guard:
     def compiles(self, parameters: int) -> bool:
         """Whether the gate would be compiled with this many parameters; for small models compiling costs too much."""
         gate = self.gate
-        if gate is None or self.projection is not None or self.where.sharded:
+        if gate is None or self.projection is not None or self.zero is not None:
             return False
         if gate.average is None and gate.uses != "coefficients":
             return False
-        if parameters < kernels.WORTH_COMPILING or not all(map(kernels.fits, self.params)):
+        if parameters < kernels.WORTH_COMPILING or not all(kernels.fits(local(p)) for p in self.params):
             return False
+        if self.where.sharded and not all(every_part(p, self.where.world) for p in self.params):
+            return False  # all processes must decide alike
         return kernels.can_compile(self.params[0].device.type)
 
     @property
@@ -490,7 +492,7 @@ class Guard:
         """Pass the step's evidence and average to our AdamW; `_after` counts the step."""
         optimizer = self.optimizer
         assert isinstance(optimizer, AdamW)
-        signs, averages, numbers = self._kernel_inputs([p.detach() for p in self.params])
+        signs, averages, numbers = self._kernel_inputs([local(p) for p in self.params])
         ids = [id(p) for p in self.params]
         optimizer.armed = Armed(
             signs=dict(zip(ids, signs, strict=True)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import platform
 import re
@@ -63,6 +65,13 @@ def free_memory() -> int:
     except (OSError, ValueError):
         return free
     return free if limit == "max" else min(free, int(limit) - used)
+
+
+def give_back() -> None:
+    """Return freed memory to the system; the C library of Linux keeps blocks of some megabytes otherwise."""
+    gc.collect()
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        library.malloc_trim(0)
 
 
 def _version(name: str) -> str | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cplus import kernels
+from cplus.ranks import local
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +65,11 @@ class AdamW(torch.optim.AdamW):
         """Propose and gate every parameter that has a gradient; for the others only the average advances."""
         pending = dict(armed.ema)
         for p, gradient, state, numbers in self._work(armed):
-            theta = None if armed.watch is None else p.detach().clone()
-            moments = (state["exp_avg"], state["exp_avg_sq"])
-            kernels.adamw(p, gradient, *moments, armed.signs[id(p)], pending.pop(id(p), None), numbers)
+            theta = None if armed.watch is None else local(p).clone()
+            moments = (local(state["exp_avg"]), local(state["exp_avg_sq"]))
+            kernels.adamw(local(p), local(gradient), *moments, armed.signs[id(p)], pending.pop(id(p), None), numbers)
             if armed.watch is not None and theta is not None:
-                armed.watch(p, theta, proposed(theta, state, numbers))
+                armed.watch(p, theta, proposed(theta, moments, numbers))
         for ema in pending.values():
             kernels.advance(ema, armed.numbers)
 
@@ -102,11 +103,11 @@ def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def proposed(theta: Tensor, state: dict[str, Tensor], numbers: tuple[float, ...]) -> Tensor:
+def proposed(theta: Tensor, moments: tuple[Tensor, Tensor], numbers: tuple[float, ...]) -> Tensor:
     """The value that the one-pass kernel proposed, computed from the moments it stored."""
     decay, step, root, eps = numbers[3:7]
-    direction = state["exp_avg_sq"].sqrt().mul_(root).add_(eps)
-    torch.div(state["exp_avg"], direction, out=direction)
+    direction = moments[1].sqrt().mul_(root).add_(eps)
+    torch.div(moments[0], direction, out=direction)
     return (theta * decay).sub_(direction.mul_(step))
 
 

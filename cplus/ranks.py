@@ -61,6 +61,13 @@ def local(tensor: Tensor) -> Tensor:
     return detached.to_local() if hasattr(detached, "to_local") else detached
 
 
+def every_part(p: Tensor, world: int, least: int = 4) -> bool:
+    """Whether each process's part of a tensor, split by its first dimension as FSDP2 does, has so many coordinates."""
+    rows = -(-p.shape[0] // world) if p.ndim else 0
+    last = p.shape[0] - (world - 1) * rows if rows else 0
+    return last * (p.numel() // max(1, p.shape[0] if p.ndim else 1)) >= least
+
+
 def local_rows(rows: Tensor, p: Tensor) -> Tensor:
     """The part of a vector with one entry for each row of `p` that belongs to the rows this process holds."""
     if not hasattr(p, "device_mesh"):

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
@@ -28,7 +29,9 @@ from torch.optim import SGD, AdamW
 from transformers import Phi3Config, Phi3ForCausalLM
 from two_ranks import EPOCH, HALF, STEPS, build, keep, sharded, take_up, train, whole
 
+from cplus import kernels, optim
 from cplus.attach import Guard, protect
+from cplus.diagnostics.gateshares import layer_shares
 from cplus.evidence import MeanGradient, NormAligned, Source, Tail
 from cplus.gates import Collaborative, NormMatched
 from cplus.integrations import distributed
@@ -84,10 +87,23 @@ def work(rank: int, folder: Path) -> None:
     train(model, optimizer, guard, 1, EPOCH)
     found["lora"] = (guard.where.sharded, whole(model))
     found["only rows"] = [only_rows(sharded, rows) for rows in TOKENS]
+    found["one pass"] = one_pass(sharded)
     found["any loss"] = any_loss(rank)
     found["said"] = refusals(rank)
     found |= trainers(folder)
     torch.save(found, folder / f"found-{rank}.pt")
+
+
+def one_pass(wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
+    """Our AdamW, which gates in its own pass; a small model is compiled for once."""
+    with mock.patch.object(kernels, "WORTH_COMPILING", 0):
+        model = wrap(tiny.lm())
+        optimizer = optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+        evidence = MeanGradient(model=model, sources=two_ranks.SOURCES)
+        guard = Guard(optimizer, model, evidence=evidence, gate=Collaborative(beta=0.9))
+        train(model, optimizer, guard, 1, EPOCH)
+        held = {"one pass": guard.one_pass, "bytes": guard.nbytes, "step bytes": guard.step_nbytes}
+        return {**held, "weights": whole(model), "shares": [own.admitted for own in layer_shares(guard)]}
 
 
 def any_loss(rank: int) -> dict[str, Any]:
@@ -301,6 +317,16 @@ def test_sharded_adapters_equal_those_of_one_process(two: list[dict[str, Any]]) 
         assert is_sharded
         # Adapters are small beside their steps: 2e-7 apart without vector instructions and 9e-7 with AVX2.
         assert distance(weights, whole(model)) < 1e-5
+
+
+def test_shards_are_gated_in_the_pass_of_the_optimizer(two: list[dict[str, Any]]) -> None:
+    expected = one_pass(plain)
+    for found in (own["one pass"] for own in two):
+        assert found["one pass"] == expected["one pass"]  # both False where nothing can be compiled
+        assert found["step bytes"] == expected["step bytes"] / (1 if found["one pass"] else 2)
+        assert found["bytes"] == pytest.approx(expected["bytes"] / 2, rel=0.01)
+        assert distance(found["weights"], expected["weights"]) < 1e-6
+        assert found["shares"] == pytest.approx(expected["shares"], abs=1e-4)
 
 
 def test_shards_train_only_the_rows_of_one_process(two: list[dict[str, Any]]) -> None:

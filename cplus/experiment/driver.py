@@ -24,6 +24,7 @@ from cplus import adapters, models, world
 from cplus.attach import Guard
 from cplus.cost import Work
 from cplus.diagnostics.gateshares import layer_shares
+from cplus.environment import give_back
 from cplus.experiment import sharding
 from cplus.experiment.material import PastTask, material
 from cplus.experiment.precision import in_precision
@@ -259,6 +260,7 @@ class Training:
             self.optimizer.state.clear()
             self.optimizer.zero_grad(set_to_none=True)
             self.prepared = dataclasses.replace(self.prepared, guard=None)
+            give_back()
             self.model, self.twin = sharding.gathered(self.model, self.twin), None
         separate = self.settings.lora is not None and not self.settings.lora.merge
         model = self.model.eval() if separate else adapters.merged(self.model).eval().requires_grad_(True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cplus import world
+from cplus.environment import give_back
 from cplus.methods import Method
 from cplus.objectives import splits
 from cplus.ranks import local
@@ -38,6 +39,7 @@ def sharded(model: nn.Module) -> nn.Module | None:
         if type(module).__name__ in blocks:
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    give_back()  # the whole weights
     return twin
 
 
@@ -68,6 +70,7 @@ def gathered(model: nn.Module, twin: nn.Module) -> nn.Module:
 def emptied(twin: nn.Module) -> None:
     """Give back the memory of the twin's weights."""
     _replace(twin, lambda name, p: nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad))
+    give_back()
 
 
 def _replace(module: nn.Module, made: Callable[[str, nn.Parameter], nn.Parameter]) -> None:

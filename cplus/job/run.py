@@ -179,8 +179,8 @@ def _finish(
     planned: Plan | None,
 ) -> dict[str, Any]:
     """Evaluate again, then write; the record comes last, and then the work folder is removed."""
-    config, folder, guard = job.config, job.folder, training.prepared.guard
-    layers = layer_shares(guard)
+    config, folder = job.config, job.folder
+    layers = layer_shares(training.prepared.guard)
     best = Best(folder.best).restore(training) if config.keep_best else None
     good = LastGood(folder.good).restore(training) if training.log.lost and best is None else None
     parameters = four_bit.num_weights(training.model)
