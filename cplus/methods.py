@@ -268,6 +268,8 @@ class PastCurvature:
     """The curvature gate's evidence; `strength` is the mean coefficient over all coordinates."""
 
     strength: float
+    kept_bytes: float = 2.0
+    """Bytes per parameter that the gate keeps of it: coefficients in bfloat16."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.strength < 1.0:

@@ -18,6 +18,7 @@ from cplus.cost import activation_bytes
 from cplus.environment import free_memory
 from cplus.evidence import Evidence, Reference, Remembered
 from cplus.experiment.driver import STATE_BYTES, adapted, build_optimizer
+from cplus.gates import Gate
 from cplus.job.settings import AdaptConfig
 from cplus.methods import Method
 from cplus.models import four_bit
@@ -162,11 +163,11 @@ def guard_bytes(
         return 0.0, 0.0
     layer = nn.Linear(64, 64, bias=False, device=models.choose_device(config.device))
     optimizer = build_optimizer(replace(config.settings(), lr=1e-3), layer)  # the rate takes no memory
+    gate = method.build_gate(0)
     evidence: Evidence | None = None
     if method.evidence:
-        evidence = _Ones(num_anchors if method.vectors == "one per anchor" else 1)
+        evidence = _Ones(num_anchors if method.vectors == "one per anchor" else 1, kept_dtype(gate))
         evidence = Remembered(evidence, method.memory) if method.memory else evidence
-    gate = method.build_gate(0)
     with Guard(optimizer, layer, evidence=evidence, gate=gate, projection=method.projection) as guard:
         if evidence is not None:
             guard.refresh()
@@ -177,12 +178,18 @@ def guard_bytes(
     return held[0] / layer.weight.numel(), 0.0 if one_pass and not copies else held[1] / layer.weight.numel()
 
 
+def kept_dtype(gate: Gate | None) -> torch.dtype:
+    """The type of the evidence that the guard gets: coefficients come in bfloat16, gradients in float32."""
+    return torch.bfloat16 if gate is not None and gate.uses == "coefficients" else torch.float32
+
+
 @dataclass(frozen=True)
 class _Ones:
     count: int
+    dtype: torch.dtype
 
     def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
-        return Reference(vectors=[[torch.ones_like(p) for p in params] for _ in range(self.count)])
+        return Reference(vectors=[[torch.ones_like(p, dtype=self.dtype) for p in params] for _ in range(self.count)])
 
 
 def available(device: torch.device) -> int:

@@ -136,10 +136,18 @@ def num_vectors(row: Method, spec: Spec) -> int:
 
 
 def gate_bytes(row: Method) -> float:
-    """Bytes per parameter of a method's gate on a GPU: signs in two bits, average, remembered evidence, and a copy."""
+    """Bytes per parameter of a method's gate on a GPU: evidence, average, remembered evidence, and a copy.
+
+    Evidence is kept as signs in two bits, unless it says otherwise.
+    """
     if row.gate is None:
         return 0.0
-    return (0.25 if row.evidence else 0.0) + (4.0 if row.beta else 0.0) + (4.0 if row.memory else 0.0) + 4.0
+    return (
+        (getattr(row.reduction, "kept_bytes", 0.25) if row.evidence else 0.0)
+        + (4.0 if row.beta else 0.0)
+        + (4.0 if row.memory else 0.0)
+        + 4.0
+    )
 
 
 def can_be_sharded(spec: Spec) -> bool:
