@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from cplus.attach import Guard
 from cplus.cost import TRAINING_RESERVE
 from cplus.data.batching import batched
 from cplus.data.encoded import Encoded
 from cplus.evidence import LogitBasis, MeanGradient, NormAligned, Source, Tail, example_losses
 from cplus.losses import answer_losses, divergences, last_logits, left_padded, shared_losses
+from cplus.methods import METHODS
 from cplus.objectives import from_copy, from_outputs
-from cplus.offload import storage
+from cplus.offload import Storage, storage
 from cplus.projections import dot, ogd
 
 
@@ -190,6 +192,26 @@ def room(vectors_of_4_bytes: float) -> Callable[[torch.device], int]:
     """A device with room for so many vectors beside the training of the small model."""
     numbers = sum(p.numel() for p in tiny.lm().parameters())
     return lambda device: round(numbers * (TRAINING_RESERVE + 4 * vectors_of_4_bytes))
+
+
+def test_a_guard_stores_its_projections_vectors_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Storage(device=torch.device("cpu"), dtype=torch.bfloat16)
+    source = Source(name="anchors", weight=1.0, rows=tiny.rows(4, seed=3))
+    steps = []
+    for place in (storage, lambda *_, **__: half):
+        monkeypatch.setattr("cplus.attach.storage", place)
+        model = tiny.lm()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        evidence = MeanGradient(model=model, sources=(source,))
+        with Guard(optimizer, model, evidence=evidence, projection=METHODS["agem"].projection) as guard:
+            guard.refresh()
+            steps.append(guard.vectors[0][0].dtype)
+            for p in model.parameters():
+                p.grad = -guard.vectors[0][[q is p for q in guard.params].index(True)].to(p.dtype)  # a conflict
+            optimizer.step()
+            left = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
+        assert left < 1e-3  # all of it was along the reference, and is removed
+    assert steps == [torch.float32, torch.bfloat16]
 
 
 def test_vectors_go_to_the_host_where_the_device_has_no_room() -> None:

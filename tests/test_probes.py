@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from cplus import hands, interfaces
 from cplus.data.examples import Choice, Example, FreeForm, Message
+from cplus.data.readers import read_file
 from cplus.interfaces import Rejected
 from cplus.models import Loaded
 from cplus.probes import build as building
@@ -30,6 +31,7 @@ from cplus.probes.label import Label, label
 from cplus.probes.local import LocalEngine
 from cplus.probes.settings import TOPICS, ProbeSettings, domain_test, plan
 from cplus.probes.texts import input_key, normalise
+from cplus.probes.writers import writer
 
 SAMPLING = Sampling(temperature=0.8, max_new_tokens=12, stop=("\n",))
 
@@ -360,6 +362,36 @@ def test_labels_are_the_models_own(tiny_llama: Any) -> None:
 
 
 # The bank
+
+
+def test_long_questions_get_enough_tokens_and_a_cut_question_is_named_as_such(make_tiny: Callable[[str], Any]) -> None:
+    interface = interfaces.build("letter", make_tiny("qwen3").tokenizer)
+    short = [question(f"Why {n}?", "a", "b", "c", "d") for n in range(4)]
+    long = question("A patient of 54 years " * 60, "a", "b", "c", "d")
+    assert writer(interface, [long, *short], ProbeSettings()).max_new_tokens >= len(interface.prompt(long))
+    assert writer(interface, short, ProbeSettings()).max_new_tokens == 256
+
+    @dataclass
+    class Cut(Scripted):
+        def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
+            for own in super().sample(requests, sampling):
+                yield replace(own, end="limit")
+
+    settings = ProbeSettings(num_probes=2)
+    tally, never = Tally(short, interface, settings), yes(interface)
+    asked = generate(Cut(lambda i: f"Question: Is it {i} or\nOptions:\nA: k"), never, interface, short, settings, tally)
+    with pytest.raises(TooFewProbes, match=r"rejected: cut off at the token limit 256. Give .* with --max-new-tokens"):
+        list(asked)
+
+
+@pytest.mark.real
+def test_medqas_long_questions_fit_their_limit(data_dir: Path, make_tiny: Callable[[str], Any]) -> None:
+    interface = interfaces.build("letter", make_tiny("qwen3").tokenizer, wording="medqa")
+    rows = read_file(data_dir / "medqa.jsonl")
+    long = [row for row in rows if isinstance(row, Choice) and len(row.question) > 1000]
+    assert len(long) == 204
+    for row in long[:8]:
+        assert writer(interface, [row, rows[0]], ProbeSettings()).max_new_tokens > len(interface.prompt(row))
 
 
 @pytest.fixture

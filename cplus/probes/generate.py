@@ -24,6 +24,9 @@ from cplus.probes.texts import input_key, input_text, words
 from cplus.probes.writers import Writer, writer
 
 _PATIENCE = 2
+_CUT_OFF = "cut off at the token limit"
+_UNFINISHED = ("no options", "wrong number of options", "empty option")
+"""Reasons that a question has which was cut off; the limit is then what to change."""
 
 
 class TooFewProbes(ValueError):
@@ -135,8 +138,11 @@ class Tally:
         if self.full or len(recent) < _PATIENCE or gained >= self._settings.min_yield * requests:
             return
         outcomes = [outcome for block in self.blocks for outcome in block.outcomes]
-        reasons = ", ".join(f"{reason} {count}" for reason, count in rejections(outcomes).most_common())
+        counts = rejections(outcomes)
+        reasons = ", ".join(f"{reason} {count}" for reason, count in counts.most_common())
         remedy = "Use other anchors, another interface or fewer probes"
+        if counts and counts.most_common(1)[0][0] == _CUT_OFF:
+            remedy = "Give new questions more room with --max-new-tokens"
         if self._settings.ability is not None:
             remedy = f"It cannot show by itself what to keep ({self._settings.ability}): give rows with --anchors FILE"
         raise TooFewProbes(
@@ -244,6 +250,8 @@ def _parsed(
     planned_at = {planned.index: planned for planned in plans}
     for sample in samples:
         parsed = written.parse(_ended(sample, sampling), planned_at[sample.index])
+        if sample.end == "limit" and isinstance(parsed, Rejected) and parsed.reason in _UNFINISHED:
+            parsed = Rejected(_CUT_OFF)
         reason = parsed.reason if isinstance(parsed, Rejected) else None
         yield Sampled(index=sample.index, text=sample.text, reason=reason), parsed
 

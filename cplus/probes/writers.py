@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Protocol
 
 from cplus.data.examples import Example
@@ -11,6 +12,9 @@ from cplus.interfaces import Interface, Rejected
 from cplus.probes import settings as probe_settings
 from cplus.probes.general import SelfWritten
 from cplus.probes.settings import BLOCK, MAX_NEW_TOKENS, ProbeSettings, RequestPlan
+
+LONGER, STEP = 1.25, 64
+"""A new question may have this many times the tokens of the longest anchor's prompt, rounded up to whole steps."""
 
 
 class Writer(Protocol):
@@ -41,8 +45,12 @@ class FromAnchors:
 
     @property
     def max_new_tokens(self) -> int:
-        """Maximum length of an input."""
-        return MAX_NEW_TOKENS[self.interface.name]
+        """Maximum length of an input: more where an anchor's own is long, as MedQA's case descriptions are."""
+        least = MAX_NEW_TOKENS[self.interface.name]
+        if self.interface.name == "freeform":
+            return least
+        longest = max((len(self.interface.prompt(anchor)) for anchor in self.anchors), default=0)
+        return max(least, STEP * ceil(LONGER * longest / STEP))
 
     @property
     def stop(self) -> tuple[str, ...]:

@@ -202,14 +202,14 @@ def wins(results: Sequence[RunResult]) -> tuple[int, int]:
 
 
 def recovered(results: Sequence[RunResult]) -> tuple[SummaryRow, ...]:
-    """By model, the share of SFT's forgetting that CPLUS recovers at A in {4, 8}: the mean over the shared tasks.
+    """By model, smallest first, the share of SFT's forgetting that CPLUS recovers at A in {4, 8}, over shared tasks.
 
     Paper: App. E.1, Fig. 10: the macro average of the tasks' lines.
     """
     shares = _shares(results)
     return tuple(
         SummaryRow(at={"model": model}, figures={"recovery": estimate(list(own.values()))})
-        for model, own in shares.items()
+        for model, own in sorted(shares.items(), key=lambda pair: PARAMETERS.get(pair[0], 0.0))
     )
 
 
