@@ -75,6 +75,32 @@ class TwoRanks:
         return dict(zip(self.params, found, strict=True))
 
 
+class Same(torch.autograd.Function):
+    """The identity, as a step of its own in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def bounded(model: nn.Module) -> nn.Module:
+    """ZeRO 3 hooks every module's inputs, so the gradients of a tensor's uses inside a module are added up first.
+
+    A norm reads its input twice and the residual once more: (a + b) + residual instead of (residual + a) + b.
+    """
+
+    def pass_on(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(Same.apply(x) if isinstance(x, Tensor) and x.requires_grad else x for x in inputs)
+
+    for module in model.modules():
+        module.register_forward_pre_hook(pass_on)
+    return model
+
+
 def added(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: a[name] + b[name] for name in a}
 
