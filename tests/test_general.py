@@ -15,10 +15,11 @@ import torch
 from cplus import interfaces
 from cplus.data.examples import FreeForm, Message, from_row, to_row
 from cplus.data.tasks import load_task
+from cplus.experiment.bank_cache import bank_folder
 from cplus.interfaces import Rejected
 from cplus.job import keep
 from cplus.job.settings import AdaptConfig, settings
-from cplus.job.written import PAST_ROWS, portions
+from cplus.job.written import PAST_ROWS, is_cached, portions, writing_settings
 from cplus.methods import METHODS
 from cplus.models import Loaded
 from cplus.probes import abilities, audit
@@ -314,7 +315,21 @@ def test_rows_are_written_only_where_they_are_used() -> None:
     mixed = counts("cplus", keep=["general=0.7", "json=0.3"], num_probes=100)
     assert mixed == [("general", 28, 6, 70), ("json", 12, 2, 30)]
     assert counts("cplus", keep=["rows.jsonl", "general"], num_probes=100) == [("general", 40, 8, 50)]
+    # Plain fine-tuning finds its rows at the beginning of the bank of a job with anchors and probes.
+    assert {portions(job(method=name), METHODS[name], 64)[0].at_most for name in ("cplus", "sft")} == {PAST_ROWS + 72}
     assert sum(keep.allotted(7, {"a": 0.34, "b": 0.33, "c": 0.33}).values()) == 7
+
+
+def test_fewer_rows_are_read_from_a_larger_bank(tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path))
+    config, bound = job(method="sft"), interfaces.build("freeform", base.tokenizer)
+    [portion] = portions(config, METHODS["sft"], 32)
+    settings = writing_settings(config, "general", portion.at_most)
+    assert not is_cached(config, base, portion)
+    place = bank_folder(base, bound, (), settings)
+    made = sealed(place, base, monkeypatch, portion.at_most)
+    assert is_cached(config, base, portion)
+    assert len(made.probes) == portion.at_most == 80
 
 
 def test_held_out_rows_read_back_as_they_were_written(tmp_path: Path) -> None:

@@ -77,6 +77,8 @@ def _answer(
         found = evaluate(model, group, judge=judge(config.judge), max_new_tokens=limit, what=what)
     if group.closed:
         return found
+    if group.by_base and judge(config.judge) is None:  # the responses are the base model's answers
+        return replace(found, base_answers=found.scores)
     texts = [str(prediction.answer) for prediction in (base or found.predictions)]
     own = score_answers(model, group.interface, group.examples, texts, what=f"{what}: the base model's answers")
     return replace(found, base_answers=tuple(own))

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 from cplus import interfaces
@@ -34,6 +35,8 @@ class Portion:
     past: int
     anchors: int
     probes: int
+    at_most: int = 0
+    """The rows that a method with anchors and probes would have the model write; the fewer ones are their beginning."""
 
     @property
     def total(self) -> int:
@@ -58,9 +61,18 @@ def portions(config: AdaptConfig, method: Method, num_new: int) -> list[Portion]
         return []
     whole = {name: share / sum(weights.values()) for name, share in weights.items()}
     past = allotted(PAST_ROWS if config.past is None else 0, whole)
-    anchors = allotted(config.num_anchors if set(method.needs) != {"new"} else 0, whole)
-    probes = allotted(config.settings(num_new).num_probes if method.needs_bank else 0, weights)
-    found = [Portion(ability=name, past=past[name], anchors=anchors[name], probes=probes[name]) for name in weights]
+    anchors = allotted(config.num_anchors, whole)
+    probes = allotted(config.settings(num_new).num_probes, weights)
+    found = [
+        Portion(
+            ability=name,
+            past=past[name],
+            anchors=anchors[name] if set(method.needs) != {"new"} else 0,
+            probes=probes[name] if method.needs_bank else 0,
+            at_most=past[name] + anchors[name] + probes[name],
+        )
+        for name in weights
+    ]
     return [portion for portion in found if portion.total]
 
 
@@ -143,8 +155,16 @@ def split_up(
 
 def is_cached(config: AdaptConfig, base: Loaded, portion: Portion) -> bool:
     """Whether the base model has written these rows before."""
-    settings = writing_settings(config, portion.ability, portion.total)
-    return bank_folder(base, interface_of(config, base), (), settings).exists()
+    return _written_before(config, base, interface_of(config, base), portion) is not None
+
+
+def _written_before(config: AdaptConfig, base: Loaded, bound: Freeform, portion: Portion) -> Path | None:
+    """A bank in the cache that begins with these rows."""
+    for count in (portion.total, portion.at_most):
+        place = bank_folder(base, bound, (), writing_settings(config, portion.ability, count))
+        if place.exists():
+            return place
+    return None
 
 
 def stand_in(few: Sequence[Probe], count: int) -> Bank:
@@ -157,8 +177,7 @@ def stand_in(few: Sequence[Probe], count: int) -> Bank:
 
 def _bank(config: AdaptConfig, base: Loaded, bound: Freeform, portion: Portion) -> Bank:
     settings = writing_settings(config, portion.ability, portion.total)
-    place = bank_folder(base, bound, (), settings)
-    if place.exists():
+    if (place := _written_before(config, base, bound, portion)) is not None:
         say(f"keep {portion.ability}: {portion.total} self-written rows reused from {place}")
         return Bank.load(place, model_fingerprint=base.fingerprint)
     say(f"keep {portion.ability}: the base model writes {portion.total} rows of its own; they are cached")
