@@ -19,8 +19,8 @@ LAYERS = {
     "foundation": "algorithm cost environment files health imports locks terminal world",
     "rows": "data interfaces toy",
     "gate": (
-        "adapters any_loss attach curvature evidence gates kernels losses native only_rows optim projections ranks shield "
-        "stepping support zero zero_passes"
+        "adapters any_loss attach curvature evidence gates kernels losses native only_rows optim projections ranks "
+        "shield stepping support zero zero_passes"
     ),
     "models": "evaluation models scoring toy.pretrain",
     "methods": "after loop methods objectives repairing reweighting selection",
