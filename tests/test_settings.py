@@ -31,7 +31,8 @@ FROM_BANK = BLENDED | {"cplus-probes"}
 EVIDENCE = FROM_BANK | {"cpl", "cplus-anchors", "agem", "ogd"}
 USES = {
     "anchor_weight": BLENDED,
-    "beta": BLENDED - {"cplus-no-ema", "cplus-gradient", "ssu", "cplus-curvature"} | {"cplus-anchors", "cplus-probes"},
+    "beta": (BLENDED | {"cplus-anchors", "cplus-probes"})
+    - {"cplus-no-ema", "cplus-gradient", "ssu", "cplus-curvature"},
     "parts": FROM_BANK,
     "refresh": EVIDENCE,
     "memory": EVIDENCE - {"ogd", "ssu", "cplus-curvature"},

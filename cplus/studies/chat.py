@@ -35,6 +35,8 @@ NEIGHBOURS: Mapping[str, tuple[float, ...]] = {
 }
 """Each neighbour's rates as multiples of the scale's."""
 KEPT = ("anchors", "general", "both")
+CURVED = {"cplus-curvature": 2.0}
+"""The row whose coefficients are computed once, and its rate as a multiple of the scale's, named before it was run."""
 
 
 def runs(scale: Scale) -> list[RunSpec]:
@@ -49,6 +51,7 @@ def runs(scale: Scale) -> list[RunSpec]:
         found.append(_run(scale, seed, method="sft-repair", stop_loss=REPAIRED_FROM))
         for method, rates in NEIGHBOURS.items():
             found += [_run(scale, seed, method=method, lr=scale.base.lr * rate) for rate in rates[1:]]
+        found += [_run(scale, seed, method=method, lr=scale.base.lr * rate) for method, rate in CURVED.items()]
     return found
 
 

@@ -22,15 +22,8 @@ from cplus.studies.summaries import pick, run_results, shown
 RUNGS = 5
 """Rates of a ladder, each half of the one before."""
 TOP = {
-    "lora": 6.4,
-    "osf": 6.4,
-    "mofo": 6.4,
-    "stm": 6.4,
-    "talr": 3.2,
-    "flow": 3.2,
-    "eaft": 3.2,
-    "asft": 3.2,
-    "cplus-curvature": 3.2,
+    **dict.fromkeys(("lora", "osf", "mofo", "stm"), 6.4),
+    **dict.fromkeys(("talr", "flow", "eaft", "asft", "cplus-curvature"), 3.2),
 }
 """The highest rate as a multiple of the scale's, where it is not 1.6: methods that move fewer weights, or less."""
 CONSTANT = 3
