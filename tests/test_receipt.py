@@ -158,7 +158,7 @@ def test_shares_have_wilson_bounds() -> None:
     assert (kept["low"], kept["high"]) == pytest.approx(wilson(90, 100))
     assert (learned["low"], learned["high"]) == pytest.approx(wilson(47, 48))
     assert headline(found).replace("\u00a0", " ") == (
-        "Kept 90.0 % of what it knew and learned 97.9 % of the new rows it was trained on."
+        "Kept 90.0 % of what it knew and learned 97.9 % of the new rows it had wrong."
     )
 
 
@@ -304,7 +304,7 @@ def test_learning_on_held_out_new_rows_is_shown_apart() -> None:
     new = some("acquisition", {"gained": 10}, name="new")
     unseen = some("validation", {"gained": 1, "still_wrong": 3, "kept": 2}, name="validation")
     made = small(new, unseen)
-    assert said(made) == "Learned 100 % of the new rows it was trained on and learned 25.0 % of the new rows held out."
+    assert said(made) == "Learned 100 % of the new rows it had wrong and learned 25.0 % of the new rows held out."
     assert to_json(made)["figures"]["acquisition"]["total"] == 10
     whole = "Of all held-out new rows, 33.3\u00a0% were answered right before and 50.0\u00a0% are now."
     assert whole in sentences(to_json(made)["figures"])

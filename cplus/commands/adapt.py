@@ -162,6 +162,9 @@ def _show(outcome: FinishedJob) -> None:
     from cplus.terminal import clean, output
 
     figures: Mapping[str, Any] = outcome.record["figures"]
+    if (cut := outcome.record["unfinished"]) is not None:
+        line = f"UNFINISHED: training was ended after update {cut['updates']} of {cut['planned']}."
+        output.print(line, markup=False, soft_wrap=True)
     output.print(clean(headline(figures)), style="bold", markup=False, soft_wrap=True)
     for line in sentences(figures):
         output.print(clean(line), markup=False, soft_wrap=True)

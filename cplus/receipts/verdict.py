@@ -92,7 +92,7 @@ def _shares(found: Mapping[str, Any]) -> list[str]:
             whose = "its right answers on the anchors it was protected by"
         parts.append(f"kept {percent(kept['percent'])} of {whose}")
     if learned and "acquisition" in kinds:
-        parts.append(f"learned {percent(learned['percent'])} of the new rows it was trained on")
+        parts.append(f"learned {percent(learned['percent'])} of the new rows it had wrong")
     elif learned:
         parts.append(f"corrected {percent(learned['percent'])} of the wrong ones")
     if unseen:

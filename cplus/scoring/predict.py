@@ -117,7 +117,7 @@ def _written(
         model, interface.tokenizer, prompts, max_new_tokens=max_new_tokens, stop=interface.answer_stop, what=what
     )
     rows = [Encoded(prompt, answer.tokens) for prompt, answer in zip(prompts, generated, strict=True)]
-    scores = log_likelihoods(model, rows, what=f"{what}: confidence")
+    scores = log_likelihoods(model, rows, what=f"{what}: scoring")
     return [
         Prediction(
             id=example.id,
