@@ -106,8 +106,8 @@ the first. Lower the learning rate, clip the gradient or check the rows
         shown = f"Acquisition is {point[name]:.1f} %" if name == "acquisition" else f"the loss is {point[name]:.3f}"
         when = f" after epoch {point['epoch']:g}" if "epoch" in point else ""
         return self._once(
-            f"Learning stalled: {shown}{when} and has not improved in the last {PATIENCE} evaluations. Raise the learning "
-            "rate, or check that the new rows do not contradict the anchors or each other."
+            f"Learning stalled: {shown}{when} and has not improved in the last {PATIENCE} evaluations. Raise the "
+            "learning rate, or check that the new rows do not contradict the anchors or each other."
         )
 
     def _once(self, sentence: str) -> str | None:

@@ -48,6 +48,7 @@ def test_the_papers_large_models_fit_where_the_table_says(name: str, tmp_path: P
     assert plan.size.parameters == pytest.approx(size, rel=0.01)
     where = {(fit.devices, fit.gigabytes): fit for fit in plan.devices}
     assert where[1, 24].settings == "--gradient-checkpointing --lora r=16"  # 16 GB of float32 weights stay
+    assert where[1, 80].settings == "--gradient-checkpointing --ema uint8 --optimizer adamw8bit"
     assert where[2, 80].settings == ""
     assert where[8, 80].settings == ""
     assert where[8, 80].parts.total < where[2, 80].parts.total < plan.parts.total

@@ -90,6 +90,12 @@ def _tried(config: AdaptConfig) -> Iterator[tuple[str, AdaptConfig]]:
     light = config.model_copy(update={"gradient_checkpointing": True})
     if not config.gradient_checkpointing:
         yield "--gradient-checkpointing", light
+    if config.settings().row.beta is not None and config.ema is None:
+        small = light.model_copy(update={"ema": "uint8"})
+        yield "--gradient-checkpointing --ema uint8", small
+        if config.optimizer == "adamw" and find_spec("bitsandbytes") is not None:
+            text = "--gradient-checkpointing --ema uint8 --optimizer adamw8bit"
+            yield text, small.model_copy(update={"optimizer": "adamw8bit"})
     if config.lora is None and find_spec("peft") is not None:
         few = light.model_copy(update={"lora": Lora(r=16)})
         yield "--gradient-checkpointing --lora r=16", few
@@ -103,7 +109,8 @@ def fits(config: AdaptConfig, method: Method, where: Path | str, size: ModelSize
     for text, changed in _tried(config):
         same = (changed.lora, changed.load) == (config.lora, config.load)
         own = size if same else model_size(changed, method, where)
-        tried.append((text, changed, job_parts(changed, method, own, num_anchors)))
+        row = replace(method, ema=changed.ema or method.ema)
+        tried.append((text, changed, job_parts(changed, row, own, num_anchors)))
     found = []
     for devices, gigabytes in MACHINES:
         best = Fit(devices=devices, gigabytes=gigabytes, settings=None, parts=tried[0][2].over(devices))

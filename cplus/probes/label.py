@@ -48,7 +48,7 @@ def label(
     closed = [example for example in examples if interface.candidates(example)]
     chosen = iter(predict(model, interface, closed, what="labelling"))
     texts = [example for example in examples if _is_text(example)]
-    own = iter(log_likelihoods(model, [interface.encode(text) for text in texts], what="scoring the answers"))
+    own = iter(log_likelihoods(model, [interface.encode(text) for text in texts], what="scoring"))
     asked = [example for example in examples if not interface.candidates(example) and not _is_text(example)]
     written = iter(_written(model, engine, interface, asked, max_tokens, cut=cut))
     labels: list[Label | Rejected] = []
@@ -75,7 +75,7 @@ def _written(
     prompts = [interface.prompt(example) for example in examples]
     limit = max_tokens or MAX_ANSWER_TOKENS[interface.name]
     rows = engine.greedy(prompts, max_new_tokens=limit, stop=interface.answer_stop)
-    scores = log_likelihoods(model, [Encoded(row.prompt, tuple(row.tokens)) for row in rows], what="scoring the answers")
+    scores = log_likelihoods(model, [Encoded(row.prompt, tuple(row.tokens)) for row in rows], what="scoring")
     return [
         _judged(example, row, math.exp(score.mean), interface, cut=cut)
         for example, row, score in zip(examples, rows, scores, strict=True)
