@@ -100,7 +100,7 @@ def _quantities(receipt: Receipt) -> Iterator[tuple[str, str, Series]]:
     epochs = (
         ("Retention (%)", "retention"),
         ("Acquisition (%)", "acquisition"),
-        ("Divergence from the base model on new rows", "divergence"),
+        ("Divergence from the base model on new rows, nats per token", "divergence"),
         ("Training loss", "loss"),
     )
     for title, quantity in epochs:
@@ -122,7 +122,8 @@ def _chart(title: str, x_label: str, series: Series, order: list[str], caveat: s
     xs = [x for points in series.values() for x, _ in points]
     ys = [y for points in series.values() for _, y in points]
     x_values = ticks(min(xs), max(xs))
-    y_values = ticks(min(ys), 100.0 if "(%)" in title else max(ys), most=4)
+    # A line that stays at 100 % needs an axis that does not go beyond it.
+    y_values = ticks(min(*ys, 90.0), 100.0, most=4) if "(%)" in title else ticks(min(ys), max(ys), most=4)
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - x_values[0]) / (x_values[-1] - x_values[0])
