@@ -34,9 +34,13 @@ class Chosen:
     value: float | int | str | bool
     why: str
 
+    @property
+    def named(self) -> str:
+        """The setting and its value."""
+        return f"{self.name} {f'{self.value:g}' if isinstance(self.value, float) else self.value}"
+
     def __str__(self) -> str:
-        value = f"{self.value:g}" if isinstance(self.value, float) else self.value
-        return f"{self.name} {value}: {self.why}"
+        return f"{self.named}: {self.why}"
 
 
 def rate_by_size(parameters: int, *, adapters: bool = False) -> float:

@@ -203,7 +203,8 @@ def receipt(done: Finished) -> Receipt:
 def _notes(done: Finished) -> list[str]:
     notes = list(done.log.watch.said)
     if done.chosen:
-        notes.append(f"Settings that were not given: {'; '.join(map(str, done.chosen))}.")
+        values = ", ".join(own.named for own in done.chosen)
+        notes.append(f"Chosen, because they were not given: {values}; record.json has the reasons.")
     if (cut := done.unfinished) is not None:
         notes.append(f"UNFINISHED: training was ended after update {cut['updates']} of {cut['planned']}.")
     if done.best_epoch is not None:

@@ -59,7 +59,7 @@ class Rung:
     def __str__(self) -> str:
         if not math.isfinite(self.score):
             return f"{self.lr:g} diverges"
-        return f"{self.lr:g} gains {self.gained:.3f} and loses {self.lost:.3f}"
+        return f"{self.lr:g} gains {self.gained:.3f} on new rows and loses {self.lost:.3f} on kept ones"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,14 +110,14 @@ def range_test(
         lr = float(f"{factor * rule.value:.0e}")
         after = _trained(settings, in_precision(row, settings.compute_dtype, device), model, tried, lr, new, kept)
         found.append(Rung(lr=lr, gained=start_new - after[0], lost=after[1] - start_kept))
-    return RangeTest(rungs=tuple(found), chosen=_best(found, updates, rule))
+    return RangeTest(rungs=tuple(found), chosen=_best(found, updates))
 
 
-def _best(rungs: Sequence[Rung], updates: int, rule: Chosen) -> Chosen:
+def _best(rungs: Sequence[Rung], updates: int) -> Chosen:
     """The rate with the best score, the lower one of two equal ones."""
     best = max(rungs, key=lambda rung: (rung.score, -rung.lr))
     tried = "; ".join(map(str, rungs))
-    why = f"{updates} updates at {TENFOLD} times each rate, nats per token of new and kept rows: {tried}"
+    why = f"best of a short test, {updates} updates at {TENFOLD} times each rate: of nats per token, {tried}"
     if best in (rungs[0], rungs[-1]):
         why += f"; the {'lowest' if best is rungs[0] else 'highest'} rate that was tried"
     return Chosen(name="lr", value=best.lr, why=why)

@@ -19,8 +19,6 @@ Series: TypeAlias = Mapping[str, list[tuple[float, float]]]
 WIDTH, HEIGHT = 340.0, 210.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 42.0, 12.0, 8.0, 34.0
 _DASHES = ("6 3", "2 2", "9 3 2 3", "1 3", "12 4")
-_ALL_KEPT = 90.0
-"""Where the axis of a share begins that is 100 % throughout."""
 _TRAINED, _HELD_OUT = "rows trained on", "rows held out"
 
 
@@ -109,7 +107,7 @@ def _quantities(receipt: Receipt) -> Iterator[tuple[str, str, Series]]:
     epochs = (
         ("Retention (%)", "retention"),
         ("Acquisition (%)", "acquisition"),
-        ("Divergence from the base model on new rows", "divergence"),
+        ("Divergence from the base model on new rows, nats per token", "divergence"),
         ("Training loss", "loss"),
     )
     for title, quantity in epochs:
@@ -135,9 +133,8 @@ def _chart(title: str, x_label: str, series: Series, order: list[str], caveat: s
     xs = [x for points in series.values() for x, _ in points]
     ys = [y for points in series.values() for _, y in points]
     x_values = ticks(min(xs), max(xs))
-    percent = "(%)" in title
-    lowest = _ALL_KEPT if percent and min(ys) == 100.0 else min(ys)
-    y_values = ticks(lowest, 100.0 if percent else max(ys), most=4)
+    # A line that stays at 100 % needs an axis that does not go beyond it.
+    y_values = ticks(min(*ys, 90.0), 100.0, most=4) if "(%)" in title else ticks(min(ys), max(ys), most=4)
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - x_values[0]) / (x_values[-1] - x_values[0])
