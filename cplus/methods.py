@@ -521,7 +521,7 @@ _ROWS = (
         paper="docs/methods.md",
         evidence=BLEND,
         refresh="once",
-        reduction=PastCurvature(strength=0.45),
+        reduction=PastCurvature(strength=0.5),
         gate=_stored,
     ),
     Method(

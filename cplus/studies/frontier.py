@@ -107,6 +107,7 @@ CHOSEN: Mapping[str, Choice] = {
     "wise-ft": Choice(rate=0.2, warm=False, beyond=2),
     "cpl": Choice(rate=0.4, warm=True),
     "cplus": Choice(rate=0.4, warm=False),
+    "cplus-curvature": Choice(rate=0.4, warm=False),
     "sft-repair": Choice(rate=0.2, warm=False, beyond=2),
     "cplus-repair": Choice(rate=0.4, warm=False, beyond=2),
 }
