@@ -81,6 +81,13 @@ def test_every_run_has_a_place_on_eight_devices_of_80_gb() -> None:
     assert {each["devices"] for title, each in runs.items() if title.startswith("cplus qwen3-4b")} == {2}
 
 
+def test_without_finished_runs_times_are_by_the_speed_measured_here(tmp_path: Path) -> None:
+    found = command("e08", "--scale", "smoke", "--out", str(tmp_path), "--dry-run", "--json")
+    report = json.loads(found.stdout[found.stdout.index("{") :])
+    assert re.fullmatch(r"from [\d,]+ GFLOP per second, measured on .+", report["basis"])
+    assert all(each["seconds"] > 0 for each in report["missing"])
+
+
 def test_a_machine_that_is_too_small_and_bad_words_are_named() -> None:
     spec = PAPER.at(model="qwen3-4b", method="cplus")
     with pytest.raises(
