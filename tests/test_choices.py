@@ -21,6 +21,7 @@ from cplus.job import choices, push, range_test
 from cplus.job.choices import choose, rate_by_size
 from cplus.job.folder import Folder
 from cplus.job.memory import Footprint, ModelSize
+from cplus.job.outputs import card
 from cplus.job.plan import plan
 from cplus.job.range_test import Rung
 from cplus.job.resume import resume
@@ -222,13 +223,18 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 def test_a_job_is_uploaded_with_its_card_and_is_private_by_default(tmp_path: Path, hub: Hub) -> None:
     write_files(tmp_path)
-    cplus.adapt(asked(tmp_path, epochs=1, method="sft", push_to_hub="me/desk"))
+    record = cplus.adapt(asked(tmp_path, epochs=1, method="sft", push_to_hub="me/desk")).record
     (_, _), (_, made), (_, model), (_, beside) = hub.calls
     assert made == {"name": "me/desk", "private": True, "exist_ok": True}
     assert model["repo_id"] == beside["repo_id"] == "me/desk"
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(model["files"])
     assert "README.md" in beside["allow_patterns"]
-    assert 'from_pretrained("me/desk")' in Folder(tmp_path / "out").card.read_text()
+    shown = Folder(tmp_path / "out").card.read_text()
+    assert 'AutoModelForCausalLM.from_pretrained("me/desk")' in shown
+    assert "library_name: transformers" in shown
+    apart = card({**record, "settings": {**record["settings"], "lora": {"r": 4, "merge": False}}})
+    assert 'AutoPeftModelForCausalLM.from_pretrained("me/desk")' in apart
+    assert "library_name: peft" in apart
 
 
 def test_an_upload_that_cannot_work_is_refused_before_training(

@@ -45,6 +45,7 @@ def test_a_job_with_nothing_but_new_rows_keeps_what_the_model_writes(cache: Path
     assert done.record["figures"]["free"]["past"]["loss"]["rows"] == 40
     assert "past_nll" in done.record["curve"][0]
     assert any("wrote and answered the rows to keep (general) itself: 40 held out" in n for n in done.record["notes"])
+    assert "wrote and answered the rows to keep (general) itself" in (out / "README.md").read_text()
     assert bank.manifest["parts"][0]["held_out"] == 40
     # Plain fine-tuning is measured on the same rows, so the two compare.
     plain = cplus.adapt(alone(tmp_path, method="sft", out=tmp_path / "sft", compare=(out,)))
