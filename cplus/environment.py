@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-OLDEST = {"torch": "2.8", "transformers": "5.4", "accelerate": "1.2", "peft": "0.18", "trl": "0.24"}
+OLDEST = {"torch": "2.8", "transformers": "5.4", "accelerate": "1.11", "peft": "0.18", "trl": "0.24"}
 """The oldest versions of what the gate meets, as in pyproject.toml and in the matrix of environments."""
 _CGROUP = Path("/sys/fs/cgroup")
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from cplus import __version__
+from cplus.environment import OLDEST
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "cplus"
@@ -105,6 +106,10 @@ def test_the_matrix_of_environments_names_what_pyproject_allows() -> None:
     allowed = dict(re.findall(r"^(\w+)>=([\d.]+)$", "\n".join(PROJECT["project"]["dependencies"]), re.M))
     assert matrix.ENVIRONMENTS["oldest"].pins == (f"transformers=={allowed['transformers']}.0",)
     assert len(matrix.ENVIRONMENTS) >= 3
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    stated = [*PROJECT["project"]["dependencies"], *(entry for extra in extras for entry in extra)]
+    for name, oldest in OLDEST.items():  # what protect and preserve refuse is what an installation refuses
+        assert {entry for entry in stated if entry.startswith(f"{name}>")} == {f"{name}>={oldest}"}
     assert all((ROOT / path).is_file() for path in matrix.CONTRACT)
     page = f"head {matrix.BEGIN}\n\n| a | b |\n|---|---|\n\n{matrix.END} tail"
     once = matrix.with_row(page, "oldest", {"trl": "1.0"}, "3 passed")

@@ -52,8 +52,9 @@ ENVIRONMENTS = {
         about="LLaMA-Factory 0.9.5's upper bounds",
         pins=("transformers==5.6.0", "accelerate==1.11.0", "datasets==4.0.0", "peft==0.18.1", "trl==0.24.0"),
     ),
+    # TRL 1.15.0, the upper bound, computes SFT's loss with Triton alone, which CPU builds of torch do not have.
     "unsloth": Environment(
-        about="Unsloth 2026.10.9's upper bounds", pins=("transformers==5.17.0", "trl==1.15.0", "datasets>=4.6,<5")
+        about="Unsloth 2026.10.9's range", pins=("transformers==5.17.0", "trl==1.14.1", "datasets>=4.6,<5")
     ),
     "axolotl": Environment(
         about="axolotl 0.21's pins",
