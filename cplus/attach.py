@@ -22,7 +22,7 @@ from cplus.health import ZERO_EVIDENCE
 from cplus.kernels import Signs
 from cplus.masters import in_model
 from cplus.offload import Storage, storage
-from cplus.only_rows import Kept, OnlyRows, RowChoice, chosen_rows, rows_here
+from cplus.only_rows import OnlyRows, RowChoice, Untrained, chosen_rows, rows_here
 from cplus.optim import AdamW, Armed
 from cplus.ranks import Layout, every_part, layout, local
 from cplus.stepping import first_moments, nested
@@ -140,7 +140,7 @@ class Guard:
         self.theta: list[Tensor] = []
         self.params: list[nn.Parameter] = []
         self.chosen: list[RowChoice] = []
-        self.rows: dict[int, Kept] = {}
+        self.rows: dict[int, Untrained] = {}
         self.names: dict[int, str] = {}
         self.where = Layout()
         self._others: dict[int, Tensor] = {}

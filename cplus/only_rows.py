@@ -37,7 +37,7 @@ class RowChoice:
         return [(a + 1, b) for a, b in pairwise(edges) if a + 1 < b]
 
 
-class Kept(Protocol):
+class Untrained(Protocol):
     """The part of a tensor that does not train."""
 
     def put_back(self, param: Tensor, theta: Tensor) -> None:
@@ -50,7 +50,7 @@ class Kept(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class TrainedRows:
     """The rows of one parameter that train: `here` are those that this process holds, by their local numbers."""
 
     here: Tensor
@@ -120,18 +120,18 @@ def chosen_rows(only: OnlyRows, model: nn.Module, trained: Sequence[nn.Parameter
 
 def rows_here(
     chosen: Sequence[RowChoice], model: nn.Module, params: Sequence[nn.Parameter], zero: Zero | None
-) -> dict[int, Kept]:
+) -> dict[int, Untrained]:
     """What does not train of the part that this process holds, by the position of the parameter or partition."""
     if zero is not None:
         return dict(runs_here(chosen, zero.fragments))
     known = dict(model.named_parameters())
     positions = {id(p): i for i, p in enumerate(params)}
-    found: dict[int, Kept] = {}
+    found: dict[int, Untrained] = {}
     for choice in chosen:
         p = known[choice.name]
         trains = torch.zeros(choice.total, dtype=torch.bool)
         trains[choice.rows] = True
-        found[positions[id(p)]] = Rows(here=local_rows(trains, p).nonzero().flatten().to(local(p).device))
+        found[positions[id(p)]] = TrainedRows(here=local_rows(trains, p).nonzero().flatten().to(local(p).device))
     return found
 
 
