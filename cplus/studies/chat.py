@@ -36,7 +36,7 @@ NEIGHBOURS: Mapping[str, tuple[float, ...]] = {
 """Each neighbour's rates as multiples of the scale's."""
 KEPT = ("anchors", "general", "both")
 CURVED = {"cplus-curvature": 2.0}
-"""The row whose coefficients are computed once, and its rate as a multiple of the scale's, named before it was run."""
+"""The row whose coefficients are computed once, and its rate as a multiple of the scale's, named before any run."""
 
 
 def runs(scale: Scale) -> list[RunSpec]:
