@@ -354,6 +354,7 @@ class _State:
         self.cursor = self
         self.done = False
         self.step = 3
+        self.twin = None
         self.state = {"weights": {"w": torch.arange(6.0)}, "log": {"losses": [1.0, 2.0]}}
 
     def finite(self) -> bool:
@@ -364,6 +365,9 @@ class _State:
 
     def state_dict(self) -> dict[str, Any]:
         return self.state
+
+    def own_part(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert torch.equal(state["weights"]["w"], torch.arange(6.0)), "an edited checkpoint was accepted"

@@ -118,6 +118,7 @@ def two(folder: Path) -> Path:
     return folder / "two"
 
 
+@pytest.mark.long
 def test_torchrun_ends_as_one_process(folder: Path, two: Path) -> None:
     check_alike(two, folder / "one")
     shards, whole = (record(out)["cost"]["extra_bytes"] for out in (two, folder / "one"))
@@ -155,7 +156,6 @@ def test_torchrun_reports_what_is_not_met_and_its_code(folder: Path, cache: Path
     assert "traceback : NOT MET: acquisition at least 0.7; its lower 95 % bound is" in done.stderr
 
 
-@pytest.mark.long
 def test_copies_end_as_one_process(folder: Path, ends: dict[str, list[int]]) -> None:
     assert ends["ddp"] == [0, 0], said(folder, "ddp")
     check_alike(folder / "ddp", folder / "one")

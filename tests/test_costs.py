@@ -11,6 +11,9 @@ import tiny
 from cplus.diagnostics.method_costs import costs, rows_formula
 from cplus.methods import METHODS
 
+AT_MOST = ("distillation", "probe-distillation")
+"""They keep the base model, or its outputs where those are smaller."""
+
 
 @pytest.fixture
 def small_heap() -> Iterator[None]:
@@ -26,6 +29,9 @@ def test_reported_memory_is_what_is_measured() -> None:
     model = tiny.lm()
     rows = tiny.rows(4, longest_target=1)
     for cost in costs(model, rows):
+        if cost.method in AT_MOST:
+            assert cost.measured <= cost.reported + 0.08, cost.method
+            continue
         # Packing rounds up to a byte per tensor, and a few scalars and small vectors of PEFT stay alive.
         assert cost.measured == pytest.approx(cost.reported, abs=0.08), cost.method
 

@@ -281,7 +281,7 @@ def test_the_real_part_is_free_text_with_curves() -> None:
     assert all(
         isinstance(spec, RunSpec) and spec.interface == "freeform" and spec.evaluate_every == 1 for spec in specs
     )
-    assert {spec.method for spec in specs} == {*CURVES, "freeze-layers", "sft-repair"}
+    assert {spec.method for spec in specs} == {*CURVES, "cplus-curvature", "freeze-layers", "sft-repair"}
 
 
 def test_training_ends_where_the_new_loss_is_low_enough(spec: RunSpec, given: Comparison) -> None:

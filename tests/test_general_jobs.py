@@ -130,6 +130,7 @@ def test_a_check_refuses_what_it_cannot_compare(cache: Path, tmp_path: Path, tin
     assert "no judge was chosen" in str(invoke("toy", "toy", "--require", "retention>=0.9").exception)
 
 
+@pytest.mark.long
 def test_the_pages_commands_run(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -459,6 +459,7 @@ def test_a_folder_that_is_no_ledger_is_left_alone(tmp_path: Path, made: Path) ->
     assert "leave the model out" in str(again.exception)
 
 
+@pytest.mark.long
 def test_the_walk_through_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
