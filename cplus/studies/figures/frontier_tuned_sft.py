@@ -20,11 +20,11 @@ from cplus.studies.figures.tables import ADDED_HERE, ComparisonLine, Table, cell
 from cplus.studies.frontier import LEARNED, OURS, RECIPE, TUNING_SEEDS, as_in_the_demo, reported, updates
 from cplus.studies.summaries import pick, shown
 
-NAMED = {"replay": (-32, -3), "freeze-layers": (7, -3), "lora": (6, -4), "osf": (7, -9), "wise-ft": (-44, -4)}
+NAMED = {"replay": (-32, -3), "freeze-layers": (7, -12), "lora": (6, -4), "osf": (7, -9), "wise-ft": (-44, -4)}
 """Neighbours with a name of their own in the figure, and where it is written; the others are dots."""
 LOWEST = 75.0
 """Methods that keep less are in the table alone."""
-PLACES = {"cplus": (-32, 2), "cplus-curvature": (7, -9), "cplus-repair": (7, 3), "sft-repair": (-52, 3)}
+PLACES = {"cplus": (-32, 2), "cplus-curvature": (7, -2), "cplus-repair": (7, 3), "sft-repair": (-52, 3)}
 
 
 def _others(runs: list[RunResult]) -> list[RunResult]:
