@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "cplus"
 
 LAYERS = {
-    "foundation": "algorithm cost environment files hands health imports locks terminal world",
+    "foundation": "algorithm cost environment files health imports leader locks terminal world",
     "rows": "data interfaces toy",
     "gate": (
         "adapters any_loss attach curvature evidence gates kernels losses masters native offload only_rows optim "

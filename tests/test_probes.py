@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from cplus import hands, interfaces
+from cplus import interfaces, leader
 from cplus.data.examples import Choice, Example, FreeForm, Message
 from cplus.data.readers import read_file
 from cplus.interfaces import Rejected
@@ -292,7 +292,7 @@ def test_blocks_that_several_processes_sample_give_the_same_bank(
             labelled.append(len(examples))
             return [Rejected("empty answer") if i % 3 == 0 else x for i, x in enumerate(yes(interface)(examples))]
 
-        monkeypatch.setattr(hands, "count", lambda: processes)
+        monkeypatch.setattr(leader, "count", lambda: processes)
         # A rejected input may come again, so what a block adds depends on the labels of the block before it.
         tally, engine = Tally(ANCHORS, interface, settings), Scripted(lambda i: f"Is it {i % 170}?\n")
         for _ in generate(engine, two_of_three, interface, ANCHORS, settings, tally):

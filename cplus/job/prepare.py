@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cplus import hands, world
+from cplus import leader, world
 from cplus.data.examples import fingerprint
 from cplus.environment import versions
 from cplus.experiment.rows import Group, Rows
@@ -70,7 +70,7 @@ def prepare(config: AdaptConfig, folder: Folder, home: Path) -> Job:
     base = load(config, home)
     loaded = time.perf_counter()
     world.agree("the base model", base.fingerprint)
-    rows, written = hands.in_turn(lambda: bind_all(config, found, base), (base.model, base.tokenizer))
+    rows, written = leader.in_turn(lambda: bind_all(config, found, base), (base.model, base.tokenizer))
     world.agree("their rows", [fingerprint(group.examples) for group in rows.groups])
     bound = time.perf_counter()
     for note in rows.notes:

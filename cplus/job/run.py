@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from cplus import files, hands, models, world
+from cplus import files, leader, models, world
 from cplus.data.examples import lines
 from cplus.diagnostics.gateshares import layer_shares
 from cplus.experiment.driver import Training, TrainingLog, rows_of
@@ -112,7 +112,7 @@ def work(
         if world.first():
             _write_rows(job)
         with recorded(folder.seconds, "writing probes"):
-            bank = hands.in_turn(lambda: _bank(job), (job.base.model, job.base.tokenizer))
+            bank = leader.in_turn(lambda: _bank(job), (job.base.model, job.base.tokenizer))
         world.agree("their bank", None if bank is None else bank.manifest["probes_sha256"])
         if is_open(config):
             with recorded(folder.seconds, "choosing the rate"):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import ceil
 
-from cplus import hands
+from cplus import leader
 from cplus.data.examples import Choice, Example, FreeForm
 from cplus.interfaces import Interface, Rejected
 from cplus.models import Loaded
@@ -223,7 +223,7 @@ def labeller_of(base: Loaded, engine: LocalEngine, interface: Interface, setting
 def _planned(written: Writer, tally: Tally, size: int) -> list[list[RequestPlan]]:
     """The next block's requests, and those of as many blocks after it as other processes help with."""
     first = sum(len(block.outcomes) for block in tally.blocks)
-    starts = range(first, first + hands.count() * size, size)
+    starts = range(first, first + leader.count() * size, size)
     return [[written.plan(index) for index in range(start, start + size)] for start in starts]
 
 
@@ -237,7 +237,7 @@ def _samples(
     ]
     if len(blocks) == 1:
         return [engine.sample(blocks[0], sampling)]
-    return hands.divided(_drawn, [(engine, requests, sampling) for requests in blocks])
+    return leader.divided(_drawn, [(engine, requests, sampling) for requests in blocks])
 
 
 def _drawn(engine: Engine, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
@@ -274,7 +274,7 @@ def _labellers(
     for plans, own in zip(planned, read, strict=True):
         inputs = [own[planned.index] for planned in plans]
         expected.append([x for x in inputs if not isinstance(x, Rejected) and trial.new_input(x) is None])
-    found = hands.divided(labeller, [(examples,) for examples in expected])
+    found = leader.divided(labeller, [(examples,) for examples in expected])
 
     def known(inputs: list[Example], labels: list[Label | Rejected]) -> Labeller:
         return lambda examples: labels if list(examples) == inputs else labeller(examples)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from cplus import hands, world
+from cplus import leader, world
 from cplus.experiment.settings import RunSpec, SequenceSpec
 from cplus.files import tidy
 from cplus.locks import Held, beside, holding
@@ -69,7 +69,7 @@ def _run(spec: RunSpec) -> Result:
     from cplus.experiment import run
 
     base = world.in_turn(lambda: CACHE.base(spec.model))
-    given = hands.in_turn(lambda: CACHE.comparison(spec), (base.model, base.tokenizer))
+    given = leader.in_turn(lambda: CACHE.comparison(spec), (base.model, base.tokenizer))
     return run.run(spec, given)
 
 
