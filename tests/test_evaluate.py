@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -554,20 +554,31 @@ def test_the_command_counts_rows_that_are_too_long(saved: Path, tmp_path: Path) 
     assert run(saved, "--task", task, "--too-long", "exclude", "--json")["tasks"][0]["excluded"] == 1
 
 
-def test_the_harness_agrees_with_our_scores(tiny_llama: Any) -> None:
+EIGHT = tuple(
+    Choice(id=str(i), question=f"What is {i}?", choices=("a cat", "red", f"the {i} moon"), answer=i % 3)
+    for i in range(8)
+)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", "cloze"), ("phi3", "letter")])
+def test_the_harness_agrees_with_our_scores(make_tiny: Callable[[str], Any], family: str, kind: str) -> None:
     pytest.importorskip("lm_eval", reason="the extra 'lm-eval' is not installed")
     from cplus.integrations.lm_eval import evaluate_with_harness
 
-    interface = build("cloze", tiny_llama.tokenizer)
-    examples = tuple(
-        Choice(id=str(i), question=f"What is {i}?", choices=("a cat", "red", f"the {i} moon"), answer=i % 3)
-        for i in range(8)
-    )
-    asked = BoundTask(name="mine", interface=interface, examples=examples, judge=judges.exact_match)
-    theirs = evaluate_with_harness(tiny_llama.model, asked)
-    _, ours = evaluate_task(tiny_llama.model, asked)
-    assert theirs["accuracy"] == ours["accuracy"]
-    assert theirs["answers"] == ours["answers"]
-    assert theirs["harness"] == pytest.approx(
-        {"acc": ours["by_other_rules"]["sum"], "acc_norm": ours["by_other_rules"]["per_character"]}
-    )
+    tiny = make_tiny(family)
+    asked = BoundTask(name="mine", interface=build(kind, tiny.tokenizer), examples=EIGHT, judge=judges.exact_match)
+    theirs, summary = evaluate_with_harness(tiny.model, asked)
+    ours, own = evaluate_task(tiny.model, asked)
+    assert [row.answer for row in theirs] == [row.answer for row in ours]
+    assert (summary["accuracy"], summary["answers"]) == (own["accuracy"], own["answers"])
+    by_sum = own["accuracy"]["percent"] if kind == "letter" else own["by_other_rules"]["sum"]
+    assert summary["harness"]["acc"] == pytest.approx(by_sum)
+    if kind == "cloze":
+        assert summary["harness"]["acc_norm"] == pytest.approx(own["by_other_rules"]["per_character"])
+
+
+def test_the_harness_refuses_letters_that_it_would_tokenise_differently(tiny_llama: Any) -> None:
+    from cplus.integrations.lm_eval import letter_task
+
+    with pytest.raises(ValueError, match="0: expected the tokens of the prompt and then of the letter"):
+        letter_task("mine", build("letter", tiny_llama.tokenizer), EIGHT)

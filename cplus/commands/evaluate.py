@@ -108,7 +108,7 @@ def _summary(
     if through == "lm-eval":
         from cplus.integrations.lm_eval import evaluate_with_harness
 
-        return evaluate_with_harness(loaded.model, asked)
+        return evaluate_with_harness(loaded.model, asked)[1]
     predictions, summary = evaluate_task(loaded.model, asked, max_new_tokens=max_new_tokens)
     if permute:
         summary["permuted"] = evaluate_permuted(loaded.model, asked)

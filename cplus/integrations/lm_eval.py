@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,6 +12,8 @@ from cplus.data.examples import Choice, to_row
 from cplus.data.harness import MISSING, PREFIX
 from cplus.data.predictions import Prediction
 from cplus.evaluation import Rate, summaries
+from cplus.interfaces.forms import Chat
+from cplus.interfaces.letter import Letter
 from cplus.scoring.likelihoods import Score
 from cplus.scoring.predict import chosen
 
@@ -20,13 +23,13 @@ if TYPE_CHECKING:
     from cplus.evaluation.task import BoundTask
 
 
-def harness(model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, batch_size: int = 16) -> Any:
-    """The harness's wrapper of a loaded model."""
+def harness(model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, batch_size: int = 16, begun: bool = False) -> Any:
+    """The harness's wrapper of a loaded model; with `begun` prompts hold their special tokens already."""
     try:
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
         raise ImportError(MISSING) from error
-    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, add_bos_token=False if begun else None)
 
 
 def run_tasks(
@@ -35,45 +38,85 @@ def run_tasks(
     tasks: Sequence[str | dict[str, Any]],
     *,
     limit: int | None = None,
+    begun: bool = False,
 ) -> dict[str, Any]:
     """The harness's results for its own task names, or for tasks given as configurations."""
-    wrapped = harness(model, tokenizer)
+    wrapped = harness(model, tokenizer, begun=begun)
     from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
 
-    found = simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit, num_fewshot=0, bootstrap_iters=0)
+    named = any(isinstance(task, str) for task in tasks)  # reading the harness's thousands of tasks takes half a minute
+    known = TaskManager(include_defaults=named)
+    found = simple_evaluate(
+        model=wrapped, tasks=list(tasks), limit=limit, num_fewshot=0, bootstrap_iters=0, task_manager=known
+    )
     assert found is not None, "only a worker process of a distributed run gets no results"
     return dict(found)
 
 
 def cloze_task(name: str, examples: Sequence[Choice]) -> dict[str, Any]:
     """Rows as a task of the harness, with the prompt of the cloze interface."""
+    rows = [to_row(example) for example in examples]
+    return _multiple_choice(name, rows, text="Question: {{question}}\nAnswer:", choice="choices", delimiter=" ")
+
+
+def letter_task(name: str, interface: Letter, examples: Sequence[Choice]) -> dict[str, Any]:
+    """Rows as a task of the harness, each with the letter interface's own prompt and the letters as its choices.
+
+    The harness tokenises prompt and letter as one text; where that gives other tokens it would score another prompt.
+    """
+    for example in examples:
+        joint = interface.form.tokens(interface.text(example) + interface.form.lead + "A")
+        if joint != interface.prompt(example) + interface.candidates(example)[0]:
+            raise ValueError(
+                f"{example.id}: expected the tokens of the prompt and then of the letter, but the harness tokenises "
+                "both as one text, which this tokenizer splits differently; leave out --through lm-eval"
+            )
+    rows = [
+        {
+            **to_row(example),
+            "asked": interface.text(example),
+            "letters": list(ascii_uppercase[: len(example.choices)]),
+        }
+        for example in examples
+    ]
+    return _multiple_choice(name, rows, text="{{asked}}", choice="letters", delimiter=interface.form.lead)
+
+
+def _multiple_choice(
+    name: str, rows: list[dict[str, Any]], *, text: str, choice: str, delimiter: str
+) -> dict[str, Any]:
     from datasets import Dataset
 
     return {
         "task": name,
-        "custom_dataset": lambda **_: {"test": Dataset.from_list([to_row(example) for example in examples])},
+        "custom_dataset": lambda **_: {"test": Dataset.from_list(rows)},
         "test_split": "test",
         "output_type": "multiple_choice",
-        "doc_to_text": "Question: {{question}}\nAnswer:",
-        "doc_to_choice": "choices",
+        "doc_to_text": text,
+        "doc_to_choice": choice,
         "doc_to_target": "answer",
-        "target_delimiter": " ",
+        "target_delimiter": delimiter,
         "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
     }
 
 
-def evaluate_with_harness(model: nn.Module, task: BoundTask) -> dict[str, Any]:
-    """A cloze task scored by the harness: its accuracies, and ours computed from its log-likelihoods."""
-    if task.interface.name != "cloze":
-        raise ValueError(f"the harness can score only the cloze interface, got {task.interface.name}")
+def evaluate_with_harness(model: nn.Module, task: BoundTask) -> tuple[list[Prediction], dict[str, Any]]:
+    """A multiple-choice task scored by the harness: answers by our rule from its log-likelihoods, and a summary."""
+    interface, name, begun = task.interface, f"cplus_{task.name}", False
     examples = [example for example in task.examples if isinstance(example, Choice)]
-    name = f"cplus_{task.name}"
-    found = run_tasks(model, task.interface.tokenizer, [cloze_task(name, examples)])
+    if isinstance(interface, Letter):
+        asked, begun = letter_task(name, interface, examples), isinstance(interface.form, Chat)
+    elif interface.name == "cloze":
+        asked = cloze_task(name, examples)
+    else:
+        raise ValueError(f"the harness can score the interfaces cloze and letter, got {interface.name}")
+    found = run_tasks(model, interface.tokenizer, [asked], begun=begun)
     predictions = _predictions(task, examples, found["samples"][name])
     own = {key.partition(",")[0]: 100 * value for key, value in found["results"][name].items() if ",none" in key}
-    summary: dict[str, Any] = {"task": task.name, "interface": "cloze"}
+    summary: dict[str, Any] = {"task": task.name, "interface": interface.name}
     summary |= summaries.answered(predictions, examples)
-    return {**summary, "harness": {key: own[key] for key in ("acc", "acc_norm")}}
+    return predictions, {**summary, "harness": {key: own[key] for key in ("acc", "acc_norm")}}
 
 
 def evaluate_harness_task(

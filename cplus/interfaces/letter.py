@@ -65,9 +65,18 @@ class Letter:
     name: str = "letter"
     answer_stop: tuple[str, ...] = ()
 
+    def text(self, example: Example) -> str:
+        """The question in the task's wording, as one user message, up to where the answer begins."""
+        example = _choice(example)
+        count = len(example.choices)
+        if not 2 <= count <= len(ascii_uppercase):
+            raise ValueError(f"{example.id}: expected 2 to {len(ascii_uppercase)} choices, got {count}")
+        content = question_text(example) + WORDINGS[self.wording].format(letters=spoken_letters(count))
+        return self.form.text([Message(role="user", content=content)])
+
     def prompt(self, example: Example) -> tuple[int, ...]:
-        """The question in the task's wording, as one user message."""
-        return self.form.tokens(self._text(_choice(example)))
+        """The tokens of that text."""
+        return self.form.tokens(self.text(example))
 
     def encode(self, example: Example) -> Encoded:
         """The prompt and the right letter's token."""
@@ -123,13 +132,6 @@ class Letter:
         if not isinstance(answer, int) or not 0 <= answer < len(example.choices):
             raise ValueError(f"expected the index of one of {len(example.choices)} choices, got {answer!r}")
         return replace(example, answer=answer)
-
-    def _text(self, example: Choice) -> str:
-        count = len(example.choices)
-        if not 2 <= count <= len(ascii_uppercase):
-            raise ValueError(f"{example.id}: expected 2 to {len(ascii_uppercase)} choices, got {count}")
-        content = question_text(example) + WORDINGS[self.wording].format(letters=spoken_letters(count))
-        return self.form.text([Message(role="user", content=content)])
 
     @cached_property
     def _asked(self) -> str:
