@@ -41,9 +41,9 @@ ITEMS = (ROOT / "tests" / "data" / "paper_items.txt").read_text().splitlines()
 LABELS = [item.split(": ")[1] for item in ITEMS if not item.startswith("App.")]
 
 
-SHOWN = [name for name in STUDIES if name != "chat"]
-NOT_SMOKE = {"fig_chat", "tab_chat"}
-"""The chat model is not part of the scale; tests/test_freeform_runs.py draws them."""
+SHOWN = [name for name in STUDIES if name not in ("chat", "facts")]
+NOT_SMOKE = {"fig_chat", "tab_chat", "tab_facts"}
+"""Real models are not part of the scale; tests/test_freeform_runs.py and tests/test_facts.py draw them."""
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +99,7 @@ def test_every_figure_and_table_of_the_paper_has_its_function() -> None:
         "tab_frontier",
         "fig_chat",
         "tab_chat",
+        "tab_facts",
     } == set(DRAWINGS) | set(TABULARS)
     text = (ROOT / "docs" / "report.md").read_text()
     assert all(f"`{name}`" in text for name in (*DRAWINGS, *TABULARS))

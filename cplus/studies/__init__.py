@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from cplus.experiment.settings import RunSpec
-from cplus.studies import chat, e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12, e13, e14, frontier
+from cplus.studies import chat, e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12, e13, e14, facts, frontier
 from cplus.studies.scales import SCALES, Scale, canonical, scale_named
 from cplus.studies.study import Claim, Published, Result, Spec, Study, Summary, SummaryRow, judged, tally
 
 STUDIES: dict[str, Study] = {
     module.STUDY.name: module.STUDY
-    for module in (e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12, e13, e14, frontier, chat)
+    for module in (e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12, e13, e14, frontier, chat, facts)
 }
 
 
