@@ -118,7 +118,8 @@ class RunSpec(Recipe):
 
     `anchor_task` is the task that anchors are drawn from and Retention is measured on, where it is not the new one,
     and `wrong_anchors` of the anchors were answered incorrectly. With `all_anchors` every past row is an anchor and
-    `num_anchors` is 0. `num_past` bounds the past rows that are evaluated.
+    `num_anchors` is 0. `num_rows` bounds the task's rows, the first ones in file order, and `num_past` the past rows
+    that are evaluated. With `lora` only adapters of this rank on all linear layers are trained, and merged at the end.
     `parts` splits the bank: each refresh uses one part. `refresh` is the number of steps between refreshes (None: the
     method's own); `memory` is the weight of the earlier evidence after a refresh. `warmup` is the share of all updates
     over which the learning rate rises. `strength` is the weight, threshold or share of a method that has one (None: the
@@ -137,7 +138,9 @@ class RunSpec(Recipe):
     external: tuple[str, ...] = ()
     external_limit: int | None = None
     evaluate_every: int = 0
+    num_rows: int | None = None
     num_past: int | None = None
+    lora: int = 0
     anchor_task: str = ""
     all_anchors: bool = False
     wrong_anchors: int = 0
@@ -169,6 +172,7 @@ class RunSpec(Recipe):
             shots=self.shots,
             temperature=self.temperature,
             topics=self.topics,
+            lora=Lora(r=self.lora, alpha=2.0 * self.lora) if self.lora else None,
             compute_dtype=self.compute_dtype,
             **self.method_settings,
         )

@@ -86,7 +86,7 @@ class ProcessCache:
 
     def __init__(self) -> None:
         self._base: Loaded | None = None
-        self._splits: dict[tuple[SplitTask, str, str, str], TaskSplit] = {}
+        self._splits: dict[tuple[SplitTask, str, str, str, int | None], TaskSplit] = {}
         self._external: dict[tuple[str, int, int | None, str, str], Group] = {}
         self._comparison: tuple[Spec, Comparison] | None = None
         self._first: tuple[Spec, sequence.Stage] | None = None
@@ -111,9 +111,10 @@ class ProcessCache:
         """A task split by what the base model answers correctly."""
         from cplus.files import cache_folder
 
-        base, key = self.base(spec.model), (divide, task, spec.interface, spec.compute_dtype)
+        base, key = self.base(spec.model), (divide, task, spec.interface, spec.compute_dtype, spec.num_rows)
         if key not in self._splits:
-            self._splits[key] = divide(base, task, spec.interface, cache_folder() / "splits", spec.compute_dtype)
+            folder = cache_folder() / "splits"
+            self._splits[key] = divide(base, task, spec.interface, folder, spec.compute_dtype, spec.num_rows)
         return self._splits[key]
 
     def comparison(self, spec: RunSpec) -> Comparison:
@@ -167,6 +168,7 @@ def without_method(spec: Spec) -> Spec:
         beta=0.9,
         optimizer="",
         lr=0.0,
+        lora=0,
         weight_decay=0.0,
         epochs=1,
         batch_size=1,

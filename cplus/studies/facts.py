@@ -1,4 +1,4 @@
-"""The paper's cell with eight anchors on a real model that knows the answers, each method until all is learned.
+"""The paper's cell with eight anchors on real models that know the answers, each method until all is learned.
 
 Neighbours may choose the rate that suits the reported seeds best; CPLUS has one rate, named before.
 """
@@ -6,25 +6,47 @@ Neighbours may choose the rate that suits the reported seeds best; CPLUS has one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cplus.experiment.record import RunResult
 from cplus.experiment.settings import RunSpec
 from cplus.studies.scales import Scale, canonical
-from cplus.studies.study import Claim, Result, Study, Summary, SummaryRow
-from cplus.studies.summaries import Metric, by_seed, difference, learned, over_seeds, pick, retained, run_results, shown
+from cplus.studies.study import Claim, Result, Study, Summary
+from cplus.studies.summaries import (
+    Metric,
+    by_seed,
+    difference,
+    learned,
+    over_seeds,
+    pick,
+    retained,
+    run_results,
+    shown,
+    table,
+)
 
-BASE = RunSpec(
-    model="gemma-3-270m",
+OURS = "cplus"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A model's setting, the number of seeds, and the neighbours' rates as multiples of the setting's."""
+
+    base: RunSpec
+    seeds: int
+    rates: tuple[float, ...]
+
+
+_SHARED = RunSpec(
+    model="",
     task="csqa",
     interface="cloze",
-    method="cplus",
+    method=OURS,
     seed=0,
     num_anchors=8,
     num_probes=48,
     num_new=48,
     num_past=100,
-    lr=2e-5,
     weight_decay=0.0,
     epochs=15,
     batch_size=8,
@@ -32,33 +54,46 @@ BASE = RunSpec(
     warmup=0.15,
     stop_at=99.0,
 )
-OURS = "cplus"
-RATES: Mapping[str, tuple[float, ...]] = {
-    "sft": (1.0, 0.5),
-    "replay": (1.0, 0.5),
-    "cpl": (1.0, 0.5),
-    OURS: (1.0,),
-}
-"""Each method's rates as multiples of the setting's."""
+GEMMA = Cell(base=replace(_SHARED, model="gemma-3-270m", lr=2e-5), seeds=3, rates=(1.0, 0.5))
+QWEN = Cell(
+    base=replace(
+        _SHARED,
+        model="qwen2.5-coder-1.5b",
+        interface="letter",
+        num_rows=200,
+        num_past=64,
+        num_new=24,
+        num_probes=24,
+        lora=16,
+        lr=2e-4,
+        epochs=8,
+        batch_size=4,
+    ),
+    seeds=1,
+    rates=(1.0,),
+)
+"""The paper's interface on a model that knows the answers; adapters, because full training needs 25 GB."""
+CELLS = {cell.base.model: cell for cell in (GEMMA, QWEN)}
+METHODS = ("sft", "replay", "cpl", OURS)
 LEARNED = 97.0
 """Acquisition from which a run counts as having learned, in percent."""
 
 
 def runs(scale: Scale) -> list[RunSpec]:
     """All methods at the first rate, seed by seed, then the neighbours' other rates."""
-    seeds = range(scale.seeds_where_three)
     return [
-        run_at(method, rates[rung], seed)
-        for rung in range(max(map(len, RATES.values())))
-        for seed in seeds
-        for method, rates in RATES.items()
-        if rung < len(rates)
+        run_at(cell, method, rate, seed)
+        for cell in CELLS.values()
+        for rate in cell.rates
+        for seed in range(min(cell.seeds, scale.seeds_where_three))
+        for method in METHODS
+        if rate == cell.rates[0] or method != OURS
     ]
 
 
-def run_at(method: str, rate: float, seed: int) -> RunSpec:
-    """The setting's run of a method at a multiple of its rate."""
-    return canonical(replace(BASE, method=method, lr=BASE.lr * rate, seed=seed))
+def run_at(cell: Cell, method: str, rate: float, seed: int) -> RunSpec:
+    """A cell's run of a method at a multiple of its rate."""
+    return canonical(replace(cell.base, method=method, lr=cell.base.lr * rate, seed=seed))
 
 
 def updates(result: RunResult) -> float:
@@ -75,49 +110,41 @@ COLUMNS: Mapping[str, Metric] = {
 
 
 def summary(results: Sequence[Result]) -> Summary:
-    """A row for each method and rate; CPLUS against each neighbour at its best rate."""
+    """A row for each model, method and rate; CPLUS against each neighbour at its best rate."""
     mine = run_results(results)
-    table = {
-        key: pick(mine, method=key[0], lr=key[1])
-        for key in dict.fromkeys((result.spec.method, result.spec.lr) for result in mine)
-    }
-    rows = tuple(_row(method, lr, own) for (method, lr), own in table.items())
-    ours = by_seed(pick(mine, method=OURS), retained)
-    claims, best = [], {}
-    for method in RATES:
-        if method == OURS:
-            continue
-        best[method] = _best([own for key, own in table.items() if key[0] == method])
-        claims.append(
+    rows = table(mine, ("model", "method", "lr"), COLUMNS)
+    claims: list[Claim] = []
+    answers: list[str] = []
+    for model in CELLS:
+        here = pick(mine, model=model)
+        best = {method: _best(pick(here, method=method)) for method in METHODS}
+        ours = by_seed(best[OURS], retained)
+        claims += [
             Claim(
-                says=f"CPLUS keeps more than {method} at its best rate",
-                margin=difference(ours, by_seed(best[method], retained)),
+                says=f"{model}: CPLUS keeps more than {method} at its best rate",
+                margin=difference(ours, by_seed(own, retained)),
             )
-        )
-    kept = {"CPLUS": over_seeds(pick(mine, method=OURS), retained)}
-    kept |= {method: over_seeds(own, retained) for method, own in best.items()}
-    listed = ", ".join(f"{method} {shown(found)}" for method, found in kept.items())
-    answer = f"Where 99 % of the new answers are learned, {BASE.model} keeps of what it knew (%): {listed}."
+            for method, own in best.items()
+            if method != OURS
+        ]
+        kept = ", ".join(f"{method} {shown(over_seeds(own, retained))}" for method, own in best.items())
+        answers.append(f"{model} keeps of what it knew (%): {kept}")
+    answer = f"Where 99 % of the new answers are learned, {'; '.join(answers)}."
     return Summary(rows=rows, answer=answer, claims=tuple(claims))
 
 
-def _best(ladder: Sequence[Sequence[RunResult]]) -> Sequence[RunResult]:
-    """The rate that keeps most, among those that learn on most seeds."""
-    reached = [found for own in ladder if (found := [r for r in own if r.acquisition >= LEARNED])]
-    most = max((len(found) for found in reached), default=0)
-    full = [found for found in reached if len(found) == most]
+def _best(own: Sequence[RunResult]) -> Sequence[RunResult]:
+    """The runs at the rate that keeps most, among the rates that learn on most seeds."""
+    rates = dict.fromkeys(result.spec.lr for result in own)
+    reached = [[r for r in pick(own, lr=rate) if r.acquisition >= LEARNED] for rate in rates]
+    most = max(map(len, reached), default=0)
+    full = [found for found in reached if len(found) == most > 0]
     return max(full, key=lambda found: sum(map(retained, found)) / len(found), default=[])
-
-
-def _row(method: str, lr: float, own: Sequence[RunResult]) -> SummaryRow:
-    found = {name: over_seeds(own, metric) for name, metric in COLUMNS.items()}
-    figures = {name: value for name, value in found.items() if value is not None}
-    return SummaryRow(at={"method": method, "lr": lr}, figures=figures)
 
 
 STUDY = Study(
     name="facts",
-    title="Facts of a real model",
+    title="Facts of real models",
     question="How much of what a real model knows does each method keep where everything new is learned?",
     paper="Sec. 4.2 on a model at hand; docs/studies.md",
     runs=runs,
