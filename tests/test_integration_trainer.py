@@ -6,6 +6,7 @@ import copy
 import importlib
 import re
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
+from packaging.version import Version
 from quadratic import ConstantEvidence
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
@@ -56,7 +58,9 @@ def test_trainer_gives_the_weights_of_our_loop(
     run = trainer(tmp_path, **changes)
     callback = preserve(run, anchors=ANCHORS, probes=PROBES)
     run.train()
-    check_same(run.model, ours(**reference))
+    divisor = run.accelerator.gradient_accumulation_steps  # not 1 where Trainer divides twice: transformers #45305
+    assert divisor == 1 or Version(version("transformers")) < Version("5.5.4")
+    check_same(run.model, ours(**reference, divisor=divisor))
     assert callback.guard is not None
     assert not callback.guard.optimizer._optimizer_step_post_hooks
 
