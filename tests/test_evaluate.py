@@ -26,6 +26,7 @@ from cplus.evaluation.requirements import Measured
 from cplus.evaluation.statistics import Rate, noise_floor, weighted
 from cplus.evaluation.task import BoundTask, evaluate_permuted, evaluate_task
 from cplus.files import read_json
+from cplus.integrations.lm_eval import evaluate_with_harness
 from cplus.interfaces import build
 from cplus.models import load, save
 from cplus.scoring import log_likelihoods, predict
@@ -555,9 +556,6 @@ def test_the_command_counts_rows_that_are_too_long(saved: Path, tmp_path: Path) 
 
 
 def test_the_harness_agrees_with_our_scores(tiny_llama: Any) -> None:
-    pytest.importorskip("lm_eval", reason="the extra 'lm-eval' is not installed")
-    from cplus.integrations.lm_eval import evaluate_with_harness
-
     interface = build("cloze", tiny_llama.tokenizer)
     examples = tuple(
         Choice(id=str(i), question=f"What is {i}?", choices=("a cat", "red", f"the {i} moon"), answer=i % 3)

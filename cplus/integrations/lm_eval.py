@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from cplus.data.examples import Choice, to_row
-from cplus.data.harness import MISSING, PREFIX
+from cplus.data.harness import MISSING, PREFIX, task_manager
 from cplus.data.predictions import Prediction
 from cplus.evaluation import Rate, summaries
 from cplus.scoring.likelihoods import Score
@@ -40,7 +40,10 @@ def run_tasks(
     wrapped = harness(model, tokenizer)
     from lm_eval import simple_evaluate
 
-    found = simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit, num_fewshot=0, bootstrap_iters=0)
+    finder = task_manager(tasks)
+    found = simple_evaluate(
+        model=wrapped, tasks=list(tasks), task_manager=finder, limit=limit, num_fewshot=0, bootstrap_iters=0
+    )
     assert found is not None, "only a worker process of a distributed run gets no results"
     return dict(found)
 
