@@ -407,6 +407,40 @@ def test_a_trainer_whose_optimizer_hides_its_step_is_refused_by_preserve(
     assert not any(isinstance(callback, PreservationCallback) for callback in run.callback_handler.callbacks)
 
 
+def written(model: nn.Module, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.model.norm.weight.add_(1.0)
+    return model(ids).logits.mean()
+
+
+IDS = [torch.tensor([row.prompt]) for row in NEW]
+BAD: dict[str, tuple[Any, Any, str]] = {
+    "no scalar": (IDS, lambda m, ids: m(ids).logits[0, :, 0], r"must be a scalar, got the shape \(6,\)"),
+    "unreached": (IDS, lambda m, ids: m.model.norm.weight.sum(), r"of 24 protected parameters get no evidence"),
+    "changes state": (IDS, written, "changes the model's state: the parameter 'model.norm.weight'"),
+    "ends": (iter(IDS), lambda m, ids: m(ids).logits.mean(), "which can be read only once"),
+    "rows too": ([ANCHORS], lambda m, rows: answer_losses(m, rows).mean(), "or evidence, not both"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_evidence_is_named_by_preserve_itself(kind: str, tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    batches, loss, sentence = BAD[kind]
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        preserve(run, evidence=[(1.0, batches, loss)], anchors=ANCHORS if kind == "rows too" else ())
+    assert not any(isinstance(callback, PreservationCallback) for callback in run.callback_handler.callbacks)
+
+
+def test_preserve_asks_no_evidence_for_what_the_trainers_own_optimizer_leaves_alone(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    run.optimizer = SGD([run.model.model.norm.weight], lr=0.1)
+    preserve(run, evidence=[(1.0, IDS, lambda m, ids: m.model.norm.weight.square().sum())])
+    before = run.model.model.norm.weight.detach().clone()
+    run.train()
+    assert not torch.equal(run.model.model.norm.weight, before)
+
+
 def test_what_owns_no_optimizer_is_named_before_the_first_step() -> None:
     with pytest.raises(TypeError, match=r"preserve needs a transformers\.Trainer or a subclass of it, got object"):
         preserve(object(), anchors=ANCHORS)  # type: ignore[arg-type]
