@@ -105,6 +105,8 @@ def test_the_matrix_of_environments_names_what_pyproject_allows() -> None:
     sys.path.remove(str(ROOT / "tools"))
     allowed = dict(re.findall(r"^(\w+)>=([\d.]+)$", "\n".join(PROJECT["project"]["dependencies"]), re.M))
     assert matrix.ENVIRONMENTS["oldest"].pins == (f"transformers=={allowed['transformers']}.0",)
+    assert f"transformers=={allowed['transformers']}" in matrix.ENVIRONMENTS["lowest"].pins
+    assert matrix.ENVIRONMENTS["lowest"].torch == f"{allowed['torch']}.0"
     assert len(matrix.ENVIRONMENTS) >= 3
     extras = PROJECT["project"]["optional-dependencies"].values()
     stated = [*PROJECT["project"]["dependencies"], *(entry for extra in extras for entry in extra)]
