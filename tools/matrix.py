@@ -158,7 +158,8 @@ def main() -> int:
         python = build(name, options.folder)
         fine, result = contract(python, options.tests)
         held &= fine
-        options.page.write_text(with_row(options.page.read_text(), name, versions(python), result))
+        installed = versions(python)  # before the page is read: several environments may run at once
+        options.page.write_text(with_row(options.page.read_text(), name, installed, result))
     return 0 if held else 1
 
 
