@@ -76,9 +76,13 @@ lint: .venv/.installed
 	$(BIN)/ruff format .
 	$(BIN)/mypy
 
+# lm-evaluation-harness and what it imports to score a task; the whole extra 'lm-eval' is 36 packages, some built from source.
+HARNESS := lm-eval sacrebleu colorama lxml portalocker tabulate
+
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --no-deps $(HARNESS)
 	$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true  # on all cores; pip would use one
 	touch $@
 

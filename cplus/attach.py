@@ -63,28 +63,41 @@ def protect(
     """
     check_versions()
     model = bare(model)
-    if evidence and (anchors or probes):
-        raise ValueError(
-            "give anchors and probes, or evidence, not both; rows of tokens become evidence by the loss "
-            "lambda model, rows: cplus.losses.answer_losses(model, rows).mean()"
-        )
-    chosen = LossGradient(model=model, sources=sources(evidence)) if evidence else None
+    chosen = past_behaviour(model, anchors, probes, anchor_weight, evidence)
     guard = Guard(
         optimizer,
         model,
-        evidence=chosen or rows_of_tokens(model, anchors, probes, anchor_weight),
+        evidence=chosen,
         gate=Collaborative(beta=beta, ema=ema),
         refresh_every=refresh_every,
         only_rows=only_rows,
         allow_16bit=allow_16bit,
     )
-    if chosen is not None:
+    if isinstance(chosen, LossGradient):
         try:
             chosen.rehearse(guard.params)
         except BaseException:
             guard.detach()
             raise
     return guard
+
+
+def past_behaviour(
+    model: nn.Module,
+    anchors: Sequence[Encoded],
+    probes: Sequence[Encoded],
+    anchor_weight: float,
+    evidence: Sequence[Entry],
+) -> LossGradient | MeanGradient:
+    """What `protect` is given, as evidence: losses, or rows of tokens."""
+    if not evidence:
+        return rows_of_tokens(model, anchors, probes, anchor_weight)
+    if anchors or probes:
+        raise ValueError(
+            "give anchors and probes, or evidence, not both; rows of tokens become evidence by the loss "
+            "lambda model, rows: cplus.losses.answer_losses(model, rows).mean()"
+        )
+    return LossGradient(model=model, sources=sources(evidence))
 
 
 def rows_of_tokens(

@@ -35,5 +35,6 @@ def build(**changes: Any) -> tuple[RewardTrainer, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    preserve((built := build())[0], **built[1])  # +
-    built[0].train()
+    trainer, evidence = build()
+    preserve(trainer, **evidence)  # +
+    trainer.train()

@@ -26,6 +26,7 @@ from cplus.evaluation.requirements import Measured
 from cplus.evaluation.statistics import Rate, noise_floor, weighted
 from cplus.evaluation.task import BoundTask, evaluate_permuted, evaluate_task
 from cplus.files import read_json
+from cplus.integrations.lm_eval import evaluate_with_harness, letter_task
 from cplus.interfaces import build
 from cplus.models import load, save
 from cplus.scoring import log_likelihoods, predict
@@ -562,9 +563,6 @@ EIGHT = tuple(
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", "cloze"), ("phi3", "letter")])
 def test_the_harness_agrees_with_our_scores(make_tiny: Callable[[str], Any], family: str, kind: str) -> None:
-    pytest.importorskip("lm_eval", reason="the extra 'lm-eval' is not installed")
-    from cplus.integrations.lm_eval import evaluate_with_harness
-
     tiny = make_tiny(family)
     asked = BoundTask(name="mine", interface=build(kind, tiny.tokenizer), examples=EIGHT, judge=judges.exact_match)
     theirs, summary = evaluate_with_harness(tiny.model, asked)
@@ -578,7 +576,5 @@ def test_the_harness_agrees_with_our_scores(make_tiny: Callable[[str], Any], fam
 
 
 def test_the_harness_refuses_letters_that_it_would_tokenise_differently(tiny_llama: Any) -> None:
-    from cplus.integrations.lm_eval import letter_task
-
     with pytest.raises(ValueError, match="0: expected the tokens of the prompt and then of the letter"):
         letter_task("mine", build("letter", tiny_llama.tokenizer), EIGHT)

@@ -1,4 +1,4 @@
-"""The harness's task names are taken wherever tasks are named; a stand-in takes its place where it is not installed."""
+"""The harness's task names are taken wherever tasks are named; a stand-in has tasks of every kind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from cplus.data.examples import Choice, FreeForm
+from cplus.data.harness import task_manager
 from cplus.data.tasks import load_task
+from cplus.integrations.lm_eval import evaluate_harness_task
 
 DOCS = [
     {"q": "Is ice cold?", "options": ["yes", "no"], "gold": 0},
@@ -112,9 +114,6 @@ def test_without_the_harness_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_real_harness_reads_and_asks_a_task_of_its_own(tmp_path: Path, tiny_llama: Any) -> None:
-    pytest.importorskip("lm_eval", reason="the extra 'lm-eval' is not installed")
-    from cplus.integrations.lm_eval import evaluate_harness_task
-
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(doc) + "\n" for doc in DOCS))
     place = tmp_path / "ice.yaml"
@@ -129,5 +128,16 @@ def test_the_real_harness_reads_and_asks_a_task_of_its_own(tmp_path: Path, tiny_
     found = evaluate_harness_task(tiny_llama.model, tiny_llama.tokenizer, str(place))
     assert found["rows"] == 2
     assert found["harness"]["acc"] == found["accuracy"]["percent"]
+
+
+@pytest.mark.long
+def test_the_real_harness_knows_its_own_names_for_files_that_refer_to_them(tmp_path: Path) -> None:
+    alone, group = tmp_path / "alone.yaml", tmp_path / "group.yaml"
+    alone.write_text("task: mine\noutput_type: multiple_choice\n")
+    group.write_text("group: ours\ntask:\n  - hellaswag\n")
+    assert task_manager([str(alone), {"task": "written"}]).all_tasks == []
+    known = task_manager(["piqa"])
+    assert "hellaswag" in known.all_tasks
+    assert task_manager([str(group)]) is task_manager([{"group": "ours", "task": ["hellaswag"]}]) is known
     with pytest.raises(ValueError, match="knows no task 'hellaswagg'; did you mean hellaswag"):
         load_task("lm-eval:hellaswagg")

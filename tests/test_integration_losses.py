@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,12 @@ def test_a_trainer_with_its_own_loss_gives_the_weights_of_a_hand_written_loop(
 @pytest.mark.parametrize("name", NAMES)
 def test_the_example_is_short(name: str) -> None:
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 40
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_the_example_runs_as_a_script(name: str) -> None:
+    found = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    trainer = found["trainer"]
+    assert trainer.state.global_step > 2
+    assert any(callback.guard.steps for callback in trainer.callback_handler.callbacks if hasattr(callback, "guard"))

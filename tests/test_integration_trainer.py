@@ -6,6 +6,7 @@ import copy
 import importlib
 import re
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
+from packaging.version import Version
 from quadratic import ConstantEvidence
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
@@ -56,7 +58,9 @@ def test_trainer_gives_the_weights_of_our_loop(
     run = trainer(tmp_path, **changes)
     callback = preserve(run, anchors=ANCHORS, probes=PROBES)
     run.train()
-    check_same(run.model, ours(**reference))
+    divisor = run.accelerator.gradient_accumulation_steps  # not 1 where Trainer divides twice: transformers #45305
+    assert divisor == 1 or Version(version("transformers")) < Version("5.5.4")
+    check_same(run.model, ours(**reference, divisor=divisor))
     assert callback.guard is not None
     assert not callback.guard.optimizer._optimizer_step_post_hooks
 
@@ -401,6 +405,40 @@ def test_a_trainer_whose_optimizer_hides_its_step_is_refused_by_preserve(
     with pytest.raises(TypeError, match=f"optim='{optim}' cannot be protected: .*{reason}"):
         preserve(run, anchors=ANCHORS)
     assert not any(isinstance(callback, PreservationCallback) for callback in run.callback_handler.callbacks)
+
+
+def written(model: nn.Module, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.model.norm.weight.add_(1.0)
+    return model(ids).logits.mean()
+
+
+IDS = [torch.tensor([row.prompt]) for row in NEW]
+BAD: dict[str, tuple[Any, Any, str]] = {
+    "no scalar": (IDS, lambda m, ids: m(ids).logits[0, :, 0], r"must be a scalar, got the shape \(6,\)"),
+    "unreached": (IDS, lambda m, ids: m.model.norm.weight.sum(), r"of 24 protected parameters get no evidence"),
+    "changes state": (IDS, written, "changes the model's state: the parameter 'model.norm.weight'"),
+    "ends": (iter(IDS), lambda m, ids: m(ids).logits.mean(), "which can be read only once"),
+    "rows too": ([ANCHORS], lambda m, rows: answer_losses(m, rows).mean(), "or evidence, not both"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_evidence_is_named_by_preserve_itself(kind: str, tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    batches, loss, sentence = BAD[kind]
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        preserve(run, evidence=[(1.0, batches, loss)], anchors=ANCHORS if kind == "rows too" else ())
+    assert not any(isinstance(callback, PreservationCallback) for callback in run.callback_handler.callbacks)
+
+
+def test_preserve_asks_no_evidence_for_what_the_trainers_own_optimizer_leaves_alone(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    run.optimizer = SGD([run.model.model.norm.weight], lr=0.1)
+    preserve(run, evidence=[(1.0, IDS, lambda m, ids: m.model.norm.weight.square().sum())])
+    before = run.model.model.norm.weight.detach().clone()
+    run.train()
+    assert not torch.equal(run.model.model.norm.weight, before)
 
 
 def test_what_owns_no_optimizer_is_named_before_the_first_step() -> None:

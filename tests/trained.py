@@ -57,10 +57,11 @@ def trainer(folder: Path, model: nn.Module | None = None, callbacks: Any = None,
     )
 
 
-def ours(clip_norm: float | None = None, schedule: str = "constant") -> nn.Module:
-    """The same rows through our own loop."""
+def ours(clip_norm: float | None = None, schedule: str = "constant", divisor: int = 1) -> nn.Module:
+    """The same rows through our own loop, the gradients of each step divided by `divisor`."""
     model = tiny.lm()
     optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    optimizer.register_step_pre_hook(lambda *_: divide(model, divisor))
     material = Material(new=NEW, past=(Past(name="past", anchors=ANCHORS, probes=PROBES),))
     prepared = prepare(METHODS["cplus"], optimizer, model, material, seed=0)
     steps = EPOCHS * len(NEW) // BATCH
@@ -75,6 +76,12 @@ def ours(clip_norm: float | None = None, schedule: str = "constant") -> nn.Modul
         )
     )
     return model
+
+
+def divide(model: nn.Module, divisor: int) -> None:
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad /= divisor
 
 
 def flat(model: nn.Module) -> Tensor:

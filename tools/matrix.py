@@ -4,6 +4,7 @@
 
 An environment gets torch first and a constraint that keeps it, then its pins, then the tests; exit code 1 if a test of
 any of them fails. The table of the page is replaced row by row, so that one environment can be run again by itself.
+Without names, all environments are run that have the torch of this one; the others need gigabytes of CUDA's packages.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -44,9 +46,24 @@ class Environment:
 
     about: str
     pins: tuple[str, ...] = ()
+    torch: str = ""
+    """Another torch than the one that runs this file."""
+
+
+def lower_bounds(*extras: str) -> tuple[str, ...]:
+    """What pyproject.toml requires, each package at the oldest version that it allows; torch is installed by itself."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    stated = {
+        *project["dependencies"],
+        *(entry for extra in extras for entry in project["optional-dependencies"][extra]),
+    }
+    return tuple(sorted(entry.replace(">=", "==") for entry in stated if not entry.startswith("torch>")))
 
 
 ENVIRONMENTS = {
+    "lowest": Environment(
+        about="every lower bound of `pyproject.toml`", pins=lower_bounds("data", "trl", "peft"), torch="2.8.0"
+    ),
     "oldest": Environment(about="oldest transformers", pins=("transformers==5.4.0",)),
     "llama-factory": Environment(
         about="LLaMA-Factory 0.9.5's upper bounds",
@@ -70,6 +87,7 @@ ENVIRONMENTS = {
         ),
     ),
     "newest": Environment(about="newest of everything", pins=("transformers",)),
+    "newest-torch": Environment(about="newest of everything, torch too", pins=("transformers",), torch="2.15.0"),
 }
 
 
@@ -80,7 +98,7 @@ def build(name: str, folder: Path) -> Path:
     if (place / "built").is_file():
         return python
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(place)], check=True)
-    torch = metadata.version("torch")  # the same build as ours, such as 2.13.0+cpu
+    torch = ENVIRONMENTS[name].torch or metadata.version("torch")  # the same build as ours, such as 2.13.0+cpu
     constraint = place / "constraints.txt"
     constraint.write_text(f"torch=={torch}\n")
     pip = [str(python), "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
@@ -116,15 +134,16 @@ def with_row(page: str, name: str, found: dict[str, str], result: str) -> str:
     table, tail = rest.split(END)
     about = ENVIRONMENTS[name].about
     row = f"| {about} | {' | '.join(found.get(package, '-') for package in SHOWN)} | {result} |"
-    rows = {line.split(" | ")[0]: line for line in table.strip().splitlines()}
-    rows[f"| {about}"] = row
-    return f"{head}{BEGIN}\n\n" + "\n".join(rows.values()) + f"\n\n{END}{tail}"
+    title, rule, *rows = table.strip().splitlines()
+    found_rows = {line.split(" | ")[0]: line for line in rows} | {f"| {about}": row}
+    ordered = [found_rows[key] for key in (f"| {e.about}" for e in ENVIRONMENTS.values()) if key in found_rows]
+    return f"{head}{BEGIN}\n\n" + "\n".join([title, rule, *ordered]) + f"\n\n{END}{tail}"
 
 
 def main() -> int:
     """Build and test the named environments, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ENVIRONMENTS)}; default: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ENVIRONMENTS)}")
     parser.add_argument(
         "--folder", type=Path, default=ROOT / "runs" / "matrix", help="where the environments are built"
     )
@@ -135,11 +154,12 @@ def main() -> int:
     if unknown:
         parser.error(f"no environment is named {unknown[0]!r}; there are {', '.join(ENVIRONMENTS)}")
     held = True
-    for name in options.names or ENVIRONMENTS:
+    for name in options.names or [name for name, about in ENVIRONMENTS.items() if not about.torch]:
         python = build(name, options.folder)
         fine, result = contract(python, options.tests)
         held &= fine
-        options.page.write_text(with_row(options.page.read_text(), name, versions(python), result))
+        installed = versions(python)  # before the page is read: several environments may run at once
+        options.page.write_text(with_row(options.page.read_text(), name, installed, result))
     return 0 if held else 1
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,31 @@ def question(text: str) -> str:
     return text.strip().removeprefix("Question:").removesuffix("Answer:").strip()
 
 
+def task_manager(tasks: Sequence[str | dict[str, Any]]) -> Any:
+    """The harness's finder of tasks; it reads the harness's own task files only where a task may refer to them."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_defaults=False) if all(map(_self_contained, tasks)) else _with_defaults(TaskManager)
+
+
+def _self_contained(task: str | dict[str, Any]) -> bool:
+    """Whether a task is a configuration or a file that is no group and includes no other file."""
+    if isinstance(task, dict):
+        return not task.keys() & {"group", "include"}
+    return Path(task).is_file() and not re.search(r"^(group|include)\s*:", Path(task).read_text(), re.MULTILINE)
+
+
+@cache
+def _with_defaults(manager: type[Any]) -> Any:
+    """Once per process: reading the harness's thousands of task files takes 10 s of CPU time."""
+    return manager()
+
+
 def _tasks(name: str) -> list[Any]:
     try:
-        from lm_eval.tasks import TaskManager
+        manager = task_manager([name])
     except ImportError as error:
         raise ImportError(f"{PREFIX}{name}: {MISSING}") from error
-    manager = TaskManager()
     if name not in manager.all_tasks and not Path(name).is_file():
         near = difflib.get_close_matches(name, manager.all_tasks, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "'lm-eval ls tasks' lists what there is"

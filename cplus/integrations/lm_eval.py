@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from cplus.data.examples import Choice, to_row
-from cplus.data.harness import MISSING, PREFIX
+from cplus.data.harness import MISSING, PREFIX, task_manager
 from cplus.data.predictions import Prediction
 from cplus.evaluation import Rate, summaries
 from cplus.interfaces.forms import Chat
@@ -43,12 +43,10 @@ def run_tasks(
     """The harness's results for its own task names, or for tasks given as configurations."""
     wrapped = harness(model, tokenizer, begun=begun)
     from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
 
-    named = any(isinstance(task, str) for task in tasks)  # reading the harness's thousands of tasks takes half a minute
-    known = TaskManager(include_defaults=named)
+    finder = task_manager(tasks)
     found = simple_evaluate(
-        model=wrapped, tasks=list(tasks), limit=limit, num_fewshot=0, bootstrap_iters=0, task_manager=known
+        model=wrapped, tasks=list(tasks), task_manager=finder, limit=limit, num_fewshot=0, bootstrap_iters=0
     )
     assert found is not None, "only a worker process of a distributed run gets no results"
     return dict(found)

@@ -13,16 +13,17 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback
 
-from cplus.any_loss import Entry
-from cplus.attach import Guard, protect
+from cplus.any_loss import Entry, LossGradient
+from cplus.attach import Guard, past_behaviour, protect
 from cplus.data.encoded import Encoded
 from cplus.environment import check_versions
+from cplus.evidence import MeanGradient
 from cplus.integrations.guard_state import ABOUT, carry, load_guard, save_guard
 from cplus.integrations.past import LOSS, RETENTION, HeldOut, Past
 from cplus.integrations.peft import scope
 from cplus.kernels import EmaType, read
 from cplus.only_rows import OnlyRows, chosen_rows
-from cplus.support import REFUSED, bare
+from cplus.support import REFUSED, bare, trainable
 from cplus.terminal import console
 
 Refresh: TypeAlias = Literal["epoch"] | int
@@ -70,9 +71,17 @@ def preserve(
         only_rows=only_rows,
         resume_from=resume_from,
     )
+    check_evidence(trainer, past_behaviour(trainer.model, anchors, probes, anchor_weight, evidence))
     callback.trainer = trainer
     trainer.callback_handler.callbacks.insert(0, callback)
     return callback
+
+
+def check_evidence(trainer: Trainer, evidence: LossGradient | MeanGradient) -> None:
+    """Try any loss on the trainer's model now; one that FSDP or DeepSpeed will shard is tried when training begins."""
+    if isinstance(evidence, LossGradient) and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        built = trainer.optimizer  # the user's own, which may train fewer parameters
+        evidence.rehearse(trainable(built) if built else [p for p in trainer.model.parameters() if p.requires_grad])
 
 
 def refuse_optim(name: str) -> None:
