@@ -149,10 +149,10 @@ def _add_copies(gradient: Tensor, earlier: Tensor | None, live: int) -> None:
     flat = gradient.view(-1)
     for start in range(0, flat.numel(), CHUNK):
         own = flat[start : start + CHUNK]
-        found = own.new_empty(dist.get_world_size(), own.numel())
+        found = own.new_empty(dist.get_world_size() * own.numel())
         dist.all_gather_into_tensor(found, own)
         before = None if earlier is None else earlier.view(-1)[start : start + CHUNK]
-        _add(own, before, found[:live])
+        _add(own, before, found.view(-1, own.numel())[:live])
 
 
 def _add(out: Tensor, earlier: Tensor | None, parts: Tensor) -> None:
