@@ -110,7 +110,7 @@ def _reduction(module: nn.Module) -> OrderedReduction:
 class OrderedReduction:
     """A reduction of FSDP2 that adds the processes' gradients in the order of their ranks, to those of earlier turns.
 
-    It implements `torch.distributed.fsdp.ReduceScatter`. The parts are exchanged and added here; a process sends as
+    It has the methods of FSDP2's `ReduceScatter`. The parts are exchanged and added here; a process sends as
     much as in a reduction by a ring. The result is a sum, where FSDP2 itself takes the mean.
     """
 
