@@ -102,7 +102,7 @@ def joined() -> Iterator[None]:
         console.quiet = True
         raise
     except BaseException as error:
-        reports = first() if getattr(error, "agreed", False) else _reports()
+        reports = first() if getattr(error, "agreed", False) else _reports(error)
         console.quiet = not reports
         if not _is_lost(error):
             raise
@@ -170,10 +170,10 @@ def _is_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
 
 
-def _reports() -> bool:
+def _reports(error: BaseException) -> bool:
     """Whether this process is the first to fail, and so the one that reports."""
-    if _here.store is None:
-        return started()[0] == 0
+    if _here.store is None:  # they have not met; if the first process is missing, the second reports
+        return started()[0] == (1 if isinstance(error.__cause__, TimeoutError) else 0)
     me = str(_here.rank)
     try:
         return _here.store.compare_set(_FAILED, "", me).decode() == me
