@@ -32,6 +32,7 @@ COLLECTIVES = (
     "all_gather_into_tensor",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "all_to_all_single",
     "all_reduce",
     "broadcast",
     "broadcast_object_list",

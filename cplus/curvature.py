@@ -101,7 +101,7 @@ class Curvature:
         with borrowed_gradients(self.model, params) as passes:
             for i, weight, row in own:
                 loss = self.losses(self.model, [row]).sum()
-                passes.backward(loss, Turn())  # shards: every process has the same gradient
+                passes.backward(loss, Turn(alone=True))
                 totals[i] += float(loss.detach())
                 for square, gradient in zip(squares, passes.take(), strict=True):
                     if gradient is not None:

@@ -18,14 +18,17 @@ from torch import Tensor, nn
 from cplus.ranks import Layout, local
 
 CHUNK = 1 << 22
-"""Numbers that are exchanged at once."""
+"""Numbers that a process exchanges at once: the memory of an exchange is twice theirs."""
 SMALL = 1 << 16
 """Numbers that are converted at once: they stay in the processor's cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A pass of this process, while `live` of the processes have one; the others pass a row of weight 0."""
+    """A pass of this process, while `live` of the processes have one; the others pass a row of weight 0.
+
+    A pass `alone` is no part of a sum: a copy keeps its gradient to itself, and shards have computed the same one.
+    """
 
     number: int = 0
     items: Sequence[int] = ()
@@ -33,6 +36,7 @@ class Turn:
     live: int = 1
     first: bool = True
     last: bool = True
+    alone: bool = False
 
 
 def turns(batches: Sequence[Sequence[int]], where: Layout) -> Iterator[Turn]:
@@ -78,7 +82,7 @@ class Passing:
         for shard in self.shards:
             shard.begin(turn)
         loss.backward()  # type: ignore[no-untyped-call]
-        if self.copies:
+        if self.copies and not turn.alone:
             for p, before in zip(params, earlier or [None] * len(params), strict=True):
                 if p.grad is not None:
                     _add_copies(p.grad, before, turn.live)
@@ -135,23 +139,24 @@ class OrderedReduction:
         parts = input_tensor.view(group.size(), -1)
         if self._total is not None and self._total.shape != output_tensor.shape:
             raise RuntimeError("the passes of a batch reach different weights, so their gradients cannot be added")
-        for start in range(0, parts.shape[1], CHUNK):
-            sent = parts[:, start : start + CHUNK].contiguous()
+        step = -(-CHUNK // group.size())
+        for start in range(0, parts.shape[1], step):
+            sent = parts[:, start : start + step].contiguous()
             found = torch.empty_like(sent)
             dist.all_to_all_single(found, sent, group=group)
-            earlier = None if self._total is None else self._total[start : start + CHUNK]
-            _add(output_tensor[start : start + CHUNK], earlier, found[: self._live])
+            earlier = None if self._total is None else self._total[start : start + step]
+            _add(output_tensor[start : start + step], earlier, found[: self._live])
         self._total = output_tensor if self._keeps else None
 
 
 def _add_copies(gradient: Tensor, earlier: Tensor | None, live: int) -> None:
     """In place: the sum of all processes' gradients, after the earlier ones."""
-    flat = gradient.view(-1)
-    for start in range(0, flat.numel(), CHUNK):
-        own = flat[start : start + CHUNK]
+    flat, step = gradient.view(-1), -(-CHUNK // dist.get_world_size())
+    for start in range(0, flat.numel(), step):
+        own = flat[start : start + step]
         found = own.new_empty(dist.get_world_size() * own.numel())
         dist.all_gather_into_tensor(found, own)
-        before = None if earlier is None else earlier.view(-1)[start : start + CHUNK]
+        before = None if earlier is None else earlier.view(-1)[start : start + step]
         _add(own, before, found.view(-1, own.numel())[:live])
 
 

@@ -144,6 +144,8 @@ def scenario(folder: Path, name: str) -> list[int]:
         return run(folder, name, 2, settings(folder, name, sharding="ddp"))
     if name == "lora":
         return run(folder, name, 2, settings(folder, name, lora={"r": 4, "dropout": 0.1}, keep_best=True))
+    if name == "curvature":
+        return run(folder, name, 2, settings(folder, name, sharding="ddp", method="cplus-curvature", epochs=1))
     if name == "three":
         return run(folder, name, 3, settings(folder, name))
     if name == "bank":
