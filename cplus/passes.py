@@ -23,6 +23,9 @@ SMALL = 1 << 16
 """Numbers that are converted at once: they stay in the processor's cache."""
 
 
+UNEQUAL = "the passes of a batch reach different weights, so shards cannot add their gradients; add sharding ddp"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Turn:
     """A pass of this process, while `live` of the processes have one; the others pass a row of weight 0.
@@ -75,17 +78,12 @@ class Passing:
 
     def backward(self, loss: Tensor, turn: Turn, params: Sequence[nn.Parameter]) -> None:
         """Add the gradients of all processes' passes of this turn to `.grad`, in order where that is fixed."""
-        earlier = [p.grad for p in params] if (self.shards or self.copies) and not turn.first else None
-        if earlier is not None:
-            for p in params:
-                p.grad = None
-        for shard in self.shards:
-            shard.begin(turn)
-        loss.backward()  # type: ignore[no-untyped-call]
-        if self.copies and not turn.alone:
-            for p, before in zip(params, earlier or [None] * len(params), strict=True):
-                if p.grad is not None:
-                    _add_copies(p.grad, before, turn.live)
+        if self.shards:
+            _into_shards(loss, turn, params, self.shards)
+        elif self.copies and not turn.alone:
+            _into_copies(loss, turn, params)
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
 
 
 _PLAIN = Passing()
@@ -138,7 +136,7 @@ class OrderedReduction:
         """Fill the output with this process's part of the sum."""
         parts = input_tensor.view(group.size(), -1)
         if self._total is not None and self._total.shape != output_tensor.shape:
-            raise RuntimeError("the passes of a batch reach different weights, so their gradients cannot be added")
+            raise RuntimeError(UNEQUAL)
         step = -(-CHUNK // group.size())
         for start in range(0, parts.shape[1], step):
             sent = parts[:, start : start + step].contiguous()
@@ -147,6 +145,30 @@ class OrderedReduction:
             earlier = None if self._total is None else self._total[start : start + step]
             _add(output_tensor[start : start + step], earlier, found[: self._live])
         self._total = output_tensor if self._keeps else None
+
+
+def _into_shards(loss: Tensor, turn: Turn, params: Sequence[nn.Parameter], shards: Sequence[OrderedReduction]) -> None:
+    """The reductions hold the gradients of earlier turns; `.grad` is empty while they add to them."""
+    reached = [] if turn.first else [p for p in params if p.grad is not None]
+    for p in reached:
+        p.grad = None
+    for shard in shards:
+        shard.begin(turn)
+    loss.backward()  # type: ignore[no-untyped-call]
+    if any(p.grad is None for p in reached):
+        raise RuntimeError(UNEQUAL)
+
+
+def _into_copies(loss: Tensor, turn: Turn, params: Sequence[nn.Parameter]) -> None:
+    earlier = [None if turn.first else p.grad for p in params]
+    for p, before in zip(params, earlier, strict=True):
+        p.grad = None if before is not None else p.grad
+    loss.backward()  # type: ignore[no-untyped-call]
+    for p, before in zip(params, earlier, strict=True):
+        if p.grad is None:
+            p.grad = before
+        else:
+            _add_copies(p.grad, before, turn.live)
 
 
 def _add_copies(gradient: Tensor, earlier: Tensor | None, live: int) -> None:
