@@ -29,7 +29,7 @@ from cplus.toy.world import untaught
 
 PARTS = (1, 2, 4)
 BATCH = 8
-REPEATS = {"toy": 30, "smollm2-135m": 3}
+REPEATS = {"toy": 20, "smollm2-135m": 2}
 
 
 def rows(base: Loaded) -> dict[str, list[Encoded]]:
