@@ -165,7 +165,7 @@ def adapt(
 
 
 def clip(model: nn.Module, params: Sequence[nn.Parameter], limit: float) -> None:
-    """Scale the gradients to at most this norm; where passes are added in order, the norm has no order either."""
+    """Scale the gradients to at most this norm; where passes have a fixed order, the norm does not depend on shards."""
     if passing(model).parts is None:
         torch.nn.utils.clip_grad_norm_(params, limit)
     else:

@@ -99,7 +99,12 @@ def arrange(model: nn.Module, parts: int, world: int) -> None:
     made = Passing(parts=parts)
     if world > 1:
         made.shards = [_reduction(module) for module in model.modules() if hasattr(module, "set_custom_reduce_scatter")]
-        made.copies = not made.shards
+        made.copies = not any(hasattr(p, "device_mesh") for p in model.parameters())
+        if not made.copies and not made.shards:
+            raise RuntimeError(
+                f"torch {torch.__version__} cannot add the gradients of shards in order (FSDPModule has no "
+                "set_custom_reduce_scatter); install a newer one, or add sharding ddp"
+            )
     model.cplus_passing = made  # type: ignore[assignment]
 
 

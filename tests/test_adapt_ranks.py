@@ -351,7 +351,8 @@ def test_processes_choose_a_part_each_and_a_resumed_job_keeps_them(
 def test_a_first_process_that_never_starts_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "_ONE_MACHINE", timedelta(seconds=1))
     port = str(free_port())
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+    numbers = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**numbers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     sentence = rf"could not meet at 127.0.0.1:{port} .* did not start within 1"
     with pytest.raises(ValueError, match=sentence), world.joined():

@@ -96,3 +96,10 @@ def test_passes_that_reach_different_weights_are_refused() -> None:
     reduction.begin(Turn(first=False))
     with pytest.raises(RuntimeError, match="reach different weights"):
         reduction(torch.zeros(2), torch.zeros(4), Two(), None)  # type: ignore[arg-type]
+
+
+def test_shards_that_cannot_add_in_order_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.device_mesh = None  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="cannot add the gradients of shards in order"):
+        arrange(model, 2, 2)
