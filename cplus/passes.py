@@ -108,6 +108,13 @@ def arrange(model: nn.Module, parts: int, world: int) -> None:
     model.cplus_passing = made  # type: ignore[assignment]
 
 
+def orders_shards() -> bool:
+    """Whether this version of torch lets us order the sums of shards: 2.13 does, 2.8 does not."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return hasattr(FSDPModule, "set_custom_reduce_scatter")
+
+
 def _reduction(module: nn.Module) -> OrderedReduction:
     made = OrderedReduction()
     module.set_custom_reduce_scatter(made)  # type: ignore[operator]

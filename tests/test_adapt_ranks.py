@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from cplus import world
 from cplus.cli import app, register
-from cplus.job import preflight
+from cplus.job import choices, preflight
 from cplus.job.resume import resume
 from cplus.job.run import adapt
 from cplus.job.settings import AdaptConfig
@@ -346,6 +346,9 @@ def test_processes_choose_a_part_each_and_a_resumed_job_keeps_them(
         kept, warnings = parts(resumed)
         assert kept == 2
         assert tuple(w[: len("2 of the 4 processes wait")] for w in warnings) == expected
+    monkeypatch.setattr(choices, "orders_shards", lambda: False)
+    assert parts(begun) == (None, ())  # an older torch, which shards as before
+    assert parts(asked(folder, sharding="ddp")) == (4, ())
 
 
 def test_a_first_process_that_never_starts_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from cplus.experiment.schedule import updates_per_epoch
 from cplus.job.memory import Footprint, ModelSize, checkpointed, giga
 from cplus.job.rows import Tasks
 from cplus.job.settings import AUTO, AdaptConfig
+from cplus.passes import orders_shards
 
 RATE, SIZE = 3e-5, 135e6
 """The rate that was found on a model of this size; others get it times the root of the ratio of the sizes."""
@@ -99,7 +100,7 @@ def choose(
             why = f"about {EVALUATIONS} evaluations while training"
             found.append(Chosen(name="evaluate_every", value=every, why=why))
     processes = world.started()[1]
-    if "micro_batches" not in given and processes > 1:
+    if "micro_batches" not in given and processes > 1 and (config.sharding == "ddp" or orders_shards()):
         why = "one for each process; any number of processes resumes with the same bits"
         found.append(Chosen(name="micro_batches", value=processes, why=why))
     device = models.choose_device(config.device)
