@@ -93,8 +93,13 @@ def killed(draw: random.Random, seconds: float, out: Path, arguments: list[str],
         "codes": codes,
         "seconds_until_all_ended": round(time.perf_counter() - struck, 2),
         "where": where(Folder(out)),
-        "sentence": log.read_text(encoding="utf-8").strip().splitlines()[-1] if log.stat().st_size else "",
+        "sentence": reported(log.read_text(encoding="utf-8")),
     }
+
+
+def reported(log: str) -> str:
+    """The error in what a job printed, without the advice, which has the names of folders."""
+    return next((line.partition("; ")[0] for line in log.splitlines() if line.startswith("error: ")), "")
 
 
 def where(folder: Folder) -> str:

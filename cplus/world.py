@@ -148,16 +148,23 @@ def _connect() -> None:
 
 def _find_first(meeting: timedelta) -> None:
     """Wait until the first process listens; torch alone would wait three times as long, and report at length."""
-    address = (os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT") or 0))
-    end = time.monotonic() + meeting.total_seconds()
-    while True:
-        try:
-            socket.create_connection(address, timeout=5).close()
-            return
-        except OSError as error:
-            if time.monotonic() > end:
-                raise TimeoutError(f"the first process did not start within {meeting.seconds} seconds") from error
-            time.sleep(0.2)
+    address, end = _first_address(), time.monotonic() + meeting.total_seconds()
+    while not _listens(address):
+        if time.monotonic() > end:
+            raise TimeoutError(f"the first process did not start within {meeting.seconds} seconds")
+        time.sleep(0.2)
+
+
+def _first_address() -> tuple[str, int]:
+    return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT") or 0)
+
+
+def _listens(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def _is_lost(error: BaseException) -> bool:
@@ -176,9 +183,11 @@ def _reports(error: BaseException) -> bool:
         return started()[0] == (1 if isinstance(error.__cause__, TimeoutError) else 0)
     me = str(_here.rank)
     try:
-        return _here.store.compare_set(_FAILED, "", me).decode() == me
-    except RuntimeError:  # the store went with the process that held it
-        return False
+        if _listens(_first_address()):  # otherwise torch would report at length that its store is gone
+            return _here.store.compare_set(_FAILED, "", me).decode() == me
+    except RuntimeError:
+        pass
+    return _here.rank == 1  # the store went with the first process that held it
 
 
 def tell_launcher(sentence: str) -> None:

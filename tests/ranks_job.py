@@ -77,6 +77,12 @@ def killed(rank: int) -> None:
         before(LambdaLR, "step", 6)
 
 
+def killed_first(rank: int) -> None:
+    """The first process, which holds the store that the others meet at, dies before its second update."""
+    if rank == 0:
+        before(LambdaLR, "step", 3)
+
+
 def failing(rank: int) -> None:
     """The second process meets an error of its own after update 1."""
     if rank == 1:
@@ -156,7 +162,7 @@ def scenario(folder: Path, name: str) -> list[int]:
     if name == "unshared":
         arguments = [*settings(folder, name), "--out", name]
         return run(folder, name, 2, arguments, not_shared(folder))
-    patches: dict[str, Patch] = {"killed": killed, "failing": failing, "stopped": stopped}
+    patches: dict[str, Patch] = {"killed": killed, "killed-first": killed_first, "failing": failing, "stopped": stopped}
     patches |= {"version": another_version, "small": small_device}
     return run(folder, name, 2, settings(folder, name), patches.get(name, lambda rank: None))
 

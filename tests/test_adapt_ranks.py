@@ -93,7 +93,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ends(folder: Path, cache: Path) -> dict[str, list[int]]:
     """Jobs of two processes that do not end well, and one whose weights are copied."""
-    found = forked(folder, cache, "killed", "failing", "stopped", "other", "version", "small", "unmet", "ddp")
+    found = forked(
+        folder, cache, "killed", "killed-first", "failing", "stopped", "other", "version", "small", "unmet", "ddp"
+    )
     for size in (1, 2, 4):
         shutil.copytree(folder / "killed", folder / f"killed{size}")
     return found
@@ -163,6 +165,13 @@ def test_a_killed_process_ends_the_job_with_one_sentence(folder: Path, ends: dic
     report = "error: another of the 2 processes ended: it was killed, or ran out of memory; continue with: cplus adapt"
     assert f"{report} --resume {folder / 'killed'}" in said(folder, "killed")[0]
     assert not (folder / "killed" / "record.json").exists()
+
+
+def test_a_killed_first_process_is_reported_by_the_second(folder: Path, ends: dict[str, list[int]]) -> None:
+    assert ends["killed-first"] == [-9, 1]
+    report = said(folder, "killed-first")[1]
+    assert report.count("another of the 2 processes ended: it was killed, or ran out of memory; continue with:") == 1
+    assert "frame #" not in report  # torch's own report about its store
 
 
 def test_a_killed_job_is_resumed_by_one_process(folder: Path, ends: dict[str, list[int]]) -> None:
