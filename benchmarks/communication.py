@@ -39,6 +39,7 @@ TIMES = {
     "all_gather_into_tensor": ("output", 1),
     "reduce_scatter_single": ("input", 1),
     "reduce_scatter_tensor": ("input", 1),
+    "all_to_all_single": ("input", 1),
     "all_reduce": ("tensor", 2),
 }
 """The tensor that a collective moves, and how often a ring sends it."""
@@ -103,7 +104,7 @@ def measured(place: Path, rank: int) -> None:
         known, new = taught("harbours"), untaught("harbours")[:16]
         past = Past(name="past", anchors=[*map(bound.encode, known[:8])], probes=[*map(bound.encode, known[8:32])])
         material = Material(new=[*map(bound.encode, new)], past=(past,))
-        settings = Settings(method="cplus", seed=0, epochs=2, lr=1e-3, batch_size=8, order="shuffled")
+        settings = Settings(method="cplus", seed=0, epochs=2, lr=1e-3, batch_size=8, order="shuffled", micro_batches=2)
         inside, outside = split(base.model)
         counts: Counter[str] = Counter()
         training = start(settings, METHODS["cplus"], base.model, material, sharded)

@@ -3,8 +3,8 @@
 OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= python benchmarks/kills.py --kills 10 --out benchmarks/results/kills.json
 
 The rows are those of `python -m cplus.toy.rows`. Each kill has a cache of its own, so that it may hit the writing of
-the bank. Weights are compared with those of one process, and where two processes resume with those of two, bit for bit.
-The file is written after each kill; the same command continues.
+the bank. Weights are compared bit for bit with those of one process that was never stopped; a batch has four parts
+whatever the number of processes. The file is written after each kill; the same command continues.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from cplus.job.folder import Folder
 from cplus.toy import rows
 
 SETTINGS = ["--interface", "cloze", "--lr", "1e-3", "--epochs", "3", "--checkpoint-steps", "1", "--stop", "never"]
+SETTINGS += ["--micro-batches", "4"]
 RESUMED_BY = (2, 1, 4)
 MINUTE = 60.0
 ROUNDING = 1e-6
@@ -92,8 +93,13 @@ def killed(draw: random.Random, seconds: float, out: Path, arguments: list[str],
         "codes": codes,
         "seconds_until_all_ended": round(time.perf_counter() - struck, 2),
         "where": where(Folder(out)),
-        "sentence": log.read_text(encoding="utf-8").strip().splitlines()[-1] if log.stat().st_size else "",
+        "sentence": reported(log.read_text(encoding="utf-8")),
     }
+
+
+def reported(log: str) -> str:
+    """The error in what a job printed, without the advice, which has the names of folders."""
+    return next((line.partition("; ")[0] for line in log.splitlines() if line.startswith("error: ")), "")
 
 
 def where(folder: Folder) -> str:
@@ -119,7 +125,7 @@ def one_kill(number: int, draw: random.Random, seconds: float, base: Path, argum
         place.mkdir()
         os.environ["CPLUS_CACHE"] = str(place / "cache")
         found = killed(draw, seconds, place / "out", arguments, place / "log")
-    one, two = weights(base / "one"), weights(base / "two")
+    one = weights(base / "one")
     for size in RESUMED_BY:
         out = place / f"by{size}"
         again = ["--resume", str(out)]
@@ -128,9 +134,7 @@ def one_kill(number: int, draw: random.Random, seconds: float, base: Path, argum
         else:
             again = [*arguments, "--out", str(out)]  # it was killed before there was anything to resume
         done(size, again, place / f"log{size}")
-        found[f"by_{size}"] = {"distance": distance(weights(out), one)}
-        if size == 2:
-            found["by_2"]["bitwise"] = same(weights(out), two)
+        found[f"by_{size}"] = {"distance": distance(weights(out), one), "bitwise": same(weights(out), one)}
     return found
 
 
@@ -155,6 +159,7 @@ def main() -> None:
         os.environ["CPLUS_CACHE"] = str(base / "cache of two")
         seconds = done(2, [*arguments, "--out", str(base / "two")], base / "two.log")
         between = apart(weights(base / "two"), weights(base / "one"))
+        between["bitwise"] = same(weights(base / "two"), weights(base / "one"))
         found = files.read_json(asked.out)["kills"] if asked.out.is_file() else []
         for number in range(len(found), asked.kills):
             found.append(one_kill(number, random.Random(f"{asked.seed}/{number}"), seconds, base, arguments))
@@ -162,7 +167,8 @@ def main() -> None:
             shutil.rmtree(base / f"kill{number}")
             files.write_json(asked.out, report(found, {"seconds": round(seconds, 1), **between}))
     ended_soon = all(own["seconds_until_all_ended"] < MINUTE for own in found)
-    sys.exit(0 if ended_soon and all(own["by_2"]["bitwise"] for own in found) else 1)
+    bitwise = between["bitwise"] and all(own[f"by_{size}"]["bitwise"] for own in found for size in RESUMED_BY)
+    sys.exit(0 if ended_soon and bitwise else 1)
 
 
 def report(found: list[dict[str, Any]], undisturbed: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +177,7 @@ def report(found: list[dict[str, Any]], undisturbed: dict[str, Any]) -> dict[str
         "settings": SETTINGS,
         "two_processes": undisturbed,
         "largest_distance": max(own[f"by_{size}"]["distance"] for own in found for size in RESUMED_BY),
-        "bitwise_by_two": sum(own["by_2"]["bitwise"] for own in found),
+        "bitwise": {str(size): sum(own[f"by_{size}"]["bitwise"] for own in found) for size in RESUMED_BY},
         "longest_end": max(own["seconds_until_all_ended"] for own in found),
         "kills": found,
         "environment": environment(threads=1, device="cpu"),

@@ -32,6 +32,7 @@ COLLECTIVES = (
     "all_gather_into_tensor",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "all_to_all_single",
     "all_reduce",
     "broadcast",
     "broadcast_object_list",
@@ -154,11 +155,11 @@ def rows(folder: Path, new: int, past: int) -> list[str]:
 
 
 def parts(folder: Path, name: str, found: dict[str, Any]) -> dict[str, float]:
-    """Seconds by part, from the job's record and what its first process measured."""
+    """Seconds by part, from the job's record and what its first process measured, after Python and imports."""
     seconds = json.loads((folder / name / "record.json").read_text(encoding="utf-8"))["actual"]["seconds"]
     spent = found["spent"]
     shares = {
-        "reading": seconds.get("loading", 0.0) + seconds.get("starting", 0.0),
+        "reading": seconds.get("loading", 0.0),
         "answering": seconds.get("evaluating", 0.0),
         "writing probes": seconds.get("writing probes", 0.0),
         "evidence": spent.get("evidence", 0.0),
@@ -171,6 +172,11 @@ def parts(folder: Path, name: str, found: dict[str, Any]) -> dict[str, float]:
     return {part: round(value, 3) for part, value in shares.items()}
 
 
+def percent(seconds: dict[str, float]) -> dict[str, float]:
+    """Each part's share of the whole."""
+    return {part: round(100 * value / seconds["total"], 1) for part, value in seconds.items()}
+
+
 def measure_time(folder: Path) -> dict[str, Any]:
     """The README's job by one process and by two, each with a cache of its own."""
     arguments = ["toy", *rows(folder, 32, 128), "--lr", "1e-3"]
@@ -179,7 +185,11 @@ def measure_time(folder: Path) -> dict[str, Any]:
         os.environ["CPLUS_CACHE"] = str(folder / f"cache{size}")
         name = f"by{size}"
         found[str(size)] = parts(folder, name, run(folder, name, size, arguments)[0])
-    return {"settings": arguments[7:], "seconds": found}
+    return {
+        "settings": arguments[7:],
+        "seconds": found,
+        "percent": {size: percent(seconds) for size, seconds in found.items()},
+    }
 
 
 def measure_memory(folder: Path, known: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,13 @@ from cplus.evidence import (
     borrowed_gradients,
     check_finite,
     length,
-    marked,
     named,
     refuse_unreached,
 )
+from cplus.passes import Turn
 from cplus.ranks import Layout, layout, local
+
+Item = TypeVar("Item")
 
 LossFunction: TypeAlias = Callable[[nn.Module, Any], Tensor]
 Entry: TypeAlias = tuple[float, Iterable[Any], LossFunction]
@@ -145,7 +147,7 @@ class LossGradient:
             if number > 1 and not where.sharded and enough():
                 continue
             loss = source.at(self.model, batch, number)
-            passes.backward(loss, last=last)
+            passes.backward(loss, Turn(last=last))
             counts = [counts[0], counts[1] + 1, counts[2] + loss.item()]
         batches, used, total = where.sums(counts, params[0].device)
         if not batches:
@@ -158,6 +160,20 @@ class LossGradient:
         processes = where.sums([id(p) in missing for p in passes.trained], params[0].device)
         unreached = [p for p, count in zip(passes.trained, processes, strict=True) if count == where.world]
         refuse_unreached(self.model, passes.trained, unreached)
+
+
+def marked(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
+    """Each item with whether it is the last one.
+
+    >>> list(marked("ab"))
+    [('a', False), ('b', True)]
+    """
+    rest = iter(items)
+    for item in rest:
+        for following in rest:
+            yield item, False
+            item = following
+        yield item, True
 
 
 def in_step(source: LossSource, where: Layout, device: torch.device) -> Iterator[Any]:

@@ -13,6 +13,7 @@ from cplus.cost import Work
 from cplus.data.batching import measured
 from cplus.evidence import Losses, Reference, Source, borrowed_gradients, check_finite, named, refuse_unreached
 from cplus.losses import answer_losses
+from cplus.passes import Turn
 from cplus.ranks import Layout, layout, local
 
 VALUES = 1 << 15
@@ -100,7 +101,7 @@ class Curvature:
         with borrowed_gradients(self.model, params) as passes:
             for i, weight, row in own:
                 loss = self.losses(self.model, [row]).sum()
-                passes.backward(loss, last=True)
+                passes.backward(loss, Turn(alone=True))
                 totals[i] += float(loss.detach())
                 for square, gradient in zip(squares, passes.take(), strict=True):
                     if gradient is not None:

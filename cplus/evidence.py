@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,12 @@ from cplus.data.encoded import Encoded
 from cplus.losses import answer_losses, shared_losses, target_logits
 from cplus.masters import in_model
 from cplus.offload import Storage, storage
+from cplus.passes import Passing, Turn, passing, turns
 from cplus.projections import dot, orthonormal
 from cplus.ranks import Layout, layout, local
 from cplus.zero import inside, is_engine, name_of, partitions
 from cplus.zero_passes import running
 
-Item = TypeVar("Item")
 Losses = Callable[[nn.Module, Sequence[Encoded]], Tensor]
 
 
@@ -100,8 +100,8 @@ class Passes(Protocol):
         """The parameters that should get a gradient."""
         ...
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add a loss's gradient; `last` marks the last one before `take`."""
+    def backward(self, loss: Tensor, turn: Turn) -> None:
+        """Add the gradient of a turn's loss; the last turn is the one before `take`."""
         ...
 
     def take(self) -> list[Tensor | None]:
@@ -116,17 +116,18 @@ class Passes(Protocol):
 class PlainPasses:
     """Passes whose gradients torch accumulates in `.grad`."""
 
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], made: Passing | None = None) -> None:
         self.trained = [in_model(p) for p in params]
+        self._passing = made or Passing()
         self._halves = {id(in_model(p)) for p in params if in_model(p) is not p}
         self.reached: set[int] = set()
 
     def _precise(self, p: nn.Parameter, gradient: Tensor) -> Tensor:
         return gradient.float() if id(p) in self._halves else gradient
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
+    def backward(self, loss: Tensor, turn: Turn) -> None:
         """Add to `.grad`."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        self._passing.backward(loss, turn, self.trained)
 
     def take(self) -> list[Tensor | None]:
         """The part of each `.grad` that this process holds; the fields are emptied."""
@@ -155,7 +156,7 @@ def borrowed_gradients(model: nn.Module, params: Sequence[nn.Parameter]) -> Iter
     try:
         with evaluating(model):
             recompute(model)
-            yield PlainPasses(params)
+            yield PlainPasses(params, passing(model))
     finally:
         for p, grad in zip(held, kept, strict=True):
             p.grad = grad
@@ -167,20 +168,6 @@ def take_gradients(model: nn.Module, params: Sequence[nn.Parameter], passes: Pas
     refuse_unreached(model, passes.trained, passes.unreached())
     gradients = passes.take()
     return [torch.zeros_like(local(p)) if g is None else g for p, g in zip(params, gradients, strict=True)]
-
-
-def marked(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
-    """Each item with whether it is the last one.
-
-    >>> list(marked("ab"))
-    [('a', False), ('b', True)]
-    """
-    rest = iter(items)
-    for item in rest:
-        for following in rest:
-            yield item, False
-            item = following
-        yield item, True
 
 
 def refuse_unreached(model: nn.Module, params: Sequence[nn.Parameter], missing: Sequence[nn.Parameter]) -> None:
@@ -213,29 +200,34 @@ class MeanGradient:
     def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
         """One pass over every source at the current parameters."""
         where = layout(params, named(self.model))
-        totals, work = [0.0] * len(self.sources), Work()
+        made, work = passing(self.model), Work()
         seen = [(i, row) for i, source in enumerate(self.sources) for row in source.at(refresh)]
+        batches = list(like_length([row for _, row in seen], self.max_tokens, made.parts or where.world))
+        found = [0.0] * len(seen)
         for source in self.sources:
             where.check_alike(source.at(refresh), source.name, params[0].device)
-        # FSDP2 and ZeRO average gradients over the processes; the mean over all rows is a sum over them.
-        processes = where.world if where.sharded else 1
-        weights = [source.weight / len(source.at(refresh)) * processes for source in self.sources]
+        scale = made.scale(where)
+        weights = [source.weight / len(source.at(refresh)) * scale for source in self.sources]
         with borrowed_gradients(self.model, params) as passes:
-            for (batch, counts), last in marked(local_batches(seen, where, self.max_tokens)):
-                batch_rows = [row for _, row in batch]
-                losses = self.losses(self.model, batch_rows)
-                factors = losses.new_tensor([weights[i] * counts for i, _ in batch])
-                passes.backward((losses * factors).sum(), last=last)
-                for (i, _), loss in zip(batch, losses.tolist(), strict=True):
-                    totals[i] += loss * counts
-                work += measured(batch_rows)
+            for turn in turns(batches, where):
+                rows = [seen[item][1] for item in turn.items]
+                losses = self.losses(self.model, rows)
+                factors = losses.new_tensor([weights[seen[item][0]] * turn.weight for item in turn.items])
+                passes.backward((losses * factors).sum(), turn)
+                for item, loss in zip(turn.items, losses.tolist(), strict=True):
+                    found[item] += loss * turn.weight
+                work += measured(rows) if turn.weight else Work()
             vector = take_gradients(self.model, params, passes)
-        if not where.sharded:
+        if not where.sharded and not made.copies:
             vector = [where.sum(g) for g in vector]
-        rows, tokens, padded, *totals = where.sums([work.rows, work.tokens, work.padded, *totals], vector[0].device)
+        counted = where.sums([work.rows, work.tokens, work.padded, *found], vector[0].device)
+        found = counted[3:]
+        totals = [0.0] * len(self.sources)
+        for item in (item for batch in batches for item in batch):
+            totals[seen[item][0]] += found[item]
         means = {s.name: total / len(s.at(refresh)) for s, total in zip(self.sources, totals, strict=True)}
         check_finite(self.model, params, vector, means, where)
-        work = Work(rows=int(rows), tokens=int(tokens), padded=int(padded))
+        work = Work(rows=int(counted[0]), tokens=int(counted[1]), padded=int(counted[2]))
         return Reference(vectors=[vector], losses=means, work=work, norm=length(vector, where))
 
 
@@ -381,24 +373,6 @@ def example_losses(model: nn.Module, rows: Sequence[Encoded]) -> list[float]:
             for i, loss in zip(batch, answer_losses(model, [rows[i] for i in batch]).tolist(), strict=True):
                 losses[i] = loss
     return losses
-
-
-def local_batches(
-    seen: Sequence[tuple[int, Encoded]], where: Layout, max_tokens: int
-) -> Iterator[tuple[list[tuple[int, Encoded]], float]]:
-    """This process's batches with weight 1, then batches of weight 0 until all processes have run as many passes.
-
-    Each row comes with the index of its source; sources share batches. Under FSDP2 every pass is a collective
-    operation, so a process with fewer rows must take part in it too.
-    """
-    shares = [seen[rank :: where.world] for rank in range(where.world)]
-    passes = max(sum(1 for _ in like_length([row for _, row in share], max_tokens)) for share in shares)
-    own = shares[where.rank]
-    batches = [[own[i] for i in batch] for batch in like_length([row for _, row in own], max_tokens)]
-    for batch in batches:
-        yield batch, 1.0
-    for _ in range(passes - len(batches)):
-        yield [seen[0]], 0.0
 
 
 def norm(vector: Sequence[Tensor], where: Layout) -> float:

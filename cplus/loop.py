@@ -21,6 +21,9 @@ from cplus.cost import Work
 from cplus.data.encoded import Encoded
 from cplus.methods import Material, Method
 from cplus.objectives import Backward, averaged, check_finite, splits
+from cplus.passes import clip as clip_in_order
+from cplus.passes import passing
+from cplus.ranks import layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +154,7 @@ def adapt(
             loss, work = prepared.backward(rows)
             check_finite(loss, step + 1)
             if schedule.clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(params, schedule.clip_norm)
+                clip(model, params, schedule.clip_norm)
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
@@ -159,6 +162,14 @@ def adapt(
             yield Stepped(epoch=epoch, batch=number, step=step, loss=loss, work=work)
         yield EpochEnded(epoch=epoch, step=step)
     optimizer.zero_grad(set_to_none=True)
+
+
+def clip(model: nn.Module, params: Sequence[nn.Parameter], limit: float) -> None:
+    """Scale the gradients to at most this norm; where passes have a fixed order, the norm does not depend on shards."""
+    if passing(model).parts is None:
+        torch.nn.utils.clip_grad_norm_(params, limit)
+    else:
+        clip_in_order(params, limit, layout(params, {}))
 
 
 def due(method: Method, *, step: int, batch: int) -> bool:

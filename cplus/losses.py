@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cplus.data.encoded import Encoded, shared_prefix
+from cplus.passes import passing
 from cplus.zero import inside
 
 
@@ -119,9 +120,10 @@ def _shares_prefix(model: nn.Module, longest: int) -> bool:
         and not getattr(model, "_is_stateful", False)
         and not getattr(config, "alibi", False)
         and (sliding is None or longest <= sliding)
-        # A second pass through sharded layers would gather them a second time.
+        # A second pass through sharded layers would gather them a second time, so a job that could be sharded has none.
         and type(next(model.parameters())) is nn.Parameter
         and not torch.distributed.is_initialized()
+        and passing(model).parts is None
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from cplus import world
 from cplus.cost import Work
-from cplus.data.batching import MAX_TOKENS, batched, measured
+from cplus.data.batching import MAX_TOKENS, batched, like_length, measured
 from cplus.data.encoded import Encoded
 from cplus.data.material import Material, Rows
 
@@ -72,27 +72,27 @@ def mean_backward(
 def spread_backward(
     model: nn.Module, rows: Sequence[Encoded], losses: Callable[[nn.Module, Sequence[Encoded]], Tensor]
 ) -> tuple[float, Work]:
-    """`mean_backward` with the rows split over the processes of a job: every one gets the gradient of all rows.
-
-    A process without a row left passes one with weight 0, because a pass through shards needs every process.
-    """
-    from cplus.evidence import local_batches, named
+    """`mean_backward` with the passes split over the processes of a job: every one gets the gradient of all rows."""
+    from cplus.evidence import named
+    from cplus.passes import drawing, passing, turns
     from cplus.ranks import layout
 
-    params = [p for p in model.parameters() if p.requires_grad]
+    params, made = [p for p in model.parameters() if p.requires_grad], passing(model)
     where, device = layout(params, named(model)), params[0].device
-    scale = (where.world if where.sharded else 1) / len(rows)  # FSDP2 averages over the processes
-    total, work = 0.0, Work()
-    for batch, counts in local_batches([(0, row) for row in rows], where, MAX_TOKENS):
-        part = [row for _, row in batch]
-        found = losses(model, part).sum()
-        (found * (counts * scale)).backward()  # type: ignore[no-untyped-call]
-        total += counts * float(found.detach()) / len(rows)
-        work += measured(part) if counts else Work()
-    if not where.sharded:
+    batches = list(like_length(rows, MAX_TOKENS, made.parts or where.world))
+    scale, work, found = made.scale(where) / len(rows), Work(), [0.0] * len(batches)
+    with drawing(device) as draw:
+        for turn in turns(batches, where):
+            draw(turn.number)
+            part = [rows[item] for item in turn.items]
+            loss = losses(model, part).sum()
+            made.backward(loss * (turn.weight * scale), turn, params)
+            if turn.weight:
+                found[turn.number], work = float(loss.detach()) / len(rows), work + measured(part)
+    if not where.sharded and not made.copies:
         sum_gradients(params, where)
-    total, *counted = where.sums([total, work.rows, work.tokens, work.padded], device)
-    return total, Work(rows=int(counted[0]), tokens=int(counted[1]), padded=int(counted[2]))
+    counts = where.sums([work.rows, work.tokens, work.padded, *found], device)
+    return sum(counts[3:]), Work(rows=int(counts[0]), tokens=int(counts[1]), padded=int(counts[2]))
 
 
 def sum_gradients(params: Sequence[nn.Parameter], where: Layout) -> None:
@@ -139,8 +139,9 @@ class Answers:
     def __call__(self, model: nn.Module, material: Material) -> Backward:
         """Past rows are not used."""
         from cplus.losses import answer_losses
+        from cplus.passes import passing
 
-        if world.size() > 1:
+        if world.size() > 1 or passing(model).parts is not None:
             return lambda rows: spread_backward(model, rows, answer_losses)
         return lambda rows: mean_backward(model, rows, answer_losses)
 

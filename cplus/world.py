@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Row = TypeVar("Row")
 
-_MEETING = timedelta(minutes=5)
-"""How long processes wait for each other at the start."""
+_MEETING, _ONE_MACHINE = timedelta(minutes=5), timedelta(seconds=45)
+"""How long processes wait for each other at the start: on several machines, and on one."""
 _WORKING = timedelta(days=30)
 """How long they wait for one that works alone; a process that ends is noticed at once, whatever this is."""
 _FAILED = "cplus/failed"
@@ -102,7 +102,7 @@ def joined() -> Iterator[None]:
         console.quiet = True
         raise
     except BaseException as error:
-        reports = first() if getattr(error, "agreed", False) else _reports()
+        reports = first() if getattr(error, "agreed", False) else _reports(error)
         console.quiet = not reports
         if not _is_lost(error):
             raise
@@ -130,10 +130,13 @@ def _connect() -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if not dist.is_initialized():
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        meeting = _ONE_MACHINE if os.environ.get("LOCAL_WORLD_SIZE") == str(world) else _MEETING
         try:
-            store, _, _ = next(rendezvous("env://", own_rank, world, timeout=_MEETING))
+            if own_rank:
+                _find_first(meeting)
+            store, _, _ = next(rendezvous("env://", own_rank, world, timeout=meeting))
             dist.init_process_group(backend, store=store, rank=own_rank, world_size=world, timeout=_WORKING)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(
                 f"the {world} processes could not meet at {address} (MASTER_ADDR, MASTER_PORT): {reason}; choose "
@@ -141,6 +144,27 @@ def _connect() -> None:
             ) from error
     _here.rank, _here.size = dist.get_rank(), dist.get_world_size()
     _here.store = dist.distributed_c10d._get_default_store()
+
+
+def _find_first(meeting: timedelta) -> None:
+    """Wait until the first process listens; torch alone would wait three times as long, and report at length."""
+    address, end = _first_address(), time.monotonic() + meeting.total_seconds()
+    while not _listens(address):
+        if time.monotonic() > end:
+            raise TimeoutError(f"the first process did not start within {meeting.seconds} seconds")
+        time.sleep(0.2)
+
+
+def _first_address() -> tuple[str, int]:
+    return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT") or 0)
+
+
+def _listens(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def _is_lost(error: BaseException) -> bool:
@@ -153,15 +177,17 @@ def _is_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
 
 
-def _reports() -> bool:
+def _reports(error: BaseException) -> bool:
     """Whether this process is the first to fail, and so the one that reports."""
-    if _here.store is None:
-        return started()[0] == 0
+    if _here.store is None:  # they have not met; if the first process is missing, the second reports
+        return started()[0] == (1 if isinstance(error.__cause__, TimeoutError) else 0)
     me = str(_here.rank)
     try:
-        return _here.store.compare_set(_FAILED, "", me).decode() == me
-    except RuntimeError:  # the store went with the process that held it
-        return False
+        if _listens(_first_address()):  # otherwise torch would report at length that its store is gone
+            return _here.store.compare_set(_FAILED, "", me).decode() == me
+    except RuntimeError:
+        pass
+    return _here.rank == 1  # the store went with the first process that held it
 
 
 def tell_launcher(sentence: str) -> None:

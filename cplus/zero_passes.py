@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from cplus.passes import Turn
 from cplus.zero import is_third, partitions
 
 
@@ -42,9 +43,9 @@ class Passes:
         self.trained: list[nn.Parameter] = [p for p in engine.module.parameters() if p.requires_grad]
         self.reached: set[int] = set()
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add a loss's gradient; `last` ends what the next `take` returns."""
-        self.engine.set_gradient_accumulation_boundary(last)
+    def backward(self, loss: Tensor, turn: Turn) -> None:
+        """Add a loss's gradient; the last turn ends what the next `take` returns."""
+        self.engine.set_gradient_accumulation_boundary(turn.last)
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def take(self) -> list[Tensor | None]:

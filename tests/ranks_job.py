@@ -26,6 +26,8 @@ from cplus.job import memory, prepare
 from cplus.job.checkpoint import Checkpoints
 
 Patch = Callable[[int], None]
+PARTS = 4
+"""Parts of a batch, so that one to four processes give the same bits."""
 BANK: dict[str, Any] = {"num_probes": 150, "epochs": 1}
 """Settings of a job whose bank takes several blocks of requests."""
 
@@ -64,7 +66,7 @@ def run(folder: Path, name: str, size: int, arguments: list[str], patch: Patch =
 def settings(folder: Path, name: str, **changes: Any) -> list[str]:
     """The arguments of a job in a folder of its own."""
     place = folder / f"{name}.yaml"
-    config = asked(folder, checkpoint_steps=1, out=folder / name, **changes)
+    config = asked(folder, checkpoint_steps=1, out=folder / name, **{"micro_batches": PARTS} | changes)
     place.write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
     return ["--config", str(place)]
 
@@ -73,6 +75,12 @@ def killed(rank: int) -> None:
     """The second process dies in the middle of an epoch: the scheduler's own first step, then update 5."""
     if rank == 1:
         before(LambdaLR, "step", 6)
+
+
+def killed_first(rank: int) -> None:
+    """The first process, which holds the store that the others meet at, dies before its second update."""
+    if rank == 0:
+        before(LambdaLR, "step", 3)
 
 
 def failing(rank: int) -> None:
@@ -141,7 +149,9 @@ def scenario(folder: Path, name: str) -> list[int]:
     if name == "ddp":
         return run(folder, name, 2, settings(folder, name, sharding="ddp"))
     if name == "lora":
-        return run(folder, name, 2, settings(folder, name, lora={"r": 4}, keep_best=True))
+        return run(folder, name, 2, settings(folder, name, lora={"r": 4, "dropout": 0.1}, keep_best=True))
+    if name == "curvature":
+        return run(folder, name, 2, settings(folder, name, sharding="ddp", method="cplus-curvature", epochs=1))
     if name == "three":
         return run(folder, name, 3, settings(folder, name))
     if name == "bank":
@@ -152,7 +162,7 @@ def scenario(folder: Path, name: str) -> list[int]:
     if name == "unshared":
         arguments = [*settings(folder, name), "--out", name]
         return run(folder, name, 2, arguments, not_shared(folder))
-    patches: dict[str, Patch] = {"killed": killed, "failing": failing, "stopped": stopped}
+    patches: dict[str, Patch] = {"killed": killed, "killed-first": killed_first, "failing": failing, "stopped": stopped}
     patches |= {"version": another_version, "small": small_device}
     return run(folder, name, 2, settings(folder, name), patches.get(name, lambda rank: None))
 

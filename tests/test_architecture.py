@@ -20,7 +20,7 @@ LAYERS = {
     "rows": "data interfaces toy",
     "gate": (
         "adapters any_loss attach curvature evidence gates kernels losses masters native offload only_rows optim "
-        "projections ranks shield stepping support zero zero_passes"
+        "passes projections ranks shield stepping support zero zero_passes"
     ),
     "models": "evaluation models scoring toy.pretrain",
     "methods": "after loop methods objectives repairing reweighting selection",

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from cplus.attach import Guard
-from cplus.data.batching import MAX_TOKENS
+from cplus.data.batching import MAX_TOKENS, like_length
 from cplus.data.encoded import Encoded
-from cplus.evidence import Reference, local_batches
+from cplus.evidence import Reference
 from cplus.gates import Collaborative, Proposal
 from cplus.losses import shared_losses
+from cplus.passes import turns
 from cplus.ranks import Layout
 
 Loss = Callable[[nn.Module], Tensor]
@@ -111,7 +112,9 @@ def past(anchors: Sequence[Encoded], probes: Sequence[Encoded], weight: float) -
     seen = [(i, row) for i, rows in enumerate((anchors, probes)) for row in rows]
 
     def of(rank: int) -> Loss:
-        ((batch, _),) = local_batches(seen, Layout(rank=rank, world=2, sharded=True), MAX_TOKENS)
+        batches = list(like_length([row for _, row in seen], MAX_TOKENS, 2))
+        (turn,) = turns(batches, Layout(rank=rank, world=2, sharded=True))
+        batch = [seen[item] for item in turn.items]
 
         def loss(model: nn.Module) -> Tensor:
             losses = shared_losses(model, [row for _, row in batch])

@@ -41,10 +41,10 @@ def length_sorted_batches(
         yield batch
 
 
-def like_length(rows: Sequence[Encoded], max_tokens: int) -> Iterator[list[int]]:
-    """The indices of rows, in batches for one training pass each."""
-    lengths = [len(row) for row in rows]
-    return length_sorted_batches(lengths, max_tokens=max_tokens, max_rows=MAX_ROWS, max_padding=MAX_PADDING)
+def like_length(rows: Sequence[Encoded], max_tokens: int, parts: int = 1) -> Iterator[list[int]]:
+    """The indices of rows, in batches for one training pass each; at least so many parts where the rows suffice."""
+    lengths, most = [len(row) for row in rows], min(MAX_ROWS, -(-len(rows) // parts))
+    return length_sorted_batches(lengths, max_tokens=max_tokens, max_rows=most, max_padding=MAX_PADDING)
 
 
 def batched(rows: Sequence[Encoded], max_tokens: int = MAX_TOKENS) -> Iterator[list[Encoded]]:

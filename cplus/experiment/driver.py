@@ -46,6 +46,7 @@ from cplus.loop import (
 from cplus.methods import Material, Method
 from cplus.models import Loaded
 from cplus.optim import AdamW
+from cplus.passes import arrange
 from cplus.ranks import local
 
 Evaluate: TypeAlias = Callable[[int], dict[str, float]]
@@ -114,6 +115,8 @@ def start(
     assert math.isfinite(settings.lr), "the learning rate is chosen before training"
     torch.manual_seed(settings.seed)  # dropout, where a model has it
     twin = place(model)
+    if settings.micro_batches is not None:
+        arrange(model, settings.micro_batches, world.size())
     optimizer = build_optimizer(settings, model)
     return Training(
         settings=settings,

@@ -22,7 +22,8 @@ OptimizerName: TypeAlias = Literal["adamw", "adamw8bit", "sgd"]
 class Settings:
     """Everything that decides a training besides the base model and its rows; None is the method's own value.
 
-    The learning rate rises over `warmup_steps` updates, or over `warmup_share` of all updates.
+    The learning rate rises over `warmup_steps` updates, or over `warmup_share` of all updates. `micro_batches` is the
+    number of parts in which a batch is computed by any number of processes, with the same bits (`cplus.passes`).
     """
 
     method: str
@@ -51,6 +52,7 @@ class Settings:
     lora: Lora | None = None
     compute_dtype: str = "float32"
     gradient_checkpointing: bool = False
+    micro_batches: int | None = None
 
     @property
     def row(self) -> Method:

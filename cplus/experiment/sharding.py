@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cplus import world
-from cplus.environment import give_back
+from cplus.environment import give_back, give_back_at_once
 from cplus.methods import Method
 from cplus.objectives import splits
 from cplus.ranks import local
@@ -31,6 +31,7 @@ def sharded(model: nn.Module) -> nn.Module | None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    give_back_at_once()
     twin = _without_weights(model)
     mesh = init_device_mesh(next(model.parameters()).device.type, (world.size(),))
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]

@@ -16,6 +16,7 @@ from cplus.experiment.schedule import updates_per_epoch
 from cplus.job.memory import Footprint, ModelSize, checkpointed, giga
 from cplus.job.rows import Tasks
 from cplus.job.settings import AUTO, AdaptConfig
+from cplus.passes import orders_shards
 
 RATE, SIZE = 3e-5, 135e6
 """The rate that was found on a model of this size; others get it times the root of the ratio of the sizes."""
@@ -98,13 +99,17 @@ def choose(
         if "evaluate_every" not in given and every > 1 and config.lost_limit is None and not config.keep_best:
             why = f"about {EVALUATIONS} evaluations while training"
             found.append(Chosen(name="evaluate_every", value=every, why=why))
+    processes = world.started()[1]
+    if "micro_batches" not in given and processes > 1 and (config.sharding == "ddp" or orders_shards()):
+        why = "one for each process; any number of processes resumes with the same bits"
+        found.append(Chosen(name="micro_batches", value=processes, why=why))
     device = models.choose_device(config.device)
     if "compute_dtype" not in given and device.type == "cuda" and torch.cuda.is_bf16_supported():
         why = "the device computes in it; weights, optimizer and gate stay float32"
         found.append(Chosen(name="compute_dtype", value="bfloat16", why=why))
     light = checkpointed(need, size)
-    one = world.started()[1] == 1  # free memory differs between processes, their settings must not
-    if "gradient_checkpointing" not in given and one and light <= need.available < need.peak:
+    # Free memory differs between processes, their settings must not.
+    if "gradient_checkpointing" not in given and processes == 1 and light <= need.available < need.peak:
         why = (
             f"{giga(need.peak)} GB would be needed at the peak, {giga(need.available)} GB are free; activations "
             f"computed twice need about {giga(light)} GB"

@@ -79,7 +79,7 @@ def preflight(config: AdaptConfig, home: Path) -> Preflight:
         tasks=tasks,
         size=size,
         need=need,
-        warnings=tuple(_check_bytes(need, size, config)),
+        warnings=(*_check_bytes(need, size, config), *_waiting(config)),
     )
 
 
@@ -154,6 +154,17 @@ def _check_bytes(found: Footprint, size: ModelSize, config: AdaptConfig) -> list
             "would round small updates away"
         )
     return warnings
+
+
+def _waiting(config: AdaptConfig) -> list[str]:
+    """A warning if a batch has fewer parts than there are processes; more parts would give another result."""
+    parts, processes = config.micro_batches, world.started()[1]
+    if parts is None or parts >= processes:
+        return []
+    return [
+        f"{processes - parts} of the {processes} processes wait while the {parts} parts of a batch are computed "
+        f"(micro_batches); a new job could have {processes}"
+    ]
 
 
 def load(config: AdaptConfig, home: Path) -> Loaded:

@@ -216,6 +216,11 @@ class AdaptConfig(BaseModel):
     batch_size: Positive = Field(
         8, description="New rows per update, split into smaller passes where memory requires it."
     )
+    micro_batches: Positive | None = Field(
+        None,
+        description="Parts of a batch that are computed apart, by any number of processes with the same result; "
+        "default: one for each process that the job starts with.",
+    )
     order: Literal["shuffled", "file"] = Field("shuffled", description="Order of the new rows within an epoch.")
     optimizer: OptimizerName = Field(
         "adamw", description="Optimizer that proposes the update; adamw8bit keeps its moments in 8 bits (bitsandbytes)."
@@ -389,6 +394,7 @@ class AdaptConfig(BaseModel):
             lora=self.lora,
             compute_dtype=self.compute_dtype,
             gradient_checkpointing=self.gradient_checkpointing,
+            micro_batches=self.micro_batches,
         )
 
     @property
@@ -413,8 +419,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "topics", "repair",
     ),
     "How it is learned": (
-        "epochs", "stop", "batch_size", "order", "optimizer", "lr", "lr_schedule", "warmup_steps", "weight_decay",
-        "clip_norm", "load", "lora", "compute_dtype", "gradient_checkpointing", "seed",
+        "epochs", "stop", "batch_size", "micro_batches", "order", "optimizer", "lr", "lr_schedule", "warmup_steps",
+        "weight_decay", "clip_norm", "load", "lora", "compute_dtype", "gradient_checkpointing", "seed",
     ),
     "What is watched and written": (
         "out", "max_asked", "evaluate_every", "evaluate_rows", "require", "keep_best", "save_dtype", "push_to_hub",
