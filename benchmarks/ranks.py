@@ -197,8 +197,8 @@ def measure_memory(folder: Path, known: Path) -> dict[str, Any]:
 
     What is in the file `known` is not measured again.
     """
-    arguments = ["smollm2-135m", *rows(folder, 8, 4), "--lr", "1e-5", "--epochs", "1", "--batch-size", "4"]
-    arguments += ["--bank", str(bank(folder)), "--num-probes", "8", "--stop", "never"]
+    settings = ["--lr", "1e-5", "--epochs", "1", "--batch-size", "4", "--num-probes", "8", "--stop", "never"]
+    arguments = ["smollm2-135m", *rows(folder, 8, 4), "--bank", str(bank(folder)), *settings]
     found: dict[str, list[dict[str, float]]] = json.loads(known.read_text(encoding="utf-8")) if known.is_file() else {}
     for size in (1, 2):
         if str(size) not in found:
@@ -207,7 +207,7 @@ def measure_memory(folder: Path, known: Path) -> dict[str, Any]:
             files.write_json(known, found)
     peaks = {size: [round(own["all"], 1) for own in each] for size, each in found.items()}
     share = max(peaks["2"]) / peaks["1"][0]
-    return {"settings": arguments[9:], "peak_megabytes": peaks, "by_part": found, "share": round(share, 4), "bar": BAR}
+    return {"settings": settings, "peak_megabytes": peaks, "by_part": found, "share": round(share, 4), "bar": BAR}
 
 
 def _megabytes(peaks: dict[str, int]) -> dict[str, float]:
