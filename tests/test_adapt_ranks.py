@@ -25,7 +25,7 @@ from cplus.job.resume import resume
 from cplus.job.run import adapt
 from cplus.job.settings import AdaptConfig
 from cplus.models import resolve
-from cplus.terminal import console
+from cplus.terminal import console, output
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "cache"), pytest.mark.timeout(900)]
 
@@ -361,6 +361,8 @@ def test_processes_choose_a_part_each_and_a_resumed_job_keeps_them(
 
 
 def test_a_first_process_that_never_starts_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    for own in (console, output):  # a process that is not the first is quiet from here on; this one is not
+        monkeypatch.setattr(own, "quiet", own.quiet)
     monkeypatch.setattr(world, "_ONE_MACHINE", timedelta(seconds=1))
     port = str(free_port())
     numbers = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
