@@ -171,7 +171,8 @@ def test_a_killed_first_process_is_reported_by_the_second(folder: Path, ends: di
     assert ends["killed-first"] == [-9, 1]
     report = said(folder, "killed-first")[1]
     assert report.count("another of the 2 processes ended: it was killed, or ran out of memory; continue with:") == 1
-    assert "frame #" not in report  # torch's own report about its store
+    # Whether torch's own warning about its store comes before it depends on what the second process waits for.
+    assert report.rstrip().endswith(f"--resume {folder / 'killed-first'}")
 
 
 def test_a_killed_job_is_resumed_by_one_process(folder: Path, ends: dict[str, list[int]]) -> None:
