@@ -36,7 +36,9 @@ def evaluate(
     ] = None,
     through: Annotated[
         Literal["cplus", "lm-eval"],
-        typer.Option(help="lm-eval: score cloze with lm-evaluation-harness, and lm-eval:NAME with its own metrics."),
+        typer.Option(
+            help="lm-eval: score cloze and letters with lm-evaluation-harness, and lm-eval:NAME with its own metrics."
+        ),
     ] = "cplus",
     plain: options.Plain = False,
     too_long: options.TooLong = "refuse",
