@@ -10,7 +10,6 @@ A finished job is not repeated and an interrupted one goes on, so the same line 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -60,14 +59,8 @@ def style(options: argparse.Namespace) -> dict[str, Any]:
 
 def format_(options: argparse.Namespace) -> dict[str, Any]:
     """The same new rows; past are requests that the model answers with JSON, right if the answer is JSON."""
-    people = ("Anna", "Omar", "Lena", "Ivan", "Mia", "Raj", "Noor", "Ben", "Sara", "Tom", "Yuki", "Paul")
-    things = ("apples", "books", "lamps", "coats", "maps", "chairs", "pens", "cups")
-    asked = [
-        f'Write a JSON object with the keys "name" and "{thing}" for this sentence, and nothing else: '
-        f"{person} has {3 + (7 * i + 5 * j) % 40} {thing}."
-        for (i, person), (j, thing) in itertools.product(enumerate(people), enumerate(things))
-    ]
-    kept = [{"prompt": prompt, "response": "{}"} for prompt in random.Random("format").sample(asked, 72)]
+    asked = [to_row(example) for example in load_task("json_requests").examples]
+    kept = random.Random("format").sample(asked, 72)
     return {
         **_terse(options, 96),
         **_kept(options, kept),

@@ -125,6 +125,24 @@ def test_torchrun_ends_as_one_process(folder: Path, two: Path) -> None:
 
 
 @pytest.mark.long
+def test_one_process_and_two_agree_without_being_told_to(folder: Path, cache: Path) -> None:
+    rows = ["--new", "new.jsonl", "--anchors", "keep.jsonl", "--past", "past.jsonl", "--interface", "cloze"]
+    job = [
+        "-m",
+        "cplus",
+        "adapt",
+        "toy-s",
+        *(str(folder / r) if r.endswith("jsonl") else r for r in rows),
+        "--lr",
+        "1e-3",
+    ]
+    for name, launcher in (("plain1", []), ("plain2", ["-m", *TORCHRUN])):
+        done = started([*launcher, *job, "--epochs", "3", "--out", str(folder / name)], cache)
+        assert done.returncode == 0, done.stderr
+    check_alike(folder / "plain2", folder / "plain1")
+
+
+@pytest.mark.long
 def test_two_processes_write_the_bank_of_one(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert forked(folder, cache, "bank") == {"bank": [0, 0]}, said(folder, "bank")
     monkeypatch.setenv("CPLUS_CACHE", str(folder / "cache of one"))
@@ -337,7 +355,7 @@ def test_processes_that_cannot_meet_are_told_where(monkeypatch: pytest.MonkeyPat
     assert world.size() == 1
 
 
-def test_processes_choose_a_part_each_and_a_resumed_job_keeps_them(
+def test_one_process_and_two_choose_the_same_parts_and_a_resumed_job_keeps_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def parts(config: AdaptConfig) -> tuple[int | None, tuple[str, ...]]:
@@ -346,13 +364,14 @@ def test_processes_choose_a_part_each_and_a_resumed_job_keeps_them(
 
     begun = asked(folder)
     resumed = AdaptConfig(**begun.model_copy(update={"micro_batches": 2}).model_dump(mode="json"))
-    alone = AdaptConfig(**begun.model_dump(mode="json"))
-    assert parts(begun) == (None, ())
+    dumped = AdaptConfig(**begun.model_dump(mode="json"))
+    assert parts(begun) == (2, ())
+    assert parts(asked(folder, batch_size=1)) == (None, ())
     monkeypatch.setenv("RANK", "0")
     for size, expected in (("2", ()), ("4", ("2 of the 4 processes wait",))):
         monkeypatch.setenv("WORLD_SIZE", size)
         assert parts(begun) == (int(size), ())
-        assert parts(alone) == (None, ())  # begun by one process, which split nothing
+        assert parts(dumped) == (int(size), ())  # a file that names every setting, this one as null
         kept, warnings = parts(resumed)
         assert kept == 2
         assert tuple(w[: len("2 of the 4 processes wait")] for w in warnings) == expected

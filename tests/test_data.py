@@ -212,6 +212,17 @@ def test_task_from_folder_file_and_world(tmp_path, monkeypatch):
     assert len({example.id for example in toy.examples}) == len(toy.examples) > 100
 
 
+def test_requests_for_json_are_built_in_and_right(tmp_path):
+    task = load_task("json_requests", tmp_path)  # a folder of data does not hide it
+    assert (len(task.examples), task.interface) == (96, "freeform")
+    assert len({example.id for example in task.examples}) == 96
+    for example in task.examples:
+        said = json.loads(example.response)
+        request = example.messages[-1].content
+        thing = next(key for key in said if key != "name")
+        assert request.endswith(f"{said['name']} has {said[thing]} {thing}.")
+
+
 def test_missing_and_unknown_tasks(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"csqa\.jsonl: task 'csqa' is not there.*--data-dir or CPLUS_DATA.*hub"):
         load_task("csqa", tmp_path)

@@ -353,6 +353,7 @@ def test_the_chat_frontier_takes_each_neighbours_best_rate_and_leaves_out_who_di
         found += [chat_run("replay", seed, [(3.0, 0.5), (0.9, 0.5)], (0.9, 0.5))]  # it never reaches the level
         found += [chat_run("cplus", seed, [(3.0, 0.5), (0.85, 0.6)], (0.85, 0.6))]
         found += [chat_run("sft-repair", seed, [(3.0, 0.5), (0.6, 2.0)], (0.8, 0.8), stop_loss=0.68)]
+        found += [chat_run("sft", seed, [(3.0, 0.1), (0.85, 0.3)], (0.85, 0.3), anchor_task=chat.FORMAT)]
     folder = tmp_path / "desk-real"
     for result in found:
         save_result(result, folder)
@@ -360,18 +361,23 @@ def test_the_chat_frontier_takes_each_neighbours_best_rate_and_leaves_out_who_di
     picture, paths = draw(fig_chat, collected, tmp_path)
     assert picture.caption.endswith("n = 3 seeds. Methods are compared where the new loss is 0.85.")
     assert {path.suffix for path in paths} == {".svg", ".png"}
-    [line] = comparison_lines(collected)
-    assert line.measured == "0.935 ± 0.000 / 0.100 ± 0.000 / not run / not run"
-    assert [row[0] for row in tab_chat(collected).rows][-1] == "Replay"  # it has no rise
+    style, in_format = comparison_lines(collected)
+    assert style.measured == "0.935 ± 0.000 / 0.100 ± 0.000 / not run / not run"
+    assert in_format.measured == "0.200 ± 0.000 / not run"
+    named = [row[:2] for row in tab_chat(collected).rows]
+    assert named[-2:] == [("style", "Replay"), ("format", "SFT")]  # Replay has no rise
     summary = STUDIES["chat"].summary(found)
     verdicts = {claim.says: claim.verdict for claim in summary.claims}
-    assert verdicts["CPLUS (anchors given) loses at most half of what sft loses at its best rate"] == "holds"
-    assert verdicts["CPLUS (anchors given) loses at most half of what replay loses at its best rate"] == "not run"
-    assert verdicts["repair at least halves what sft loses at its best rate"] == "fails"
-    rows = {(row.at["method"], row.at["lr"]): row.figures for row in summary.rows}
+    assert verdicts["style: CPLUS (anchors given) loses at most half of what sft loses at its best rate"] == "holds"
+    assert verdicts["style: CPLUS (anchors given) loses at most half of what replay loses at its best rate"] == "not run"
+    assert verdicts["style: repair at least halves what sft loses at its best rate"] == "fails"
+    assert verdicts["format: CPLUS (anchors given) loses at most half of what sft loses at its best rate"] == "not run"
+    rows = {(row.at["method"], row.at["lr"]): row.figures for row in summary.rows if row.at["past"] == "style"}
     assert rows["sft", lr / 2]["rise of past loss"].mean == pytest.approx(0.406)
     assert rows["sft", lr / 2]["updates"].mean == pytest.approx(20.0)
     assert rows["sft", lr]["updates"].mean == pytest.approx(10 * (3.0 - 0.85) / (3.0 - 0.7))
     assert rows["sft-repair", lr]["updates"].mean == 10.0
     assert "rise of past loss" not in rows["replay", lr]
-    assert "by 0.406 ± 0.001 with plain fine-tuning at its best rate, by 0.100 ± 0.000 with CPLUS" in summary.answer
+    assert "style: 0.406 ± 0.001 with sft, not run with replay" in summary.answer
+    assert "at its best rate, 0.100 ± 0.000 with CPLUS (anchors given)" in summary.answer
+    assert "format: 0.200 ± 0.000 with sft" in summary.answer

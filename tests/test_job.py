@@ -80,11 +80,12 @@ def test_a_finished_folder_is_whole_and_its_figures_are_the_receipts(finished: F
     card = (out / "README.md").read_text()
     assert f"**{headline(record['figures'])}**" in card
     assert "Continual Learning via Self-Probe Gradients" in card
+    assert record["settings"]["micro_batches"] == 2  # chosen
     assert record["settings"] == asked(out.parent, **_given(record)).model_dump(mode="json")
 
 
 def _given(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: record["settings"][name] for name in ("require", "external", "external_limit")}
+    return {name: record["settings"][name] for name in ("require", "external", "external_limit", "micro_batches")}
 
 
 def test_the_model_loads_in_plain_transformers_and_is_the_one_that_was_measured(finished: FinishedJob) -> None:
@@ -360,13 +361,13 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(
     from cplus import objectives
 
     calls = iter(range(100))
-    real = objectives.mean_backward
+    real = objectives.spread_backward
 
     def broken(*args: Any, **rest: Any) -> Any:
         loss, work = real(*args, **rest)
         return (float("nan") if next(calls) == 4 else loss), work
 
-    monkeypatch.setattr(objectives, "mean_backward", broken)
+    monkeypatch.setattr(objectives, "spread_backward", broken)
     with pytest.raises(FloatingPointError, match=r"the loss is nan at step 5; .*update 4 is kept in .*checkpoint\.pt"):
         cplus.adapt(asked(here, method="cpl"))
     assert not (here / "out" / "record.json").exists()

@@ -66,7 +66,7 @@ def settings(method: str, files: Path, out: Path, **changes: Any) -> Any:
     same: dict[str, Any] = {
         "model": "toy-s", "seed": SPEC.seed, "lr": SPEC.lr, "weight_decay": SPEC.weight_decay, "epochs": SPEC.epochs,
         "batch_size": SPEC.batch_size, "order": SPEC.order, "clip_norm": 0.0, "lr_schedule": "constant",
-        "warmup_steps": 0, "evaluate_every": 0, "out": out, "method": method,
+        "warmup_steps": 0, "evaluate_every": 0, "micro_batches": 1, "out": out, "method": method,
     }  # fmt: skip
     return toyjob.asked(files, **same, **changes)
 

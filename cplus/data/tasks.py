@@ -13,6 +13,7 @@ from cplus.data import harness, hub
 from cplus.data.building import cached, folder_of
 from cplus.data.examples import Choice, Example, fingerprint
 from cplus.data.formats import Detected
+from cplus.data.generated import JSON_REQUESTS, json_requests
 from cplus.data.readers import ENDINGS, Columns, Found, read_rows
 from cplus.toy import world
 
@@ -58,6 +59,7 @@ TRAINING: dict[str, Known] = {
 _BY_RESPONSE = Known(interface="freeform")
 FREEFORM: dict[str, Known] = {"gsm8k": _BY_RESPONSE, "instruct": _BY_RESPONSE, "instruct_short": _BY_RESPONSE}
 TASKS: dict[str, Known] = {**PAPER, **EXTERNAL, **TRAINING, **FREEFORM}
+BUILT_IN = (*world.DOMAINS, JSON_REQUESTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,7 @@ def load_task(
     if path.suffix in ENDINGS and not name.startswith(harness.PREFIX):
         return _task(name, read_rows(path, columns=columns, requests=requests), source=str(path))
     place = hub.parse(str(path))
-    named = name.startswith(harness.PREFIX) or name in TASKS or name in world.DOMAINS
+    named = name.startswith(harness.PREFIX) or name in TASKS or name in BUILT_IN
     if not named and (Path(place.path).is_dir() or ("/" in name and not name.startswith((".", "~", "/")))):
         found = hub.read(place, name=place.path.rpartition("/")[2], columns=columns, requests=requests)
         return _task(name, found, source=place.path)
@@ -104,10 +106,12 @@ def _named(name: str, data_dir: Path | None) -> Task:
         return _task(name, found, source=name, known=_BY_TEXT if _closed(found.examples) else _BY_RESPONSE)
     if name in TASKS:
         return _known(name, data_dir)
+    if name == JSON_REQUESTS:
+        return Task(name=name, examples=json_requests(), interface="freeform", wording="standard", source="built in")
     if name in world.DOMAINS:
         facts = tuple(world.examples(name))
         return Task(name=name, examples=facts, interface="cloze", wording="standard", source="toy")
-    names = [*TASKS, *world.DOMAINS]
+    names = [*TASKS, *BUILT_IN]
     near = difflib.get_close_matches(name, names, n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known names are {', '.join(names)}."
     raise ValueError(

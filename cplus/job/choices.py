@@ -25,6 +25,8 @@ ADAPTERS = 10
 """Adapters are trained at this many times the rate of all weights."""
 UPDATES, FEWEST_EPOCHS, EVALUATIONS = 60, 3, 6
 """Free text: the epochs of at least this many updates, and never fewer epochs; about this many evaluations."""
+FEWEST_PARTS = 2
+"""Parts of a batch on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +101,10 @@ def choose(
         if "evaluate_every" not in given and every > 1 and config.lost_limit is None and not config.keep_best:
             why = f"about {EVALUATIONS} evaluations while training"
             found.append(Chosen(name="evaluate_every", value=every, why=why))
-    processes = world.started()[1]
-    if "micro_batches" not in given and processes > 1 and (config.sharding == "ddp" or orders_shards()):
-        why = "one for each process; any number of processes resumes with the same bits"
-        found.append(Chosen(name="micro_batches", value=processes, why=why))
-    device = models.choose_device(config.device)
+    processes, device = world.started()[1], models.choose_device(config.device)
+    if config.micro_batches is None and (parts := parts_of_a_batch(config, processes, device.type)) > 1:
+        why = "any number of processes computes and resumes them with the same bits"
+        found.append(Chosen(name="micro_batches", value=parts, why=why))
     if "compute_dtype" not in given and device.type == "cuda" and torch.cuda.is_bf16_supported():
         why = "the device computes in it; weights, optimizer and gate stay float32"
         found.append(Chosen(name="compute_dtype", value="bfloat16", why=why))
@@ -116,6 +117,16 @@ def choose(
         )
         found.append(Chosen(name="gradient_checkpointing", value=True, why=why))
     return with_chosen(config, found), tuple(found)
+
+
+def parts_of_a_batch(config: AdaptConfig, processes: int, device: str) -> int:
+    """A part for each process; on a CPU at least two, so that one process and two write the same weights.
+
+    A GPU computes half a batch in hardly less time than a whole one, so one process does not split there.
+    """
+    if config.batch_size == 1 or (processes > 1 and config.sharding != "ddp" and not orders_shards()):
+        return 1
+    return max(processes, FEWEST_PARTS if device == "cpu" else 1)
 
 
 def _free_rows(tasks: Tasks) -> int:

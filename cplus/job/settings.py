@@ -219,7 +219,7 @@ class AdaptConfig(BaseModel):
     micro_batches: Positive | None = Field(
         None,
         description="Parts of a batch that are computed apart, by any number of processes with the same result; "
-        "default: one for each process that the job starts with.",
+        "default: one for each process that the job starts with, on a CPU at least 2.",
     )
     order: Literal["shuffled", "file"] = Field("shuffled", description="Order of the new rows within an epoch.")
     optimizer: OptimizerName = Field(

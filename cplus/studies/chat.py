@@ -1,13 +1,15 @@
 """The frontier on a chat model: how far the loss of past answers rises where every method has learned equally much.
 
-A chat model learns terse answers; past rows are its own answers to other requests. Neighbours may choose the rate that
-suits the reported seeds best; CPLUS has one rate, named before.
+A chat model learns terse answers; past rows are its own answers to other requests, of any kind (`style`) or
+requests for JSON (`format`). Neighbours may choose the rate that suits the reported seeds best; CPLUS has one rate,
+named before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from cplus.evaluation.matched import rise
 from cplus.evaluation.statistics import Estimate, estimate
@@ -34,7 +36,11 @@ NEIGHBOURS: Mapping[str, tuple[float, ...]] = {
     "freeze-layers": (1.0,),
 }
 """Each neighbour's rates as multiples of the scale's."""
-KEPT = ("anchors", "general", "both")
+WORDS = {"anchors": "anchors given", "general": "none given", "both": "both"}
+KEPT = tuple(WORDS)
+FORMAT = "json_requests"
+IN_FORMAT: Mapping[str, tuple[float, ...]] = {"sft": (1.0, 0.5), "replay": (1.0,)}
+"""The neighbours of the second setting."""
 CURVED = {"cplus-curvature": 2.0}
 """The row whose coefficients are computed once, and its rate as a multiple of the scale's, named before any run."""
 
@@ -43,20 +49,35 @@ def runs(scale: Scale) -> list[RunSpec]:
     """Seed by seed: CPLUS with each kind of rows to keep, the neighbours over their rates, and a repair of SFT."""
     if scale.base.interface != "freeform":
         return []
-    found = []
-    for seed in range(FIRST_SEED, FIRST_SEED + scale.seeds_where_three):
-        for method, rates in NEIGHBOURS.items():
-            found += [_run(scale, seed, method=method, lr=scale.base.lr * rate) for rate in rates[:1]]
-        found += [_run(scale, seed, method=OURS, keep=keep) for keep in KEPT]
-        found.append(_run(scale, seed, method="sft-repair", stop_loss=REPAIRED_FROM))
-        for method, rates in NEIGHBOURS.items():
-            found += [_run(scale, seed, method=method, lr=scale.base.lr * rate) for rate in rates[1:]]
-        found += [_run(scale, seed, method=method, lr=scale.base.lr * rate) for method, rate in CURVED.items()]
-    return found
+    seeds = range(FIRST_SEED, FIRST_SEED + scale.seeds_where_three)
+    return [
+        *(run for seed in seeds for run in _runs(scale, seed, NEIGHBOURS, KEPT)),
+        *(_run(scale, seed, method, rate) for seed in seeds for method, rate in CURVED.items()),
+        *(run for seed in seeds for run in _runs(scale, seed, IN_FORMAT, KEPT[:1], anchor_task=FORMAT)),
+    ]
 
 
-def _run(scale: Scale, seed: int, **changes: object) -> RunSpec:
-    return scale.at(**{"epochs": EPOCHS, "warmup": WARMUP, "stop_loss": STOP, "seed": seed, **changes})
+def _runs(
+    scale: Scale, seed: int, neighbours: Mapping[str, tuple[float, ...]], kept: Sequence[str], **changes: Any
+) -> Iterator[RunSpec]:
+    for method, rates in neighbours.items():
+        yield _run(scale, seed, method, rates[0], **changes)
+    for keep in kept:
+        yield _run(scale, seed, OURS, keep=keep, **changes)
+    yield _run(scale, seed, "sft-repair", stop_loss=REPAIRED_FROM, **changes)
+    for method, rates in neighbours.items():
+        for rate in rates[1:]:
+            yield _run(scale, seed, method, rate, **changes)
+
+
+def _run(scale: Scale, seed: int, method: str, rate: float = 1.0, **changes: Any) -> RunSpec:
+    own = {"epochs": EPOCHS, "warmup": WARMUP, "stop_loss": STOP, "lr": scale.base.lr * rate}
+    return scale.at(**{**own, "seed": seed, "method": method, **changes})
+
+
+def setting(spec: RunSpec) -> str:
+    """What kind of past answers a run has."""
+    return "format" if spec.anchor_task == FORMAT else "style"
 
 
 def curve(result: RunResult) -> list[tuple[float, float]]:
@@ -86,36 +107,43 @@ def updates(result: RunResult) -> float | None:
 
 
 def summary(results: Sequence[Result]) -> Summary:
-    """A row for each method, kind of rows and rate; claims against each neighbour at its best rate."""
+    """A row for each setting, method, kind of rows and rate; claims against each neighbour at its best rate."""
     mine = run_results(results)
-    keys = dict.fromkeys((r.spec.method, r.spec.keep, r.spec.lr) for r in mine)
-    table = {key: pick(mine, method=key[0], keep=key[1], lr=key[2]) for key in keys}
-    rows = tuple(_row(own) for own in table.values())
-    claims = []
-    for method in NEIGHBOURS:
-        theirs = _best([own for key, own in table.items() if key[0] == method])
-        for keep in KEPT:
-            ours = _by_seed(next((own for key, own in table.items() if key[:2] == (OURS, keep)), []))
-            both = {seed: theirs[seed] / 2 - value for seed, value in ours.items() if seed in theirs}
-            what = {"anchors": "anchors given", "general": "none given", "both": "both"}[keep]
-            claims.append(
-                Claim(
-                    says=f"CPLUS ({what}) loses at most half of what {method} loses at its best rate",
-                    margin=_mean(both),
-                )
+    rows: list[SummaryRow] = []
+    claims: list[Claim] = []
+    answers: list[str] = []
+    for where, neighbours, kept in (("style", NEIGHBOURS, KEPT), ("format", IN_FORMAT, KEPT[:1])):
+        here = [result for result in mine if setting(result.spec) == where]
+        keys = dict.fromkeys((r.spec.method, r.spec.keep, r.spec.lr) for r in here)
+        table = {key: pick(here, method=key[0], keep=key[1], lr=key[2]) for key in keys}
+        best = {name: _best([own for key, own in table.items() if key[0] == name]) for name in neighbours}
+        ours = {keep: _by_seed(pick(here, method=OURS, keep=keep)) for keep in kept}
+        rows += map(_row, table.values())
+        claims += [
+            Claim(
+                says=f"{where}: CPLUS ({WORDS[keep]}) loses at most half of what {name} loses at its best rate",
+                margin=_halved(theirs, own),
             )
-    repaired = _by_seed(pick(mine, method="sft-repair"))
-    plain = _best([own for key, own in table.items() if key[0] == "sft"])
-    halved = {seed: plain[seed] / 2 - value for seed, value in repaired.items() if seed in plain}
-    claims.append(Claim(says="repair at least halves what sft loses at its best rate", margin=_mean(halved)))
-    given = _mean(_by_seed(pick(mine, method=OURS, keep="anchors")))
-    none = _mean(_by_seed(pick(mine, method=OURS, keep="general")))
-    answer = (
-        f"Where the new loss is {LEVEL}, the past loss has risen by {shown(_mean(plain), digits=3)} with plain "
-        f"fine-tuning at its best rate, by {shown(given, digits=3)} with CPLUS and anchors, and by "
-        f"{shown(none, digits=3)} with CPLUS and no anchors given."
-    )
-    return Summary(rows=rows, answer=answer, claims=tuple(claims))
+            for name, theirs in best.items()
+            for keep, own in ours.items()
+        ]
+        repaired = _by_seed(pick(here, method="sft-repair"))
+        claims.append(
+            Claim(
+                says=f"{where}: repair at least halves what sft loses at its best rate",
+                margin=_halved(best["sft"], repaired),
+            )
+        )
+        others = ", ".join(f"{shown(_mean(own), digits=3)} with {name}" for name, own in best.items())
+        gated = ", ".join(f"{shown(_mean(own), digits=3)} with CPLUS ({WORDS[keep]})" for keep, own in ours.items())
+        answers.append(f"{where}: {others} at its best rate, {gated}")
+    answer = f"Where the new loss is {LEVEL}, the past loss has risen by: {'; '.join(answers)}."
+    return Summary(rows=tuple(rows), answer=answer, claims=tuple(claims))
+
+
+def _halved(theirs: Mapping[int, float], ours: Mapping[int, float]) -> Estimate | None:
+    """How far our rise is below half of theirs, over the seeds of both."""
+    return _mean({seed: theirs[seed] / 2 - value for seed, value in ours.items() if seed in theirs})
 
 
 def _best(ladder: Sequence[Sequence[RunResult]]) -> dict[int, float]:
@@ -142,7 +170,12 @@ def _row(own: Sequence[RunResult]) -> SummaryRow:
         "new loss at the end": _mean({r.spec.seed: r.new_nll for r in own if r.new_nll is not None}),
         "seconds": _mean({r.spec.seed: r.seconds for r in own}),
     }
-    at = {"method": first.method, "keep": first.keep if first.num_probes else "", "lr": first.lr}
+    at = {
+        "past": setting(first),
+        "method": first.method,
+        "keep": first.keep if first.num_probes else "",
+        "lr": first.lr,
+    }
     return SummaryRow(at=at, figures={name: value for name, value in figures.items() if value is not None})
 
 
