@@ -26,7 +26,10 @@ from zero_ranks import HALF, PAST, STEPS, whole
 from zero_reference import Masks
 
 from cplus import zero
-from cplus.attach import protect
+from cplus.attach import Guard, protect
+from cplus.curvature import Curvature
+from cplus.evidence import Source
+from cplus.gates import Elementwise, stored
 from cplus.integrations import distributed
 from cplus.integrations.peft import scope
 from cplus.losses import answer_losses
@@ -49,6 +52,7 @@ def work(rank: int, folder: Path) -> None:
         found[f"trainer {stage}"] = trainers(stage, folder / f"trainer-{stage}")
         found[f"any loss {stage}"] = any_loss(stage, rank)
         found[f"rows {stage}"] = only_rows(stage)
+        found[f"curvature {stage}"] = curved(stage)
     torch.save(found, folder / f"found-{rank}.pt")
 
 
@@ -143,6 +147,27 @@ def only_rows(stage: int) -> list[Tensor]:
     assert scope(engine.module, guard).endswith(f"; of {zero_ranks.EMBEDDING} only 5 of 40 rows train")
     zero_ranks.train(engine, guard, 1, zero_ranks.EPOCH)
     return whole(engine.module)
+
+
+def by_curvature(optimizer: Any, model: Any) -> Guard:
+    """The curvature gate in a loop of one's own."""
+    sources = (
+        Source(name="anchors", weight=0.25, rows=PAST["anchors"]),
+        Source(name="probes", weight=0.75, rows=PAST["probes"]),
+    )
+    evidence = Curvature(model=model, sources=sources, share=0.4)
+    return Guard(optimizer, model, evidence=evidence, gate=Elementwise(stored, uses="coefficients", whole=False))
+
+
+def curved(stage: int) -> dict[str, Any]:
+    """The coefficients in the layout of the partitions, and one epoch under them."""
+    engine, optimizer = zero_ranks.start(stage)
+    guard = by_curvature(optimizer, engine)
+    zero_ranks.train(engine, guard, 1, zero_ranks.EPOCH)
+    parts = {
+        f"{f.name} {f.start}": guard.vectors[0][f.partition][f.offset : f.offset + f.size] for f in guard.zero.fragments
+    }
+    return {"parts": parts, "weights": whole(engine.module)}
 
 
 @pytest.fixture(scope="module")
@@ -304,6 +329,30 @@ def test_two_processes_refuse_alike(stage: int, two: list[dict[str, Any]]) -> No
         assert "call guard.refresh() between two updates" in said["every"]
         assert "gradients of an unfinished accumulation" in said["unfinished"]
         assert re.search(r"expected ZeRO's state of 4 processes, which 2 processes wrote; resume with", said["world"])
+
+
+@installed
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_curvature_gate_has_one_processs_coefficients_and_weights(stage: int, two: list[dict[str, Any]]) -> None:
+    model = tiny.lm()
+    optimizer = AdamW(zero_ranks.groups(model), lr=zero_ranks.LR)
+    guard = by_curvature(optimizer, model)
+    guard.refresh()
+    expected = {guard.names[id(p)]: c.flatten() for p, c in zip(guard.params, guard.vectors[0], strict=True)}
+    for step in range(1, zero_ranks.EPOCH + 1):
+        optimizer.zero_grad()
+        for rows in zero_ranks.micro_batches(step):
+            (answer_losses(model, rows).mean() / zero_ranks.ACCUMULATION).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), zero_ranks.CLIP)
+        optimizer.step()
+    seen = 0
+    for found in (rank[f"curvature {stage}"] for rank in two):
+        for key, part in found["parts"].items():
+            name, first = key.rsplit(" ", 1)
+            torch.testing.assert_close(part, expected[name][int(first) :][: part.numel()], rtol=2**-7, atol=1e-6)
+            seen += part.numel()
+        assert apart(found["weights"], [p.detach() for p in model.parameters()]) < 1e-6
+    assert seen == sum(p.numel() for p in model.parameters())
 
 
 QUIET = "import runpy, sys, zero_ranks as z; z.quiet(); sys.argv.pop(0); runpy.run_path(sys.argv[0], {}, '__main__')"
