@@ -353,6 +353,7 @@ def test_the_chat_frontier_takes_each_neighbours_best_rate_and_leaves_out_who_di
         found += [chat_run("replay", seed, [(3.0, 0.5), (0.9, 0.5)], (0.9, 0.5))]  # it never reaches the level
         found += [chat_run("cplus", seed, [(3.0, 0.5), (0.85, 0.6)], (0.85, 0.6))]
         found += [chat_run("sft-repair", seed, [(3.0, 0.5), (0.6, 2.0)], (0.8, 0.8), stop_loss=0.68)]
+        found[-1].diagnostics["seconds_after_training"] = 0.2
         found += [chat_run("sft", seed, [(3.0, 0.1), (0.85, 0.3)], (0.85, 0.3), anchor_task=chat.FORMAT)]
     folder = tmp_path / "desk-real"
     for result in found:
@@ -372,12 +373,14 @@ def test_the_chat_frontier_takes_each_neighbours_best_rate_and_leaves_out_who_di
     assert verdicts[f"style: {half} sft loses at its best rate"] == "holds"
     assert verdicts[f"style: {half} replay loses at its best rate"] == "not run"
     assert verdicts["style: repair at least halves what sft loses at its best rate"] == "fails"
+    assert verdicts["style: repair takes at most half of the training's time"] == "holds"
     assert verdicts[f"format: {half} sft loses at its best rate"] == "not run"
     rows = {(row.at["method"], row.at["lr"]): row.figures for row in summary.rows if row.at["past"] == "style"}
     assert rows["sft", lr / 2]["rise of past loss"].mean == pytest.approx(0.406)
     assert rows["sft", lr / 2]["updates"].mean == pytest.approx(20.0)
     assert rows["sft", lr]["updates"].mean == pytest.approx(10 * (3.0 - 0.85) / (3.0 - 0.7))
     assert rows["sft-repair", lr]["updates"].mean == 10.0
+    assert rows["sft-repair", lr]["share after training"].mean == pytest.approx(0.25)
     assert "rise of past loss" not in rows["replay", lr]
     assert "style: 0.406 ± 0.001 with sft, not run with replay" in summary.answer
     assert "at its best rate, 0.100 ± 0.000 with CPLUS (anchors given)" in summary.answer

@@ -176,6 +176,8 @@ class Training:
     """The guard's step up to which its masks were checked."""
     twin: nn.Module | None = None
     """Where the model is sharded: the same model without weights, which gets them where a whole model is needed."""
+    finishing: float = 0.0
+    """Seconds that the method took after training."""
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next update depends on, as this process holds it; frozen weights are the base model's."""
@@ -270,7 +272,8 @@ class Training:
         begun = time.perf_counter()
         with models.computing(self.settings.compute_dtype, next(model.parameters()).device):
             self.log.preservation += self.prepared.finish(model)
-        self.log.seconds += time.perf_counter() - begun
+        self.finishing = time.perf_counter() - begun
+        self.log.seconds += self.finishing
         return model
 
     def finite(self) -> bool:

@@ -106,6 +106,12 @@ def updates(result: RunResult) -> float | None:
     return None
 
 
+def share_after_training(result: RunResult) -> float | None:
+    """The time that a method took after training, as a share of the training's; None for one that only trains."""
+    after: float | None = result.diagnostics.get("seconds_after_training")
+    return None if after is None else after / (result.seconds - after)
+
+
 def summary(results: Sequence[Result]) -> Summary:
     """A row for each setting, method, kind of rows and rate; claims against each neighbour at its best rate."""
     mine = run_results(results)
@@ -133,6 +139,10 @@ def summary(results: Sequence[Result]) -> Summary:
                 says=f"{where}: repair at least halves what sft loses at its best rate",
                 margin=_halved(best["sft"], repaired),
             )
+        )
+        spare = {r.spec.seed: 0.5 - found for r in here if (found := share_after_training(r)) is not None}
+        claims.append(
+            Claim(says=f"{where}: repair takes at most half of the training's time", margin=_mean(spare)),
         )
         others = ", ".join(f"{shown(_mean(own), digits=3)} with {name}" for name, own in best.items())
         gated = ", ".join(f"{shown(_mean(own), digits=3)} with CPLUS ({WORDS[keep]})" for keep, own in ours.items())
@@ -169,6 +179,9 @@ def _row(own: Sequence[RunResult]) -> SummaryRow:
         "updates": _mean({r.spec.seed: found for r in own if (found := updates(r)) is not None}),
         "new loss at the end": _mean({r.spec.seed: r.new_nll for r in own if r.new_nll is not None}),
         "seconds": _mean({r.spec.seed: r.seconds for r in own}),
+        "share after training": _mean(
+            {r.spec.seed: found for r in own if (found := share_after_training(r)) is not None}
+        ),
     }
     at = {
         "past": setting(first),
