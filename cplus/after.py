@@ -116,9 +116,9 @@ def known_rows(model: nn.Module, material: Material) -> tuple[set[Encoded], Work
 class Undone:
     """Weights reset to the base model's, those that past rows need most against new ones (`cplus.repairing`).
 
-    `points` is how many percentage points of the new rows may become unknown (`known_rows`); where the tuned model
-    knows less than half of them, their loss may rise by 5 % of its fall instead. Where nothing can be undone the
-    weights stay as they are.
+    `points` is how many percentage points of new rows with choices may become unknown (`known_rows`); the loss of free
+    text, and of rows with choices of which the tuned model knows less than half, may rise by 5 % of its fall instead.
+    Weights are ranked by importance where rows have choices, else by blame. Where nothing can be undone they stay.
     """
 
     points: float = 1.0
@@ -129,7 +129,7 @@ class Undone:
             raise ValueError(f"the points of Acquisition to give up must lie in [0, 100], got {self.points}")
 
     def __call__(self, model: nn.Module, base: Mapping[str, Tensor], material: Material) -> Work:
-        """One squared gradient per row, then a bisection on the share."""
+        """Squared gradients of all rows, or a gradient of the past rows, then a bisection on the share."""
         from cplus.repairing.checks import Check, Unrepairable, loss_check
         from cplus.repairing.model import RESOLUTION, repair_model
 
@@ -142,12 +142,21 @@ class Undone:
             read += passed
             return 100 * sum(row not in known for row in new) / len(new)
 
+        free = not any(len(own) > 1 for own in material.choices.values())
         check = Check(name="new", unit="% not known", measure=unknown, tolerance=self.points)
-        by_loss = unknown(model) > 50.0
+        by_loss = free or unknown(model) > 50.0
         weights = {name: base.get(name, p.detach()) for name, p in model.named_parameters()}
-        work = sum((measured([row]) for row in (*past, *new)), Work())
+        batches = batched(past) if free else ([row] for row in (*past, *new))
+        work = sum(map(measured, batches), Work())
         with contextlib.suppress(Unrepairable):
-            repair_model(model, weights, past, new, checks=[loss_check(new) if by_loss else check])
+            repair_model(
+                model,
+                weights,
+                past,
+                new,
+                checks=[loss_check(new) if by_loss else check],
+                by="blame" if free else "importance",
+            )
         # Past rows are read by base, tuned and repaired model, new rows by base and tuned model and at every trial.
         trials = {3: past, 2 + math.ceil(math.log2(1 / RESOLUTION)): new if by_loss else []}
         passes = sum(n * measured(part).padded for n, rows in trials.items() for part in batched(rows))

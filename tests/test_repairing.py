@@ -115,7 +115,7 @@ def test_a_share_of_the_moved_weights_is_found_exactly_but_for_ties() -> None:
     deltas = [torch.ones(50, 40), torch.ones(300)]
     deltas[0][:10] = 0
     ranking = Ranking([encode(own, delta) for own, delta in zip(tensors, deltas, strict=True)])
-    assert ranking.moved == 1900
+    assert ranking.count(ranking.threshold(1.0)) == 1900
     moved = torch.cat([own[delta != 0].flatten() for own, delta in zip(tensors, deltas, strict=True)])
     for share in (0.0, 0.01, 0.3, 0.5, 0.99, 1.0):
         threshold = ranking.threshold(share)
@@ -126,6 +126,21 @@ def test_a_share_of_the_moved_weights_is_found_exactly_but_for_ties() -> None:
             bound = moved.sort(descending=True).values[ranking.count(threshold) - 1]
             own = torch.cat([one.flatten() for one in tensors])[chosen]
             assert float(own.min()) >= float(bound) * 0.99
+
+
+def test_a_share_of_the_blame_is_found_and_what_did_no_harm_has_none() -> None:
+    torch.manual_seed(0)
+    harm = torch.randn(4000).exp() * torch.where(torch.rand(4000) < 0.3, -1.0, 1.0)
+    ranking = Ranking([encode(harm, harm.clamp(min=0.0))], by_sum=True)
+    total = float(harm.clamp(min=0.0).sum())
+    assert ranking.count(ranking.threshold(1.0)) == int((harm > 0).sum())
+    for share in (0.1, 0.5, 0.9):
+        chosen = ranking.codes[0] >= ranking.threshold(share)
+        assert (
+            0.93 * share * total <= float(harm[chosen].sum()) <= 1.005 * share * total
+        )  # scores of one code go together
+        assert float(harm[chosen].min()) >= float(harm[~chosen].max()) * 0.99
+    assert ranking.count(ranking.threshold(0.0)) == 0
 
 
 def test_scores_that_are_no_numbers_are_refused() -> None:
@@ -171,6 +186,29 @@ def test_a_repair_keeps_the_new_rows_and_brings_past_rows_back(pair: tuple[nn.Mo
     assert (undone, moved) == (found.undone, found.moved)
     assert found.share == pytest.approx(found.shares[0], abs=0.01)
     assert f"{100 * found.share:.1f} % of the moved weights undone" in str(found)
+
+
+def test_blame_undoes_only_what_raised_the_past_loss(pair: tuple[nn.Module, nn.Module]) -> None:
+    base, tuned = pair
+    model, half = copy.deepcopy(tuned), copy.deepcopy(tuned)
+    found = repair_model(model, weights(base), PAST, NEW, by="blame")
+    [new] = found.new
+    assert new.repaired <= new.limit == pytest.approx(new.tuned + 0.05 * (new.base - new.tuned))
+    assert found.past.base < found.past.repaired < found.past.tuned
+    with torch.no_grad():
+        for p, before, after in changes(half, base, tuned):
+            p.copy_(torch.lerp(before, after, 0.5))
+    half.eval()
+    gradients = torch.autograd.grad(answer_losses(half, PAST).mean(), list(half.parameters()))
+    undone, kept = [], []
+    for (p, before, after), gradient in zip(changes(model, base, tuned), gradients, strict=True):
+        harm = gradient * (after - before)
+        undone.append(harm[(p == before) & (before != after)])
+        kept.append(harm[p != before])
+    assert sum(own.numel() for own in undone) == found.undone > 0
+    least, most = float(torch.cat(undone).min()), float(torch.cat(kept).max())
+    assert least > 0
+    assert least >= most * 0.99  # scores are kept in two bytes
 
 
 def test_a_score_of_ones_own_decides_which_weights_are_undone(pair: tuple[nn.Module, nn.Module]) -> None:
@@ -229,6 +267,22 @@ class Kept:
         self.added += 1
         if self.left is not None and self.added == self.left:
             raise KeyboardInterrupt
+
+
+def test_a_stopped_gradient_continues_with_the_next_batch(
+    pair: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, tuned = pair
+    monkeypatch.setattr("cplus.repairing.importance.batched", lambda rows: ([row] for row in rows))
+    whole, model, store = copy.deepcopy(tuned), copy.deepcopy(tuned), Kept(dies_after=3)
+    repair_model(whole, weights(base), PAST, NEW, by="blame")
+    with pytest.raises(KeyboardInterrupt):
+        repair_model(model, weights(base), PAST, NEW, by="blame", store=store)
+    assert same(model, weights(tuned))
+    store.left = None
+    repair_model(model, weights(base), PAST, NEW, by="blame", store=store)
+    assert store.added == len(PAST), "no row is computed twice, and new rows need no gradient"
+    assert same(model, weights(whole))
 
 
 @pytest.mark.parametrize("rows", [3, 10, 14])

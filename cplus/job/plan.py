@@ -21,6 +21,7 @@ from cplus.job.preflight import Preflight, TooLarge, announce, bind_rows, load, 
 from cplus.job.progress import duration, say
 from cplus.job.range_test import range_test
 from cplus.job.repair.settings import MAX_ROWS
+from cplus.job.repair.step import ranked_by
 from cplus.job.repair.timing import repair_seconds
 from cplus.job.rows import located
 from cplus.job.settings import AdaptConfig
@@ -233,7 +234,7 @@ def _repairing(config: AdaptConfig, base: Loaded, new: Group, short: Material, l
         for own in (short, longer)
     ]
     trial = Range(count * during.low, count * during.high)
-    return repair_seconds(config, base, short.new, Range(*tokens), trial=trial, max_rows=MAX_ROWS)
+    return repair_seconds(config, base, short.new, Range(*tokens), trial=trial, by=ranked_by(new), max_rows=MAX_ROWS)
 
 
 def self_written(config: AdaptConfig, method: Method, rows: Rows, base: Loaded) -> tuple[Rows, Range | None, list[str]]:

@@ -1,4 +1,4 @@
-"""How much rows depend on each weight: the mean squared gradient, summed example by example in place."""
+"""How much rows depend on each weight: the mean squared gradient, example by example, or the mean gradient."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cplus.data.batching import batched
 from cplus.data.encoded import Encoded
 from cplus.evidence import borrowed_gradients
 from cplus.losses import answer_losses
@@ -20,7 +21,7 @@ Computing = Callable[[], AbstractContextManager[object]]
 
 @dataclass(kw_only=True)
 class Sums:
-    """Squared gradients of the first `rows` rows, summed: one float32 tensor per parameter."""
+    """Gradients, squared or not, of the first `rows` rows, summed: one float32 tensor per parameter."""
 
     tensors: list[Tensor]
     rows: int = 0
@@ -35,7 +36,7 @@ class Sums:
         norms = torch.stack([total.sum() for total in self.tensors])
         if not bool(torch.isfinite(norms).all()):
             raise FloatingPointError(
-                "the squared gradients are not finite: a model's weights or its loss on a row are not numbers; check "
+                "the gradients are not finite: a model's weights or its loss on a row are not numbers; check "
                 "both models with 'cplus evaluate'"
             )
         return [total.div_(self.rows) for total in self.tensors]
@@ -66,6 +67,30 @@ def add_importance(
     return sums
 
 
+def add_gradient(
+    model: nn.Module,
+    rows: Sequence[Encoded],
+    params: Sequence[nn.Parameter],
+    sums: Sums,
+    *,
+    computing: Computing = nullcontext,
+    after: Callable[[Sums], None] = lambda sums: None,
+) -> Sums:
+    """Add the gradient of each row that is not summed yet, batch by batch; `after` is called after each batch."""
+    done = 0
+    with borrowed_gradients(model, params), _only_these(model, params), _added_to(params, sums.tensors):
+        for batch in batched(rows):
+            done += len(batch)
+            if done <= sums.rows:
+                continue
+            with computing():
+                loss = answer_losses(model, batch).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            sums.rows = done
+            after(sums)
+    return sums
+
+
 @contextmanager
 def _only_these(model: nn.Module, params: Sequence[nn.Parameter]) -> Iterator[None]:
     """Only these parameters have gradients inside; merged adapters leave a model frozen."""
@@ -80,19 +105,30 @@ def _only_these(model: nn.Module, params: Sequence[nn.Parameter]) -> Iterator[No
             p.requires_grad_(required)
 
 
+def _squared_into(params: Sequence[nn.Parameter], totals: Sequence[Tensor]) -> AbstractContextManager[None]:
+    return _taken(params, totals, lambda total, gradient: total.addcmul_(gradient, gradient))
+
+
+def _added_to(params: Sequence[nn.Parameter], totals: Sequence[Tensor]) -> AbstractContextManager[None]:
+    return _taken(params, totals, lambda total, gradient: total.add_(gradient))
+
+
 @contextmanager
-def _squared_into(params: Sequence[nn.Parameter], totals: Sequence[Tensor]) -> Iterator[None]:
-    def squaring(total: Tensor) -> Callable[[Tensor], None]:
+def _taken(
+    params: Sequence[nn.Parameter], totals: Sequence[Tensor], add: Callable[[Tensor, Tensor], object]
+) -> Iterator[None]:
+    """Add each gradient to its total as soon as it is complete, and free it."""
+
+    def taking(total: Tensor) -> Callable[[Tensor], None]:
         def hook(p: Tensor) -> None:
             assert p.grad is not None
-            gradient = p.grad.float()
-            total.addcmul_(gradient, gradient)
+            add(total, p.grad.float())
             p.grad = None
 
         return hook
 
     own: list[Any] = list(params)  # torch leaves the next call without types
-    hooks = [p.register_post_accumulate_grad_hook(squaring(total)) for p, total in zip(own, totals, strict=True)]
+    hooks = [p.register_post_accumulate_grad_hook(taking(total)) for p, total in zip(own, totals, strict=True)]
     try:
         yield
     finally:

@@ -28,6 +28,15 @@ def ratio(past: Tensor, new: Tensor, delta: Tensor) -> Tensor:
     return past / (new + damping)
 
 
+def blame(gradient: Tensor, delta: Tensor) -> Tensor:
+    """How much of the rise of the past loss a weight's change explains, to first order; above 0 it did harm.
+
+    >>> blame(torch.tensor([0.5, -0.5]), torch.tensor([0.1, 0.1])).tolist()
+    [0.05000000074505806, -0.05000000074505806]
+    """
+    return gradient * delta
+
+
 def encode(scores: Tensor, delta: Tensor) -> Tensor:
     """Scores as int16 codes in the same order: the bits of their bfloat16, which tell apart scores 1 % apart.
 
@@ -42,26 +51,36 @@ def encode(scores: Tensor, delta: Tensor) -> Tensor:
 
 
 class Ranking:
-    """Codes of every weight, and how many weights lie above each code, counted exactly and without sorting."""
+    """Codes of every weight, and how many weights lie above each code, counted exactly and without sorting.
 
-    def __init__(self, codes: Sequence[Tensor]) -> None:
+    A share is one of the weights, or with `by_sum`, where all scores are positive, one of the sum of their scores.
+    """
+
+    def __init__(self, codes: Sequence[Tensor], *, by_sum: bool = False) -> None:
         self.codes = list(codes)
         counts = torch.zeros(_CODES, dtype=torch.int64)
         for own in self.codes:
             for part in torch.split(own.flatten(), _CHUNK):
                 counts += torch.bincount(part.int() - _NEVER, minlength=_CODES).cpu()
         counts[0] = 0  # weights that did not move
-        self.moved = int(counts.sum())
         self._above = counts.flip(0).cumsum(0).flip(0)
+        weighed = counts * _values() if by_sum else counts
+        self._weight = weighed.flip(0).cumsum(0).flip(0)
 
     def threshold(self, share: float) -> int:
-        """The lowest code such that at most this share of the moved weights has it or a higher one."""
+        """The lowest code such that at most this share of the weights, or of the sum, has it or a higher one."""
         # No score has the last code, which is that of no number, so that even a share of 0 has a threshold.
-        return int((self._above[1:] <= share * self.moved).nonzero()[0]) + 1 + _NEVER
+        return int((self._weight[1:] <= share * self._weight[0]).nonzero()[0]) + 1 + _NEVER
 
     def count(self, threshold: int) -> int:
         """The number of weights with this code or a higher one."""
         return int(self._above[threshold - _NEVER])
+
+
+def _values() -> Tensor:
+    """The score of each code from 0 on, in double precision; 0 for a code that no number has, and below."""
+    values = torch.arange(-_NEVER, dtype=torch.int16).view(torch.bfloat16).double().nan_to_num(0.0, posinf=0.0)
+    return torch.cat([torch.zeros(-_NEVER, dtype=torch.float64), values])
 
 
 @torch.no_grad()

@@ -56,7 +56,8 @@ class Repaired:
     past_rows: int
     new_rows: int
     shares: tuple[float, ...]
-    """The share found in each round; the round whose past loss is least above the base's is the result."""
+    """The share found in each round, of the weights or of the blame; the round whose past loss is least above the
+    base's is the result."""
 
     @property
     def share(self) -> float:
@@ -118,7 +119,8 @@ class Search:
             kept = ranking.count(threshold) > 0 and all(
                 v <= limit for v, limit in zip(values, self._limits, strict=True)
             )
-            self._notify(f"repair: {100 * share:.1f} % undone: {self._shown(values)}: {'kept' if kept else 'too much'}")
+            undone = 100 * ranking.count(threshold) / self._weights.moved
+            self._notify(f"repair: {undone:.1f} % undone: {self._shown(values)}: {'kept' if kept else 'too much'}")
             return kept
 
         share = largest_share(known, resolution)
@@ -139,7 +141,7 @@ class Search:
                 "no share of the changes can be undone with the new rows still known (allowed: at most "
                 f"{self._shown(self._limits)}); allow more with a larger tolerance, or use the tuned model as it is"
             )
-        undone, moved = best.ranking.count(best.threshold), best.ranking.moved
+        undone, moved = best.ranking.count(best.threshold), self._weights.moved
         if best.past >= max(base_past, tuned_past):
             raise Unrepairable(
                 f"undoing {100 * undone / moved:.1f} % of the changes does not lower the loss of the past rows "

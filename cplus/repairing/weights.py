@@ -20,6 +20,7 @@ class Weights:
         if not moved:
             raise Unrepairable("base and tuned model have the same weights, so there is nothing to undo")
         self.parameters = sum(p.numel() for p in own.values())
+        self.moved = sum(int((base[name].to(own[name]) != own[name]).sum()) for name in moved)
         self.params = [own[name] for name in moved]
         self.base = [base[name].detach() for name in moved]
         self.tuned = [p.detach().clone() for p in self.params]

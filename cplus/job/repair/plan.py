@@ -13,6 +13,7 @@ from cplus.job.memory import giga
 from cplus.job.plan import self_written, shown_range
 from cplus.job.repair.prepare import Given, prepare
 from cplus.job.repair.settings import RepairConfig
+from cplus.job.repair.step import ranked_by
 from cplus.job.repair.timing import TRIALS, repair_seconds
 from cplus.job.timing import Range
 from cplus.methods import Method
@@ -112,6 +113,7 @@ def plan(config: RepairConfig) -> RepairPlan:
         rows.new.encoded(),
         Range(sum(own) + mean * others, sum(own) + 2 * mean * others),
         trial=Range(count * during.low, count * during.high),
+        by=ranked_by(rows.new),
         rounds=config.rounds,
         max_rows=config.max_rows,
     )

@@ -22,7 +22,7 @@ from cplus.job.repair.store import SumsOnDisk
 from cplus.job.settings import AdaptConfig
 from cplus.models import Loaded
 from cplus.repairing.checks import FALL, POINTS, Check, Unrepairable, loss_check
-from cplus.repairing.model import repair_model
+from cplus.repairing.model import By, repair_model
 from cplus.repairing.search import Repaired
 from cplus.scoring import predict
 
@@ -52,6 +52,11 @@ def group_check(group: Group, before: GroupAnswers, tolerance: float | None, max
 
     points = POINTS if tolerance is None else 100 * tolerance
     return Check(name=group.name, unit="% not known", measure=measure, tolerance=points, held_out=held_out)
+
+
+def ranked_by(new: Group) -> By:
+    """How weights are ranked, as measured: facts by importance, free text by blame (docs/repair.md)."""
+    return "importance" if new.closed else "blame"
 
 
 def past_rows(tasks: Sequence[PastTask], max_rows: int, seed: int) -> list[Encoded]:
@@ -87,7 +92,8 @@ def repair_groups(
     rows = past_rows(past, max_rows, config.seed)
     trained = new[0].drawn(max_rows, config.seed).encoded()
     tuned = models.fingerprint(model)
-    identity = files.fingerprint([base.fingerprint, tuned, config.compute_dtype, *map(_tokens, (rows, trained))])
+    by = ranked_by(new[0])
+    identity = files.fingerprint([base.fingerprint, tuned, config.compute_dtype, by, *map(_tokens, (rows, trained))])
     store = SumsOnDisk(folder, identity, config.checkpoint_minutes, interruption)
 
     def notify(sentence: str) -> None:
@@ -102,6 +108,7 @@ def repair_groups(
             rows,
             trained,
             checks=[check for check in found if check is not None],
+            by=by,
             rounds=rounds,
             computing=lambda: models.computing(config.compute_dtype, base.device),
             store=store,

@@ -12,7 +12,7 @@ from cplus.job.settings import AdaptConfig
 from cplus.job.timing import Range
 from cplus.models import Loaded
 from cplus.repairing.importance import Sums, add_importance
-from cplus.repairing.model import RESOLUTION
+from cplus.repairing.model import RESOLUTION, By
 from cplus.scoring import log_likelihoods
 
 _ROWS = 3
@@ -27,14 +27,23 @@ def repair_seconds(
     past: Range,
     *,
     trial: Range,
+    by: By,
     rounds: int = 1,
     max_rows: int,
 ) -> Range:
-    """Importance of past and new rows, and a search; `past` counts the tokens of past rows, `trial` times one trial."""
+    """Gradients and a search; `past` counts the tokens of past rows, `trial` times one trial.
+
+    Importance takes a gradient of each past row and, in each round, of each new row; blame one of each past row.
+    """
     used = new[:max_rows]
     tokens = sum(map(len, used))
     backward, forward = _paces(config, base, used)
-    importance = Range(backward.low * (past.low + rounds * tokens), backward.high * (past.high + rounds * tokens))
+    low, high = (
+        (rounds * past.low, rounds * past.high)
+        if by == "blame"
+        else (past.low + rounds * tokens, past.high + rounds * tokens)
+    )
+    importance = Range(backward.low * low, backward.high * high)
     passes, trials = rounds + 2, TRIALS * rounds + 2
     return Range(
         importance.low + passes * forward.low * past.low + trials * trial.low,
