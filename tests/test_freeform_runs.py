@@ -295,6 +295,21 @@ def test_training_ends_where_the_new_loss_is_low_enough(spec: RunSpec, given: Co
     assert ended.new_nll == first
 
 
+def test_a_repair_of_free_text_keeps_the_new_loss_and_says_its_time(spec: RunSpec, given: Comparison) -> None:
+    given = replace(given, probes=given.past.examples[:3])
+    plain, repaired = run(replace(spec, epochs=6), given), run(replace(spec, epochs=6, method="sft-repair"), given)
+    assert plain.new_nll is not None
+    assert repaired.new_nll is not None
+    assert plain.past_nll is not None
+    assert repaired.past_nll is not None
+    limit = plain.new_nll + 0.05 * (plain.curve[0]["new_nll"] - plain.new_nll)
+    assert plain.new_nll < repaired.new_nll <= limit * (1 + 1e-6)
+    assert repaired.past_nll < plain.past_nll
+    assert repaired.curve[-1]["new_nll"] == plain.curve[-1]["new_nll"]  # the curve ends before the repair
+    assert 0 < repaired.diagnostics["seconds_after_training"] < repaired.seconds
+    assert "seconds_after_training" not in plain.diagnostics
+
+
 def test_rows_written_from_nothing_take_the_place_of_anchors_or_stand_beside_them(
     spec: RunSpec, given: Comparison, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
