@@ -295,6 +295,16 @@ def test_training_ends_where_the_new_loss_is_low_enough(spec: RunSpec, given: Co
     assert ended.new_nll == first
 
 
+def test_short_of_memory_activations_are_computed_twice_with_the_same_numbers(
+    spec: RunSpec, given: Comparison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(spec, given)
+    assert not begun(spec, given).settings.gradient_checkpointing
+    monkeypatch.setattr("cplus.experiment.run.free_bytes", lambda device: 0)
+    assert begun(spec, given).settings.gradient_checkpointing
+    assert run(spec, given).curve == whole.curve
+
+
 def test_a_repair_of_free_text_keeps_the_new_loss_and_says_its_time(spec: RunSpec, given: Comparison) -> None:
     given = replace(given, probes=given.past.examples[:3])
     plain, repaired = run(replace(spec, epochs=6), given), run(replace(spec, epochs=6, method="sft-repair"), given)

@@ -68,10 +68,8 @@ def set_aside(base: Loaded) -> Iterator[None]:
 
 
 def in_memory(settings: Settings, model: nn.Module) -> Settings:
-    """The settings, with gradient checkpointing where a GPU is short of memory: slower, with the same numbers."""
+    """The settings, with gradient checkpointing where memory is short: slower, with the same numbers."""
     first = next(model.parameters())
-    if first.device.type != "cuda":
-        return settings
     numbers = sum(p.numel() for p in model.parameters()) // world.size()
     return dataclasses.replace(settings, gradient_checkpointing=free_bytes(first.device) < TRAINING_BYTES * numbers)
 
