@@ -405,6 +405,9 @@ def test_the_chat_frontier_takes_each_neighbours_best_rate_and_leaves_out_who_di
     assert rows["sft", lr / 2]["updates"].mean == pytest.approx(20.0)
     assert rows["sft", lr]["updates"].mean == pytest.approx(10 * (3.0 - 0.85) / (3.0 - 0.7))
     assert rows["sft-repair", lr]["updates"].mean == 10.0
+    assert rows["sft-repair", lr]["rise of past loss"].mean == pytest.approx(0.3)
+    far = chat_run("sft-repair", 5, [(3.0, 0.5), (0.6, 2.0)], (0.9, 0.8), stop_loss=0.68)
+    assert chat.risen(far) is None
     assert rows["sft-repair", lr]["share after training"].mean == pytest.approx(0.25)
     assert "rise of past loss" not in rows["replay", lr]
     assert "style: 0.406 ± 0.001 with sft, not run with replay" in summary.answer

@@ -21,6 +21,7 @@ from cplus.studies.summaries import pick, run_results, shown
 
 LEVEL = 0.85
 """The loss of the new answers, in nats per token, at which methods are compared."""
+NEAR = 1.05
 STOP = 0.8
 REPAIRED_FROM = 0.68
 """A repair may give up 5 % of the fall of the new loss, so training goes on to here before it."""
@@ -89,8 +90,14 @@ def curve(result: RunResult) -> list[tuple[float, float]]:
 
 
 def risen(result: RunResult) -> float | None:
-    """The rise of the past loss where the new loss is at the level; None for a run that does not reach it."""
+    """The rise of the past loss where the new loss is at the level; None for a run that does not reach it.
+
+    A repaired model is one point: its own rise, where its new loss is at most 5 % above the level.
+    """
     points = curve(result)
+    if result.spec.method.endswith("-repair"):
+        new, past = points[-1]
+        return past - points[0][1] if new <= NEAR * LEVEL else None
     return rise(points, LEVEL) if min(new for new, _ in points) <= LEVEL else None
 
 
