@@ -46,7 +46,6 @@ _SHARED = RunSpec(
     num_anchors=8,
     num_probes=48,
     num_new=48,
-    num_past=100,
     weight_decay=0.0,
     epochs=15,
     batch_size=8,
@@ -54,7 +53,7 @@ _SHARED = RunSpec(
     warmup=0.15,
     stop_at=99.0,
 )
-GEMMA = Cell(base=replace(_SHARED, model="gemma-3-270m", lr=2e-5), seeds=3, rates=(1.0, 0.5))
+GEMMA = Cell(base=replace(_SHARED, model="gemma-3-270m", num_past=400, lr=2e-5), seeds=3, rates=(1.0, 0.5))
 QWEN = Cell(
     base=replace(
         _SHARED,
