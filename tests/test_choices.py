@@ -72,7 +72,7 @@ def test_what_is_not_given_is_chosen_with_a_reason(tmp_path: Path, monkeypatch: 
     assert "60 updates of 8 of the 40 new rows" in why["epochs"]
     config, why = chosen(tmp_path, monkeypatch, free=100, **quick)
     assert (config.compute_dtype, config.gradient_checkpointing) == ("float32", False)
-    assert set(why) == {"lr", "epochs", "evaluate_every"}
+    assert set(why) == {"lr", "epochs", "evaluate_every", "micro_batches"}
     assert chosen(tmp_path, monkeypatch, free=100, **{**quick, "stop": "lost:0.1"})[0].evaluate_every == 1
     given = {"lr": 1e-3, "epochs": 2, "compute_dtype": "float32", "gradient_checkpointing": False}
     assert chosen(tmp_path, monkeypatch, free=50, bf16=True, **given, **quick)[1] == {}
@@ -116,14 +116,15 @@ def test_a_tested_rate_is_used_like_a_given_one_and_survives_a_resume(
     kept = json.loads((tmp_path / "out" / "settings.json").read_text())["settings"]["lr"]
     done = resume(tmp_path / "out")
     assert isinstance(kept, float)
-    [why] = done.record["chosen"]
+    parts, why = done.record["chosen"]
+    assert (parts["name"], parts["value"]) == ("micro_batches", 2)
     assert why["value"] == done.record["settings"]["lr"] == kept
     assert "4 updates at 10 times each rate" in why["why"]
-    assert any(f"because they were not given: lr {kept:g}" in note for note in done.record["notes"])
+    assert any(f"because they were not given: micro_batches 2, lr {kept:g}" in note for note in done.record["notes"])
     assert done.record["actual"]["seconds"]["choosing the rate"] > 0
     plain = cplus.adapt(unset(tmp_path, lr=kept, epochs=1, out=tmp_path / "plain"))
     assert same(written(tmp_path / "out"), written(tmp_path / "plain"))
-    assert plain.record["chosen"] == []
+    assert plain.record["chosen"] == [parts]
 
 
 def test_adapters_are_removed_after_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +150,7 @@ def test_the_plan_tests_rates_and_shows_what_it_found(tmp_path: Path) -> None:
 def test_a_job_too_short_for_a_test_uses_the_rule_and_says_so(tmp_path: Path) -> None:
     write_files(tmp_path)
     done = cplus.adapt(unset(tmp_path, lr="auto", epochs=1))
-    [why] = done.record["chosen"]
+    _, why = done.record["chosen"]
     assert why["value"] == 4e-4
     assert why["why"].startswith("the job is too short for a test that costs a tenth of it")
     with pytest.raises(ValueError, match=r"'lora' decides itself what trains, so no rate is tested for it; provide lr"):

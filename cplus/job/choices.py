@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -140,15 +140,14 @@ def with_chosen(config: AdaptConfig, found: list[Chosen] | tuple[Chosen, ...]) -
     return config.model_copy(update={own.name: own.value for own in found})
 
 
-def store(path: Path, found: tuple[Chosen, ...]) -> None:
-    """Write what was chosen, for a resumed job, whose settings hold the values alone."""
-    files.write_json(path, [asdict(own) for own in found])
+def as_rows(found: Iterable[Chosen]) -> list[dict[str, Any]]:
+    """Plain values, for a job's file of settings."""
+    return [asdict(own) for own in found]
 
 
-def stored(path: Path) -> tuple[Chosen, ...]:
-    """What `store` wrote; nothing where it wrote nothing."""
-    rows: list[Mapping[str, Any]] = files.read_json(path) if path.is_file() else []
-    return tuple(Chosen(**row) for row in rows)
+def stored(settings: Path) -> tuple[Chosen, ...]:
+    """The choices that a job's file of settings holds beside the values: a resumed job was given everything."""
+    return tuple(Chosen(**row) for row in files.read_json(settings).get("chosen", ()))
 
 
 def is_open(config: AdaptConfig) -> bool:

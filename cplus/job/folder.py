@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,11 +61,6 @@ class Folder:
     def seconds(self) -> Path:
         """The seconds spent so far, by part."""
         return self.work / "seconds.json"
-
-    @property
-    def chosen(self) -> Path:
-        """The settings that chose themselves, with the reasons."""
-        return self.work / "chosen.json"
 
     @property
     def checkpoint(self) -> Path:
@@ -164,10 +159,12 @@ def check_seen(folder: Folder) -> None:
             )
 
 
-def begin(folder: Folder, config: AdaptConfig, home: Path, format: str = FORMAT) -> None:
+def begin(
+    folder: Folder, config: AdaptConfig, home: Path, format: str = FORMAT, chosen: Sequence[Mapping[str, Any]] = ()
+) -> None:
     """Remove what an earlier job wrote, nothing else, and write this job's settings."""
     _clear(folder)
-    rewrite(folder, config, format)
+    rewrite(folder, config, format, chosen)
     files.write_json(folder.home, str(home.absolute()))
 
 
@@ -185,9 +182,12 @@ def _clear(folder: Folder) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def rewrite(folder: Folder, config: AdaptConfig, format: str = FORMAT) -> None:
-    """Replace the settings of a job that has begun."""
-    files.write_json(folder.settings, {"format": format, "settings": config.model_dump(mode="json")})
+def rewrite(
+    folder: Folder, config: AdaptConfig, format: str = FORMAT, chosen: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """Replace the settings of a job that has begun, and why it has those that were not given, in one file."""
+    body = {"format": format, "settings": config.model_dump(mode="json"), "chosen": list(chosen)}
+    files.write_json(folder.settings, body)
 
 
 def read_settings(folder: Folder) -> tuple[AdaptConfig, Path]:

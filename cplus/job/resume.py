@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cplus import files, models, world
 from cplus.job.checkpoint import is_there
-from cplus.job.choices import stored
+from cplus.job.choices import as_rows, stored
 from cplus.job.folder import Folder, check_seen, claimed, read_settings, rewrite
 from cplus.job.interruption import Interruption
 from cplus.job.prepare import Job, prepare
@@ -34,7 +34,7 @@ def resume(out: Path, *, epochs: int | None = None) -> FinishedJob:
         with Interruption().watching() as interruption:
             job = _with_reasons(prepare(config, folder, home))
             with claimed(folder):
-                world.shared(lambda: rewrite(folder, config))
+                world.shared(lambda: rewrite(folder, config, chosen=as_rows(job.chosen)))
                 return work(job, interruption, memory)
 
 
@@ -56,7 +56,7 @@ def finish(out: Path) -> FinishedJob:
 
 def _with_reasons(job: Job) -> Job:
     """The job with the reasons for what it chose when it began; its settings hold the values."""
-    return replace(job, chosen=stored(job.folder.chosen))
+    return replace(job, chosen=stored(job.folder.settings))
 
 
 def _read(folder: Folder) -> tuple[AdaptConfig, Path]:

@@ -16,7 +16,7 @@ from cplus.experiment.driver import Training, TrainingLog, rows_of
 from cplus.job.answers import Before, answer, base_answers
 from cplus.job.bank import job_bank, written_bank
 from cplus.job.best import Best, LastGood
-from cplus.job.choices import is_open, store, with_chosen
+from cplus.job.choices import as_rows, is_open, with_chosen
 from cplus.job.folder import Folder, begin, check_free, check_seen, claimed, rewrite
 from cplus.job.interruption import Interrupted, Interruption
 from cplus.job.outputs import Finished, write_model, write_outputs
@@ -78,8 +78,7 @@ def adapt(
 
     def begun(job: Job) -> None:
         check_free(folder, force=force)
-        begin(folder, job.config, home)
-        store(folder.chosen, job.chosen)
+        begin(folder, job.config, home, chosen=as_rows(job.chosen))
 
     with world.joined():
         world.shared(lambda: check_free(folder, force=force))
@@ -147,8 +146,7 @@ def with_tested_rate(job: Job, bank: Bank | None) -> Job:
     say(f"chosen: {test.chosen}")
     chosen = (*job.chosen, test.chosen)
     job = replace(job, config=with_chosen(job.config, [test.chosen]), chosen=chosen)
-    rewrite(job.folder, job.config)
-    store(job.folder.chosen, chosen)
+    rewrite(job.folder, job.config, chosen=as_rows(chosen))
     return job
 
 
