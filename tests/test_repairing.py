@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from cplus.data.encoded import Encoded
 from cplus.losses import answer_losses
 from cplus.repairing.checks import Check, Unrepairable, loss_check, mean_loss
-from cplus.repairing.importance import Sums, add_importance
+from cplus.repairing.importance import Sums, add_gradients
 from cplus.repairing.model import repair_model
 from cplus.repairing.ranking import Ranking, encode, ratio, undo
 from cplus.repairing.search import largest_share
@@ -61,7 +61,7 @@ def test_importance_is_the_mean_squared_gradient_of_each_row() -> None:
     for row in NEW:
         for total, own in zip(expected, torch.autograd.grad(answer_losses(model, [row]).sum(), params), strict=True):
             total += own**2 / len(NEW)
-    found = add_importance(model, NEW, params, Sums.zeros(params)).means()
+    found = add_gradients(model, NEW, params, Sums.zeros(params)).means()
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -71,7 +71,7 @@ def test_importance_leaves_gradients_modes_and_frozen_weights_alone() -> None:
     first, *others = model.parameters()
     first.requires_grad_(False)
     others[0].grad = torch.ones_like(others[0])
-    sums = add_importance(model, NEW, [first], Sums.zeros([first]))
+    sums = add_gradients(model, NEW, [first], Sums.zeros([first]))
     assert float(sums.tensors[0].sum()) > 0, "a frozen weight has an importance too"
     assert model.training
     assert not first.requires_grad
@@ -83,10 +83,10 @@ def test_importance_leaves_gradients_modes_and_frozen_weights_alone() -> None:
 def test_importance_continues_from_any_row() -> None:
     model = tiny.lm()
     params = list(model.parameters())
-    whole = add_importance(model, NEW, params, Sums.zeros(params))
-    part = add_importance(model, NEW[:2], params, Sums.zeros(params))
+    whole = add_gradients(model, NEW, params, Sums.zeros(params))
+    part = add_gradients(model, NEW[:2], params, Sums.zeros(params))
     assert part.rows == 2
-    add_importance(model, NEW, params, part)
+    add_gradients(model, NEW, params, part)
     assert part.rows == whole.rows == len(NEW)
     assert all(map(torch.equal, part.tensors, whole.tensors))
 
@@ -97,7 +97,7 @@ def test_importance_that_is_not_a_number_is_refused() -> None:
     with torch.no_grad():
         params[0][:] = float("nan")
     with pytest.raises(FloatingPointError, match="not finite"):
-        add_importance(model, NEW, params, Sums.zeros(params)).means()
+        add_gradients(model, NEW, params, Sums.zeros(params)).means()
 
 
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=40))

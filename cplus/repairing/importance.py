@@ -42,44 +42,26 @@ class Sums:
         return [total.div_(self.rows) for total in self.tensors]
 
 
-def add_importance(
+def add_gradients(
     model: nn.Module,
     rows: Sequence[Encoded],
     params: Sequence[nn.Parameter],
     sums: Sums,
     *,
+    squared: bool = True,
     computing: Computing = nullcontext,
     after: Callable[[Sums], None] = lambda sums: None,
 ) -> Sums:
-    """Add the squared gradient of each row that is not summed yet; `after` is called after each row.
+    """Add what is not summed yet: each row's squared gradient, row by row, or the gradient, batch by batch.
 
     F[j] = mean_i (d loss_i / d theta_j)^2, loss_i the mean cross-entropy over the target tokens of row i
 
-    A gradient is squared and freed as soon as it is complete, so that at most one tensor's is held at a time.
+    A gradient is added and freed as soon as it is complete, so that at most one tensor's is held at a time; `after` is
+    called after each pass.
     """
-    with borrowed_gradients(model, params), _only_these(model, params), _squared_into(params, sums.tensors):
-        for row in rows[sums.rows :]:
-            with computing():
-                loss = answer_losses(model, [row]).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            sums.rows += 1
-            after(sums)
-    return sums
-
-
-def add_gradient(
-    model: nn.Module,
-    rows: Sequence[Encoded],
-    params: Sequence[nn.Parameter],
-    sums: Sums,
-    *,
-    computing: Computing = nullcontext,
-    after: Callable[[Sums], None] = lambda sums: None,
-) -> Sums:
-    """Add the gradient of each row that is not summed yet, batch by batch; `after` is called after each batch."""
     done = 0
-    with borrowed_gradients(model, params), _only_these(model, params), _added_to(params, sums.tensors):
-        for batch in batched(rows):
+    with borrowed_gradients(model, params), _only_these(model, params), _taken(params, sums.tensors, squared=squared):
+        for batch in ([row] for row in rows) if squared else batched(rows):
             done += len(batch)
             if done <= sums.rows:
                 continue
@@ -105,24 +87,15 @@ def _only_these(model: nn.Module, params: Sequence[nn.Parameter]) -> Iterator[No
             p.requires_grad_(required)
 
 
-def _squared_into(params: Sequence[nn.Parameter], totals: Sequence[Tensor]) -> AbstractContextManager[None]:
-    return _taken(params, totals, lambda total, gradient: total.addcmul_(gradient, gradient))
-
-
-def _added_to(params: Sequence[nn.Parameter], totals: Sequence[Tensor]) -> AbstractContextManager[None]:
-    return _taken(params, totals, lambda total, gradient: total.add_(gradient))
-
-
 @contextmanager
-def _taken(
-    params: Sequence[nn.Parameter], totals: Sequence[Tensor], add: Callable[[Tensor, Tensor], object]
-) -> Iterator[None]:
-    """Add each gradient to its total as soon as it is complete, and free it."""
+def _taken(params: Sequence[nn.Parameter], totals: Sequence[Tensor], *, squared: bool) -> Iterator[None]:
+    """Add each gradient, or its square, to its total as soon as it is complete, and free it."""
 
     def taking(total: Tensor) -> Callable[[Tensor], None]:
         def hook(p: Tensor) -> None:
             assert p.grad is not None
-            add(total, p.grad.float())
+            gradient = p.grad.float()
+            total.addcmul_(gradient, gradient) if squared else total.add_(gradient)
             p.grad = None
 
         return hook

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cplus.data.encoded import Encoded
 from cplus.repairing.checks import Check, loss_check
-from cplus.repairing.importance import Computing, Sums, add_gradient, add_importance
+from cplus.repairing.importance import Computing, Sums, add_gradients
 from cplus.repairing.ranking import Ranking, Score, blame, encode, ratio
 from cplus.repairing.search import Repaired, Search
 from cplus.repairing.weights import Weights
@@ -27,23 +27,6 @@ By = Literal["importance", "blame"]
 """How weights are ranked: by F_past / F_new, or by their part in the rise of the past loss."""
 BYTES_PER_PARAMETER = 18
 """Model, base and tuned weights, the sums in float32, and the past importance in bfloat16."""
-
-
-class Add(Protocol):
-    """Adds the gradients of rows to sums, squared or not."""
-
-    def __call__(
-        self,
-        model: nn.Module,
-        rows: Sequence[Encoded],
-        params: Sequence[nn.Parameter],
-        sums: Sums,
-        *,
-        computing: Computing = ...,
-        after: Callable[[Sums], None] = ...,
-    ) -> Sums:
-        """From the first row that is not summed yet; `after` may save the sums."""
-        ...
 
 
 class Store(Protocol):
@@ -137,7 +120,7 @@ def _by_blame(
 ) -> None:
     weights.between(HALFWAY)
     for number in range(1, rounds + 1):
-        gradients = sums.of(f"past {number}", past_rows, add_gradient)
+        gradients = sums.of(f"past {number}", past_rows, squared=False)
         scores = (blame(gradient, delta) for gradient, delta in zip(gradients, weights.deltas(), strict=True))
         codes = [encode(own, own.clamp(min=0.0)) for own in scores]  # what did no harm is not undone
         del gradients
@@ -150,12 +133,12 @@ class _Sums:
     def __init__(self, model: nn.Module, weights: Weights, computing: Computing, store: Store | None) -> None:
         self._model, self._params, self._computing, self._store = model, weights.params, computing, store
 
-    def of(self, name: str, rows: Sequence[Encoded], add: Add = add_importance) -> list[Tensor]:
+    def of(self, name: str, rows: Sequence[Encoded], *, squared: bool = True) -> list[Tensor]:
         """The means over rows of squared gradients, or of gradients."""
         sums = None if self._store is None else self._store.load(name, self._params)
         sums = sums or Sums.zeros(self._params)
         with progress() as bars:
-            what = f"repair: {'importance for' if add is add_importance else 'gradient of'} {name.split()[0]} rows"
+            what = f"repair: {'importance for' if squared else 'gradient of'} {name.split()[0]} rows"
             bar = bars.add_task(what, total=len(rows), completed=sums.rows)
 
             def after(sums: Sums) -> None:
@@ -163,5 +146,7 @@ class _Sums:
                 if self._store is not None:
                     self._store.save(name, sums, complete=sums.rows == len(rows))
 
-            add(self._model, rows, self._params, sums, computing=self._computing, after=after)
+            add_gradients(
+                self._model, rows, self._params, sums, squared=squared, computing=self._computing, after=after
+            )
         return sums.means()

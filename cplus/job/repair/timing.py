@@ -11,7 +11,7 @@ from cplus.data.encoded import Encoded
 from cplus.job.settings import AdaptConfig
 from cplus.job.timing import Range
 from cplus.models import Loaded
-from cplus.repairing.importance import Sums, add_importance
+from cplus.repairing.importance import Sums, add_gradients
 from cplus.repairing.model import RESOLUTION, By
 from cplus.scoring import log_likelihoods
 
@@ -55,7 +55,7 @@ def _paces(config: AdaptConfig, base: Loaded, rows: Sequence[Encoded]) -> tuple[
     """Seconds per token of a row's squared gradient, and of its loss alone; the first pass is slower and left out."""
     params = list(base.model.parameters())
     sums, marks = Sums.zeros(params), [time.perf_counter()]
-    add_importance(
+    add_gradients(
         base.model,
         (list(rows) * (_ROWS + 1))[: _ROWS + 1],
         params,
