@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -131,7 +130,8 @@ class Undone:
     def __call__(self, model: nn.Module, base: Mapping[str, Tensor], material: Material) -> Work:
         """Squared gradients of all rows, or a gradient of the past rows, then a bisection on the share."""
         from cplus.repairing.checks import Check, Unrepairable, loss_check
-        from cplus.repairing.model import RESOLUTION, repair_model
+        from cplus.repairing.model import repair_model
+        from cplus.repairing.share import TRIALS
 
         past, new = [*material.rows("anchors"), *material.rows("probes")], list(material.new)
         read = Work()
@@ -148,16 +148,17 @@ class Undone:
         weights = {name: base.get(name, p.detach()) for name, p in model.named_parameters()}
         batches = batched(past) if free else ([row] for row in (*past, *new))
         work = sum(map(measured, batches), Work())
+        tried = TRIALS
         with contextlib.suppress(Unrepairable):
-            repair_model(
+            tried = repair_model(
                 model,
                 weights,
                 past,
                 new,
                 checks=[loss_check(new) if by_loss else check],
                 by="blame" if free else "importance",
-            )
+            ).trials
         # Past rows are read by base, tuned and repaired model, new rows by base and tuned model and at every trial.
-        trials = {3: past, 2 + math.ceil(math.log2(1 / RESOLUTION)): new if by_loss else []}
+        trials = {3: past, 2 + tried: new if by_loss else []}
         passes = sum(n * measured(part).padded for n, rows in trials.items() for part in batched(rows))
         return work + read + Work(forward=passes)

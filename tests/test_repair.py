@@ -260,7 +260,7 @@ def test_an_adaptation_repairs_its_model_as_its_last_step(few: Path) -> None:
 def test_an_adaptation_without_anything_to_repair_is_written_with_the_reason(
     few: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "largest_share", lambda known, resolution: 0.0)
+    monkeypatch.setattr(search, "largest_share", lambda used, resolution, smooth: 0.0)
     config = toyjob.asked(few, new="few.jsonl", anchors="keep.jsonl", past="near.jsonl", repair=True, epochs=2,
                           out=few / "without")  # fmt: skip
     done = cplus.adapt(config).record
@@ -352,7 +352,7 @@ def test_rows_that_were_not_learned_leave_nothing_to_keep(few: Path) -> None:
 
 
 def test_no_share_that_keeps_the_new_rows_is_refused(few: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "largest_share", lambda known, resolution: 0.0)
+    monkeypatch.setattr(search, "largest_share", lambda used, resolution, smooth: 0.0)
     refused(asked(out="bad"), "no share of the changes can be undone with the new rows still known")
 
 

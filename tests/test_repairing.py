@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from cplus.repairing.checks import Check, Unrepairable, loss_check, mean_loss
 from cplus.repairing.importance import Sums, add_gradients
 from cplus.repairing.model import repair_model
 from cplus.repairing.ranking import Ranking, encode, ratio, undo
-from cplus.repairing.search import largest_share
+from cplus.repairing.share import ENOUGH, TRIALS, largest_share, used_of
 
 PAST, NEW, HELD = tiny.rows(10, seed=1), tiny.rows(6, seed=4), tiny.rows(4, seed=9)
 
@@ -163,8 +164,38 @@ def test_undoing_writes_exact_values() -> None:
 
 @given(st.floats(0.02, 1.0), st.floats(0.001, 0.2))
 def test_bisection_finds_the_largest_share_within_the_resolution(edge: float, resolution: float) -> None:
-    found = largest_share(lambda share: share <= edge, resolution)
+    found = largest_share(lambda share: share / edge, resolution)
     assert found <= edge <= found + resolution or (found == 0 and edge <= resolution)
+
+
+@given(st.floats(0.02, 3.0), st.floats(0.3, 4.0))
+def test_a_smooth_quantity_is_found_in_few_trials_and_uses_what_it_may(edge: float, power: float) -> None:
+    tried: dict[float, float] = {}
+
+    def used(share: float) -> float:
+        return tried.setdefault(share, (share / edge) ** power)
+
+    found = largest_share(used, 0.01, smooth=True)
+    assert found == 0 or tried[found] <= 1
+    near = found > 0 and tried[found] >= ENOUGH
+    assert near or min(1.0, edge) <= found + 0.01
+    assert len(tried) <= 2 * TRIALS
+
+
+@pytest.mark.parametrize(
+    ("value", "tuned", "limit", "used"),
+    [
+        (1.0, 1.0, 2.0, 0.0),
+        (1.5, 1.0, 2.0, 0.5),
+        (2.0, 1.0, 2.0, 1.0),
+        (4.0, 1.0, 2.0, 3.0),
+        (0.5, 1.0, 2.0, -0.5),
+        (1.0, 1.0, 1.0, 0.0),
+        (1.1, 1.0, 1.0, math.inf),
+    ],
+)
+def test_what_is_used_of_a_tolerance(value: float, tuned: float, limit: float, used: float) -> None:
+    assert used_of(value, tuned, limit) == used
 
 
 def test_a_repair_keeps_the_new_rows_and_brings_past_rows_back(pair: tuple[nn.Module, nn.Module]) -> None:

@@ -21,7 +21,7 @@ from cplus.job.preflight import Preflight, TooLarge, announce, bind_rows, load, 
 from cplus.job.progress import duration, say
 from cplus.job.range_test import range_test
 from cplus.job.repair.settings import MAX_ROWS
-from cplus.job.repair.step import ranked_by
+from cplus.job.repair.step import ranked_by, trial_rows
 from cplus.job.repair.timing import repair_seconds
 from cplus.job.rows import located
 from cplus.job.settings import AdaptConfig
@@ -228,7 +228,7 @@ def _rows(config: AdaptConfig, found: Preflight, base: Loaded) -> tuple[Rows, Ra
 
 def _repairing(config: AdaptConfig, base: Loaded, new: Group, short: Material, longer: Material) -> Range:
     """Seconds to repair the trained model."""
-    during, count = answer_timing.evaluating(config, base, new).during, min(len(new.examples), MAX_ROWS)
+    during, count = answer_timing.evaluating(config, base, new).during, trial_rows(new, MAX_ROWS)
     tokens = [
         sum(len(row) for task in own.past for row in (*task.anchors, *task.probes)[:MAX_ROWS])
         for own in (short, longer)

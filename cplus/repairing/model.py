@@ -13,11 +13,10 @@ from cplus.repairing.checks import Check, loss_check
 from cplus.repairing.importance import Computing, Sums, add_gradients
 from cplus.repairing.ranking import Ranking, Score, blame, encode, ratio
 from cplus.repairing.search import Repaired, Search
+from cplus.repairing.share import RESOLUTION
 from cplus.repairing.weights import Weights
 from cplus.terminal import progress
 
-RESOLUTION = 0.01
-"""The share is found to within this much: seven evaluations of the new rows."""
 TOWARDS = 0.7
 """Where on the way from base to tuned the importance of the new rows is computed: at the tuned model it vanishes with
 the loss."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,23 +13,8 @@ from cplus.data.encoded import Encoded
 from cplus.repairing.checks import Check, Unrepairable, mean_loss
 from cplus.repairing.importance import Computing
 from cplus.repairing.ranking import Ranking, undo
+from cplus.repairing.share import largest_share, used_of
 from cplus.repairing.weights import Weights
-
-
-def largest_share(known: Callable[[float], bool], resolution: float) -> float:
-    """The largest share with which everything is still known, by bisection; 0 if there is none.
-
-    More undone is taken to mean less known. Where that fails in between, the share found may be smaller than the
-    largest one, but it is always one at which everything was found to be known.
-
-    >>> largest_share(lambda share: share <= 0.4, resolution=0.01)
-    0.3984375
-    """
-    low, high = 0.0, 1.0
-    while high - low > resolution:
-        middle = (low + high) / 2
-        low, high = (middle, high) if known(middle) else (low, middle)
-    return low
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +44,8 @@ class Repaired:
     shares: tuple[float, ...]
     """The share found in each round, of the weights or of the blame; the round whose past loss is least above the
     base's is the result."""
+    trials: int
+    """Evaluations of the new rows in all rounds."""
 
     @property
     def share(self) -> float:
@@ -107,24 +95,25 @@ class Search:
         self._past_levels = base_past, tuned_past
         self._best: _Outcome | None = None
         self._shares: list[float] = []
+        self._trials = 0
 
     def round(self, ranking: Ranking, resolution: float) -> None:
         """Bisect on the share with this ranking; the model is left repaired by it."""
         found: dict[float, list[float]] = {}
 
-        def known(share: float) -> bool:
+        def used(share: float) -> float:
             threshold = ranking.threshold(share)
             self._put(ranking, threshold)
             values = found[share] = self._measured()
-            kept = ranking.count(threshold) > 0 and all(
-                v <= limit for v, limit in zip(values, self._limits, strict=True)
-            )
+            most = max(map(used_of, values, self._tuned, self._limits)) if ranking.count(threshold) else math.inf
             undone = 100 * ranking.count(threshold) / self._weights.moved
-            self._notify(f"repair: {undone:.1f} % undone: {self._shown(values)}: {'kept' if kept else 'too much'}")
-            return kept
+            self._notify(f"repair: {undone:.1f} % undone: {self._shown(values)}: {'kept' if most <= 1 else 'too much'}")
+            return most
 
-        share = largest_share(known, resolution)
+        smooth = all(check.unit == "nats per token" for check in self._checks)
+        share = largest_share(used, resolution, smooth=smooth)
         self._shares.append(share)
+        self._trials += len(found)
         self._put(ranking, ranking.threshold(share))
         if share > 0:
             found_here = _Outcome(
@@ -162,6 +151,7 @@ class Search:
             past_rows=past_rows,
             new_rows=new_rows,
             shares=tuple(self._shares),
+            trials=self._trials,
         )
 
     def _above(self, past: float) -> float:

@@ -13,12 +13,13 @@ from cplus.job.memory import giga
 from cplus.job.plan import self_written, shown_range
 from cplus.job.repair.prepare import Given, prepare
 from cplus.job.repair.settings import RepairConfig
-from cplus.job.repair.step import ranked_by
-from cplus.job.repair.timing import TRIALS, repair_seconds
+from cplus.job.repair.step import ranked_by, trial_rows
+from cplus.job.repair.timing import FEWEST, repair_seconds
 from cplus.job.timing import Range
 from cplus.methods import Method
 from cplus.models import Loaded
 from cplus.repairing.model import BYTES_PER_PARAMETER
+from cplus.repairing.share import TRIALS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +59,17 @@ class RepairPlan:
         """The plan in words."""
         given, config, need, counts = self.given, self.given.config, self.given.need, self.counts
         times = ", ".join(f"{part} {shown_range(spent)}" for part, spent in self.seconds.items())
-        used = min(counts["new"], config.max_rows)
+        tried = f"{TRIALS * config.rounds} evaluations of {trial_rows(given.rows.new, config.max_rows)} new rows"
+        if ranked_by(given.rows.new) == "importance":
+            used = f" and {min(counts['new'], config.max_rows)} new"
+        else:
+            used, tried = "", f"{FEWEST * config.rounds} to {tried}"
         past = min(counts["anchors"] + self.probes, config.max_rows)
         return [
             f"models     {config.tuned} towards {config.model}: {given.size.parameters:,} parameters, in float32",
             f"rows       {counts['new']} new, {counts['anchors']} anchors, {self.probes} probes",
-            f"importance {past} past and {used} new rows, one backward pass each; {config.rounds} round(s)",
-            f"search     {TRIALS * config.rounds} evaluations of the new rows",
+            f"ranking    {past} past{used} rows, one backward pass each; {config.rounds} round(s)",
+            f"search     {tried}",
             f"memory     {giga(need.held)} GB held ({BYTES_PER_PARAMETER} bytes per parameter), about "
             f"{giga(need.peak)} at the peak; {giga(need.available)} free",
             f"disk       {giga(need.disk)} GB needed, {giga(need.free)} GB free",
@@ -106,7 +111,7 @@ def plan(config: RepairConfig) -> RepairPlan:
         seconds["writing probes"] = answer_timing.writing(base, anchors, settings)
     probes, own = settings.num_probes, [len(row) for row in anchors.encoded()]
     mean, others = sum(own) / len(own), min(probes, max(0, config.max_rows - len(own)))
-    during, count = times[rows.new.name].during, min(len(rows.new.examples), config.max_rows)
+    during, count = times[rows.new.name].during, trial_rows(rows.new, config.max_rows)
     seconds["repairing"] = repair_seconds(
         config,
         base,

@@ -18,7 +18,7 @@ from cplus.job.repair.answers import tuned_sets
 from cplus.job.repair.outputs import RepairOutcome, write_outputs
 from cplus.job.repair.prepare import Given, prepare
 from cplus.job.repair.settings import RepairConfig, repair_settings
-from cplus.job.repair.step import repair_groups
+from cplus.job.repair.step import repair_groups, trial_rows
 from cplus.job.requirements import check_requirements
 from cplus.job.rows import located
 from cplus.job.run import FinishedJob
@@ -134,7 +134,7 @@ def _bank(given: Given, folder: Folder) -> Bank:
 def _notes(given: Given) -> list[str]:
     most = given.config.max_rows
     return [
-        f"The share to undo was found with {most} of {len(group.examples)} {group.name} rows; the figures are of all."
+        f"The share to undo was found with {few} of {len(group.examples)} {group.name} rows; the figures are of all."
         for group in given.new
-        if len(group.examples) > most
+        if len(group.examples) > (few := trial_rows(group, most))
     ]

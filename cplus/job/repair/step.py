@@ -26,12 +26,20 @@ from cplus.repairing.model import By, repair_model
 from cplus.repairing.search import Repaired
 from cplus.scoring import predict
 
+LOSS_ROWS = 64
+"""Free text: the most new rows of a trial; the mean over their tokens is close to that of all rows."""
+
+
+def trial_rows(group: Group, max_rows: int) -> int:
+    """The number of a group's rows that every trial of a share evaluates."""
+    return min(len(group.examples), max_rows if group.closed else min(max_rows, LOSS_ROWS))
+
 
 def group_check(group: Group, before: GroupAnswers, tolerance: float | None, max_rows: int, seed: int) -> Check | None:
     """What of a group of new rows must stay known; None for held-out rows that the base model answers correctly."""
     held_out = group.part == "validation"
     if not group.closed:
-        few = group.drawn(max_rows, seed)
+        few = group.drawn(trial_rows(group, max_rows), seed)
         return loss_check(
             few.encoded(), name=group.name, tolerance=FALL if tolerance is None else tolerance, held_out=held_out
         )

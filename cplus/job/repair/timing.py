@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 
@@ -12,12 +11,13 @@ from cplus.job.settings import AdaptConfig
 from cplus.job.timing import Range
 from cplus.models import Loaded
 from cplus.repairing.importance import Sums, add_gradients
-from cplus.repairing.model import RESOLUTION, By
+from cplus.repairing.model import By
+from cplus.repairing.share import TRIALS
 from cplus.scoring import log_likelihoods
 
 _ROWS = 3
-TRIALS = math.ceil(math.log2(1 / RESOLUTION))
-"""Evaluations of the new rows in one search."""
+FEWEST = 2
+"""Trials of free text, whose loss tells where to look next, in a good case."""
 
 
 def repair_seconds(
@@ -44,10 +44,10 @@ def repair_seconds(
         else (past.low + rounds * tokens, past.high + rounds * tokens)
     )
     importance = Range(backward.low * low, backward.high * high)
-    passes, trials = rounds + 2, TRIALS * rounds + 2
+    passes, fewest = rounds + 2, FEWEST if by == "blame" else TRIALS
     return Range(
-        importance.low + passes * forward.low * past.low + trials * trial.low,
-        importance.high + passes * forward.high * past.high + trials * trial.high,
+        importance.low + passes * forward.low * past.low + (fewest * rounds + 2) * trial.low,
+        importance.high + passes * forward.high * past.high + (TRIALS * rounds + 2) * trial.high,
     )
 
 
