@@ -413,3 +413,15 @@ def test_the_chat_frontier_takes_each_neighbours_best_rate_and_leaves_out_who_di
     assert "style: 0.406 ± 0.001 with sft, not run with replay" in summary.answer
     assert "at its best rate, 0.100 ± 0.000 with CPLUS (anchors given)" in summary.answer
     assert "format: 0.200 ± 0.000 with sft" in summary.answer
+
+
+@pytest.mark.parametrize(("ours", "verdict"), [(-0.07, "fails"), (-0.2, "holds")])
+def test_where_a_neighbours_past_loss_falls_ours_must_fall_further(ours: float, verdict: str) -> None:
+    found = []
+    for seed, shift in zip((5, 6, 7), (0.0, 0.001, 0.002), strict=True):
+        for method, rise in (("replay", -0.1), ("cplus", ours)):
+            curve = [(3.0, 0.5), (0.85, 0.5 + rise + shift)]
+            found.append(chat_run(method, seed, curve, curve[-1], anchor_task=chat.FORMAT))
+    verdicts = {claim.says: claim.verdict for claim in STUDIES["chat"].summary(found).claims}
+    half = "CPLUS (anchors given) loses at most half of what replay loses at its best rate"
+    assert verdicts[f"format: {half}"] == verdict

@@ -159,8 +159,8 @@ def summary(results: Sequence[Result]) -> Summary:
 
 
 def _halved(theirs: Mapping[int, float], ours: Mapping[int, float]) -> Estimate | None:
-    """How far our rise is below half of theirs, over the seeds of both."""
-    return _mean({seed: theirs[seed] / 2 - value for seed, value in ours.items() if seed in theirs})
+    """How far our rise is below half of theirs, or below theirs where it is a fall, over the seeds of both."""
+    return _mean({seed: min(theirs[seed] / 2, theirs[seed]) - value for seed, value in ours.items() if seed in theirs})
 
 
 def _best(ladder: Sequence[Sequence[RunResult]]) -> dict[int, float]:
