@@ -128,7 +128,7 @@ class Undone:
             raise ValueError(f"the points of Acquisition to give up must lie in [0, 100], got {self.points}")
 
     def __call__(self, model: nn.Module, base: Mapping[str, Tensor], material: Material) -> Work:
-        """Squared gradients of all rows, or a gradient of the past rows, then a bisection on the share."""
+        """Squared gradients of all rows, or a gradient of the past rows, then a search for the share."""
         from cplus.repairing.checks import Check, Unrepairable, loss_check
         from cplus.repairing.model import repair_model
         from cplus.repairing.share import TRIALS
@@ -159,6 +159,6 @@ class Undone:
                 by="blame" if free else "importance",
             ).trials
         # Past rows are read by base, tuned and repaired model, new rows by base and tuned model and at every trial.
-        trials = {3: past, 2 + tried: new if by_loss else []}
-        passes = sum(n * measured(part).padded for n, rows in trials.items() for part in batched(rows))
+        readings = ((3, past), (2 + tried, new if by_loss else []))
+        passes = sum(count * measured(part).padded for count, rows in readings for part in batched(rows))
         return work + read + Work(forward=passes)

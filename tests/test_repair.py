@@ -10,6 +10,7 @@ import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from cplus.data.examples import Example, FreeForm, Message, to_row
 from cplus.job.interruption import Interrupted
 from cplus.job.repair import run as repairing
 from cplus.job.repair.settings import repair_settings
+from cplus.job.repair.step import trial_rows
 from cplus.job.repair.store import SumsOnDisk
 from cplus.receipts.contents import ModelId, Repair, TunedSet
 from cplus.receipts.receipt import read_receipt
@@ -229,6 +231,7 @@ def test_free_text_is_kept_by_its_loss(few: Path) -> None:
              "max_new_tokens": 4}  # fmt: skip
     cplus.adapt(toyjob.asked(few, anchors=None, method="sft", out=few / "f-sft", epochs=4, **given))
     done = cplus.repair(asked(tuned="f-sft/model", out="f-repaired", **given))
+    assert done.record["repair"]["trials"] <= 14
     levels = {own["name"]: own for own in done.record["repair"]["new"]}
     assert set(levels) == {"new", "validation"}
     for own in levels.values():
@@ -240,6 +243,15 @@ def test_free_text_is_kept_by_its_loss(few: Path) -> None:
     assert rows["new"]["quantity"] == rows["past"]["quantity"] == "loss"
     assert rows["new"]["tuned"] == pytest.approx(new["tuned"], abs=1e-4)
     assert rows["new"]["repaired"] == pytest.approx(new["repaired"], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("closed", "rows", "max_rows", "tried"),
+    [(True, 300, 256, 256), (False, 300, 256, 64), (False, 300, 8, 8), (False, 5, 256, 5)],
+)
+def test_a_trial_of_free_text_evaluates_fewer_rows(closed: bool, rows: int, max_rows: int, tried: int) -> None:
+    group = SimpleNamespace(closed=closed, examples=range(rows))
+    assert trial_rows(group, max_rows) == tried
 
 
 def test_an_adaptation_repairs_its_model_as_its_last_step(few: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 RESOLUTION = 0.01
 """The share is found to within this much."""
 TRIALS = math.ceil(math.log2(1 / RESOLUTION))
-"""The most evaluations of the new rows in one search."""
+"""Evaluations of the new rows in one search by bisection."""
 ENOUGH = 0.85
 """A loss ends the search where this much of the tolerance is used."""
 _AIM = 0.95
