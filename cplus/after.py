@@ -116,7 +116,8 @@ class Undone:
     """Weights reset to the base model's, those that past rows need most against new ones (`cplus.repairing`).
 
     `points` is how many percentage points of new rows with choices may become unknown (`known_rows`); the loss of free
-    text, and of rows with choices of which the tuned model knows less than half, may rise by 5 % of its fall instead.
+    text, and of rows with choices of which the tuned model knows less than half, may rise by 5 % of its fall instead,
+    on at most 64 of them.
     Weights are ranked by importance where rows have choices, else by blame. Where nothing can be undone they stay.
     """
 
@@ -129,7 +130,7 @@ class Undone:
 
     def __call__(self, model: nn.Module, base: Mapping[str, Tensor], material: Material) -> Work:
         """Squared gradients of all rows, or a gradient of the past rows, then a search for the share."""
-        from cplus.repairing.checks import Check, Unrepairable, loss_check
+        from cplus.repairing.checks import Check, Unrepairable, judged, loss_check
         from cplus.repairing.model import repair_model
         from cplus.repairing.share import TRIALS
 
@@ -155,10 +156,10 @@ class Undone:
                 weights,
                 past,
                 new,
-                checks=[loss_check(new) if by_loss else check],
+                checks=[loss_check(judged(new)) if by_loss else check],
                 by="blame" if free else "importance",
             ).trials
         # Past rows are read by base, tuned and repaired model, new rows by base and tuned model and at every trial.
-        readings = ((3, past), (2 + tried, new if by_loss else []))
+        readings = ((3, past), (2 + tried, judged(new) if by_loss else []))
         passes = sum(count * measured(part).padded for count, rows in readings for part in batched(rows))
         return work + read + Work(forward=passes)

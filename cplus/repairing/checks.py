@@ -14,6 +14,8 @@ from cplus.scoring import log_likelihoods
 
 FALL = 0.05
 """Free text: how much of the fall of the new loss may be given up."""
+LOSS_ROWS = 64
+"""Free text: the most rows of a trial; the mean over their tokens is close to that of all rows."""
 POINTS = 1.0
 """Multiple choice: how many percentage points of Acquisition may be given up."""
 
@@ -62,6 +64,17 @@ def loss_check(rows: Sequence[Encoded], *, name: str = "new", tolerance: float =
         return mean_loss(model, rows, what=f"repair: {name} loss")
 
     return Check(name=name, unit="nats per token", measure=measure, tolerance=tolerance, held_out=held_out)
+
+
+def judged(rows: Sequence[Encoded]) -> Sequence[Encoded]:
+    """At most LOSS_ROWS of the rows, evenly spaced.
+
+    >>> len(judged(range(65))), judged(range(128))[:3], judged(range(5))
+    (64, [0, 2, 4], range(0, 5))
+    """
+    if len(rows) <= LOSS_ROWS:
+        return rows
+    return [rows[i * len(rows) // LOSS_ROWS] for i in range(LOSS_ROWS)]
 
 
 def mean_loss(model: nn.Module, rows: Sequence[Encoded], *, what: str) -> float:

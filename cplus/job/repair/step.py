@@ -21,13 +21,10 @@ from cplus.job.repair.settings import MAX_ROWS
 from cplus.job.repair.store import SumsOnDisk
 from cplus.job.settings import AdaptConfig
 from cplus.models import Loaded
-from cplus.repairing.checks import FALL, POINTS, Check, Unrepairable, loss_check
+from cplus.repairing.checks import FALL, LOSS_ROWS, POINTS, Check, Unrepairable, loss_check
 from cplus.repairing.model import By, repair_model
 from cplus.repairing.search import Repaired
 from cplus.scoring import predict
-
-LOSS_ROWS = 64
-"""Free text: the most new rows of a trial; the mean over their tokens is close to that of all rows."""
 
 
 def trial_rows(group: Group, max_rows: int) -> int:
