@@ -98,7 +98,7 @@ class Search:
         self._trials = 0
 
     def round(self, ranking: Ranking, resolution: float) -> None:
-        """Bisect on the share with this ranking; the model is left repaired by it."""
+        """Search for the share with this ranking; the model is left repaired by it."""
         found: dict[float, list[float]] = {}
 
         def used(share: float) -> float:
