@@ -20,6 +20,7 @@ from cplus.offload import Storage, storage
 from cplus.passes import Passing, Turn, passing, turns
 from cplus.projections import dot, orthonormal
 from cplus.ranks import Layout, layout, local
+from cplus.support import keep_gradients
 from cplus.zero import inside, is_engine, name_of, partitions
 from cplus.zero_passes import running
 
@@ -73,6 +74,7 @@ class Evidence(Protocol):
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Run in evaluation mode, then restore each module's own mode: a frozen BatchNorm stays frozen."""
     modes = [(module, module.training) for module in model.modules()]
+    keep_gradients(model)
     model.eval()
     try:
         yield

@@ -167,6 +167,12 @@ def tiny_llama(make_tiny: Callable[[str], Tiny]) -> Tiny:
     return make_tiny("llama")
 
 
+@pytest.fixture(params=[True, False], ids=["avx512bf16", "without"])
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both paths of bitsandbytes on every processor: a layer asks once, when it is made."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: request.param)
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """One thread for the module: tiny tensors gain nothing from two, and the bits do not depend on the machine."""

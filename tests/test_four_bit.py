@@ -79,6 +79,7 @@ def test_the_base_is_packed_and_the_plan_knows_its_size(here: Path) -> None:
 
 
 @packed
+@pytest.mark.usefixtures("processor")
 def test_adapters_are_merged_into_the_expanded_weights_exactly() -> None:
     base = load("toy", dtype="4bit", device="cpu").model
     model: Any = lora(base, 0)
@@ -95,6 +96,7 @@ def test_adapters_are_merged_into_the_expanded_weights_exactly() -> None:
 
 
 @packed
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("merge", [True, False])
 def test_a_job_trains_on_a_4_bit_base(here: Path, merge: bool) -> None:
     done = cplus.adapt(four(here, lora={"r": 4, "merge": merge}))

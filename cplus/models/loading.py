@@ -19,6 +19,7 @@ from cplus.models.gguf import converted
 from cplus.models.identity import fingerprint
 from cplus.models.packages import PACKAGED
 from cplus.models.presets import PRESETS
+from cplus.support import keep_gradients
 
 _DTYPES = {
     "float32": torch.float32,
@@ -79,7 +80,7 @@ def load(
             f"{str(name)!r} lacks {len(lacking)} of its weights or has them in another shape, e.g. {lacking[0]}; "
             f"expected a complete checkpoint of {type(model).__name__}"
         )
-    four_bit.settle(model) if packed else model.to(target)
+    keep_gradients(model) if packed else model.to(target)
     model.eval()
     return replace(of(model, tokenizer), name=str(name), device=target)
 
