@@ -107,9 +107,10 @@ class Average:
         self.tensors: list[Tensor] = []
 
     def allocate(self, params: Sequence[Tensor]) -> None:
-        """Create the average before the first step, unless beta = 0."""
+        """Create the average before the first step, unless beta = 0; a restored one moves to its parameters' device."""
         if self.beta and not self.tensors:
             self.tensors = [kernels.zeros(p, self.kind) for p in params]
+        self.tensors = [e.to(p.device) for e, p in zip(self.tensors, params, strict=False)]
 
     def advance(self, position: int, mask: Tensor) -> Tensor:
         """Lines 11-12 of Algorithm 1 for one tensor; `step` must already count this step."""

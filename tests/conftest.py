@@ -23,7 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from cplus import attach
+from cplus import attach, kernels
 
 attach.THOROUGH = True  # a parameter that moves past the gate is an error in every test
 
@@ -252,3 +252,11 @@ def packaged_folder() -> Callable[[str], Path]:
         return folder
 
     return found
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled gate, however small the model."""
+    if not kernels.can_compile("cpu"):
+        pytest.skip("no C++ compiler on this machine")
+    monkeypatch.setattr(kernels, "WORTH_COMPILING", 0)
