@@ -219,8 +219,8 @@ class Training:
         if guard is not None:
             guard.load_state_dict(state["guard"])
         torch.set_rng_state(state["random"])
-        if state["random_cuda"]:
-            torch.cuda.set_rng_state_all(state["random_cuda"])
+        for device, own in zip(range(torch.cuda.device_count()), state["random_cuda"], strict=False):
+            torch.cuda.set_rng_state(own, device)
         self.log = TrainingLog.from_state(state["log"])
         self.judged = 0 if guard is None else guard.steps
 
