@@ -281,6 +281,13 @@ def test_an_adaptation_without_anything_to_repair_is_written_with_the_reason(
     plain = cplus.adapt(config.model_copy(update={"repair": False, "out": few / "plain"})).record
     assert plain["repair"] is None
     assert done["model"]["after"] == plain["model"]["after"]
+    own = {"repair": False, "method": "cplus-repair", "out": few / "own"}
+    record = cplus.adapt(config.model_copy(update=own)).record
+    assert "no share of the changes can be undone" in record["repair"]["refused"]
+    assert any(note.startswith("NOT REPAIRED: no share") for note in record["notes"])
+    assert record["model"]["after"] == plain["model"]["after"]
+    with pytest.raises(ValueError, match="'cplus-repair' ends with a repair of its own; leave out repair"):
+        cplus.adapt(config.model_copy(update={"method": "cplus-repair"}), force=True)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,13 @@ def test_a_sequence_is_its_stages_and_its_record_reads_back(base: models.Loaded,
 def test_adapters_are_merged_before_the_next_stage(base: models.Loaded, tmp_path: Path) -> None:
     result = run_sequence(spec(method="lora", num_anchors=0, num_probes=0, num_new=4, epochs=1), base, tmp_path)
     assert [stage["task"] for stage in result.stages] == list(TASKS)
+
+
+def test_a_stage_says_what_its_repair_did(base: models.Loaded, tmp_path: Path) -> None:
+    own = spec(tasks=TASKS[:2], method="sft-repair", num_new=4, epochs=1, lr=0.0)
+    first, second = run_sequence(own, base, tmp_path).stages
+    assert first["repair"] is None, "before the first task there is nothing to keep"
+    assert "base and tuned model have the same weights" in second["repair"]["refused"]
     assert all(p.requires_grad for p in base.model.parameters())
 
 

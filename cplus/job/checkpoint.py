@@ -52,6 +52,9 @@ class Checkpoints:
             return False
         if kept["numerics"] != _numerics():
             say(f"the job began with {kept['numerics']} and continues with {_numerics()}: the last bits may differ")
+        had, found = len(kept["state"]["random_cuda"]), torch.cuda.device_count()
+        if had != found:
+            say(f"the job began with {had} GPUs and continues with {found}: what is drawn at random on them may differ")
         training.load_state_dict(kept["state"])
         self.step, self.done = training.log.cursor.step, training.log.done
         world.agree("the checkpoint they resume from", self.step)
