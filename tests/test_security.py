@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import io
 import json
+import pickle
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,11 @@ from toyjob import asked, write_files
 
 import cplus
 from cplus import files, models, terminal
+from cplus.attach import Guard
+from cplus.evidence import MeanGradient
+from cplus.experiment import shard_files
+from cplus.experiment.sharding import Held
+from cplus.integrations import distributed
 from cplus.job.resume import resume
 from cplus.job.settings import AdaptConfig, read_yaml
 from cplus.models import fetching
@@ -46,7 +52,7 @@ def keyword(call: ast.Call, name: str) -> str | None:
 
 
 def test_text_in_a_page_is_text() -> None:
-    record = to_json(replace(full(), title=HOSTILE, notes=(HOSTILE,)))
+    record = to_json(dataclasses.replace(full(), title=HOSTILE, notes=(HOSTILE,)))
     page = render(record)
     assert "<script>alert" not in page
     assert "<img src=x" not in page
@@ -105,6 +111,38 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
     torch.save({"format": "cplus-checkpoint/2", "state": Bomb()}, tmp_path / "checkpoint.pt")
     with pytest.raises(ValueError, match="expected a complete checkpoint"):
         Checkpoints(tmp_path / "checkpoint.pt", "identity", minutes=1, steps=1).load(_State())  # type: ignore[arg-type]
+    assert not (tmp_path / "ran").exists()
+
+
+def bomb(marker: Path) -> bytes:
+    """A pickle of names in torch's checkpoint modules alone: `dataclass` compiles the names of a class's fields."""
+
+    class Left:
+        def __reduce__(self) -> Any:
+            return dataclasses.field, (), (None, {"init": False})  # else its name would have to be a valid one
+
+    name = f"x=open({str(marker)!r}, 'w'), *"
+    state = pickle.dumps((None, {"__annotations__": {name: 0}, name: Left()}), protocol=0)[:-1]
+    raw = b"cdataclasses\ndataclass\n(cdataclasses\nStorageMeta\n" + state + b"btR."
+    return raw.replace(b"cdataclasses", b"ctorch.distributed.checkpoint.metadata")
+
+
+def test_the_metadata_of_shards_runs_no_code(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    guard = Guard(torch.optim.SGD(model.parameters()), model, evidence=MeanGradient(model=model, sources=()))
+    distributed.save(guard, tmp_path / "guard")
+    distributed.load(guard, tmp_path / "guard")  # its own is read
+    (tmp_path / "guard" / ".metadata").write_bytes(bomb(tmp_path / "ran"))
+    with pytest.raises(ValueError, match=r"may not name .*metadata\.dataclass"):
+        distributed.load(guard, tmp_path / "guard")
+
+    held = Held(weights={}, optimized=(), guarded=())
+    hashes = shard_files.write(tmp_path / "job", {"guard": None}, held)
+    assert shard_files.read(tmp_path / "job", hashes, held) == {"guard": None}
+    (tmp_path / "job" / ".metadata").write_bytes(bomb(tmp_path / "ran"))
+    hashes[".metadata"] = files.sha256_file(tmp_path / "job" / ".metadata")  # as a hostile sender would
+    with pytest.raises(ValueError, match=r"may not name .*metadata\.dataclass"):
+        shard_files.read(tmp_path / "job", hashes, held)
     assert not (tmp_path / "ran").exists()
 
 
