@@ -296,27 +296,20 @@ class Guard:
                 f"the saved guard state is one of {state['ranks']} shards and this run has {ranks}; to change the "
                 "number of processes, save and load it with cplus.integrations.distributed.save and load"
             )
-        shapes = [local(p).shape for p in self.params]
-        for vector in state["vectors"]:
-            if [g.shape for g in vector] != shapes:
+        params, vectors = [local(p) for p in self.params], state["vectors"]
+        for vector in vectors:
+            if [g.shape for g in vector] != [p.shape for p in params]:
                 raise ValueError("the saved guard state belongs to other parameters: their shapes differ")
         if self.gate is not None:
-            self.gate.load_state_dict(state["gate"])
-        self.vectors = self._placed(state["vectors"])
+            self.gate.load_state_dict(state["gate"], params)
+        places = [p.device for p in params]
+        if self.projection is not None and vectors:
+            self._storage = self._storage or storage(len(vectors), params)
+            places = [self._storage.device] * len(params)
+        self.vectors = [[g.to(d, copy=True) for g, d in zip(vector, places, strict=True)] for vector in vectors]
         if (memory := memory_of(self.evidence)) is not None:
-            memory.load_state_dict({**state["memory"], "vectors": self._placed(state["memory"]["vectors"])})
+            memory.load_state_dict(state["memory"], params)
         self.refreshes, self.steps = int(state["refreshes"]), int(state["steps"])
-
-    def _placed(self, vectors: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """Copies of saved vectors on the parameters' devices; a projection keeps those in half precision elsewhere."""
-        stays = self.projection is not None
-        return [
-            [
-                g.clone() if stays and g.dtype == torch.bfloat16 else g.to(local(p).device, copy=True)
-                for g, p in zip(vector, self.params, strict=True)
-            ]
-            for vector in vectors
-        ]
 
     def _bind(self) -> None:
         """Bind the optimizer's parameters; they may be replaced, as sharding does, only before the first refresh."""

@@ -443,7 +443,7 @@ def _settings_targets(folder: Path) -> Iterator[Target]:
 
     def begun(value: bytes) -> str:
         _written(job.settings, value)
-        return refusing(lambda: read_job(job))
+        return refusing(lambda: read_job(job, {}))
 
     yield Target(name="job settings", inputs=edited(json.dumps(kept).encode()) | odd, check=begun)
     words = st.sampled_from(["retention", "acquisition", ">=", "0.9", " "]) | st.text(max_size=6)

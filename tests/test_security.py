@@ -15,10 +15,12 @@ import pytest
 import torch
 from receipts import full
 from toyjob import asked, write_files
+from typer.testing import CliRunner
 
 import cplus
 from cplus import files, models, terminal
 from cplus.attach import Guard
+from cplus.cli import app, register
 from cplus.evidence import MeanGradient
 from cplus.experiment import shard_files
 from cplus.experiment.sharding import Held
@@ -29,6 +31,9 @@ from cplus.models import fetching
 from cplus.receipts.html import environment
 from cplus.receipts.page import render
 from cplus.receipts.record import to_json
+
+if not app.registered_commands:
+    register()
 
 PACKAGE = Path(cplus.__file__).parent
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x1b[2J\x1b]0;t\x07\u202e../../etc/passwd"
@@ -159,6 +164,35 @@ def test_remote_code_is_off_until_it_is_asked_for() -> None:
     assert AdaptConfig.model_fields["trust_remote_code"].default is False
     given = [keyword(call, "trust_remote_code") for _, call, _ in calls()]
     assert "True" not in given
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "value", "option"),
+    [
+        ("adapt --resume", "method", "python:hostile:ROW", "--method python:hostile:ROW"),
+        ("adapt --finish", "judge", "python:hostile:function", "--judge python:hostile:function"),
+        ("adapt --finish", "trust_remote_code", True, "--trust-remote-code"),
+        ("repair --resume", "trust_remote_code", True, "--trust-remote-code"),
+    ],
+)
+def test_what_a_folders_settings_would_run_must_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, name: str, value: Any, option: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hostile.py").write_text("open('ran', 'w')\n")
+    write_files(tmp_path)
+    values = {**asked(tmp_path).model_dump(mode="json"), name: value}
+    kind = "cplus-repair/1" if command.startswith("repair") else "cplus-job/1"
+    files.write_json(tmp_path / "out" / "settings.json", {"format": kind, "settings": values})
+    refused = CliRunner().invoke(app, [*command.split(), "out"])
+    assert isinstance(refused.exception, ValueError)
+    assert f"add {option} if you trust it" in str(refused.exception)
+    assert not (tmp_path / "ran").exists()
+    if command == "adapt --finish":
+        repeated = CliRunner().invoke(app, [*command.split(), "out", *option.split()])
+        assert "no checkpoint has been written yet" in str(repeated.exception)
+        other = CliRunner().invoke(app, [*command.split(), "out", "--method", "sft"])
+        assert "expected what can run code to be repeated as it is there, got method sft" in str(other.exception)
 
 
 def test_yaml_builds_no_objects(tmp_path: Path) -> None:

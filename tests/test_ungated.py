@@ -157,22 +157,3 @@ def test_protect_names_trainable_parameters_that_this_optimizer_lacks() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cplus.protect(SGD(bag.weights[:2], lr=0.1), bag, evidence=evidence)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.9])
-def test_a_state_saved_on_one_device_is_restored_on_the_parameters_device(beta: float) -> None:
-    """Meta tensors stand in for a checkpoint read on the host: whatever is not moved stays on its device."""
-    bag = Bag(torch.float32)
-    optimizer = SGD(bag.weights, lr=0.1)
-    guard = Guard(optimizer, bag, evidence=PastEvidence(), gate=Collaborative(beta=beta))
-    guard.refresh()
-    step(bag, optimizer)
-    saved = guard.state_dict()
-    away = Bag(torch.float32).to("meta")
-    other = Guard(SGD(away.weights, lr=0.1), away, evidence=PastEvidence(), gate=Collaborative(beta=beta))
-    other.load_state_dict(saved)
-    assert {g.device.type for g in other.vectors[0]} == {"meta"}
-    average = other.gate.average
-    average.allocate(list(away.weights))
-    assert {e.device.type for e in average.tensors} <= {"meta"}
-    assert len(average.tensors) == (3 if beta else 0)
