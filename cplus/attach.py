@@ -269,15 +269,19 @@ class Guard:
                 f"the saved guard state is one of {state['ranks']} shards and this run has {ranks}; to change the "
                 "number of processes, save and load it with cplus.integrations.distributed.save and load"
             )
-        shapes = [local(p).shape for p in self.params]
-        for vector in state["vectors"]:
-            if [g.shape for g in vector] != shapes:
+        params, vectors = [local(p) for p in self.params], state["vectors"]
+        for vector in vectors:
+            if [g.shape for g in vector] != [p.shape for p in params]:
                 raise ValueError("the saved guard state belongs to other parameters: their shapes differ")
         if self.gate is not None:
-            self.gate.load_state_dict(state["gate"])
-        self.vectors = [[g.clone() for g in vector] for vector in state["vectors"]]
+            self.gate.load_state_dict(state["gate"], params)
+        places = [p.device for p in params]
+        if self.projection is not None and vectors:
+            self._storage = self._storage or storage(len(vectors), params)
+            places = [self._storage.device] * len(params)
+        self.vectors = [[g.to(d, copy=True) for g, d in zip(vector, places, strict=True)] for vector in vectors]
         if (memory := memory_of(self.evidence)) is not None:
-            memory.load_state_dict(state["memory"])
+            memory.load_state_dict(state["memory"], params)
         self.refreshes, self.steps = int(state["refreshes"]), int(state["steps"])
 
     def _bind(self) -> None:

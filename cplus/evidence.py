@@ -265,10 +265,12 @@ class Remembered:
         """The average and its weight."""
         return {"weight": self.weight, "vectors": [[g.clone() for g in vector] for vector in self.vectors]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved average."""
+    def load_state_dict(self, state: dict[str, Any], params: Sequence[Tensor]) -> None:
+        """Restore a saved average on the devices of the parameters."""
         self.weight = float(state["weight"])
-        self.vectors = [[g.clone() for g in vector] for vector in state["vectors"]]
+        self.vectors = [
+            [g.to(p.device, copy=True) for g, p in zip(vector, params, strict=True)] for vector in state["vectors"]
+        ]
 
 
 def memory_of(evidence: Evidence | None) -> Remembered | None:
