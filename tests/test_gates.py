@@ -118,14 +118,13 @@ def test_an_unknown_average_is_refused() -> None:
 def test_a_kept_state_of_other_shapes_is_refused() -> None:
     gate, fresh, other = (Collaborative(beta=0.75) for _ in range(3))
     list(gate.coefficients(by_hand()))
-    kept = gate.state_dict()
-    fresh.load_state_dict(kept)
-    gate.load_state_dict(kept)
+    kept, params = gate.state_dict(), [p.theta for p in by_hand()]
+    fresh.load_state_dict(kept, params)
+    gate.load_state_dict(kept, params)
     assert (fresh.average.step, [e.tolist() for e in fresh.average.tensors]) == (1, [[[0.0], [0.25]], [0.0]])
     for size in (1, 9):  # either side of the kept shapes, in every order there is
-        other.average.tensors = [torch.zeros(size), torch.zeros(size)]
         with pytest.raises(ValueError, match="parameters of other shapes"):
-            other.load_state_dict(kept)
+            other.load_state_dict(kept, [torch.zeros(size), torch.zeros(size)])
 
 
 def test_gates_state_what_they_read_and_whether_they_need_whole_tensors() -> None:
@@ -233,7 +232,7 @@ def test_a_kept_state_continues_bitwise(name: str) -> None:
     gate, other = GATES[name](), GATES[name]()
     for seed in range(4):
         list(gate.coefficients(proposals(seed)))
-    other.load_state_dict(gate.state_dict())
+    other.load_state_dict(gate.state_dict(), [p.theta for p in proposals(0)])
     for seed in range(4, 8):
         pairs = zip(gate.coefficients(proposals(seed)), other.coefficients(proposals(seed)), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
