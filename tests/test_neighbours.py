@@ -96,7 +96,6 @@ def test_a_model_that_knows_no_new_row_is_left_as_it_is() -> None:
 
 
 def test_low_rank_adapters_are_averaged_as_merged_weights() -> None:
-    pytest.importorskip("peft")
     from cplus import adapters
 
     plain = tiny.lm()

@@ -198,7 +198,6 @@ def test_a_repair_and_an_adaptation_are_not_resumed_by_each_others_command(place
 
 
 def test_unmerged_adapters_are_merged_and_repaired(few: Path) -> None:
-    pytest.importorskip("peft")
     changes = {"method": "sft", "lora": "r=4,merge=false", "epochs": 4, "lr": 1e-2, "out": few / "lora"}
     toyjob.write_files(few / "cache")
     cplus.adapt(toyjob.asked(few / "cache", **changes))
