@@ -355,7 +355,7 @@ class _State:
         self.done = False
         self.step = 3
         self.twin = None
-        self.state = {"weights": {"w": torch.arange(6.0)}, "log": {"losses": [1.0, 2.0]}}
+        self.state = {"weights": {"w": torch.arange(6.0)}, "random_cuda": [], "log": {"losses": [1.0, 2.0]}}
 
     def finite(self) -> bool:
         return True

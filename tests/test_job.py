@@ -464,7 +464,7 @@ def test_resume_refuses_changed_rows_other_settings_and_a_damaged_checkpoint(
     (here / "new.jsonl").write_text(new)
     path = here / "out" / "work" / "checkpoint.pt"
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(ValueError, match="expected a complete checkpoint, but it cannot be read"):
+    with pytest.raises(ValueError, match="expected a complete file, but it cannot be read"):
         resume(here / "out")
 
 

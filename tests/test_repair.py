@@ -393,7 +393,7 @@ def test_changed_sums_are_refused(few: Path, monkeypatch: pytest.MonkeyPatch) ->
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)
-    with pytest.raises(ValueError, match="remove the file to compute them anew"):
+    with pytest.raises(ValueError, match="remove it to compute it anew"):
         repairing.resume(Path("damaged"))
 
 
