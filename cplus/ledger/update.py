@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from cplus import files, models
 from cplus.data.examples import Choice, Example, lines
 from cplus.data.readers import read_file, weighted
@@ -228,7 +226,7 @@ def _whole(outcome: FinishedJob, place: StageFolder) -> FinishedJob:
             wrong = f"{job.bank} is not the bank of the job"
         elif models.load(place.model, device="cpu").fingerprint != record["model"]["after"]:
             wrong = f"{place.model} is not the model of the job"
-    except (ValueError, OSError, SafetensorError) as error:
+    except (ValueError, OSError) as error:
         wrong = str(error)
     if wrong:
         raise ValueError(f"{wrong}; the stage is not sealed: remove {place.root} and repeat the update")

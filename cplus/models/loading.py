@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
@@ -69,10 +70,9 @@ def load(
             model, report = AutoModelForCausalLM.from_pretrained(
                 where, output_loading_info=True, use_safetensors=True, **precision, **options
             )
-    except OSError as error:
-        raise ValueError(
-            f"could not load {str(name)!r}: {error}; built-in names are {', '.join(names.ALIASES)}"
-        ) from error
+    except (OSError, ValueError, SafetensorError) as error:
+        hint = "expected a complete model folder" if local else f"built-in names are {', '.join(names.ALIASES)}"
+        raise ValueError(f"could not load {str(name)!r}: {' '.join(str(error).split())}; {hint}") from error
     # transformers would fill a weight the files lack with random numbers, and only warn.
     lacking = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if lacking:
