@@ -153,7 +153,8 @@ def read_state(path: Path, otherwise: str) -> dict[str, Any]:
 
 
 def _damaged(path: Path, error: Exception, otherwise: str) -> ValueError:
-    return ValueError(f"{path}: expected a complete file, but it cannot be read ({error}); {otherwise}")
+    why = str(error).partition(".")[0]  # torch's further sentences explain how to run what a pickle holds
+    return ValueError(f"{path}: expected a complete file, but it cannot be read ({why}); {otherwise}")
 
 
 def _numerics() -> str:
