@@ -114,7 +114,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
             return (Path.touch, (tmp_path / "ran",))
 
     torch.save({"format": "cplus-checkpoint/2", "state": Bomb()}, tmp_path / "checkpoint.pt")
-    with pytest.raises(ValueError, match="a complete file, but it cannot be read .Weights only load failed."):
+    with pytest.raises(ValueError, match="a complete file, but it cannot be read"):
         Checkpoints(tmp_path / "checkpoint.pt", "identity", minutes=1, steps=1).load(_State())  # type: ignore[arg-type]
     assert not (tmp_path / "ran").exists()
 
