@@ -87,8 +87,8 @@ def speed(scoring: dict[str, Any], generation: dict[str, Any]) -> str:
     return table(["what, times one at a time", "measured", "bar", "limit by FLOPs"], rows)
 
 
-def main() -> None:
-    """Read the records, one per vector width for the step, and rewrite the page."""
+def figures() -> str:
+    """The part of the page that the records give; of the step there is one record per vector width."""
     folder = ROOT / "benchmarks/results"
     found = {n: read_json(folder / f"{n}.json") for n in ("training", "scoring", "generation")}
     widths = sorted(
@@ -100,10 +100,15 @@ def main() -> None:
         "### An epoch on smollm2-135m\n\n" + epochs(found["training"]),
         "### Scoring and probes on smollm2-135m\n\n" + speed(found["scoring"], found["generation"]),
     )
+    return "\n".join(parts)
+
+
+def main() -> None:
+    """Rewrite the page."""
     page = ROOT / "docs/performance.md"
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
-    write_text(page, before + BEGIN + "\n" + "\n".join(parts) + "\n" + END + after)
+    write_text(page, before + BEGIN + "\n" + figures() + "\n" + END + after)
 
 
 if __name__ == "__main__":
