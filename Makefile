@@ -13,7 +13,7 @@ test: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal -rs
 
 # The longer forms that the suite leaves out to stay within a quarter of an hour.
 test-long: .venv/.installed

@@ -56,6 +56,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optim":  # a module, so that cplus.optim.AdamW needs no import of its own
+        return import_module("cplus.optim")
     if name not in _HOMES:
         raise AttributeError(f"module 'cplus' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(_HOMES[name]), name)

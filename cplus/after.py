@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from cplus.cost import Work
 from cplus.data.batching import batched, measured
@@ -14,6 +14,12 @@ from cplus.data.material import Material, Rows
 
 if TYPE_CHECKING:  # the table of methods is read without torch
     from torch import Tensor, nn
+
+    from cplus.repairing.importance import Computing
+    from cplus.repairing.search import Repaired
+
+Outcome: TypeAlias = "tuple[Work, Repaired | str | None]"
+"""The passes that were needed, and what a repair did, or why it did nothing; None where no repair was tried."""
 
 
 class After(Protocol):
@@ -24,10 +30,13 @@ class After(Protocol):
         """The kinds of past rows it requires."""
         ...
 
-    def __call__(self, model: nn.Module, base: Mapping[str, Tensor], material: Material) -> Work:
-        """Change the model's weights in place and return the passes that this took.
+    def __call__(
+        self, model: nn.Module, base: Mapping[str, Tensor], material: Material, computing: Computing = nullcontext
+    ) -> Outcome:
+        """Change the model's weights in place.
 
-        `base` holds the base model's value of every parameter that was trained, by its name in the model.
+        `base` holds the base model's value of every parameter that was trained, by its name in the model. `computing`
+        is opened anew for each pass: autocast remembers the weights it cast until its context ends, and they change.
         """
         ...
 
@@ -61,22 +70,26 @@ class Averaged:
         if self.strength is not None and not 0.0 <= self.strength <= 1.0:
             raise ValueError(f"the strength of weight averaging must lie in [0, 1], got {self.strength}")
 
-    def __call__(self, model: nn.Module, base: Mapping[str, Tensor], material: Material) -> Work:
+    def __call__(
+        self, model: nn.Module, base: Mapping[str, Tensor], material: Material, computing: Computing = nullcontext
+    ) -> Outcome:
         """Keep the tuned weights, then move along the line; at a = 1 they are unchanged, bit for bit."""
         tuned = {name: p.detach().clone() for name, p in model.named_parameters() if name in base}
         if self.strength is not None:
             move(model, base, tuned, self.strength)
-            return Work()
-        known, work = known_rows(model, material)
+            return Work(), None
+        with computing():
+            known, work = known_rows(model, material)
         for tenths in range(1, 11) if known else (10,):
             move(model, base, tuned, tenths / 10)
             if tenths == 10:
                 break
-            found, passed = known_rows(model, material)
+            with computing():
+                found, passed = known_rows(model, material)
             work += passed
             if known <= found:
                 break
-        return work
+        return work, None
 
 
 def move(model: nn.Module, base: Mapping[str, Tensor], tuned: Mapping[str, Tensor], share: float) -> None:
@@ -128,7 +141,9 @@ class Undone:
         if not 0.0 <= self.points <= 100.0:
             raise ValueError(f"the points of Acquisition to give up must lie in [0, 100], got {self.points}")
 
-    def __call__(self, model: nn.Module, base: Mapping[str, Tensor], material: Material) -> Work:
+    def __call__(
+        self, model: nn.Module, base: Mapping[str, Tensor], material: Material, computing: Computing = nullcontext
+    ) -> Outcome:
         """Squared gradients of all rows, or a gradient of the past rows, then a search for the share."""
         from cplus.repairing.checks import Check, Unrepairable, judged, loss_check
         from cplus.repairing.model import repair_model
@@ -145,21 +160,26 @@ class Undone:
 
         free = not any(len(own) > 1 for own in material.choices.values())
         check = Check(name="new", unit="% not known", measure=unknown, tolerance=self.points)
-        by_loss = free or unknown(model) > 50.0
+        with computing():
+            by_loss = free or unknown(model) > 50.0
         weights = {name: base.get(name, p.detach()) for name, p in model.named_parameters()}
         batches = batched(past) if free else ([row] for row in (*past, *new))
         work = sum(map(measured, batches), Work())
-        tried = TRIALS
-        with contextlib.suppress(Unrepairable):
-            tried = repair_model(
+        found: Repaired | str
+        try:
+            found = repair_model(
                 model,
                 weights,
                 past,
                 new,
                 checks=[loss_check(judged(new)) if by_loss else check],
                 by="blame" if free else "importance",
-            ).trials
+                computing=computing,
+            )
+            tried = found.trials
+        except Unrepairable as error:
+            found, tried = str(error), TRIALS
         # Past rows are read by base, tuned and repaired model, new rows by base and tuned model and at every trial.
         readings = ((3, past), (2 + tried, judged(new) if by_loss else []))
         passes = sum(count * measured(part).padded for count, rows in readings for part in batched(rows))
-        return work + read + Work(forward=passes)
+        return work + read + Work(forward=passes), found

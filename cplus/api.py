@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -67,6 +66,7 @@ def probe(
     It is sealed in the folder `banks`, by default in the cache, and read from there the next time;
     `encode(bank.examples, tokenizer)` makes the rows that `protect` takes.
     """
+    from cplus.evidence import evaluating
     from cplus.experiment.bank_cache import cached_bank
     from cplus.interfaces import build
     from cplus.models import of
@@ -103,6 +103,7 @@ def evaluate(
     """Ask a model every row; free text is right by the judge, and also scored by its responses' loss."""
     from cplus.evaluation.judges import chosen
     from cplus.evaluation.task import BoundTask, evaluate_task
+    from cplus.evidence import evaluating
     from cplus.interfaces import build
 
     bound = build(interface, tokenizer, chat=chat)
@@ -110,17 +111,6 @@ def evaluate(
     with evaluating(model):
         predictions, summary = evaluate_task(model, asked, max_new_tokens=max_new_tokens)
     return Evaluation(summary=summary, predictions=predictions)
-
-
-@contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """The model in evaluation mode, then in its own again."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 def receipt(folder: str | Path) -> Receipt:

@@ -73,6 +73,14 @@ def protect(
         only_rows=only_rows,
         allow_16bit=allow_16bit,
     )
+    held = {id(in_model(p)) for p in guard.params}
+    outside = [name for name, p in inside(model).named_parameters() if p.requires_grad and id(p) not in held]
+    if outside and guard.zero is None:
+        warnings.warn(
+            f"{len(outside)} trainable parameters of the model, such as {outside[0]}, are not in this optimizer and "
+            "will not be gated by it; if another optimizer trains them, protect that one too",
+            stacklevel=2,
+        )
     if isinstance(chosen, LossGradient):
         try:
             chosen.rehearse(guard.params)
@@ -137,6 +145,11 @@ class Guard:
         self.model, self.evidence, self.gate, self.projection = bare(model), evidence, gate, projection
         self.optimizer = unwrapped(optimizer, self.model)
         self.zero = Zero(self.model, self.optimizer) if is_engine(self.model) else None
+        hooks = self.optimizer._optimizer_step_pre_hooks.values()
+        if any(isinstance(getattr(hook, "__self__", None), Guard) for hook in hooks):
+            raise ValueError(
+                "this optimizer is already protected; call detach() on its guard before another is attached"
+            )
         if refresh_every is not None and refresh_every < 1:
             raise ValueError(f"refresh_every must be at least 1, got {refresh_every}")
         if evidence is None and (projection is not None or gate is None or gate.uses != "nothing"):
@@ -159,6 +172,8 @@ class Guard:
         self._others: dict[int, Tensor] = {}
         self._unseen: list[nn.Parameter] = []
         self._marks: list[tuple[int, Tensor | None]] = []
+        self._versions: list[int] = []
+        self._dtypes: list[torch.dtype] = []
         self._proposing = False
         self._coefficients: Iterator[Tensor] = iter(())
         self._bind()
@@ -172,12 +187,24 @@ class Guard:
         self._bind()
         if self.evidence is None:
             raise ValueError("this guard's gate reads no evidence, so there is nothing to refresh")
+        if self._versions and self._versions != self._now():
+            warnings.warn(
+                "parameters have changed since the last gated step, outside the gate; that is right after loading or "
+                "averaging weights, but an optimizer, wrapper or hook that writes them itself is not gated: protect "
+                "the optimizer whose step() is called",
+                stacklevel=2,
+            )
         reference = self.evidence(self.params, self.refreshes)
         if reference.norm == 0.0:
             warnings.warn(ZERO_EVIDENCE, stacklevel=2)
         self.vectors = reference.vectors
         self.refreshes += 1
+        self._versions = self._now()
         return reference
+
+    def _now(self) -> list[int]:
+        """The parameters' version counters, which any write but one through `.data` raises; shards have none of use."""
+        return [] if self.zero is not None or self.where.sharded else [p._version for p in self.params]
 
     @property
     def vectors(self) -> list[list[Tensor]]:
@@ -269,15 +296,19 @@ class Guard:
                 f"the saved guard state is one of {state['ranks']} shards and this run has {ranks}; to change the "
                 "number of processes, save and load it with cplus.integrations.distributed.save and load"
             )
-        shapes = [local(p).shape for p in self.params]
-        for vector in state["vectors"]:
-            if [g.shape for g in vector] != shapes:
+        params, vectors = [local(p) for p in self.params], state["vectors"]
+        for vector in vectors:
+            if [g.shape for g in vector] != [p.shape for p in params]:
                 raise ValueError("the saved guard state belongs to other parameters: their shapes differ")
         if self.gate is not None:
-            self.gate.load_state_dict(state["gate"])
-        self.vectors = [[g.clone() for g in vector] for vector in state["vectors"]]
+            self.gate.load_state_dict(state["gate"], params)
+        places = [p.device for p in params]
+        if self.projection is not None and vectors:
+            self._storage = self._storage or storage(len(vectors), params)
+            places = [self._storage.device] * len(params)
+        self.vectors = [[g.to(d, copy=True) for g, d in zip(vector, places, strict=True)] for vector in vectors]
         if (memory := memory_of(self.evidence)) is not None:
-            memory.load_state_dict(state["memory"])
+            memory.load_state_dict(state["memory"], params)
         self.refreshes, self.steps = int(state["refreshes"]), int(state["steps"])
 
     def _bind(self) -> None:
@@ -286,10 +317,14 @@ class Guard:
         if self.zero is not None:
             self.zero.follow()
         if len(params) == len(self.params) and all(p is q for p, q in zip(params, self.params, strict=True)):
+            if [p.dtype for p in params] != self._dtypes:
+                raise ValueError(
+                    "the parameters' precision changed after protect(); convert the model before protect()"
+                )
             return
         if self._kept:
             raise ValueError("the optimizer's parameters changed after protect(); detach the guard and protect again")
-        self.names, self.params = named(self.model), params
+        self.names, self.params, self._dtypes = named(self.model), params, [p.dtype for p in params]
         self.names |= {id(p): self.names[id(q)] for p in params if id(q := in_model(p)) in self.names}
         for p in params:
             check_supported(p, self.names.get(id(p), "a parameter outside the model"), allow_16bit=self.allow_16bit)
@@ -396,6 +431,7 @@ class Guard:
         finally:
             self._put_back()  # interpolating between two equal numbers may still turn -0.0 into 0.0
             self._others = {}
+            self._versions = self._now()
 
     def _put_back(self) -> None:
         """Undo what was done to rows that do not train."""
@@ -407,6 +443,12 @@ class Guard:
         gate = self.gate
         theta, self.theta = self.theta, []
         if gate is None or self.one_pass:
+            if isinstance(self.optimizer, AdamW) and self.optimizer.armed is not None:
+                self.optimizer.armed = None
+                raise RuntimeError(
+                    "the step did not run the gated kernel of cplus.optim.AdamW, so the parameters moved without the "
+                    "gate; load the last checkpoint and call optimizer.step() as it is, neither compiled nor overridden"
+                )
             counts = self._proposing and not self._idle and (self.zero is None or self.zero.position == 0)
             self.steps += counts
             if gate is not None and gate.average is not None:
@@ -601,22 +643,10 @@ class Guard:
         gradients = [g for i in used if (g := self.params[i].grad) is not None]
         projection(gradients, [[vector[i] for i in used] for vector in self.vectors])
 
-    def _sampled(self, gradients: list[tuple[nn.Parameter, Tensor]]) -> list[tuple[nn.Parameter, Tensor]]:
-        """All small tensors and one large one, a different one at each step.
-
-        The one-pass kernel skips coordinates without a finite gradient, so a cheap check is enough: a NaN in the
-        forward pass reaches the small tensors (norms and biases) at once; any other is found when its tensor is next.
-        """
-        small = [each for each in gradients if each[1].numel() < kernels.SHARED]
-        large = [each for each in gradients if each[1].numel() >= kernels.SHARED]
-        return small + large[self.steps % len(large) :][:1] if large else small
-
     def _check_gradients(self) -> None:
         if getattr(self.optimizer, "found_inf", None) is not None:
             return  # a gradient scaler checks these and skips the step itself
         gradients = [(p, local(p.grad)) for p in self.params if p.grad is not None]
-        if self.one_pass:
-            gradients = self._sampled(gradients)
         if not gradients:
             return
         # A sum reads memory once at full speed; if only the sum overflows, the exact check below finds no error.

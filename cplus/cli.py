@@ -117,7 +117,8 @@ def main() -> None:
     """Run the command line; an expected error is one sentence on standard error and exit code 1."""
     console.quiet = output.quiet = world.started()[0] > 0
     try:
-        register()
+        if not app.registered_commands:  # a script may call this more than once
+            register()
         app()
     except (ValueError, TypeError, OSError, ArithmeticError, ImportError) as error:
         if os.environ.get("CPLUS_DEBUG"):

@@ -20,6 +20,7 @@ from cplus.offload import Storage, storage
 from cplus.passes import Passing, Turn, passing, turns
 from cplus.projections import dot, orthonormal
 from cplus.ranks import Layout, layout, local
+from cplus.support import keep_gradients
 from cplus.zero import inside, is_engine, name_of, partitions
 from cplus.zero_passes import running
 
@@ -73,6 +74,7 @@ class Evidence(Protocol):
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Run in evaluation mode, then restore each module's own mode: a frozen BatchNorm stays frozen."""
     modes = [(module, module.training) for module in model.modules()]
+    keep_gradients(model)
     model.eval()
     try:
         yield
@@ -265,10 +267,12 @@ class Remembered:
         """The average and its weight."""
         return {"weight": self.weight, "vectors": [[g.clone() for g in vector] for vector in self.vectors]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved average."""
+    def load_state_dict(self, state: dict[str, Any], params: Sequence[Tensor]) -> None:
+        """Restore a saved average on the devices of the parameters."""
         self.weight = float(state["weight"])
-        self.vectors = [[g.clone() for g in vector] for vector in state["vectors"]]
+        self.vectors = [
+            [g.to(p.device, copy=True) for g, p in zip(vector, params, strict=True)] for vector in state["vectors"]
+        ]
 
 
 def memory_of(evidence: Evidence | None) -> Remembered | None:

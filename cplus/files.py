@@ -150,6 +150,16 @@ def is_left(name: str) -> bool:
     return name.startswith(".") and name.endswith((".lock", ".part", ".old"))
 
 
+def open_itself(path: Path | str, flags: int) -> int:
+    """The descriptor of a file; a symbolic link is refused, because what it points to would be overwritten."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError(f"{path}: expected a file of cplus, but it is a symbolic link; remove it") from error
+
+
 def sync(path: Path) -> None:
     """Wait until a file's content, or a folder's list of entries, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -89,8 +89,8 @@ class Gate(Protocol):
         """The state that a resumed run needs to continue bit for bit."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state."""
+    def load_state_dict(self, state: dict[str, Any], params: Sequence[Tensor]) -> None:
+        """Restore a saved state on the devices of the parameters, or of their shards."""
         ...
 
 
@@ -166,13 +166,13 @@ class Collaborative:
         """The step count and the moving average."""
         return {"step": self.average.step, "ema": [e.clone() for e in self.average.tensors]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], params: Sequence[Tensor]) -> None:
         """Restore a saved step count and moving average."""
-        held = self.average.tensors
-        if held and [e.shape for e in held] != [e.shape for e in state["ema"]]:
+        kept = state["ema"]
+        if kept and [e.shape for e in kept] != [p.shape for p in params]:
             raise ValueError("the saved gate state belongs to parameters of other shapes; load the one of this model")
         self.average.step = int(state["step"])
-        self.average.tensors = [e.clone() for e in state["ema"]]
+        self.average.tensors = [e.to(p.device, copy=True) for e, p in zip(kept, params, strict=False)]
 
 
 class Elementwise:
@@ -211,7 +211,7 @@ class Elementwise:
         """Nothing."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], params: Sequence[Tensor]) -> None:
         """Nothing."""
 
 
@@ -281,9 +281,9 @@ class NormMatched:
         """The inner gate's."""
         return self.inner.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], params: Sequence[Tensor]) -> None:
         """The inner gate's."""
-        self.inner.load_state_dict(state)
+        self.inner.load_state_dict(state, params)
 
 
 class Shuffled:
@@ -329,7 +329,7 @@ class Shuffled:
         states = {str(device): random.get_state() for device, random in self.random.items()}
         return {"inner": self.inner.state_dict(), "random": {**self._saved, **states}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the inner gate and the generators."""
-        self.inner.load_state_dict(state["inner"])
-        self.random, self._saved = {}, dict(state["random"])
+    def load_state_dict(self, state: dict[str, Any], params: Sequence[Tensor]) -> None:
+        """Restore the inner gate and the generators, whose states torch takes from the host."""
+        self.inner.load_state_dict(state["inner"], params)
+        self.random, self._saved = {}, {name: saved.cpu() for name, saved in state["random"].items()}

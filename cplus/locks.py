@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
+from cplus.files import open_itself
+
 _PAUSE = 0.2
 _descriptors: set[int] = set()
 
@@ -93,7 +95,7 @@ def _name(path: Path) -> str:
 def _acquired(path: Path) -> int | None:
     """The descriptor of the lock file, now locked and naming this process; None if another process holds it."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_itself(path, os.O_RDWR | os.O_CREAT)
         kept = False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from cplus import world
-from cplus.after import base_weights
+from cplus.after import Outcome, base_weights
 from cplus.attach import Guard
 from cplus.cost import Work
 from cplus.data.encoded import Encoded
@@ -24,6 +25,7 @@ from cplus.objectives import Backward, averaged, check_finite, splits
 from cplus.passes import clip as clip_in_order
 from cplus.passes import passing
 from cplus.ranks import layout
+from cplus.repairing.importance import Computing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +98,12 @@ class Prepared:
     base: Mapping[str, Tensor] | None = None
     """The base model's trained weights, for a method that changes them once more after training."""
 
-    def finish(self, model: nn.Module) -> Work:
+    def finish(self, model: nn.Module, computing: Computing = nullcontext) -> Outcome:
         """Apply what the method does after training, once, to the trained model with its adapters merged."""
         if self.method.after is None:
-            return Work()
+            return Work(), None
         assert self.base is not None
-        return self.method.after(model.eval(), self.base, self.material)
+        return self.method.after(model.eval(), self.base, self.material, computing)
 
 
 def prepare(method: Method, optimizer: Optimizer, model: nn.Module, material: Material, *, seed: int) -> Prepared:

@@ -49,7 +49,7 @@ def ogd(gradient: Sequence[Tensor], basis: Sequence[Sequence[Tensor]]) -> None:
 
 
 def collaborative_gradient(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> None:
-    """In place: CPL's mask on the raw gradient, as if the update were -gradient; the paper shows it worse under AdamW.
+    """In place: CPL's mask on the raw gradient, as if the update were -gradient; AdamW then rescales what is left.
 
     g_i <- 0    where reference_i * (-g_i) > 0
     """

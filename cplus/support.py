@@ -75,15 +75,31 @@ def check_predicts_tokens(model: nn.Module) -> None:
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Refuse adapters that the forward pass does not use, or that shift positions."""
+    """Refuse adapters that the forward pass does not use, that shift positions, or whose base gives no gradients."""
     if any(getattr(module, "merged", False) is True for module in model.modules()):
         raise ValueError(
             "the adapters are merged into the base weights and would not be trained; call model.unmerge_adapter() "
             "first, or merge_and_unload() and train the plain model"
         )
+    if any(getattr(getattr(p, "quant_state", None), "packing_format_for_cpu", False) for p in model.parameters()):
+        raise ValueError(
+            "the 4-bit weights must give gradients, but an evaluation let bitsandbytes repack them for inference; load "
+            "the model again and protect it before it is evaluated"
+        )
+    keep_gradients(model)
     config = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False):
         raise TypeError(f"{config.peft_type} learns a prompt, which the evidence does not cover; use LoRA")  # type: ignore[union-attr]
+
+
+def keep_gradients(model: nn.Module) -> None:
+    """Leave 4-bit weights as they are in evaluation.
+
+    With AVX-512 BF16 bitsandbytes would repack them: gradients end, and outputs that 32 does not divide are an error.
+    """
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
 def check_supported(p: nn.Parameter, name: str, *, allow_16bit: bool) -> None:

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from cplus import attach
+from cplus import attach, kernels
 
 attach.THOROUGH = True  # a parameter that moves past the gate is an error in every test
 
@@ -167,6 +167,12 @@ def tiny_llama(make_tiny: Callable[[str], Tiny]) -> Tiny:
     return make_tiny("llama")
 
 
+@pytest.fixture(params=[True, False], ids=["avx512bf16", "without"])
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both paths of bitsandbytes on every processor: a layer asks once, when it is made."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: request.param)
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """One thread for the module: tiny tensors gain nothing from two, and the bits do not depend on the machine."""
@@ -246,3 +252,11 @@ def packaged_folder() -> Callable[[str], Path]:
         return folder
 
     return found
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled gate, however small the model."""
+    if not kernels.can_compile("cpu"):
+        pytest.skip("no C++ compiler on this machine")
+    monkeypatch.setattr(kernels, "WORTH_COMPILING", 0)

@@ -355,7 +355,7 @@ class _State:
         self.done = False
         self.step = 3
         self.twin = None
-        self.state = {"weights": {"w": torch.arange(6.0)}, "log": {"losses": [1.0, 2.0]}}
+        self.state = {"weights": {"w": torch.arange(6.0)}, "random_cuda": [], "log": {"losses": [1.0, 2.0]}}
 
     def finite(self) -> bool:
         return True
@@ -443,7 +443,7 @@ def _settings_targets(folder: Path) -> Iterator[Target]:
 
     def begun(value: bytes) -> str:
         _written(job.settings, value)
-        return refusing(lambda: read_job(job))
+        return refusing(lambda: read_job(job, {}))
 
     yield Target(name="job settings", inputs=edited(json.dumps(kept).encode()) | odd, check=begun)
     words = st.sampled_from(["retention", "acquisition", ">=", "0.9", " "]) | st.text(max_size=6)

@@ -216,7 +216,6 @@ def test_a_killed_job_is_resumed_by_four_and_three(folder: Path, ends: dict[str,
 
 @pytest.mark.long
 def test_adapters_end_as_in_one_process(folder: Path, cache: Path) -> None:
-    pytest.importorskip("peft")
     changes: dict[str, Any] = {"lora": {"r": 4, "dropout": 0.1}, "keep_best": True}
     adapt(asked(folder, checkpoint_steps=1, out=folder / "lora1", micro_batches=PARTS, **changes))
     assert forked(folder, cache, "lora") == {"lora": [0, 0]}, said(folder, "lora")

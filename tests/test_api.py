@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,43 @@ from cplus.toy import world
 ROWS = [to_row(example) for example in world.taught("harbours")[:4]]
 CLOZE = {"interface": "cloze"}
 
+# What README, docs, examples and notebooks import, but for the laboratory's own pages (diagnostics, report, studies).
+DOCUMENTED = {
+    "cplus": "encode evaluation interfaces models optim protect",
+    "cplus.cost": "Work",
+    "cplus.data.encoded": "Encoded",
+    "cplus.data.examples": "Example to_row",
+    "cplus.data.readers": "read_file read_rows",
+    "cplus.data.tasks": "load_task",
+    "cplus.gates": "Elementwise Proposal",
+    "cplus.integrations": "distributed",
+    "cplus.integrations.jax_loop": "Loop restore save",
+    "cplus.integrations.lm_eval": "run_tasks",
+    "cplus.integrations.optax": "blend collaborative",
+    "cplus.integrations.peft": "scope",
+    "cplus.integrations.rows": "bank_rows encoded",
+    "cplus.integrations.transformers": "PreservationCallback preserve",
+    "cplus.interfaces": "build tokens_by_role",
+    "cplus.job.plan": "plan",
+    "cplus.loop": "EpochEnded Schedule adapt prepare",
+    "cplus.losses": "answer_losses",
+    "cplus.masters": "MasterAdamW",
+    "cplus.methods": "BLEND METHODS Material Method Past",
+    "cplus.models": "load",
+    "cplus.models.identity": "fingerprint",
+    "cplus.optim": "AdamW",
+    "cplus.probes.bank": "Bank",
+    "cplus.probes.build": "build",
+    "cplus.probes.generate": "write_probes",
+    "cplus.probes.settings": "ProbeSettings",
+    "cplus.receipts.receipt": "ModelId Receipt RowComparison RowSet write_receipt",
+    "cplus.repairing.model": "repair_model",
+    "cplus.scoring": "predict",
+    "cplus.toy": "rows world",
+    "cplus.toy.rows": "main write",
+    "cplus.toy.world": "examples prompt taught untaught",
+}
+
 
 def test_the_public_names_are_these() -> None:
     assert cplus.__all__ == [
@@ -23,6 +61,13 @@ def test_the_public_names_are_these() -> None:
         "read", "receipt", "repair",
     ]  # fmt: skip
     assert all(hasattr(cplus, name) for name in cplus.__all__)
+
+
+@pytest.mark.parametrize("path", DOCUMENTED)
+def test_what_the_documentation_imports_is_there(path: str) -> None:
+    for name in DOCUMENTED[path].split():
+        if not hasattr(import_module(path), name):
+            import_module(f"{path}.{name}")
 
 
 def test_rows_are_read_from_files_tasks_dictionaries_and_examples(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_the_paper_map_has_a_row_with_command_and_drawing_for_every_item_of_the_
 def test_the_list_of_the_papers_items_is_that_of_its_source() -> None:
     source = ROOT.parent / "shared" / "paper" / "cplus.tex"
     if not source.is_file():
-        pytest.skip("the paper's source is not here")
+        pytest.skip("no source of the paper in ../shared/paper")
     text = re.sub(r"(?<!\\)%.*", "", source.read_text())
     labels = re.findall(r"\\label\{((?:fig|tab):[^}]+)\}", text)
     appendix = text[text.index("\\appendix") :]

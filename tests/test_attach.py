@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import oracle
@@ -12,12 +13,14 @@ import torch
 from quadratic import Bag, ConstantEvidence, PastEvidence, new_gradient, past_gradient
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.utils._pytree import tree_leaves
 
 from cplus import algorithm, kernels, optim
 from cplus.attach import Guard, protect
 from cplus.data.encoded import Encoded
-from cplus.evidence import Reference
-from cplus.gates import Collaborative, Proposal
+from cplus.evidence import Reference, Remembered
+from cplus.gates import Collaborative, Elementwise, Proposal, Shuffled, stored
+from cplus.integrations.guard_state import carry
 from cplus.projections import agem
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
@@ -47,6 +50,13 @@ OPTIMIZERS: dict[str, tuple[Make, Callable[[], oracle.Optimizer]]] = {
 }
 STEPS, EPOCH = 24, 6
 each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+class Halves(PastEvidence):
+    """Evidence that is coefficients."""
+
+    def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
+        return Reference(vectors=[[torch.full_like(p.detach(), 0.5, dtype=torch.bfloat16) for p in params]])
 
 
 def set_gradients(bag: Bag, batch: int) -> None:
@@ -154,6 +164,45 @@ def test_state_saved_and_loaded_mid_run_continues_bitwise(name: str) -> None:
     train(other, other_optimizer, other_guard, half + 1, STEPS)
     for p, q in zip(bag.weights, other.weights, strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("carried", [False, True], ids=["guard", "optimizer"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"gate": Collaborative(beta=0.9)},
+        {"gate": Collaborative(beta=0.9, ema="uint8")},
+        {"gate": Shuffled(Collaborative(beta=0.9, ema="bfloat16"), seed=0)},
+        {"gate": Elementwise(stored, uses="coefficients"), "evidence": Halves()},
+        {"gate": Collaborative(beta=0.0), "evidence": Remembered(PastEvidence(), 0.5)},
+        {"projection": lambda gradients, vectors: agem(gradients, vectors[0])},
+    ],
+    ids=["float32", "uint8", "shuffled", "curvature", "remembered", "projection"],
+)
+def test_a_state_on_the_host_is_restored_on_the_parameters_device(how: dict[str, Any], carried: bool) -> None:
+    def build(device: str) -> tuple[Bag, SGD, Guard]:
+        bag = Bag(torch.float32).to(device)
+        optimizer = SGD(bag.weights, lr=0.01, momentum=0.9)
+        guard = Guard(optimizer, bag, **copy.deepcopy({"evidence": PastEvidence(), **how}))
+        if carried:
+            carry(guard)
+        return bag, optimizer, guard
+
+    def tensors(guard: Guard) -> list[Tensor]:
+        state = guard.state_dict()
+        generators = tree_leaves((state["gate"] or {}).pop("random", {}))
+        assert all(random.is_cpu for random in generators)  # torch restores a generator from the host
+        return [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+
+    bag, optimizer, guard = build("cpu")
+    train(bag, optimizer, guard, 1, 2)
+    _, other_optimizer, other = build("meta")
+    if carried:
+        other_optimizer.load_state_dict(optimizer.state_dict())
+    else:
+        other.load_state_dict(guard.state_dict())
+    assert [t.dtype for t in tensors(other)] == [t.dtype for t in tensors(guard)]
+    assert all(t.is_meta for t in tensors(other))
 
 
 def test_detach_restores_the_plain_optimizer() -> None:

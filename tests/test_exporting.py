@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGUFReader
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -122,7 +123,7 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(
     with pytest.raises(ValueError, match=r"expected a model folder with a config\.json"):
         exporting.write_gguf(tmp_path, out)
     other = make_tiny("phi3")
-    other.model.save_pretrained(tmp_path / "phi3")
+    cplus_models.save(other.model, other.tokenizer, tmp_path / "phi3")
     with pytest.raises(ValueError, match=r"expected a model of llama, qwen2, qwen3 to export, got phi3; llama\.cpp's"):
         exporting.write_gguf(tmp_path / "phi3", out)
     folder = folder_of(make_tiny, "llama", tmp_path / "model")
@@ -139,6 +140,34 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(
         exporting.write_gguf(folder, out)
     assert not out.exists()
     assert not list(tmp_path.glob(".model.gguf*"))
+
+
+def test_an_export_reads_models_like_every_command(make_tiny: Callable[[str], Any], tmp_path: Path) -> None:
+    register()
+
+    def refused(name: str) -> str:
+        done = CliRunner().invoke(app, ["export", str(tmp_path / name)], input="y\n")
+        assert isinstance(done.exception, ValueError), done.output
+        assert not (tmp_path / name / "model.gguf").exists()
+        return str(done.exception)
+
+    lacking = folder_of(make_tiny, "llama", tmp_path / "lacking") / "model.safetensors"
+    weights = load_file(lacking)
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, lacking, metadata={"format": "pt"})
+    assert "lacks 1 of its weights" in refused("lacking")
+
+    pickled = folder_of(make_tiny, "llama", tmp_path / "pickled")
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    assert "no file named model.safetensors" in refused("pickled")
+
+    hostile = folder_of(make_tiny, "llama", tmp_path / "hostile")
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (hostile / "config.json").write_text(json.dumps(own))
+    (hostile / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    assert "contains custom code" in refused("hostile")
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.long

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
@@ -23,7 +22,6 @@ from cplus.job.preflight import preflight
 from cplus.job.resume import finish, resume
 from cplus.models import fingerprint, four_bit, load
 
-packed = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes: cplus[bnb]")
 pytestmark = pytest.mark.usefixtures("one_thread", "cache")
 
 
@@ -62,7 +60,6 @@ def test_a_device_without_4_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         four_bit.check(torch.device("mps"))
 
 
-@packed
 def test_the_base_is_packed_and_the_plan_knows_its_size(here: Path) -> None:
     base, full = load("toy", dtype="4bit", device="cpu"), load("toy", device="cpu")
     parameters = sum(p.numel() for p in full.model.parameters())
@@ -78,7 +75,7 @@ def test_the_base_is_packed_and_the_plan_knows_its_size(here: Path) -> None:
     assert f"{four_bit.packable(full.model):,} held in 4 bits" in "\n".join(plan(four(here)).lines())
 
 
-@packed
+@pytest.mark.usefixtures("processor")
 def test_adapters_are_merged_into_the_expanded_weights_exactly() -> None:
     base = load("toy", dtype="4bit", device="cpu").model
     model: Any = lora(base, 0)
@@ -94,7 +91,7 @@ def test_adapters_are_merged_into_the_expanded_weights_exactly() -> None:
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
 
 
-@packed
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("merge", [True, False])
 def test_a_job_trains_on_a_4_bit_base(here: Path, merge: bool) -> None:
     done = cplus.adapt(four(here, lora={"r": 4, "merge": merge}))
@@ -111,7 +108,6 @@ def test_a_job_trains_on_a_4_bit_base(here: Path, merge: bool) -> None:
         assert "quantization_config" not in json.loads((out / "model" / "config.json").read_text())
 
 
-@packed
 def test_the_documented_command_runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parent.parent / "docs" / "adapt.md").read_text(encoding="utf-8")
     section = page.split("## A base model in 4 bits")[1].split("\n## ")[0]
@@ -122,7 +118,6 @@ def test_the_documented_command_runs(here: Path, monkeypatch: pytest.MonkeyPatch
     assert json.loads((here / "packed" / "record.json").read_text())["settings"]["load"] == "4bit"
 
 
-@packed
 def test_a_resumed_job_has_the_same_bits_and_a_finished_one_the_checkpoints(here: Path) -> None:
     whole = cplus.adapt(four(here, out=here / "whole", save_dtype="bfloat16"))
     config = four(here, checkpoint_steps=1, save_dtype="bfloat16")

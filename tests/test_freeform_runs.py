@@ -199,7 +199,7 @@ def test_a_row_of_the_table_keeps_its_own_parts(spec: RunSpec) -> None:
     assert replace(spec, method="cplus-rotating", parts=2).settings.row.parts == 2
 
 
-def test_records_without_losses_still_read_and_keep_their_names(tmp_path: Path) -> None:
+def test_records_without_losses_or_repair_still_read_and_keep_their_names(tmp_path: Path) -> None:
     spec = SCALES["desk"].at(method="cplus")
     assert spec.key() == "51f0e9b230dda29e"
     result = RunResult(
@@ -208,7 +208,7 @@ def test_records_without_losses_still_read_and_keep_their_names(tmp_path: Path) 
     )  # fmt: skip
     path = save_result(result, tmp_path)
     raw = json.loads(path.read_text())
-    del raw["sha256"], raw["past_nll"], raw["new_nll"]
+    del raw["sha256"], raw["past_nll"], raw["new_nll"], raw["repair"]
     files.write_json(path, files.sealed(raw))
     assert load_result(path) == result
 
@@ -318,6 +318,15 @@ def test_a_repair_of_free_text_keeps_the_new_loss_and_says_its_time(spec: RunSpe
     assert repaired.curve[-1]["new_nll"] == plain.curve[-1]["new_nll"]  # the curve ends before the repair
     assert 0 < repaired.diagnostics["seconds_after_training"] < repaired.seconds
     assert "seconds_after_training" not in plain.diagnostics
+    assert plain.repair is None
+    assert repaired.repair is not None
+    assert 0 < repaired.repair["undone"] < repaired.repair["moved"]
+
+
+def test_a_record_says_why_there_was_no_repair(spec: RunSpec, given: Comparison, tmp_path: Path) -> None:
+    given = replace(given, probes=given.past.examples[:3])
+    kept = load_result(save_result(run(replace(spec, lr=0.0, method="sft-repair"), given), tmp_path))
+    assert kept.repair == {"refused": "base and tuned model have the same weights, so there is nothing to undo"}
 
 
 def test_rows_written_from_nothing_take_the_place_of_anchors_or_stand_beside_them(

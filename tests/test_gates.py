@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cplus import algorithm, kernels
+from cplus import kernels
 from cplus.gates import Collaborative, Elementwise, Gate, NormMatched, Proposal, Shuffled, cautious, largest_momenta
 from cplus.projections import agem, dot, ogd, orthonormal
 
@@ -118,14 +118,13 @@ def test_an_unknown_average_is_refused() -> None:
 def test_a_kept_state_of_other_shapes_is_refused() -> None:
     gate, fresh, other = (Collaborative(beta=0.75) for _ in range(3))
     list(gate.coefficients(by_hand()))
-    kept = gate.state_dict()
-    fresh.load_state_dict(kept)
-    gate.load_state_dict(kept)
+    kept, params = gate.state_dict(), [p.theta for p in by_hand()]
+    fresh.load_state_dict(kept, params)
+    gate.load_state_dict(kept, params)
     assert (fresh.average.step, [e.tolist() for e in fresh.average.tensors]) == (1, [[[0.0], [0.25]], [0.0]])
     for size in (1, 9):  # either side of the kept shapes, in every order there is
-        other.average.tensors = [torch.zeros(size), torch.zeros(size)]
         with pytest.raises(ValueError, match="parameters of other shapes"):
-            other.load_state_dict(kept)
+            other.load_state_dict(kept, [torch.zeros(size), torch.zeros(size)])
 
 
 def test_gates_state_what_they_read_and_whether_they_need_whole_tensors() -> None:
@@ -233,16 +232,16 @@ def test_a_kept_state_continues_bitwise(name: str) -> None:
     gate, other = GATES[name](), GATES[name]()
     for seed in range(4):
         list(gate.coefficients(proposals(seed)))
-    other.load_state_dict(gate.state_dict())
+    other.load_state_dict(gate.state_dict(), [p.theta for p in proposals(0)])
     for seed in range(4, 8):
         pairs = zip(gate.coefficients(proposals(seed)), other.coefficients(proposals(seed)), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_a_gate_by_a_function_is_that_function_and_stays_in_the_unit_interval() -> None:
-    gate = Elementwise(lambda p: algorithm.collaborates(p.sign, p.delta))
-    pairs = zip(gate.coefficients(proposals(0)), Collaborative(beta=0.0).coefficients(proposals(0)), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+    half = Elementwise(lambda p: torch.where(p.delta > 0, 0.5, 0.25))
+    for proposal, c in zip(proposals(0), half.coefficients(proposals(0)), strict=True):
+        assert c.tolist() == [0.5 if d > 0 else 0.25 for d in proposal.delta.tolist()]
     for wrong in (lambda p: 1.0 + p.delta.abs(), lambda p: -p.delta.abs()):
         with pytest.raises(ValueError, match=r"must lie in \[0, 1\], one for each of \(5,\) coordinates"):
             list(Elementwise(wrong).coefficients(proposals(0)))
@@ -253,13 +252,18 @@ def test_a_gate_by_a_function_is_that_function_and_stays_in_the_unit_interval() 
         list(nans.coefficients(proposals(0)))
 
 
-def test_the_smoothed_gate_is_the_algorithm() -> None:
-    gate, ema = Collaborative(beta=0.9), [torch.zeros(5), torch.zeros(6), torch.zeros(7)]
+def test_the_smoothed_gate_is_the_average_of_the_sign_masks_without_its_start() -> None:
+    """Computed by hand in plain Python: c = sum_k beta^(t-k) (1-beta) mask_k / (1 - beta^t)."""
+    gate, masks = Collaborative(beta=0.9), [[], [], []]
     for t in range(1, 6):
         step = proposals(t)
         for i, (proposal, c) in enumerate(zip(step, gate.coefficients(step), strict=True)):
-            ema[i] = algorithm.smooth(ema[i], algorithm.collaborates(proposal.g_hat, proposal.delta), 0.9)
-            assert torch.equal(c, algorithm.coefficient(ema[i], 0.9, t))
+            pairs = zip(proposal.sign.tolist(), proposal.delta.tolist(), strict=True)
+            masks[i].append([float(g * d <= 0) for g, d in pairs])
+            weights = [0.1 * 0.9 ** (t - k) / (1 - 0.9**t) for k in range(1, t + 1)]
+            expected = [sum(w * m for w, m in zip(weights, past, strict=True)) for past in zip(*masks[i], strict=True)]
+            assert c.tolist() == pytest.approx(expected, abs=1e-6)
+            assert 0 < sum(expected) < len(expected)
 
 
 def test_norm_matched_applies_the_norm_of_the_inner_gate() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from bitsandbytes.functional import _convert_weight_packed_for_cpu
+from bitsandbytes.nn import LinearNF4
 from datasets import Dataset
 from peft import LoraConfig, OSFConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import nn
@@ -27,6 +29,14 @@ from cplus.job.settings import AdaptConfig
 from cplus.losses import answer_losses
 
 NEW = tiny.rows(8, seed=4)
+
+
+def four_bit(folder: Path, compute: torch.dtype) -> PeftModel:
+    """Adapters on a base in 4 bits; 32 does not divide its outputs, so that bitsandbytes cannot repack it."""
+    tiny.lm().save_pretrained(folder)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=compute)
+    base = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+    return lora(base.requires_grad_(False))
 
 
 def lora(model: nn.Module | None = None) -> PeftModel:
@@ -94,29 +104,35 @@ def test_merged_outputs_are_the_gated_adapters_and_go_on_as_a_plain_model() -> N
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.usefixtures("processor")
 def test_a_4_bit_base_stays_and_the_gate_says_what_it_acts_on(tmp_path: Path) -> None:
-    tiny.lm().save_pretrained(tmp_path)
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
-    base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
-    model = lora(base.requires_grad_(False))
+    model = four_bit(tmp_path, torch.float32)
     packed = {name: p.detach().clone() for name, p in model.named_parameters() if p.dtype == torch.uint8}
     assert len(packed) == 14
     optimizer, guard = guarded(model)
     assert scope(model, guard) == (
         "the gate acts on 12 tensors of 832 coordinates; 24 tensors, 14 of them quantised, are frozen and do not change"
     )
+    with torch.no_grad():
+        answer_losses(model.eval(), NEW)
     losses = train(model, optimizer, guard)
     assert losses[-1] < losses[0]
     assert all(torch.equal(p, packed[name]) for name, p in model.named_parameters() if name in packed)
 
 
+def test_a_4_bit_base_that_an_evaluation_repacked_is_refused() -> None:
+    layer = LinearNF4(64, 32)
+    model = nn.Sequential(nn.Linear(8, 64), layer.to("cpu"))
+    layer.weight.data, _ = _convert_weight_packed_for_cpu(layer.weight.data, layer.weight.quant_state)
+    with pytest.raises(ValueError, match=r"must give gradients, .* repack them .* load the model again and protect it"):
+        protect(AdamW(model[0].parameters()), model, evidence=[(1.0, [torch.ones(1, 8)], lambda m, x: m(x).mean())])
+
+
+@pytest.mark.usefixtures("processor")
 def test_sft_trainer_on_a_4_bit_base_trains_once_its_adapters_are_float32_again(
     tmp_path: Path, make_tiny: Callable[[str], Any]
 ) -> None:
-    tiny.lm().save_pretrained(tmp_path)
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
-    base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
-    model = lora(base.requires_grad_(False))
+    model = four_bit(tmp_path, torch.bfloat16)
     packed = {name: p.detach().clone() for name, p in model.named_parameters() if p.dtype == torch.uint8}
     args = SFTConfig(**arguments(tmp_path / "run", bf16=True, num_train_epochs=1, gradient_checkpointing=False))
     rows = Dataset.from_list([{name: features(row)[name] for name in ("input_ids", "labels")} for row in NEW])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from toyjob import asked, same, write_files, write_rows, written
+from toyjob import asked, same, stop_at, write_files, write_rows, written
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -464,8 +464,25 @@ def test_resume_refuses_changed_rows_other_settings_and_a_damaged_checkpoint(
     (here / "new.jsonl").write_text(new)
     path = here / "out" / "work" / "checkpoint.pt"
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(ValueError, match="expected a complete checkpoint, but it cannot be read"):
+    with pytest.raises(ValueError, match="expected a complete file, but it cannot be read"):
         resume(here / "out")
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_job_goes_on_with_fewer_gpus(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gpus: int
+) -> None:
+    stop_at(None, asked(here, method="sft", epochs=1))
+    path = here / "out" / "work" / "checkpoint.pt"
+    kept = torch.load(path, weights_only=True)
+    kept["state"]["random_cuda"] = [torch.tensor([10, 11]), torch.tensor([20, 21])]
+    torch.save(kept, path)
+    restored: dict[int, list[int]] = {}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda own, device: restored.update({device: own.tolist()}))
+    resume(here / "out")
+    assert restored == dict([(0, [10, 11])][:gpus])
+    assert f"the job began with 2 GPUs and continues with {gpus}" in capsys.readouterr().err
 
 
 def test_a_job_goes_on_from_another_folder(here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,50 @@ def test_keep_best_writes_the_weights_of_the_best_epoch(here: Path, monkeypatch:
     assert same(seen[best], written(done.folder))
     assert not same(seen[3], written(done.folder))
     assert f"The weights are those of epoch {best}, the best on past and new rows." in done.record["notes"]
+
+
+def flip(path: Path) -> None:
+    """One bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def halve(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("damage", [flip, halve])
+@pytest.mark.parametrize(
+    ("name", "settings", "remedy"),
+    [
+        ("best.pt", {"keep_best": True}, "remove it to write the best of the epochs from the checkpoint on"),
+        ("good.pt", {"stop": "lost:0.000001", "lr": 0.05}, "the last good epoch is lost: start a new job"),
+    ],
+)
+def test_damaged_weights_of_another_epoch_are_never_written(
+    here: Path, name: str, settings: dict[str, Any], remedy: str, damage: Callable[[Path], None]
+) -> None:
+    stop_at(None, asked(here, method="sft", **settings))
+    path = here / "out" / "work" / name
+    damage(path)
+    with pytest.raises(ValueError, match=rf"{name}: expected a complete file, but it cannot be read .*; {remedy}"):
+        resume(here / "out")
+    assert not (here / "out" / "model").exists()
+    if name == "best.pt":
+        path.unlink()
+        assert resume(here / "out").record["steps"] == 9
+
+
+@pytest.mark.parametrize("damage", [flip, halve])
+def test_damaged_answers_of_the_base_model_are_measured_again(
+    here: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]
+) -> None:
+    whole = cplus.adapt(asked(here, method="sft", out=here / "whole"))
+    stop_at(3, asked(here, method="sft", checkpoint_steps=1))
+    damage(here / "out" / "work" / "before.json")
+    assert resume(here / "out").record["figures"] == whole.record["figures"]
+    assert "before.json" in capsys.readouterr().err
 
 
 # Which rows are held out

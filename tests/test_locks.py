@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from cplus.locks import Held, beside, holder, holding
+from cplus.probes.journal import open_journal
 
 HOLD = "import sys, time\nfrom pathlib import Path\nfrom cplus.locks import holding\n"
 HOLD += "with holding(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(float(sys.argv[2]))\n"
@@ -53,6 +55,17 @@ def test_a_killed_holder_is_in_nobodys_way(tmp_path: Path, other: subprocess.Pop
         assert found is not None
         assert found.pid == os.getpid()
     assert not lock.exists()
+
+
+@pytest.mark.parametrize("opened", [holding, lambda path: open_journal(path, {})])
+def test_a_link_is_refused_and_its_target_left_alone(
+    tmp_path: Path, opened: Callable[[Path], AbstractContextManager[object]]
+) -> None:
+    (tmp_path / "mine").write_text("important")
+    (tmp_path / "file").symlink_to(tmp_path / "mine")
+    with pytest.raises(ValueError, match="file: expected a file of cplus, but it is a symbolic link; remove it"):
+        opened(tmp_path / "file").__enter__()
+    assert (tmp_path / "mine").read_text() == "important"
 
 
 def test_a_short_wait_outlasts_a_short_holder(tmp_path: Path) -> None:

@@ -92,7 +92,6 @@ def test_protect_serves_a_model_loaded_in_bfloat16(tiny_llama: Any) -> None:
 
 @pytest.mark.long
 def test_moments_in_8_bits_are_gated_and_resume_bitwise(tmp_path: Path, cache: Path) -> None:
-    pytest.importorskip("bitsandbytes")
     write_files(tmp_path)
     changes: dict[str, Any] = {"optimizer": "adamw8bit", "method": "cpl", "checkpoint_steps": 1, "epochs": 2}
     adapt(asked(tmp_path, out=tmp_path / "whole", **changes))

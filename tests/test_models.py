@@ -125,6 +125,14 @@ def test_incomplete_checkpoint_is_refused(tiny_llama, tmp_path):
         models.load(tmp_path)
 
 
+def test_damaged_weights_are_one_sentence(tiny_llama, tmp_path):
+    models.save(tiny_llama.model, tiny_llama.tokenizer, tmp_path / "m")
+    path = tmp_path / "m" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"could not load '.*m': .*not fully covered; expected a complete model"):
+        models.load(tmp_path / "m", device="cpu")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -39,7 +39,7 @@ def test_averaged_weights_are_on_the_line_and_exact_at_its_ends() -> None:
     base, tuned = base_weights(model), moved(model, 0.1)
     for share in (0.0, 0.25, 1.0):
         found = copy.deepcopy(tuned)
-        work = Averaged(strength=share)(found, base, material)
+        work, _ = Averaged(strength=share)(found, base, material)
         assert work.forward == 0
         for name, p in found.named_parameters():
             ends = base[name], dict(tuned.named_parameters())[name]
@@ -56,7 +56,7 @@ def test_the_smallest_share_that_keeps_every_known_row_is_chosen() -> None:
     known, _ = known_rows(tuned, Material(new=new))
     assert known == set(new)
     base, found = base_weights(model), copy.deepcopy(tuned)
-    work = Averaged()(found, base, Material(new=new))
+    work, _ = Averaged()(found, base, Material(new=new))
     keeps = []
     for tenths in range(1, 11):
         other = copy.deepcopy(tuned)
@@ -96,7 +96,6 @@ def test_a_model_that_knows_no_new_row_is_left_as_it_is() -> None:
 
 
 def test_low_rank_adapters_are_averaged_as_merged_weights() -> None:
-    pytest.importorskip("peft")
     from cplus import adapters
 
     plain = tiny.lm()

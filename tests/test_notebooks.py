@@ -31,8 +31,6 @@ def test_cells_compile_and_hold_no_outputs(path: Path) -> None:
 
 def executed(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The code cells with their outputs."""
-    pytest.importorskip("nbclient", reason="the extra 'dev' is not whole: pip install nbclient ipykernel")
-    pytest.importorskip("ipykernel", reason="the extra 'dev' is not whole: pip install nbclient ipykernel")
     import nbformat
     from nbclient import NotebookClient
 

@@ -88,15 +88,12 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_a_study_and_a_job_give_the_same_weights(method: str, given: Comparison, files: Path, tmp_path: Path) -> None:
-    if METHODS[method].adapter is not None:
-        pytest.importorskip("peft")
     assert_same(by_job(method, files, tmp_path / "out"), by_study(method, given))
 
 
 def test_low_rank_adapters_are_the_same_as_a_row_and_as_a_setting(
     given: Comparison, files: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("peft")
     assert_same(by_job("sft", files, tmp_path / "out", lora="r=16"), by_study("lora", given))
 
 

@@ -531,7 +531,8 @@ def test_a_published_bank_is_the_same_bank(tmp_path: Path, base: Loaded, monkeyp
 
 
 def test_load_dataset_reads_a_published_bank(tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets", reason="needs the extra cplus[data]")
+    import datasets
+
     bank = scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=6)
     publish.publish(bank, tmp_path / "set")
     rows = datasets.load_dataset(str(tmp_path / "set"), split="train")

@@ -198,7 +198,6 @@ def test_a_repair_and_an_adaptation_are_not_resumed_by_each_others_command(place
 
 
 def test_unmerged_adapters_are_merged_and_repaired(few: Path) -> None:
-    pytest.importorskip("peft")
     changes = {"method": "sft", "lora": "r=4,merge=false", "epochs": 4, "lr": 1e-2, "out": few / "lora"}
     toyjob.write_files(few / "cache")
     cplus.adapt(toyjob.asked(few / "cache", **changes))
@@ -281,6 +280,13 @@ def test_an_adaptation_without_anything_to_repair_is_written_with_the_reason(
     plain = cplus.adapt(config.model_copy(update={"repair": False, "out": few / "plain"})).record
     assert plain["repair"] is None
     assert done["model"]["after"] == plain["model"]["after"]
+    own = {"repair": False, "method": "cplus-repair", "out": few / "own"}
+    record = cplus.adapt(config.model_copy(update=own)).record
+    assert "no share of the changes can be undone" in record["repair"]["refused"]
+    assert any(note.startswith("NOT REPAIRED: no share") for note in record["notes"])
+    assert record["model"]["after"] == plain["model"]["after"]
+    with pytest.raises(ValueError, match="'cplus-repair' ends with a repair of its own; leave out repair"):
+        cplus.adapt(config.model_copy(update={"method": "cplus-repair"}), force=True)
 
 
 @pytest.mark.parametrize(
@@ -387,7 +393,7 @@ def test_changed_sums_are_refused(few: Path, monkeypatch: pytest.MonkeyPatch) ->
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)
-    with pytest.raises(ValueError, match="remove the file to compute them anew"):
+    with pytest.raises(ValueError, match="remove it to compute it anew"):
         repairing.resume(Path("damaged"))
 
 

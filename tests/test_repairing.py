@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from cplus import models
+from cplus.after import known_rows
 from cplus.data.encoded import Encoded
+from cplus.experiment.driver import start
+from cplus.experiment.settings import Settings
 from cplus.losses import answer_losses
+from cplus.methods import Material, Past
 from cplus.repairing.checks import Check, Unrepairable, loss_check, mean_loss
 from cplus.repairing.importance import Sums, add_gradients
 from cplus.repairing.model import repair_model
@@ -393,6 +398,31 @@ def test_models_of_other_shapes_are_refused(pair: tuple[nn.Module, nn.Module]) -
         repair_model(copy.deepcopy(tuned), {k: v for k, v in other.items() if k != name}, PAST, NEW)
     with pytest.raises(ValueError, match="expected past and new rows"):
         repair_model(copy.deepcopy(tuned), other, [], NEW)
+
+
+def test_a_repair_in_bfloat16_casts_the_weights_of_each_pass(make_tiny: Callable[[str], Any]) -> None:
+    base = trained(make_tiny("llama").model, PAST, 60, 1e-2)
+    choices = {row: (row.target, other.target) for row, other in zip(NEW, HELD + HELD, strict=False)}
+    past = Past(name="past", anchors=PAST[:5], probes=PAST[5:])
+    material = Material(new=NEW, past=(past,), choices=choices)
+    settings = Settings(method="sft-repair", seed=0, epochs=25, lr=1e-2, batch_size=6, compute_dtype="bfloat16")
+    training = start(settings, settings.row, copy.deepcopy(base), material)
+    for _ in training.run():
+        pass
+    expected, found = copy.deepcopy(training.model), training.finish()
+
+    def unknown(model: nn.Module) -> float:
+        return 100 * (1 - len(known_rows(model, material)[0]) / len(NEW))
+
+    repair_model(
+        expected,
+        weights(base),
+        PAST,
+        NEW,
+        checks=[Check(name="new", unit="% not known", measure=unknown, tolerance=1.0)],
+        computing=lambda: models.computing("bfloat16", torch.device("cpu")),
+    )
+    assert same(found, weights(expected))
 
 
 def test_the_package_is_small() -> None:

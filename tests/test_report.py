@@ -305,7 +305,6 @@ def test_the_average_line_is_the_mean_of_the_tasks_lines() -> None:
     assert macro_line(rows, ["toy-s"], ["harbours", "plants"]) == [(0, Estimate(75.0, None, 1))]
 
 
-@pytest.mark.skipif(not DESK.is_dir(), reason="no desk results: 'cplus study all --scale desk' makes them")
 def test_the_readme_says_what_the_committed_results_give() -> None:
     found = collect(DESK)
     committed = between((ROOT / "docs" / "results.md").read_text())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import io
 import json
+import pickle
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,25 @@ import pytest
 import torch
 from receipts import full
 from toyjob import asked, write_files
+from typer.testing import CliRunner
 
 import cplus
 from cplus import files, models, terminal
+from cplus.attach import Guard
+from cplus.cli import app, register
+from cplus.evidence import MeanGradient
+from cplus.experiment import shard_files
+from cplus.experiment.sharding import Held
+from cplus.integrations import distributed
 from cplus.job.resume import resume
 from cplus.job.settings import AdaptConfig, read_yaml
 from cplus.models import fetching
 from cplus.receipts.html import environment
 from cplus.receipts.page import render
 from cplus.receipts.record import to_json
+
+if not app.registered_commands:
+    register()
 
 PACKAGE = Path(cplus.__file__).parent
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x1b[2J\x1b]0;t\x07\u202e../../etc/passwd"
@@ -46,7 +57,7 @@ def keyword(call: ast.Call, name: str) -> str | None:
 
 
 def test_text_in_a_page_is_text() -> None:
-    record = to_json(replace(full(), title=HOSTILE, notes=(HOSTILE,)))
+    record = to_json(dataclasses.replace(full(), title=HOSTILE, notes=(HOSTILE,)))
     page = render(record)
     assert "<script>alert" not in page
     assert "<img src=x" not in page
@@ -108,6 +119,38 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def bomb(marker: Path) -> bytes:
+    """A pickle of names in torch's checkpoint modules alone: `dataclass` compiles the names of a class's fields."""
+
+    class Left:
+        def __reduce__(self) -> Any:
+            return dataclasses.field, (), (None, {"init": False})  # else its name would have to be a valid one
+
+    name = f"x=open({str(marker)!r}, 'w'), *"
+    state = pickle.dumps((None, {"__annotations__": {name: 0}, name: Left()}), protocol=0)[:-1]
+    raw = b"cdataclasses\ndataclass\n(cdataclasses\nStorageMeta\n" + state + b"btR."
+    return raw.replace(b"cdataclasses", b"ctorch.distributed.checkpoint.metadata")
+
+
+def test_the_metadata_of_shards_runs_no_code(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    guard = Guard(torch.optim.SGD(model.parameters()), model, evidence=MeanGradient(model=model, sources=()))
+    distributed.save(guard, tmp_path / "guard")
+    distributed.load(guard, tmp_path / "guard")  # its own is read
+    (tmp_path / "guard" / ".metadata").write_bytes(bomb(tmp_path / "ran"))
+    with pytest.raises(ValueError, match=r"may not name .*metadata\.dataclass"):
+        distributed.load(guard, tmp_path / "guard")
+
+    held = Held(weights={}, optimized=(), guarded=())
+    hashes = shard_files.write(tmp_path / "job", {"guard": None}, held)
+    assert shard_files.read(tmp_path / "job", hashes, held) == {"guard": None}
+    (tmp_path / "job" / ".metadata").write_bytes(bomb(tmp_path / "ran"))
+    hashes[".metadata"] = files.sha256_file(tmp_path / "job" / ".metadata")  # as a hostile sender would
+    with pytest.raises(ValueError, match=r"may not name .*metadata\.dataclass"):
+        shard_files.read(tmp_path / "job", hashes, held)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_weights_come_from_safetensors_alone(tmp_path: Path, make_tiny: Any) -> None:
     tiny = make_tiny("llama")
     models.save(tiny.model, tiny.tokenizer, tmp_path / "m")
@@ -121,6 +164,35 @@ def test_remote_code_is_off_until_it_is_asked_for() -> None:
     assert AdaptConfig.model_fields["trust_remote_code"].default is False
     given = [keyword(call, "trust_remote_code") for _, call, _ in calls()]
     assert "True" not in given
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "value", "option"),
+    [
+        ("adapt --resume", "method", "python:hostile:ROW", "--method python:hostile:ROW"),
+        ("adapt --finish", "judge", "python:hostile:function", "--judge python:hostile:function"),
+        ("adapt --finish", "trust_remote_code", True, "--trust-remote-code"),
+        ("repair --resume", "trust_remote_code", True, "--trust-remote-code"),
+    ],
+)
+def test_what_a_folders_settings_would_run_must_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, name: str, value: Any, option: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hostile.py").write_text("open('ran', 'w')\n")
+    write_files(tmp_path)
+    values = {**asked(tmp_path).model_dump(mode="json"), name: value}
+    kind = "cplus-repair/1" if command.startswith("repair") else "cplus-job/1"
+    files.write_json(tmp_path / "out" / "settings.json", {"format": kind, "settings": values})
+    refused = CliRunner().invoke(app, [*command.split(), "out"])
+    assert isinstance(refused.exception, ValueError)
+    assert f"add {option} if you trust it" in str(refused.exception)
+    assert not (tmp_path / "ran").exists()
+    if command == "adapt --finish":
+        repeated = CliRunner().invoke(app, [*command.split(), "out", *option.split()])
+        assert "no checkpoint has been written yet" in str(repeated.exception)
+        other = CliRunner().invoke(app, [*command.split(), "out", "--method", "sft"])
+        assert "expected what can run code to be repeated as it is there, got method sft" in str(other.exception)
 
 
 def test_yaml_builds_no_objects(tmp_path: Path) -> None:

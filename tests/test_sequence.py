@@ -29,9 +29,9 @@ from cplus.experiment.record import load_sequence, save_sequence
 from cplus.experiment.rows import Group
 from cplus.experiment.sequence import Stage, bind_tasks, first_stage, run_sequence
 from cplus.experiment.settings import SequenceSpec
-from cplus.files import sha256_file
+from cplus.files import read_json, sha256_file, write_json
 from cplus.gates import Proposal
-from cplus.ledger.chain import problems, read
+from cplus.ledger.chain import Ledger, append, problems, read
 from cplus.loop import Refreshed
 from cplus.methods import METHODS
 from cplus.toy import world
@@ -110,6 +110,13 @@ def test_a_sequence_is_its_stages_and_its_record_reads_back(base: models.Loaded,
 def test_adapters_are_merged_before_the_next_stage(base: models.Loaded, tmp_path: Path) -> None:
     result = run_sequence(spec(method="lora", num_anchors=0, num_probes=0, num_new=4, epochs=1), base, tmp_path)
     assert [stage["task"] for stage in result.stages] == list(TASKS)
+
+
+def test_a_stage_says_what_its_repair_did(base: models.Loaded, tmp_path: Path) -> None:
+    own = spec(tasks=TASKS[:2], method="sft-repair", num_new=4, epochs=1, lr=0.0)
+    first, second = run_sequence(own, base, tmp_path).stages
+    assert first["repair"] is None, "before the first task there is nothing to keep"
+    assert "base and tuned model have the same weights" in second["repair"]["refused"]
     assert all(p.requires_grad for p in base.model.parameters())
 
 
@@ -427,6 +434,20 @@ def test_a_stage_that_was_damaged_before_its_seal_is_not_sealed(
     refused = CliRunner().invoke(app, ["update", str(place), "--new", "craftsmen.jsonl"])
     assert f"remove {place / 'stages' / '002'} and repeat the update" in str(refused.exception)
     assert len(read(place).entries) == 1
+
+
+def test_what_a_ledger_would_run_must_be_repeated(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(made)
+    shutil.copytree("after-one", "received")
+    ledger = read(Path("received"))
+    record = read_json(ledger.place(1).record)
+    write_json(ledger.place(1).record, {**record, "settings": {**record["settings"], "method": "python:hostile:ROW"}})
+    entry = ledger.entries[0]
+    append(Ledger(root=ledger.root), task=entry.task, before=entry.before, after=entry.after, created=entry.created)
+    refused = CliRunner().invoke(app, ["update", "received", "--new", "craftsmen.jsonl"])
+    assert "received: expected what can run code to be repeated" in str(refused.exception)
+    assert "add --method python:hostile:ROW if you trust it" in str(refused.exception)
+    assert not ledger.place(2).root.exists()
 
 
 @pytest.mark.parametrize(

@@ -72,14 +72,14 @@ def step_by_keyword(bag: Bag, optimizer: Optimizer, batch: int) -> None:
 CALLS = (step_plain, step_cleared_outside, step_cleared_inside, step_by_keyword)
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# LBFGS evaluates a closure several times, so it needs one that clears the gradients.
+@pytest.mark.parametrize(
+    ("name", "call"), [(name, call) for name in OPTIMIZERS for call in CALLS[2 if name == "lbfgs" else 0 :]]
+)
 @pytest.mark.parametrize("beta", [0.0, 0.9])
 def test_every_optimizer_and_every_call_equals_the_oracle(
     name: str, beta: float, call: Callable[[Bag, Optimizer, int], None]
 ) -> None:
-    if name == "lbfgs" and call in (step_plain, step_cleared_outside):
-        pytest.skip("LBFGS evaluates a closure several times, so it needs one that clears the gradients")
     make, reference = OPTIMIZERS[name]
     bag = Bag(torch.float64)
     optimizer = make(list(bag.weights))

@@ -58,8 +58,8 @@ class Recorder:
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state)
+    def load_state_dict(self, state: dict[str, Any], params: Sequence[Tensor]) -> None:
+        self.inner.load_state_dict(state, params)
 
 
 def build(wrap: Callable[[nn.Module], nn.Module], dtype: torch.dtype) -> tuple[nn.Module, Optimizer, Guard]:

@@ -12,6 +12,7 @@ import typer
 from cplus import world
 from cplus.commands import names
 from cplus.commands.options import SETTINGS, Config, Json, OptionalModel, given, with_settings
+from cplus.job.settings import RUN_CODE
 
 if TYPE_CHECKING:
     from cplus.job.run import FinishedJob
@@ -64,7 +65,7 @@ def _outcome(
     chosen = given(options, model=model)
     if resume is None and finish is None:
         asked = world.in_turn(lambda: _settings(config, chosen))
-    elif chosen.keys() - ({"epochs"} if finish is None else set()) or config is not None or force or plan:
+    elif chosen.keys() - {*RUN_CODE, *(("epochs",) if finish is None else ())} or config is not None or force or plan:
         raise ValueError(
             "--resume and --finish use the settings the job started with; leave out the others (--resume accepts "
             "--epochs), or start a new job"
@@ -81,9 +82,9 @@ def _outcome(
         world.shared(lambda: show_plan(planning.plan_anywhere(asked, starting=since_start()), json=json))
         return None
     if finish is not None:
-        return resuming.finish(finish)
+        return resuming.finish(finish, repeated=chosen)
     if resume is not None:
-        return resuming.resume(resume, epochs=chosen.get("epochs"))
+        return resuming.resume(resume, epochs=chosen.get("epochs"), repeated=chosen)
     return run.adapt(asked, force=force, starting=since_start())
 
 

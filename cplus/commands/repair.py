@@ -12,6 +12,7 @@ from cplus.commands import names
 from cplus.commands.adapt import NOT_KEPT, interruptible, show_plan
 from cplus.commands.options import Json, OptionalModel, given, setting, with_settings
 from cplus.job.repair.settings import SHARED, RepairConfig, repair_settings
+from cplus.job.settings import RUN_CODE
 
 if TYPE_CHECKING:
     from cplus.job.run import FinishedJob
@@ -42,7 +43,7 @@ def repair(
         asked = repair_settings(chosen)
         names.check({"model": asked.model, **{name: getattr(asked, name) for name in ("new", "anchors", "past")}})
         names.check_tuned(asked.tuned)
-    elif chosen or force or plan:
+    elif chosen.keys() - set(RUN_CODE) or force or plan:
         raise ValueError("--resume uses the settings the repair started with; leave out the others")
 
     from cplus.job.repair import plan as planning
@@ -53,7 +54,7 @@ def repair(
         if plan:
             show_plan(planning.plan(asked), json=json)
             return
-        outcome = run.repair(asked, force=force) if resume is None else run.resume(resume)
+        outcome = run.repair(asked, force=force) if resume is None else run.resume(resume, repeated=chosen)
     print_json(_row(outcome)) if json else _show(outcome)
     if not outcome.kept:
         raise typer.Exit(NOT_KEPT)

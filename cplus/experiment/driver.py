@@ -48,6 +48,7 @@ from cplus.models import Loaded
 from cplus.optim import AdamW
 from cplus.passes import arrange
 from cplus.ranks import local
+from cplus.repairing.search import Repaired
 
 Evaluate: TypeAlias = Callable[[int], dict[str, float]]
 """Evaluates the model after the epoch of this number; returns figures for the curve."""
@@ -178,6 +179,8 @@ class Training:
     """Where the model is sharded: the same model without weights, which gets them where a whole model is needed."""
     finishing: float = 0.0
     """Seconds that the method took after training."""
+    repaired: Repaired | str | None = None
+    """What the method's repair did, or why it did nothing."""
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next update depends on, as this process holds it; frozen weights are the base model's."""
@@ -216,8 +219,8 @@ class Training:
         if guard is not None:
             guard.load_state_dict(state["guard"])
         torch.set_rng_state(state["random"])
-        if state["random_cuda"]:
-            torch.cuda.set_rng_state_all(state["random_cuda"])
+        for device, own in zip(range(torch.cuda.device_count()), state["random_cuda"], strict=False):
+            torch.cuda.set_rng_state(own, device)
         self.log = TrainingLog.from_state(state["log"])
         self.judged = 0 if guard is None else guard.steps
 
@@ -269,9 +272,9 @@ class Training:
             self.model, self.twin = sharding.gathered(self.model, self.twin), None
         separate = self.settings.lora is not None and not self.settings.lora.merge
         model = self.model.eval() if separate else adapters.merged(self.model).eval().requires_grad_(True)
-        begun = time.perf_counter()
-        with models.computing(self.settings.compute_dtype, next(model.parameters()).device):
-            self.log.preservation += self.prepared.finish(model)
+        device, begun = next(model.parameters()).device, time.perf_counter()
+        work, self.repaired = self.prepared.finish(model, lambda: models.computing(self.settings.compute_dtype, device))
+        self.log.preservation += work
         self.finishing = time.perf_counter() - begun
         self.log.seconds += self.finishing
         return model

@@ -21,7 +21,8 @@ class RunResult:
     questions that are also in the bank, and `retention_uncovered` leaves them out. Only where anchors are of another
     task: `correction`, the share of wrong past-task rows, never trained on, that came right, and `anchors_right`, the
     share of the anchors themselves that are right. `past_nll` and `new_nll` are the mean token losses of past and new
-    answers in nats, of free text only; its `curve` begins with the base model, at epoch 0.
+    answers in nats, of free text only; its `curve` begins with the base model, at epoch 0. `repair` is what a method's
+    repair after training undid, or why it was `refused`; records written before it was kept have None.
     """
 
     spec: RunSpec
@@ -38,6 +39,7 @@ class RunResult:
     anchors_right: float | None = None
     past_nll: float | None = None
     new_nll: float | None = None
+    repair: dict[str, Any] | None = None
     diagnostics: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
 
@@ -83,8 +85,8 @@ class SequenceResult:
 
     `accuracy` has one line per stage, the base model's first, with every task's accuracy in the spec's order; `sizes`
     counts each task's rows. `stages` has for each stage its task, its new rows, Acquisition, Retention of the rows of
-    earlier tasks that were right before it (None at the first) and of its own task's. `survival` is the share of
-    learned rows still right after 0, 1, ... further stages.
+    earlier tasks that were right before it (None at the first) and of its own task's, and its repair. `survival` is the
+    share of learned rows still right after 0, 1, ... further stages.
     """
 
     spec: SequenceSpec

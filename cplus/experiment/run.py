@@ -37,6 +37,7 @@ from cplus.methods import METHODS, Material
 from cplus.models import Loaded
 from cplus.offload import free_bytes
 from cplus.probes.audit import short_audit
+from cplus.repairing.search import repair_row
 from cplus.scoring import predict
 
 OnEvent = Callable[[Event], None]
@@ -104,6 +105,7 @@ def _trained(spec: RunSpec, given: Comparison, training: Training, watch: OnEven
         **figures,
         correction=_correction(given, model),
         anchors_right=_anchors_right(given, model),
+        repair=repair_row(training.repaired),
         diagnostics={
             **audited,
             **observation.report(),

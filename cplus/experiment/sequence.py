@@ -30,6 +30,7 @@ from cplus.experiment.rows import Group
 from cplus.experiment.settings import RunSpec, SequenceSpec
 from cplus.interfaces import Interface
 from cplus.loop import Event
+from cplus.repairing.search import repair_row
 from cplus.scoring import predict
 
 __all__ = ["average_accuracy", "backward_transfer", "first_stage", "run_sequence", "survival"]
@@ -138,7 +139,7 @@ def run_stage(
     return Stage(
         current=current,
         answers=answers,
-        figures=figures(number, task, new, before, answers),
+        figures={**figures(number, task, new, before, answers), "repair": repair_row(training.repaired)},
         training=training.log.training,
         preservation=training.log.preservation,
         seconds=training.log.seconds,

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata, state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.tensor import DTensor
 
 from cplus import files, world
 from cplus.experiment.sharding import Held, like, of_parameters
+from cplus.integrations.distributed import Reader
 from cplus.ranks import local
 
 REST = "rest.pt"
-_PLAIN = {("torch.serialization", "_get_layout"), ("collections", "OrderedDict")} | {
-    (module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")
-}
 _STORED = "stored"
 """In the rest, where a tensor was: its path, which is its name in the checkpoint."""
 
@@ -56,7 +52,7 @@ def read(folder: Path, hashes: dict[str, str], held: Held) -> dict[str, Any]:
     if damaged or (lost := hashes.keys() - {path.name for path in folder.iterdir()}):
         raise ValueError(f"{folder / sorted(damaged or lost)[0]} is damaged or missing")
     rest: dict[str, Any] = torch.load(folder / REST, map_location="cpu", weights_only=True)
-    reader = _Reader(folder)
+    reader = Reader(folder)
     about = reader.read_metadata().state_dict_metadata
     tensors = {path: _empty(about[path], held.at(path)) for path in _stored(rest)}
     state_dict_loader.load(tensors, storage_reader=reader, no_dist=world.size() == 1)
@@ -70,25 +66,6 @@ def read(folder: Path, hashes: dict[str, str], held: Held) -> dict[str, Any]:
     if found["guard"] is not None:
         found["guard"]["ranks"] = world.size()
     return found
-
-
-class _Reader(filesystem.FileSystemReader):
-    """torch's reader, whose metadata is a pickle: here it may name nothing but a checkpoint's own types."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            found: metadata.Metadata = _Restricted(file).load()
-        found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
-        return found
-
-
-class _Restricted(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        own = module in (metadata.__name__, filesystem.__name__) and "." not in name
-        kind = getattr(torch, name, None) if module == "torch" else None
-        if own or isinstance(kind, torch.dtype) or kind is torch.Size or (module, name) in _PLAIN:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"a checkpoint's metadata may not name {module}.{name}")
 
 
 def _each(value: dict[Any, Any], change: Callable[..., Any], part: Callable[[Tensor], Tensor]) -> dict[Any, Any]:
@@ -105,15 +82,9 @@ def _stored(value: Any) -> Iterator[str]:
 
 
 def _empty(about: Any, held: Tensor) -> Tensor:
-    assert isinstance(about, TensorStorageMetadata)
     if about.size != held.shape:
         raise ValueError(f"expected a tensor of shape {tuple(held.shape)}, found {tuple(about.size)}")
-    dtype = about.properties.dtype
-    return like(torch.empty_like(local(held), dtype=dtype), held) if isinstance(held, DTensor) else _plain(held, dtype)
-
-
-def _plain(held: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(held.detach(), dtype=dtype)
+    return like(torch.empty_like(local(held), dtype=about.properties.dtype), held)
 
 
 def _hashes(folder: Path) -> dict[str, str]:

@@ -5,6 +5,7 @@ Under DeepSpeed ZeRO each process writes a file of its own instead, because the 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint import filesystem, metadata, state_dict_loader, state_dict_saver
 from torch.distributed.tensor import DTensor
 
 from cplus.attach import Guard
@@ -21,6 +21,24 @@ from cplus.files import write_state
 from cplus.ranks import local
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_NAMED: tuple[Any, ...] = (
+    metadata.ChunkStorageMetadata,
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata.TensorProperties,
+    metadata.TensorStorageMetadata,
+    metadata._MEM_FORMAT_ENCODING,
+    filesystem._StorageInfo,
+    torch.Size,
+    torch.serialization._get_layout,
+)
+_ADMITTED: dict[str, Any] = {
+    **{f"{kind.__module__}.{kind.__qualname__}": kind for kind in _NAMED},
+    **{str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)},
+    **dict.fromkeys(("pathlib.PosixPath", "pathlib._local.PosixPath"), Path),  # the second: Python 3.13
+}
+"""What the metadata of tensors names; of other entries torch would load the pickle without restriction."""
 
 
 def save(guard: Guard, folder: Path | str) -> None:
@@ -41,20 +59,40 @@ def load(guard: Guard, folder: Path | str) -> None:
         return
     if not (Path(folder) / ".metadata").is_file():
         raise ValueError(f"{folder}: expected a guard's distributed checkpoint, but it has no .metadata file")
-    saved = filesystem.FileSystemReader(folder).read_metadata().state_dict_metadata
+    reader = Reader(folder)
+    saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
     params = dict(zip(names(guard), guard.params, strict=True))
     loaded: dict[str, Tensor] = {}
     for key, about in saved.items():
         _, marked, name = key.partition("/@")
-        if not isinstance(about, TensorStorageMetadata):
-            raise ValueError(f"{folder}: expected a guard's distributed checkpoint, but {key!r} is not a tensor")
         if marked and (name not in params or about.size != params[name].shape):
             raise ValueError(f"{folder} belongs to other parameters: it has {name!r} of shape {tuple(about.size)}")
         loaded[key] = _empty_like(params[name] if marked else torch.empty(about.size), about.properties.dtype)
-    state_dict_loader.load(loaded, checkpoint_id=folder, no_dist=not _running())
+    state_dict_loader.load(loaded, storage_reader=reader, no_dist=not _running())
     template = guard.state_dict()
     ranks = template.pop("ranks")
     guard.load_state_dict({"ranks": ranks, **_filled(template, (), loaded, names(guard))})
+
+
+class Reader(filesystem.FileSystemReader):
+    """torch's reader, whose metadata is a pickle: here it may name nothing but what describes tensors."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        """The checkpoint's metadata."""
+        path = Path(self.path) / ".metadata"
+        with path.open("rb") as file:
+            found = _Restricted(file).load()
+        if not isinstance(found, metadata.Metadata):
+            raise ValueError(f"{path}: expected the metadata of a checkpoint, got {type(found).__name__}")
+        found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        return found
+
+
+class _Restricted(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" not in _ADMITTED:
+            raise ValueError(f"a checkpoint's metadata may not name {module}.{name}: the file was altered")
+        return _ADMITTED[f"{module}.{name}"]
 
 
 def _own(guard: Guard) -> str:

@@ -53,7 +53,7 @@ def load_guard(guard: Guard, folder: Path) -> None:
             "process, or save it with cplus.integrations.distributed.save, which supports any number of processes"
         )
     else:
-        guard.load_state_dict(torch.load(folder / FILE, map_location=guard.params[0].device, weights_only=True))
+        guard.load_state_dict(torch.load(folder / FILE, map_location="cpu", weights_only=True))
 
 
 def _sums(guard: Guard) -> dict[str, float]:

@@ -18,6 +18,7 @@ from cplus.evaluation.judges import judge
 from cplus.evaluation.statistics import noise_floor
 from cplus.experiment.measure import GroupAnswers, evaluate, evaluate_texts
 from cplus.experiment.rows import Group
+from cplus.job.progress import say
 from cplus.job.settings import AdaptConfig
 from cplus.models import Loaded
 from cplus.probes.engine import Request, Sampling, request_seed
@@ -87,8 +88,8 @@ def _answer(
 def base_answers(path: Path, base: Loaded, groups: Sequence[Group], config: AdaptConfig) -> Before:
     """The base model's answers to every group, from the file or computed now and written to it."""
     identity = {group.name: fingerprint(group.examples) for group in groups} | {"model": base.fingerprint}
-    if world.shared(path.is_file):
-        stored = files.read_json(path)
+    stored = world.shared(lambda: read_stored(path))
+    if stored is not None:
         if stored["identity"] != identity:
             changed = [name for name in identity if stored["identity"].get(name) != identity[name]]
             raise ValueError(f"the {' and '.join(changed)} changed since the job began; start a new job")
@@ -100,8 +101,19 @@ def base_answers(path: Path, base: Loaded, groups: Sequence[Group], config: Adap
     floor = sampling_noise(base, past[0], config) if noisy else None
     if world.first():
         rows = {name: _to_row(own) for name, own in answers.items()}
-        files.write_json(path, {"identity": identity, "answers": rows, "noise_floor": floor})
+        files.write_json(path, files.sealed({"identity": identity, "answers": rows, "noise_floor": floor}))
     return Before(answers=answers, noise_floor=floor)
+
+
+def read_stored(path: Path) -> dict[str, Any] | None:
+    """What an earlier process of this job measured and sealed; None where it has to be measured now."""
+    if not path.is_file():
+        return None
+    try:
+        return files.read_sealed(path)
+    except ValueError as error:
+        say(f"{error}; so it is measured again")
+        return None
 
 
 def sampling_noise(base: Loaded, group: Group, config: AdaptConfig) -> float | None:

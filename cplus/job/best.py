@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from cplus import files, world
 from cplus.experiment.driver import Training
+from cplus.job.checkpoint import read_state
 
 
 def badness(point: Mapping[str, float]) -> float | None:
@@ -57,7 +56,7 @@ class Best:
         return int(kept["epoch"])
 
     def _read(self) -> dict[str, Any]:
-        return _read(self._path)
+        return read_state(self._path, "remove it to write the best of the epochs from the checkpoint on")
 
 
 class LastGood:
@@ -74,11 +73,6 @@ class LastGood:
 
     def restore(self, training: Training) -> int:
         """Load the last good weights and return their epoch."""
-        kept = _read(self._path)
+        kept = read_state(self._path, "the last good epoch is lost: start a new job")
         training.restore(kept["weights"])
         return int(kept["epoch"])
-
-
-def _read(path: Path) -> dict[str, Any]:
-    kept: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return kept

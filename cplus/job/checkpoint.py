@@ -18,7 +18,7 @@ from cplus.experiment.driver import Training
 from cplus.job.progress import say
 
 FORMAT = "cplus-checkpoint/2"
-DAMAGED = (
+_DAMAGED = (
     RuntimeError,
     EOFError,
     OSError,
@@ -31,6 +31,7 @@ DAMAGED = (
 )
 """What reading a damaged archive raises."""
 _SHARDS = "shards-"
+_ANEW = "remove it to train from the beginning"
 
 
 class Checkpoints:
@@ -52,6 +53,9 @@ class Checkpoints:
             return False
         if kept["numerics"] != _numerics():
             say(f"the job began with {kept['numerics']} and continues with {_numerics()}: the last bits may differ")
+        had, found = len(kept["state"]["random_cuda"]), torch.cuda.device_count()
+        if had != found:
+            say(f"the job began with {had} GPUs and continues with {found}: what is drawn at random on them may differ")
         training.load_state_dict(kept["state"])
         self.step, self.done = training.log.cursor.step, training.log.done
         world.agree("the checkpoint they resume from", self.step)
@@ -59,37 +63,19 @@ class Checkpoints:
 
     def _newest(self, training: Training) -> dict[str, Any] | None:
         """The state as this process holds it, from one file or from shards; both exist only after a kill."""
-        file = self._read_file() if self._path.is_file() else None
-        shards = self._read_index() if self._index.is_file() else None
+        file = self._checked(read_state(self._path, _ANEW)) if self._path.is_file() else None
+        shards = self._checked(files.read_sealed(self._index)) if self._index.is_file() else None
         if shards is not None and (file is None or shards["step"] > file["state"]["log"]["cursor"]["step"]):
             return {**shards, "state": self._read_shards(shards, training)}
         return None if file is None else {**file, "state": training.own_part(file["state"])}
-
-    def _read_file(self) -> dict[str, Any]:
-        try:
-            # Mapped, not read: the states are copied into place one tensor at a time.
-            check_whole(self._path)
-            kept: dict[str, Any] = torch.load(self._path, map_location="cpu", weights_only=True, mmap=True)
-        except DAMAGED as error:
-            raise self._damaged(error) from error
-        return self._checked(kept)
-
-    def _read_index(self) -> dict[str, Any]:
-        return self._checked(files.read_sealed(self._index))
 
     def _read_shards(self, index: dict[str, Any], training: Training) -> dict[str, Any]:
         from cplus.experiment import shard_files
 
         try:
             return shard_files.read(self._path.parent / index["folder"], index["files"], training.held())
-        except DAMAGED as error:
-            raise self._damaged(error) from error
-
-    def _damaged(self, error: Exception) -> ValueError:
-        return ValueError(
-            f"{self._path}: expected a complete checkpoint, but it cannot be read ({error}); remove it to train from "
-            "the beginning"
-        )
+        except _DAMAGED as error:
+            raise _damaged(self._index, error, _ANEW) from error
 
     def _checked(self, kept: Any) -> dict[str, Any]:
         """Refuse another version's or another job's checkpoint."""
@@ -153,12 +139,21 @@ def index_of(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
-def check_whole(path: Path) -> None:
-    """Read every part against its checksum: a mapped file would return a flipped bit unnoticed."""
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise zipfile.BadZipFile(f"{damaged} does not match its checksum")
+def read_state(path: Path, otherwise: str) -> dict[str, Any]:
+    """Read what `files.write_state` wrote; a damaged file is refused, and `otherwise` says what to do then."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if (part := archive.testzip()) is not None:  # a mapped file would return a flipped bit unnoticed
+                raise zipfile.BadZipFile(f"{part} does not match its checksum")
+        # Mapped, not read: the states are copied into place one tensor at a time.
+        kept: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except _DAMAGED as error:
+        raise _damaged(path, error, otherwise) from error
+    return kept
+
+
+def _damaged(path: Path, error: Exception, otherwise: str) -> ValueError:
+    return ValueError(f"{path}: expected a complete file, but it cannot be read ({error}); {otherwise}")
 
 
 def _numerics() -> str:

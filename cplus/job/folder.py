@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cplus import files, locks, world
-from cplus.job.settings import AdaptConfig, settings
+from cplus.job.settings import AdaptConfig, check_repeated, settings
 
 FORMAT = "cplus-job/1"
 _LOOKS, _PAUSE = 50, 0.2  # a shared file system may show a new file seconds later
@@ -190,13 +190,13 @@ def rewrite(
     files.write_json(folder.settings, body)
 
 
-def read_settings(folder: Folder) -> tuple[AdaptConfig, Path]:
+def read_settings(folder: Folder, repeated: Mapping[str, Any]) -> tuple[AdaptConfig, Path]:
     """The settings of a begun job, and the folder that its relative paths refer to."""
-    values, home = read_values(folder, FORMAT)
+    values, home = read_values(folder, FORMAT, repeated)
     return settings(values, where=str(folder.settings)), home
 
 
-def read_values(folder: Folder, format: str) -> tuple[dict[str, Any], Path]:
+def read_values(folder: Folder, format: str, repeated: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
     """The settings of a begun job of this format, unchecked, and the folder that its relative paths refer to."""
     if not folder.settings.is_file():
         raise ValueError(f"{folder.root}: there is no job to resume; expected the {folder.settings.name} of one")
@@ -207,6 +207,7 @@ def read_values(folder: Folder, format: str) -> tuple[dict[str, Any], Path]:
             f"{folder.settings}: expected the format {format}, got {found!r:.40}; it was written by another command "
             "or version"
         )
+    check_repeated(raw["settings"], repeated, folder.settings)
     # The folder may have been moved since.
     values = {**raw["settings"], "out": folder.root}
     return values, Path(files.read_json(folder.home)) if folder.home.is_file() else Path.cwd()

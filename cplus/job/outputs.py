@@ -43,7 +43,7 @@ from cplus.receipts.receipt import (
     write_receipt,
 )
 from cplus.receipts.verdict import headline, sentences
-from cplus.repairing.search import Repaired
+from cplus.repairing.search import Repaired, repair_row
 from cplus.scoring import Score
 
 SCHEMA = 1
@@ -133,7 +133,7 @@ def write_outputs(folder: Folder, done: Finished) -> dict[str, Any]:
         "steps": done.log.cursor.step,
         "epochs": len(done.log.curve),
         "unfinished": done.unfinished,
-        "repair": _repair_row(done.repaired),
+        "repair": repair_row(done.repaired),
         "curve": done.log.curve,
         "bank": None if done.bank is None else dict(done.bank.manifest),
         "notes": shown["notes"],
@@ -145,12 +145,6 @@ def write_outputs(folder: Folder, done: Finished) -> dict[str, Any]:
     record = files.sealed(record)
     files.write_json(folder.record, record)
     return record
-
-
-def _repair_row(repaired: Repaired | str | None) -> dict[str, Any] | None:
-    if isinstance(repaired, str):
-        return {"refused": repaired}
-    return None if repaired is None else repaired.row()
 
 
 def counts(done: Finished) -> dict[str, int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cplus import models, world
+from cplus.after import Undone
 from cplus.experiment.rows import Group, Rows
 from cplus.experiment.sharding import needs_whole
 from cplus.interfaces.template import read_template
@@ -91,6 +92,10 @@ def row_of(config: AdaptConfig) -> Method:
         raise ValueError(f"method {row.name!r} decides itself what trains; leave out lora, or choose another method")
     if row.after is not None and config.lora is not None and not config.lora.merge:
         raise ValueError(f"method {row.name!r} changes the merged weights after training; leave out merge=false")
+    if isinstance(row.after, Undone) and config.repair:
+        raise ValueError(
+            f"method {row.name!r} ends with a repair of its own; leave out repair, or choose another method"
+        )
     if row.adapter is not None and is_open(config):
         raise ValueError(f"method {row.name!r} decides itself what trains, so no rate is tested for it; provide lr")
     return row

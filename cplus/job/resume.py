@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from cplus import files, models, world
 from cplus.job.checkpoint import is_there
@@ -17,11 +19,14 @@ from cplus.job.settings import AdaptConfig
 from cplus.job.usage import PeakMemory
 
 
-def resume(out: Path, *, epochs: int | None = None) -> FinishedJob:
-    """Continue an interrupted job as if it had never stopped, up to other `epochs` if given; read a finished one."""
+def resume(out: Path, *, epochs: int | None = None, repeated: Mapping[str, Any] | None = None) -> FinishedJob:
+    """Continue an interrupted job as if it had never stopped, up to other `epochs` if given; read a finished one.
+
+    Settings that run code, such as `method="python:..."`, must be `repeated`.
+    """
     folder = Folder(out)
     with world.joined():
-        config, home = _read(folder)
+        config, home = _read(folder, repeated)
         if (done := world.shared(lambda: _finished(folder))) is not None:
             if epochs is not None and epochs != config.epochs:
                 raise ValueError(
@@ -38,11 +43,11 @@ def resume(out: Path, *, epochs: int | None = None) -> FinishedJob:
                 return work(job, interruption, memory)
 
 
-def finish(out: Path) -> FinishedJob:
+def finish(out: Path, *, repeated: Mapping[str, Any] | None = None) -> FinishedJob:
     """Write model and receipt from the last checkpoint of an interrupted job, without further training."""
     folder = Folder(out)
     with world.joined():
-        config, home = _read(folder)
+        config, home = _read(folder, repeated)
         if (done := world.shared(lambda: _finished(folder))) is not None:
             return done
         if not is_there(folder.checkpoint):
@@ -59,11 +64,11 @@ def _with_reasons(job: Job) -> Job:
     return replace(job, chosen=stored(job.folder.settings))
 
 
-def _read(folder: Folder) -> tuple[AdaptConfig, Path]:
+def _read(folder: Folder, repeated: Mapping[str, Any] | None) -> tuple[AdaptConfig, Path]:
     """The job's settings, in a folder that every process sees."""
-    world.shared(lambda: read_settings(folder))
+    world.shared(lambda: read_settings(folder, repeated or {}))
     check_seen(folder)
-    return read_settings(folder)
+    return read_settings(folder, repeated or {})
 
 
 def _finished(folder: Folder) -> FinishedJob | None:

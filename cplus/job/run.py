@@ -184,7 +184,9 @@ def _finish(
     parameters = four_bit.num_weights(training.model)
     trainable = sum(p.numel() for p in training.model.parameters() if p.requires_grad)
     model = training.finish()
-    repaired: Repaired | str | None = None
+    repaired = training.repaired
+    if isinstance(repaired, str):
+        say(f"repair: {repaired}")
     if config.repair:
         training.optimizer.state.clear()  # its memory is needed now, and the last checkpoint holds it
         with recorded(folder.seconds, "repairing"):

@@ -431,6 +431,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
 """The settings besides the model, in the order they are shown."""
 
 
+RUN_CODE = ("method", "judge", "trust_remote_code")
+"""The settings that can run code: `python:` names and that of a model's repository."""
+
+
 def paper(model: object) -> dict[str, Any]:
     """The paper's protocol for a model; Phi-3.5 has its own learning rate."""
     from cplus.models.presets import Preset
@@ -461,6 +465,19 @@ def settings(values: Mapping[str, Any], *, where: str = "settings") -> AdaptConf
         return AdaptConfig(**values)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+
+
+def check_repeated(values: Mapping[str, Any], repeated: Mapping[str, Any], where: Path) -> None:
+    """Refuse a folder's settings that run code, unless the caller repeats them: the folder may be somebody else's."""
+    for name in RUN_CODE:
+        value = values.get(name)
+        runs = value not in (None, False) if name == "trust_remote_code" else str(value).startswith("python:")
+        if (runs or name in repeated) and repeated.get(name) != value:
+            option = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+            raise ValueError(
+                f"{where}: expected what can run code to be repeated as it is there, got {name} "
+                f"{repeated.get(name, 'not given')}; add {option} if you trust it"
+            )
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from cplus import files, models
 from cplus.data.examples import Choice, Example, lines
 from cplus.data.readers import read_file, weighted
@@ -20,7 +18,7 @@ from cplus.job.interruption import Interrupted
 from cplus.job.progress import say
 from cplus.job.resume import resume
 from cplus.job.run import FinishedJob, adapt
-from cplus.job.settings import AdaptConfig, settings
+from cplus.job.settings import AdaptConfig, check_repeated, settings
 from cplus.ledger import DECIDED
 from cplus.ledger.chain import NAME, Ledger, StageFolder, append, exists, problems, read
 from cplus.ledger.history import BASE, answered, flips, is_right, set_name, tables
@@ -69,7 +67,7 @@ def update(root: Path, given: Mapping[str, Any], *, force: bool = False) -> Upda
         place = ledger.next
         files.tidy(place.root)
         config = _started(ledger, place, given, force=force)
-        outcome = _worked(config, place)
+        outcome = _worked(config, place, given)
         return Updated(ledger=_sealed(ledger, place, str(given["new"]), outcome), outcome=outcome)
 
 
@@ -105,6 +103,7 @@ def _verified(ledger: Ledger) -> Ledger:
 def _started(ledger: Ledger, place: StageFolder, given: Mapping[str, Any], *, force: bool) -> AdaptConfig:
     """The stage's settings; writes its rows and then its arguments, which mark the stage as started."""
     values = {**({} if "preset" in given else _inherited(ledger)), **given}
+    check_repeated(values, given, ledger.root)
     new = load_task(str(given["new"]), values.get("data_dir"))
     arguments = {name: str(value) for name, value in sorted(given.items())} | {"rows": new.fingerprint}
     if Folder(place.job).settings.is_file() and not force:
@@ -204,11 +203,12 @@ def _external(ledger: Ledger) -> list[tuple[str, Path]]:
     return [*([] if base is None else [(BASE, base)]), *tasks]
 
 
-def _worked(config: AdaptConfig, place: StageFolder) -> FinishedJob:
+def _worked(config: AdaptConfig, place: StageFolder, given: Mapping[str, Any]) -> FinishedJob:
     if Folder(place.job).record.is_file():
-        return _whole(resume(place.job), place)
+        return _whole(resume(place.job, repeated=given), place)
     try:
-        return resume(place.job) if Folder(place.job).settings.is_file() else adapt(config)
+        begun = Folder(place.job).settings.is_file()
+        return resume(place.job, repeated=given) if begun else adapt(config)
     except Interrupted as stop:
         sentence = str(stop).rpartition(". ")[0]  # without the advice to resume the job by itself
         raise Interrupted(stop.number, f"{sentence}. Resume it with the same command") from stop
@@ -226,7 +226,7 @@ def _whole(outcome: FinishedJob, place: StageFolder) -> FinishedJob:
             wrong = f"{job.bank} is not the bank of the job"
         elif models.load(place.model, device="cpu").fingerprint != record["model"]["after"]:
             wrong = f"{place.model} is not the model of the job"
-    except (ValueError, OSError, SafetensorError) as error:
+    except (ValueError, OSError) as error:
         wrong = str(error)
     if wrong:
         raise ValueError(f"{wrong}; the stage is not sealed: remove {place.root} and repeat the update")

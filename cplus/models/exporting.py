@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import torch
 from gguf import GGUFWriter, LlamaFileType, TokenType
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from cplus import files
+from cplus.models.loading import load
 from cplus.models.unpacking import Weights, sources
 
 Dtype: TypeAlias = Literal["float16", "float32"]
@@ -67,14 +66,16 @@ class Exported:
 
 def write_gguf(folder: Path, out: Path, dtype: Dtype = "float16") -> Exported:
     """Write the model of a folder to one GGUF file; norms and biases stay float32, as llama.cpp expects."""
-    config = _config(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{folder}: expected a model folder with a config.json; a job writes it to OUT/model")
+    loaded = load(folder.absolute(), device="cpu")
+    config, tokenizer = loaded.model.config, loaded.tokenizer
+    _check(folder, config)
     spoken = _Tokenizer.read(folder, tokenizer, config.vocab_size)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    kind, names = config.model_type, sources(model, config.model_type)
+    kind, names = config.model_type, sources(loaded.model, config.model_type)
     if config.tie_word_embeddings:
         del names["lm_head.weight"]
-    weights, (narrow, file_type) = model.state_dict(), _TYPES[dtype]
+    weights, (narrow, file_type) = loaded.model.state_dict(), _TYPES[dtype]
     with files.replacing(out) as part:
         writer = GGUFWriter(part, kind)
         writer.add_file_type(file_type)
@@ -97,11 +98,8 @@ def write_gguf(folder: Path, out: Path, dtype: Dtype = "float16") -> Exported:
     )
 
 
-def _config(folder: Path) -> Any:
-    """The configuration, if the architecture is known and its positions are plain rotary ones."""
-    if not (folder / "config.json").exists():
-        raise ValueError(f"{folder}: expected a model folder with a config.json; a job writes it to OUT/model")
-    config = AutoConfig.from_pretrained(folder)
+def _check(folder: Path, config: Any) -> None:
+    """Refuse an unknown architecture, and positions that are not plain rotary ones."""
     if config.model_type not in _LAYOUTS:
         raise ValueError(
             f"{folder}: expected a model of {', '.join(_LAYOUTS)} to export, got {config.model_type}; {CONVERTER}"
@@ -111,7 +109,6 @@ def _config(folder: Path) -> Any:
         raise ValueError(f"{folder}: positions scaled by {rope['rope_type']!r} cannot be exported; {CONVERTER}")
     if getattr(config, "use_sliding_window", False):
         raise ValueError(f"{folder}: a model with a sliding window cannot be exported; {CONVERTER}")
-    return config
 
 
 def _describe(writer: GGUFWriter, name: str, config: Any) -> None:

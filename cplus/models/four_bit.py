@@ -42,14 +42,6 @@ def loading(device: torch.device) -> dict[str, Any]:
     return {"quantization_config": packed, "device_map": {"": device}, "dtype": torch.float32}
 
 
-def settle(model: nn.Module) -> None:
-    """Keep the packed weights as they are: on some processors the first evaluation would pack them for bfloat16."""
-    fast = "support_avx512bf16_for_cpu"
-    for layer in model.modules():
-        if hasattr(layer, fast):
-            setattr(layer, fast, False)
-
-
 def packable(model: nn.Module) -> int:
     """The number of weights that 4 bits would hold: those of linear layers, the output layer left out."""
     named: Any = model

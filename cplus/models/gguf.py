@@ -63,17 +63,17 @@ def convert(path: Path, out: Path, *, tie_head: bool = False) -> None:
             f"other programs, or convert it on a larger machine and copy {cache_folder() / 'models'} from there"
         )
     if is_known(reader):
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
         if (head := _field(reader, f"{architecture(reader)}.attention.key_length")) is not None:
             config.head_dim = head  # transformers takes 128 for every Qwen3
         write_weights(reader, config, out, tie_head=tie_head)
     else:
         # Dequantised explicitly: a model with quantised blocks can be neither trained nor saved.
         model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32, **_dequantised()
+            path.parent, gguf_file=path.name, dtype=torch.float32, trust_remote_code=False, **_dequantised()
         )
         model.save_pretrained(out)
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
     if _field(reader, "tokenizer.ggml.pre") == "smollm":
         # transformers has no rule for this kind; without the step for digits "\n\n1" is tokenised incorrectly.
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
@@ -19,6 +20,7 @@ from cplus.models.gguf import converted
 from cplus.models.identity import fingerprint
 from cplus.models.packages import PACKAGED
 from cplus.models.presets import PRESETS
+from cplus.support import keep_gradients
 
 _DTYPES = {
     "float32": torch.float32,
@@ -68,10 +70,9 @@ def load(
             model, report = AutoModelForCausalLM.from_pretrained(
                 where, output_loading_info=True, use_safetensors=True, **precision, **options
             )
-    except OSError as error:
-        raise ValueError(
-            f"could not load {str(name)!r}: {error}; built-in names are {', '.join(names.ALIASES)}"
-        ) from error
+    except (OSError, ValueError, SafetensorError) as error:
+        hint = "expected a complete model folder" if local else f"built-in names are {', '.join(names.ALIASES)}"
+        raise ValueError(f"could not load {str(name)!r}: {' '.join(str(error).split())}; {hint}") from error
     # transformers would fill a weight the files lack with random numbers, and only warn.
     lacking = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if lacking:
@@ -79,7 +80,7 @@ def load(
             f"{str(name)!r} lacks {len(lacking)} of its weights or has them in another shape, e.g. {lacking[0]}; "
             f"expected a complete checkpoint of {type(model).__name__}"
         )
-    four_bit.settle(model) if packed else model.to(target)
+    keep_gradients(model) if packed else model.to(target)
     model.eval()
     return replace(of(model, tokenizer), name=str(name), device=target)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from cplus import locks
-from cplus.files import canonical_json, sync
+from cplus.files import canonical_json, open_itself, sync
 
 FORMAT = "cplus-journal/1"
 
@@ -43,7 +43,7 @@ def open_journal(
 ) -> Iterator[Journal]:
     """Open a journal for one process at a time; the error for a journal of another bank names the differences."""
     lock = locks.holding(locks.beside(path), wait=wait, notify=notify, otherwise="wait for it or choose another --out")
-    with lock, path.open("ab+") as file:
+    with lock, open(path, "ab+", opener=open_itself) as file:
         lines = _whole_lines(file)
         head = {"format": FORMAT, "identity": json.loads(canonical_json(identity))}
         if not lines:

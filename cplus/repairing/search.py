@@ -62,6 +62,13 @@ class Repaired:
         return f"{100 * self.share:.1f} % of the moved weights undone; {new}; past loss {past}"
 
 
+def repair_row(repaired: Repaired | str | None) -> dict[str, Any] | None:
+    """What a record says of a repair: what it did, or why it was refused; None where none was tried."""
+    if isinstance(repaired, str):
+        return {"refused": repaired}
+    return None if repaired is None else repaired.row()
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Outcome:
     """The result of one round: its past loss, what was measured on the new rows, and which weights were undone."""

@@ -13,7 +13,7 @@ from cplus.data.examples import fingerprint
 from cplus.evaluation.judges import judge
 from cplus.experiment.measure import GroupAnswers, evaluate
 from cplus.experiment.rows import Group
-from cplus.job.answers import Before
+from cplus.job.answers import Before, read_stored
 from cplus.job.repair.outputs import tuned_set
 from cplus.job.settings import AdaptConfig
 from cplus.models import Loaded
@@ -26,13 +26,12 @@ def tuned_sets(
 ) -> list[TunedSet]:
     """The tuned model's figures on every group, from the file or measured now and written to it."""
     identity = files.fingerprint([tuned.fingerprint, *(fingerprint(group.examples) for group in groups)])
-    if path.is_file():
-        stored = files.read_json(path)
+    if (stored := read_stored(path)) is not None:
         if stored["identity"] != identity:
             raise ValueError("the tuned model or the rows changed since the repair began; start a new repair")
         return [TunedSet(**own) for own in stored["sets"]]
     found = [tuned_set(group, before.answers[group.name], _answers(tuned.model, group, config)) for group in groups]
-    files.write_json(path, {"identity": identity, "sets": [asdict(own) for own in found]})
+    files.write_json(path, files.sealed({"identity": identity, "sets": [asdict(own) for own in found]}))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,10 @@ def repair(config: RepairConfig, *, force: bool = False) -> FinishedJob:
             return _work(given, folder, interruption)
 
 
-def resume(out: Path) -> FinishedJob:
+def resume(out: Path, *, repeated: Mapping[str, Any] | None = None) -> FinishedJob:
     """Continue a stopped repair; importance that was computed is not computed again. A finished one is read."""
     folder = Folder(out)
-    values, home = read_values(folder, FORMAT)
+    values, home = read_values(folder, FORMAT, repeated or {})
     config = repair_settings(values, where=str(folder.settings))
     if folder.record.is_file():
         say(f"{out}: this repair is finished")

@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from cplus import files
-from cplus.job.checkpoint import DAMAGED, check_whole
+from cplus.job.checkpoint import read_state
 from cplus.job.interruption import Interrupted, Interruption
 from cplus.job.progress import say
 from cplus.repairing.importance import Sums
@@ -31,14 +29,7 @@ class SumsOnDisk:
         path = self._path(name)
         if not path.is_file():
             return None
-        try:
-            check_whole(path)
-            kept: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except DAMAGED as error:
-            raise ValueError(
-                f"{path}: expected complete sums, but they cannot be read ({error}); remove the file to compute them "
-                "anew"
-            ) from error
+        kept = read_state(path, "remove it to compute it anew")
         if kept.get("format") != FORMAT or kept["identity"] != self._identity:
             raise ValueError(f"{path}: the models, the rows or the version changed since; start a new repair")
         say(f"repair: continued after {kept['rows']} {name.split()[0]} rows")

@@ -42,7 +42,7 @@ def _merged(place: Path, base: Loaded) -> Loaded:
         model: Any = merged_from(place, copy.deepcopy(base.model))
     tokenizer = base.tokenizer
     if (place / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
     return replace(models.of(model.eval(), tokenizer), name=str(place), device=base.device)
 
 
