@@ -30,11 +30,12 @@ from cplus.models import load
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "data" / "golden.json"
 ROWS = TESTS.parent / "examples" / "rows"
-TOLERANCE = 5e-3  # four times the largest difference between AVX-512, AVX2 and SSE; below 0.1 it is absolute
+# Five or more times the largest difference between AVX-512, AVX2 and SSE.
+TOLERANCES = {"weights": 2e-3, "banks": 1e-3, "scores": 1e-3, "figures": 1e-2}
 FIGURES = ("bank", "cost", "counts", "curve", "epochs", "figures", "repair", "rows", "steps", "tokens_by_role")
 LEFT_OUT = {"answer", "changed", "created", "engine", "head", "reworded", "seconds", "verdict"}
 """Times, versions, sentences, and how answers that are not the same differ."""
-NOT_PORTABLE = {"drawn_from", "exact", "model", "moved", "probes_sha256", "undone"}
+NOT_PORTABLE = {"drawn_from", "exact", "model", "moved", "probes_sha256", "undone", "weights"}
 """What another processor may round otherwise; compared with --exact alone."""
 
 
@@ -84,7 +85,7 @@ def prepare() -> None:
     for name in ("new", "keep", "past"):
         rows = [json.loads(line) for line in (ROWS / f"{name}.jsonl").read_text().splitlines()]
         free = [{"prompt": row["question"], "response": row["choices"][row["answer"]]} for row in rows]
-        for path, few in ((f"few-{name}.jsonl", rows[:8]), (f"free-{name}.jsonl", free[:8])):
+        for path, few in ((f"{name}.jsonl", rows), (f"few-{name}.jsonl", rows[:8]), (f"free-{name}.jsonl", free[:8])):
             Path(path).write_text("".join(json.dumps(row) + "\n" for row in few))
 
 
@@ -94,8 +95,8 @@ def weights() -> dict[str, Any]:
         "model": "toy-s", "new": "few-new.jsonl", "anchors": "few-keep.jsonl", "past": "few-past.jsonl",
         "interface": "cloze", "lr": 1e-3, "epochs": 2, "batch_size": 4, "stop": "never", "device": "cpu",
     }  # fmt: skip
-    # The first gradient of asft is rounding alone, of which AdamW makes a whole step.
-    own: dict[str, dict[str, Any]] = {"asft": {"optimizer": "sgd", "lr": 0.1}}
+    # Here some gradients are rounding alone, of which AdamW makes whole steps.
+    own: dict[str, Any] = {key: {"optimizer": "sgd", "lr": 0.1} for key in ("asft", "mofo", "probe-distillation")}
     found = {}
     for name, row in cplus.METHODS.items():
         values = {**same, **own.get(name, {}), **({"num_probes": 8} if row.needs_bank else {})}
@@ -141,7 +142,7 @@ def scores() -> dict[str, Any]:
 
 def figures() -> dict[str, Any]:
     """The README's job, a chat model's, a repair, two checks, two updates and two small studies."""
-    files = ("--new", ROWS / "new.jsonl", "--anchors", ROWS / "keep.jsonl", "--past", ROWS / "past.jsonl")
+    files = ("--new", "new.jsonl", "--anchors", "keep.jsonl", "--past", "past.jsonl")
     toy, study = (*files, "--interface", "cloze"), ("--scale", "smoke", "--workers", 1, "--out", "results", "--only")
     command("adapt", "toy", *toy, "--lr", 1e-3, "--out", "adapt")
     command("adapt", "chatty", "--new", "free-new.jsonl", "--lr", 1e-3, "--epochs", 2, "--out", "chat")
@@ -177,16 +178,16 @@ def working_folder() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def differences(found: Any, stored: Any, tolerance: float, where: str = "", scale: float = 0.0) -> list[str]:
-    """What differs by more than the tolerance; the numbers of a list are compared beside the largest of them."""
+def differences(found: Any, stored: Any, tolerance: float, where: str = "", scale: float = 0.5) -> list[str]:
+    """What differs by more than the tolerance, relative to the largest number of a list; below 0.5 it is absolute."""
     if isinstance(found, list) and isinstance(stored, list):
-        scale = max((abs(value) for value in stored if isinstance(value, float)), default=0.0)
+        scale = max((abs(value) for value in stored if isinstance(value, float)), default=scale)
         found, stored = dict(enumerate(found)), dict(enumerate(stored))
     if isinstance(found, dict) and isinstance(stored, dict):
         pairs = [(f"{where}/{key}", found.get(key), stored.get(key)) for key in {**stored, **found}]
         return [line for at, one, other in pairs for line in differences(one, other, tolerance, at, scale)]
     if isinstance(found, float) and isinstance(stored, float):
-        same = abs(found - stored) <= tolerance * max(scale, abs(stored), 0.1)
+        same = abs(found - stored) <= tolerance * max(scale, abs(stored))
     else:
         same = found == stored
     return [] if same else [f"{where}: {found!r:.200}, stored {stored!r:.200}"]
@@ -206,7 +207,7 @@ def entries(part: str) -> dict[str, Any]:
 @pytest.mark.parametrize("part", PARTS)
 def test_behaviour_is_as_stored(part: str, material: None) -> None:
     stored = {name: value for name, value in json.loads(GOLDEN.read_text()).items() if name.startswith(part)}
-    assert differences(without(entries(part), NOT_PORTABLE), stored, TOLERANCE) == []
+    assert differences(without(entries(part), NOT_PORTABLE), stored, TOLERANCES[part]) == []
 
 
 def write(arguments: list[str]) -> int:
