@@ -1,10 +1,10 @@
 """Every figure of these pages is computed from a record, as the comment before its paragraph, list or table says.
 
-    <!-- figures: tuned("cplus"); interval(above("cplus")) -->     the numbers of the next block, in order
-    <!-- each row: tuned(row, "updates"); tuned(row) -->           the same for each row of a table; `cells` are its cells
+    <!-- figures: tuned("cplus"); interval(above("cplus")) -->   the numbers of the next block, in order
+    <!-- each row: tuned(row, "updates"); tuned(row) -->         the same for each row of a table, named by its cells
 
-In such a block every number outside code must be that of its expression, to the digits shown. In other blocks no decimal
-and no percentage may stand. What is not measured says what it is: `setting`, `published` or `formula`.
+In such a block every number outside code must be that of its expression, to the digits shown. In other blocks no
+decimal and no percentage may stand. What is not measured says what it is: `setting`, `published` or `formula`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from cplus.studies.readme import markdown
 from cplus.studies.summaries import pick
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", *(f"docs/{name}.md" for name in "studies results performance limits repair costs".split())]
-PAGES += ["docs/guides/choose_a_method.md"]
+NAMED = ("studies", "results", "performance", "limits", "repair", "costs", "guides/choose_a_method")
+PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMED)]
 QWEN = "qwen2.5-coder-1.5b"
 
 
@@ -85,6 +85,11 @@ def ladders() -> list[RunResult]:
     return [run for run in results().studies["frontier"].runs if not frontier.as_in_the_demo(run)]
 
 
+@cache
+def chosen() -> dict[str, list[RunResult]]:
+    return frontier.reported(ladders())
+
+
 def budget(field: str = "retention") -> Seeds:
     """SFT whose number of updates is the budget of every method on the frontier."""
     return sft(0.0003, frontier.WARMUP, field)
@@ -98,13 +103,13 @@ def sft(rate: float, warmup: float, field: str = "retention") -> Seeds:
 
 def tuned(method: str, field: str = "retention") -> Seeds:
     """A method at its own best rate."""
-    return by_seed(frontier.reported(ladders())[method], field)
+    return by_seed(chosen()[method], field)
 
 
 def above(method: str, cost: str = "updates") -> Seeds:
     """Retention less that of SFT's line at the same cost."""
     plain = [run for run in pick(ladders(), method="sft") if run.spec.seed not in frontier.TUNING_SEEDS]
-    return Seeds(frontier.distances(frontier.reported(ladders())[method], plain, frontier.COSTS[cost]))
+    return Seeds(frontier.distances(chosen()[method], plain, frontier.COSTS[cost]))
 
 
 def rotated(field: str, use: str = "128, 1, 0") -> Seeds:
@@ -171,7 +176,7 @@ def numbers(expressions: str, cells: tuple[str, ...]) -> list[float]:
 
 MARK = re.compile(r"<!-- (figures|each row): (.*?) -->\n+", re.S)
 NUMBER = re.compile(r"(?<![\w.,/-])[+-]?\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?(?![\w-]|\.\d|,\d)")
-NOT_TEXT = re.compile(r"<!--.*?-->|^ *```.*?^ *```|`[^`]*`|\]\([^)]*\)|95 % interval", re.S | re.M)
+NOT_TEXT = re.compile(r"<!--.*?-->|^ *```.*?^ *```|`[^`]*`|\]\([^)]*\)|^\d+\. |95 % interval", re.S | re.M)
 
 
 @cache
@@ -229,7 +234,9 @@ def problems(page: str, text: str) -> list[str]:
         shown, values = NUMBER.findall(plain, begin, end), numbers(expressions, cells)
         where = f"{page}:{text[:begin].count(chr(10)) + 1}"
         if len(shown) != len(values):
-            found.append(f"{where}: {len(shown)} numbers, {len(values)} values: {shown} {[round(v, 4) for v in values]}")
+            found.append(
+                f"{where}: {len(shown)} numbers, {len(values)} values: {shown} {[round(v, 4) for v in values]}"
+            )
         found += [f"{where}: {a} is {b:.6g}" for a, b in zip(shown, values, strict=False) if not shown_as(a, b)]
     for match in NUMBER.finditer(plain):
         percent = plain[match.end() :].lstrip(" ").startswith("%")

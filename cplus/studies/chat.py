@@ -2,7 +2,7 @@
 
 A chat model learns terse answers; past rows are its own answers to other requests, of any kind (`style`) or
 requests for JSON (`format`). Neighbours may choose the rate that suits the reported seeds best, of those declared;
-CPLUS has one rate, named before. The loss of a model's own greedy answers also falls where it only becomes more certain.
+CPLUS has one rate, named before. The loss of a model's own answers also falls where it only becomes more certain.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ def summary(results: Sequence[Result]) -> Summary:
     longer = [result for result in mine if result.spec.num_new == MANY]
     rows += [_row(longer)] if longer else []
     claims.append(_in_half_the_time(f"{MANY} new rows", longer))
-    answer = f"Where the new loss is {LEVEL}, the past loss, which certainty alone lowers, has risen by: {'; '.join(answers)}."
+    where = f"Where the new loss is {LEVEL}, the past loss, which certainty alone lowers, has risen by"
+    answer = f"{where}: {'; '.join(answers)}."
     return Summary(rows=tuple(rows), answer=answer, claims=tuple(claims))
 
 

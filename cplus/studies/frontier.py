@@ -139,7 +139,7 @@ def run_of(scale: Scale, method: str, choice: Choice, seed: int) -> RunSpec:
 
 
 def runs(scale: Scale) -> list[RunSpec]:
-    """Every method's ladder on the tuning seed; on others its chosen rung, and the whole ladders of SFT and its repair."""
+    """Every method's ladder on the tuning seed; on others its chosen rung, and the ladders of SFT and its repair."""
     if scale.name == "smoke":
         tried = [run_of(scale, method, ladder(method)[0], 0) for method in (*NEIGHBOURS, *OURS)]
         return [*tried, *(demo_run(scale, method, 0) for method in BROUGHT_BACK)]
