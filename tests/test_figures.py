@@ -30,7 +30,7 @@ from cplus.studies.readme import markdown
 from cplus.studies.summaries import pick
 
 ROOT = Path(__file__).parent.parent
-NAMED = ("studies", "results", "performance", "limits", "repair", "costs", "guides/choose_a_method")
+NAMED = ("method", "studies", "results", "performance", "limits", "repair", "costs", "guides/choose_a_method")
 PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMED)]
 QWEN = "qwen2.5-coder-1.5b"
 
