@@ -6,6 +6,7 @@ python benchmarks/page.py
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from cplus.files import read_json, write_text
@@ -21,12 +22,14 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def bars(*records: dict[str, Any]) -> str:
-    """Every bar with what was measured."""
-    rows = [
-        [what, f"{bar['measured']:.3g}", f"{bar['relation']} {bar['bar']:g}", "held" if bar["held"] else "missed"]
-        for record in records
-        for what, bar in record["bars"].items()
-    ]
+    """Every bar with what was measured: of several runs the median, the range, and how many held it."""
+    rows = []
+    for what, bar in (each for record in records for each in record["bars"].items()):
+        runs = sorted([bar["measured"], *bar.get("repeats", ())])
+        held = sum(run <= bar["bar"] if bar["relation"] == "<=" else run >= bar["bar"] for run in runs)
+        spread = f" ({runs[0]:.3g} to {runs[-1]:.3g} in {len(runs)} runs)" if len(runs) > 1 else ""
+        verdict = "held" if held == len(runs) else f"missed in {len(runs) - held} of {len(runs)}"
+        rows.append([what, f"{median(runs):.3g}{spread}", f"{bar['relation']} {bar['bar']:g}", verdict])
     return table(["what", "measured", "bar", ""], rows)
 
 
@@ -49,7 +52,7 @@ def processor(record: dict[str, Any]) -> str:
 
 def steps_on(record: dict[str, Any]) -> str:
     """Everything about the step on one processor."""
-    parts = (bars(record), "Times torch's fused step, by size:\n\n" + steps(record), roofline(record))
+    parts = (bars(record), "Times torch's fused step, by size, in one run:\n\n" + steps(record), roofline(record))
     return f"### The step with {processor(record)}\n\n" + "\n".join(parts)
 
 
@@ -87,8 +90,8 @@ def speed(scoring: dict[str, Any], generation: dict[str, Any]) -> str:
     return table(["what, times one at a time", "measured", "bar", "limit by FLOPs"], rows)
 
 
-def main() -> None:
-    """Read the records, one per vector width for the step, and rewrite the page."""
+def figures() -> str:
+    """The part of the page that the records give; of the step there is one record per vector width."""
     folder = ROOT / "benchmarks/results"
     found = {n: read_json(folder / f"{n}.json") for n in ("training", "scoring", "generation")}
     widths = sorted(
@@ -100,10 +103,15 @@ def main() -> None:
         "### An epoch on smollm2-135m\n\n" + epochs(found["training"]),
         "### Scoring and probes on smollm2-135m\n\n" + speed(found["scoring"], found["generation"]),
     )
+    return "\n".join(parts)
+
+
+def main() -> None:
+    """Rewrite the page."""
     page = ROOT / "docs/performance.md"
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
-    write_text(page, before + BEGIN + "\n" + "\n".join(parts) + "\n" + END + after)
+    write_text(page, before + BEGIN + "\n" + figures() + "\n" + END + after)
 
 
 if __name__ == "__main__":

@@ -28,10 +28,8 @@ from cplus.studies.figures import overview_fig2_table2
 from cplus.studies.figures.catalogue import FIGURES, INDEX, OVERVIEW, TABLES, draw, study_modules
 from cplus.studies.figures.drawing import inline_svg, line, panels
 from cplus.studies.figures.e01_fig1_fig3_fig9_fig10 import macro_line
-from cplus.studies.readme import between, markdown
 
 ROOT = Path(__file__).parent.parent
-DESK = ROOT / "results" / "desk"
 SMOKE = SCALES["smoke"]
 DRAWINGS = {make.__name__: make for make in (OVERVIEW, *(make for own in FIGURES.values() for make in own))}
 TABULARS = {make.__name__: make for make in (INDEX, *(make for own in TABLES.values() for make in own))}
@@ -303,12 +301,6 @@ def test_the_average_line_is_the_mean_of_the_tasks_lines() -> None:
 
     rows = [kept("harbours", 4, 80.0), kept("harbours", 8, 90.0), kept("plants", 4, 65.0)]  # one budget is missing
     assert macro_line(rows, ["toy-s"], ["harbours", "plants"]) == [(0, Estimate(75.0, None, 1))]
-
-
-def test_the_readme_says_what_the_committed_results_give() -> None:
-    found = collect(DESK)
-    committed = between((ROOT / "docs" / "results.md").read_text())
-    assert markdown(found).replace(f" --out {DESK.parent}", "") == committed
 
 
 def test_the_figures_import_no_torch() -> None:

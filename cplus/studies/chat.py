@@ -1,8 +1,8 @@
 """The frontier on a chat model: how far the loss of past answers rises where every method has learned equally much.
 
 A chat model learns terse answers; past rows are its own answers to other requests, of any kind (`style`) or
-requests for JSON (`format`). Neighbours may choose the rate that suits the reported seeds best; CPLUS has one rate,
-named before.
+requests for JSON (`format`). Neighbours may choose the rate that suits the reported seeds best, of those declared;
+CPLUS has one rate, named before. The loss of a model's own answers also falls where it only becomes more certain.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from cplus.studies.summaries import pick, run_results, shown
 LEVEL = 0.85
 """The loss of the new answers, in nats per token, at which methods are compared."""
 NEAR = 1.05
+"""How far above the level a repaired model may be; set after the three repairs in style had been seen."""
 STOP = 0.8
 REPAIRED_FROM = 0.68
 """A repair may give up 5 % of the fall of the new loss, so training goes on to here before it."""
@@ -159,7 +160,8 @@ def summary(results: Sequence[Result]) -> Summary:
     longer = [result for result in mine if result.spec.num_new == MANY]
     rows += [_row(longer)] if longer else []
     claims.append(_in_half_the_time(f"{MANY} new rows", longer))
-    answer = f"Where the new loss is {LEVEL}, the past loss has risen by: {'; '.join(answers)}."
+    where = f"Where the new loss is {LEVEL}, the past loss, which certainty alone lowers, has risen by"
+    answer = f"{where}: {'; '.join(answers)}."
     return Summary(rows=tuple(rows), answer=answer, claims=tuple(claims))
 
 

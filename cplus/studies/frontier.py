@@ -30,6 +30,8 @@ CONSTANT = 3
 LADDER = RUNGS + CONSTANT
 """The number of its lower rates that are also tried without a warm-up; at the higher ones e13 has the answer."""
 WARMUP = 0.15
+SLOWEST = 0.05
+"""SFT's last rate on the seeds that report, below its ladder: several methods cost more FLOPs than the ladder's end."""
 EPOCHS = 40
 LEARNED = 99.0
 BEYOND = (2, 5)
@@ -137,7 +139,7 @@ def run_of(scale: Scale, method: str, choice: Choice, seed: int) -> RunSpec:
 
 
 def runs(scale: Scale) -> list[RunSpec]:
-    """Every method's ladder on the tuning seed; on others its chosen rung, and SFT's and the recipe's whole ladders."""
+    """Every method's ladder on the tuning seed; on others its chosen rung, and the ladders of SFT and its repair."""
     if scale.name == "smoke":
         tried = [run_of(scale, method, ladder(method)[0], 0) for method in (*NEIGHBOURS, *OURS)]
         return [*tried, *(demo_run(scale, method, 0) for method in BROUGHT_BACK)]
@@ -145,6 +147,7 @@ def runs(scale: Scale) -> list[RunSpec]:
     return [
         *(run_of(scale, m, rung, seed) for m in (*NEIGHBOURS, *OURS) for rung in ladder(m) for seed in TUNING_SEEDS),
         *(run_of(scale, m, rung, seed) for m in LADDERS for rung in ladder(m)[:LADDER] for seed in seeds),
+        *(run_of(scale, "sft", Choice(rate=SLOWEST, warm=warm), seed) for warm in (True, False) for seed in seeds),
         *(run_of(scale, m, rung, seed) for m, rung in CHOSEN.items() for seed in seeds),
         *(demo_run(scale, m, seed) for m in ("sft", "cplus", *BROUGHT_BACK) for seed in DEMO_SEEDS),
     ]
@@ -197,7 +200,9 @@ def frontier(results: Iterable[RunResult], cost: Cost = updates, least: float = 
 
 
 def height(line: Line, spent: float) -> float:
-    """The line at a cost, interpolated over its logarithm; the first and last point continue it.
+    """The line at a cost, interpolated over its logarithm; beyond its ends, the first or last point's height.
+
+    Beyond the last point a distance from it is at most what is returned: SFT may keep more at that cost.
 
     >>> height([(10.0, 80.0), (40.0, 90.0)], 20.0)
     85.0

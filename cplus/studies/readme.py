@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from cplus.studies.collected import Collected
 from cplus.studies.figures.catalogue import COMPARISONS
 
-OPENS, CLOSES = "<!-- studies -->", "<!-- /studies -->"
 COLUMNS = ("study", "question", "verdict", "measured", "published", "command")
 
 
@@ -31,10 +30,3 @@ def markdown(found: Collected) -> str:
 
 def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
-
-
-def between(text: str) -> str:
-    """The text between the markers in a README."""
-    if text.count(OPENS) != 1 or text.count(CLOSES) != 1:
-        raise ValueError(f"expected the markers {OPENS} and {CLOSES} once each")
-    return text.split(OPENS)[1].split(CLOSES)[0].strip() + "\n"

@@ -175,10 +175,12 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     rows = [r for r in found.studies["e10"].summary.rows if KINDS["cpl"] in r.figures and "num_anchors" in r.at]
     last = max(rows, key=lambda row: int(row.at["num_anchors"]), default=None)
     at = f"at A = {last.at['num_anchors']}" if last else "at the largest budget"
+    audits = [run.diagnostics["audit"]["updates"] for run in found.studies["e10"].runs if "audit" in run.diagnostics]
+    over = f"over {max(audits, default=0)} updates (the paper: 678)"
     paper = published_numbers("e10")
     return [
         ComparisonLine(
-            what=f"agreement with the own full-data mask {at}, CPL / CPLUS (% of update energy)",
+            what=f"agreement with the own full-data mask {at}, {over}, CPL / CPLUS (% of update energy)",
             measured=joined([last.figures[KINDS[kind]] if last else None for kind in ("cpl", "cplus")]),
             published=" / ".join(f"{100 * paper[kind]:.0f}" for kind in ("cpl", "cplus")),
         )
