@@ -35,8 +35,9 @@ class _Lasting(Console):
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
 
-console = _Lasting(stderr=True, highlight=False)
-output = _Lasting(highlight=False)
+# Names of tasks, files and models are no markup.
+console = _Lasting(stderr=True, highlight=False, markup=False, emoji=False)
+output = _Lasting(highlight=False, markup=False, emoji=False)
 
 _SECONDS = 30  # between two lines of progress where there is no terminal
 _NOTEBOOK_SECONDS = 0.5  # between two states of a notebook's one line

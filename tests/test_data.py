@@ -312,11 +312,18 @@ def test_folder_of_a_datasets_set_and_a_hub_out_of_reach(tmp_path, monkeypatch):
             raise ConnectionError("no network")
         return [ROW]
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    errors = types.SimpleNamespace(DatasetsError=RuntimeError)
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset, exceptions=errors))
     assert load_task(f"{tmp_path}@test").examples[0].id == "q1"
     assert asked == [(str(tmp_path), "test")]
     with pytest.raises(ValueError, match="could not read the data set 'some/set': no network; check"):
         load_task("some/set@test")
+
+
+def test_a_folder_with_a_damaged_file_is_one_sentence(tmp_path):
+    (tmp_path / "rows.json").write_text('{"question": ')
+    with pytest.raises(ValueError, match=r"could not read the data set .*: JSON parse error.*; check its name"):
+        load_task(str(tmp_path))
 
 
 def test_hub_without_datasets(monkeypatch):
