@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Annotated, Any
@@ -116,6 +117,9 @@ def register() -> None:
 def main() -> None:
     """Run the command line; an expected error is one sentence on standard error and exit code 1."""
     console.quiet = output.quiet = world.started()[0] > 0
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a locale without UTF-8 cannot write is escaped
+            stream.reconfigure(errors="backslashreplace")
     try:
         if not app.registered_commands:  # a script may call this more than once
             register()

@@ -313,7 +313,7 @@ _ROWS = (
     ),
     Method(
         name="ssr",
-        summary="Trains on new data and synthetic rows whose answers the latest model refined.",
+        summary="Trains on new data and synthetic rows, chosen by clusters and answered by the latest model.",
         paper="Huang et al. 2024, SSR",
         train_on=("new", "synthetic"),
     ),

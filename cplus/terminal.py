@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,8 +26,18 @@ from rich.progress import (
 )
 from rich.text import Text
 
-console = Console(stderr=True, highlight=False)
-output = Console(highlight=False)
+
+class _Lasting(Console):
+    """A console that goes on without its reader, as in `cplus adapt ... 2>&1 | head`: a job is not lost with it."""
+
+    def on_broken_pipe(self) -> None:
+        """Print nowhere from now on; rich would end the process."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
+# Names of tasks, files and models are no markup.
+console = _Lasting(stderr=True, highlight=False, markup=False, emoji=False)
+output = _Lasting(highlight=False, markup=False, emoji=False)
 
 _SECONDS = 30  # between two lines of progress where there is no terminal
 _NOTEBOOK_SECONDS = 0.5  # between two states of a notebook's one line
@@ -45,8 +56,7 @@ def clean(text: str) -> str:
 
 def print_json(value: Any) -> None:
     """Print the one JSON object of a `--json` command to standard output."""
-    if not output.quiet:
-        print(json.dumps(value, ensure_ascii=False, allow_nan=False), flush=True)
+    output.out(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
 class _Rate(ProgressColumn):

@@ -198,6 +198,29 @@ def test_an_interruption_while_reading_leaves_no_traceback(tmp_path: Path) -> No
     assert "Traceback" not in done.stderr
 
 
+def test_a_locale_without_utf_8_prints_what_it_can_and_escapes_the_rest() -> None:
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "cplus", "adapt", "--help"]
+    done = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert done.returncode == 0
+    assert done.stderr == b""
+    assert rb"\u2026" in done.stdout
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_job_goes_on_when_the_reader_of_its_log_goes_away(here: Path, more: tuple[str, ...]) -> None:
+    """`cplus adapt ... 2>&1 | head -0`: every line that it prints breaks the pipe."""
+    given = "toy-s --new new.jsonl --anchors keep.jsonl --interface cloze --num-probes 4 --epochs 1 --lr 1e-3 --out out"
+    command = [sys.executable, "-m", "cplus", "adapt", *given.split(), *more]
+    reader, writer = os.pipe()
+    with subprocess.Popen(command, cwd=here, stdout=writer, stderr=writer) as job:
+        os.close(writer)
+        os.close(reader)
+    assert job.returncode == 0
+    assert (here / "out" / "model" / "model.safetensors").exists()
+    assert (here / "out" / "receipt.html").exists()
+
+
 if __name__ == "__main__":
     SURFACE.write_text(surface())
     print(f"wrote {SURFACE}")

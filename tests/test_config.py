@@ -90,6 +90,17 @@ def test_a_file_that_is_no_list_of_settings_is_refused_by_name(tmp_path: Path, t
         config.read_yaml(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("lr: 1\nlr: 2\n", "got 'lr' 2 times"), ("new: &a [b, b]\npast: [*a, *a]\n", r"not an alias \(\*\)")],
+)
+def test_a_name_given_twice_and_an_alias_are_refused(tmp_path: Path, text: str, problem: str) -> None:
+    """Of two values the first would be dropped in silence; aliases of aliases unfold to gigabytes."""
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ValueError, match=rf"run\.yaml: expected .*{problem}"):
+        config.read_yaml(tmp_path / "run.yaml")
+
+
 def test_numbers_without_a_point_are_read_as_yaml_writes_them(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: toy\nnew: a.jsonl\nlr: 1e-6\n")  # YAML 1.1 calls this a text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 import threading
@@ -95,6 +96,27 @@ def test_bad_bytes_missing_file_and_unknown_ending(tmp_path):
         read_file(tmp_path / "none.csv")
     with pytest.raises(ValueError, match=r"ending in \.jsonl"):
         read_file(tmp_path / "rows.xml")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl", '{"prompt": "p", "prompt": "q", "response": "r"}'),
+        ("a.json", '[{"messages": [{"role": "user", "role": "user", "content": "c"}]}]'),
+        ("a.csv", "prompt,response,prompt\np,r,q\n"),
+    ],
+)
+def test_a_name_given_twice_is_refused(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"{name}.*expected each name once, got '(prompt|role)' 2 times"):
+        read_file(tmp_path / name)
+
+
+def test_a_packed_file_that_is_no_text_is_not_unpacked_to_its_end(tmp_path):
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb") as packed:
+        packed.write(bytes(2**27))
+    with pytest.raises(ValueError, match=r"a\.jsonl\.gz: expected text, which unpacks to less than 67,108,864 bytes"):
+        read_file(tmp_path / "a.jsonl.gz")
 
 
 def test_csv_with_mark_and_line_breaks(tmp_path):
@@ -312,11 +334,18 @@ def test_folder_of_a_datasets_set_and_a_hub_out_of_reach(tmp_path, monkeypatch):
             raise ConnectionError("no network")
         return [ROW]
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    errors = types.SimpleNamespace(DatasetsError=RuntimeError)
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset, exceptions=errors))
     assert load_task(f"{tmp_path}@test").examples[0].id == "q1"
     assert asked == [(str(tmp_path), "test")]
     with pytest.raises(ValueError, match="could not read the data set 'some/set': no network; check"):
         load_task("some/set@test")
+
+
+def test_a_folder_with_a_damaged_file_is_one_sentence(tmp_path):
+    (tmp_path / "rows.json").write_text('{"question": ')
+    with pytest.raises(ValueError, match=r"could not read the data set .*: JSON parse error.*; check its name"):
+        load_task(str(tmp_path))
 
 
 def test_hub_without_datasets(monkeypatch):

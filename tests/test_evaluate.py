@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -545,6 +546,25 @@ def test_the_command_scores_free_text_and_several_tasks(saved: Path, tmp_path: P
     accuracies = [first["accuracy"]["percent"], second["accuracy"]["percent"]]
     assert report["average"] == pytest.approx(sum(accuracies) / 2)
     assert "nats per token" in run(saved, "--task", free, "--max-new-tokens", 4)["text"]
+
+
+def test_names_of_models_and_tasks_are_no_markup(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`[/b]` closes what nothing opened, which ended the command after its evaluation; `[b]` was left out."""
+    shutil.copytree(saved, tmp_path / "m[" / "b]")
+    written(tmp_path / "[b]x.jsonl", [{"question": "q", "choices": ["w", "x"], "answer": 0}])
+    monkeypatch.chdir(tmp_path)
+    text = run("m[/b]", "--task", "[b]x.jsonl")["text"]
+    assert "m[/b]" in text
+    assert "[b]x.jsonl" in text
+
+
+def test_more_choices_than_letters(saved: Path, tmp_path: Path) -> None:
+    rows = [{"question": "q", "choices": [f"c {j}" for j in range(28)], "answer": answer} for answer in (26, 27)]
+    task = written(tmp_path / "many.jsonl", rows)
+    with pytest.raises(ValueError, match=r"many-0001: expected 2 to 26 choices .* got 28; use the cloze interface"):
+        run(saved, "--task", task, "--interface", "letter")
+    [found] = run(saved, "--task", task, "--interface", "cloze", "--json")["tasks"]
+    assert set(found["labels"]) == {"27", "28"}
 
 
 def test_the_command_counts_rows_that_are_too_long(saved: Path, tmp_path: Path) -> None:

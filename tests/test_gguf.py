@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from dataclasses import replace
 
@@ -66,6 +67,15 @@ def test_truncated_file_is_refused_without_a_trace(tiny_llama, tmp_path, cache, 
     with pytest.raises(ValueError, match=r"cut\.gguf: expected a complete GGUF file.*download it again"):
         models.load(tmp_path / "cut.gguf")
     assert [p.name for p in (cache / "models").iterdir()] == []
+
+
+@pytest.mark.parametrize("nested", [b"", struct.pack("<IQ", 9, 1) * 5000])
+def test_an_array_ends_with_its_file(tmp_path, cache, nested):
+    """Few bytes that say a million elements, or arrays in arrays; gguf's own reader counts on past the end."""
+    array = struct.pack("<I", 9) + nested + struct.pack("<IQ", 0, 10**6)
+    (tmp_path / "bomb.gguf").write_bytes(struct.pack("<4sIQQQ1s", b"GGUF", 3, 0, 1, 1, b"k") + array)
+    with pytest.raises(ValueError, match=r"expected a complete GGUF file.*(longer than the file|recursion)"):
+        models.load(tmp_path / "bomb.gguf")
 
 
 def test_conversion_that_fails_midway_leaves_no_folder(tiny_llama, tmp_path, cache, monkeypatch):

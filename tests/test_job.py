@@ -266,6 +266,14 @@ def test_gradient_checkpointing_computes_more_and_changes_nothing(here: Path, mo
     assert same(written(plain.folder), written(again.folder))
 
 
+def test_special_tokens_in_the_text_of_rows_are_counted_and_said(here: Path) -> None:
+    first, *others = world.untaught("harbours")[:12]
+    write_rows(here / "new.jsonl", [dataclasses.replace(first, question=f"<|endoftext|>{first.question}"), *others])
+    said = cplus.adapt(asked(here, method="sft", epochs=1, evaluate_every=0)).record["notes"]
+    [note] = [note for note in said if "special tokens" in note]
+    assert note.startswith("1 of 12 new rows hold special tokens of the model in their text, such as <|endoftext|>,")
+
+
 def test_anchors_among_the_new_rows_are_counted_and_said(here: Path) -> None:
     write_rows(here / "keep.jsonl", [*world.untaught("harbours")[:2], *world.taught("harbours")[:2]])
     done = cplus.adapt(asked(here, method="cpl", epochs=1, evaluate_every=0))

@@ -24,7 +24,7 @@ from cplus.cli import app, register
 from cplus.evaluation import percent
 from cplus.evaluation.sequences import average_accuracy, backward_transfer, survival
 from cplus.experiment import driver, sequence
-from cplus.experiment.material import PastTask, material, refined
+from cplus.experiment.material import PastTask, material, mean_states, refined, typical
 from cplus.experiment.record import load_sequence, save_sequence
 from cplus.experiment.rows import Group
 from cplus.experiment.sequence import Stage, bind_tasks, first_stage, run_sequence
@@ -159,6 +159,27 @@ def test_replay_has_all_anchors_and_ssr_the_latest_answers(base: models.Loaded) 
     assert anew.question == open_question.question
     assert anew.right == rows[0][2].right
     assert refined(dataclasses.replace(written, written_by=base.fingerprint), base, 1) == [open_question]
+
+
+def test_ssr_keeps_the_rows_nearest_to_the_centres_of_their_clusters(base: models.Loaded) -> None:
+    """Huang et al. (2024): of a bank larger than its share, some of each cluster; before, the first rows of it."""
+    task = bind_tasks(spec(), base)[0]
+    probes = tuple(row for name in TASKS[:2] for row in world.taught(name)[:12])
+    bank = PastTask(name="past", interface=task.interface, anchors=(), probes=probes, written_by=base.fingerprint)
+    kept = refined(bank, base, 4)
+    states = mean_states(base.model, [task.interface.encode(row) for row in probes])
+    [alone] = mean_states(base.model, [task.interface.encode(probes[0])])
+    assert torch.allclose(states[0], alone, atol=1e-5), "padding is no part of a row"
+    assert kept == [probes[i] for i in typical(states, 4)]
+    assert {row in world.taught(TASKS[0]) for row in kept} == {True, False}
+    assert refined(bank, base, 24) == list(probes)
+
+
+def test_typical_rows_are_as_many_of_each_cluster_nearest_first() -> None:
+    points = torch.cat([torch.tensor([0.3, 0.0, -0.1]) + 100.0 * centre for centre in range(20)])[:, None]
+    assert typical(points, 20) == [3 * centre + 1 for centre in range(20)]
+    assert typical(points, 40) == [i for i in range(60) if i % 3]
+    assert typical(torch.zeros(9, 2), 5) == [0, 1, 2, 3, 4], "rows that are all alike"
 
 
 @pytest.mark.long

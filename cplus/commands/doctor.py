@@ -11,7 +11,12 @@ import typer
 from cplus.commands.options import Json
 
 State: TypeAlias = Literal["good", "note", "absent", "bad"]
-_MARKS: dict[State, str] = {"good": "[green]ok", "note": "[yellow]note", "absent": "[dim]-", "bad": "[bold red]BAD"}
+_MARKS: dict[State, tuple[str, str]] = {
+    "good": ("ok", "green"),
+    "note": ("note", "yellow"),
+    "absent": ("-", "dim"),
+    "bad": ("BAD", "bold red"),
+}
 _OPTIONAL = ("vllm", "tensorboard", "wandb", "trackio")  # used if installed, in no extra of ours
 _TIMED = (16, 1_000_000)  # tensors and coordinates each: more than any cache holds
 _LEAST_FREE = 2_000_000_000  # bytes: a checkpoint and a model of a hundred million parameters
@@ -229,15 +234,15 @@ def training() -> Iterator[Finding]:
 
 
 def _show(found: list[Finding], good: bool) -> None:
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     from cplus.terminal import clean, output
 
     table = Table("area", "name", "state", "says", box=None, show_header=False)
     for one in found:
         text = one.says + (f"  ->  {one.do}" if one.do else "")
-        table.add_row(f"[bold]{one.area}", escape(one.name), _MARKS[one.state], escape(clean(text)))
+        table.add_row(Text(one.area, "bold"), one.name, Text(*_MARKS[one.state]), clean(text))
     output.print(table)
     output.print(
         "Everything required works." if good else "Something required does not work: see the lines marked BAD."

@@ -52,9 +52,10 @@ def read(hub: Hub, *, name: str, columns: Columns | None = None, requests: bool 
             found = datasets.load_from_disk(hub.path)
         else:
             found = datasets.load_dataset(hub.path, hub.config, split=hub.split)
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, json.JSONDecodeError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
-            f"could not read the data set {hub.path!r}: {error}; check its name and the network, or give a file instead"
+            f"could not read the data set {hub.path!r}: {error.__cause__ or error}; "
+            "check its name and the network, or give a file instead"
         ) from error
     if isinstance(found, dict):
         if (hub.split is None and len(found) != 1) or (hub.split is not None and hub.split not in found):

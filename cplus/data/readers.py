@@ -8,6 +8,7 @@ import io
 import json
 import math
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,9 +164,13 @@ def _text(path: Path) -> str:
     raw = path.read_bytes()
     if path.suffix == ".gz":
         try:
-            raw = gzip.decompress(raw)
+            limit = max(2**26, 200 * len(raw))  # text packs to a tenth or so; what packs a thousandfold is no text
+            with gzip.open(path) as packed:
+                raw = packed.read(limit + 1)
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"{path}: expected a gzip file, but it does not unpack: {error}") from error
+        if len(raw) > limit:
+            raise ValueError(f"{path}: expected text, which unpacks to less than {limit:,} bytes; unpack it if it is")
     try:
         return raw.decode("utf-8-sig")  # spreadsheets put a byte-order mark in front
     except UnicodeDecodeError as error:
@@ -175,9 +180,21 @@ def _text(path: Path) -> str:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: expected JSON, but it does not parse: {error}") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    check_once(name for name, _ in pairs)
+    return dict(pairs)
+
+
+def check_once(names: Iterable[str], where: str = "") -> None:
+    """Refuse a name that is there twice: of its values all but one would be dropped in silence."""
+    [(name, times)] = Counter(names).most_common(1) or [("", 1)]
+    if times > 1:
+        raise ValueError(f"{where}expected each name once, got {name!r} {times} times")
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
@@ -199,6 +216,7 @@ def _table(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     kind = Path(path.name.removesuffix(".gz")).suffix
     reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True, delimiter=_DELIMITERS[kind])
     try:
+        check_once(filter(None, reader.fieldnames or ()), f"{path}:1: ")
         for cells in reader:
             where = f"{path}:{reader.line_num}"
             if None in cells or None in cells.values():

@@ -19,9 +19,14 @@ from cplus.evaluation.retention_acquisition import Flip, Kind, acquisition, rete
 from cplus.evaluation.statistics import Rate, share
 
 
+def _letter(index: int) -> str:
+    """A choice's letter; beyond Z, where no interface asks for letters, its number."""
+    return ascii_uppercase[index] if index < len(ascii_uppercase) else str(index + 1)
+
+
 def gold_labels(examples: Sequence[Example]) -> dict[str, str]:
     """The letter of the right choice of each multiple-choice row, by id."""
-    return {example.id: ascii_uppercase[example.answer] for example in examples if isinstance(example, Choice)}
+    return {example.id: _letter(example.answer) for example in examples if isinstance(example, Choice)}
 
 
 def accuracy_by_label(predictions: Sequence[Prediction], labels: Mapping[str, str]) -> dict[str, Rate]:
@@ -61,7 +66,7 @@ def macro(rates: Mapping[str, Rate]) -> float:
 
 def answers(predictions: Sequence[Prediction]) -> dict[str, int]:
     """The number of answers per letter."""
-    counts = Counter(ascii_uppercase[p.answer] for p in predictions if isinstance(p.answer, int))
+    counts = Counter(_letter(p.answer) for p in predictions if isinstance(p.answer, int))
     return dict(sorted(counts.items()))
 
 

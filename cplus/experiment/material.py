@@ -7,15 +7,26 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from cplus.data.encoded import Encoded
 from cplus.data.examples import Choice, Example
 from cplus.experiment.rows import Group
 from cplus.interfaces import Interface
+from cplus.losses import left_padded
 from cplus.methods import Material, Method, Past
 from cplus.models import Loaded
 from cplus.probes.label import Label, label
 from cplus.probes.local import LocalEngine
+from cplus.scoring.batches import scored
+
+CLUSTERS = 20
+"""Clusters of synthetic rows (Huang et al. 2024), or as many as rows are kept where these are fewer."""
+_ROUNDS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +76,49 @@ def past_rows(
 
 
 def refined(task: PastTask, current: Loaded, count: int) -> list[Example]:
-    """The first probes of a bank as the latest model answers them; those without a complete answer are left out.
+    """Typical probes of a bank as the latest model answers them; those without a complete answer are left out.
 
-    Source: Huang et al. 2024, SSR: synthetic outputs are refined by the latest model.
+    Source: Huang et al. 2024, SSR: rows near the centres of clusters are kept, and the latest model refines them.
     """
+    probes = list(task.probes)
+    if count < len(probes):
+        rows = [task.interface.encode(probe) for probe in probes]
+        probes = [probes[i] for i in typical(mean_states(current.model, rows), count)]
     if task.written_by == current.fingerprint:
-        return list(task.probes[:count])
-    unanswered = [_unanswered(probe) for probe in task.probes[:count]]
+        return probes
+    unanswered = [_unanswered(probe) for probe in probes]
     labels = label(current.model, LocalEngine(current.model, current.tokenizer), task.interface, unanswered)
     return [own.example for own in labels if isinstance(own, Label)]
+
+
+@torch.inference_mode()
+def mean_states(model: Any, rows: Sequence[Encoded]) -> Tensor:
+    """Each row's last hidden state, averaged over its tokens."""
+    states = torch.empty(len(rows), model.config.get_text_config().hidden_size)
+    for batch in scored(model, [len(row) for row in rows], [1] * len(rows), "clustering"):
+        inputs = left_padded([(*rows[i].prompt, *rows[i].target) for i in batch], model.device)
+        mask = inputs["attention_mask"][..., None]
+        hidden = model.base_model(**inputs, use_cache=False).last_hidden_state.float()
+        states[batch] = ((hidden * mask).sum(1) / mask.sum(1)).cpu()
+    return states
+
+
+def typical(points: Tensor, count: int) -> list[int]:
+    """The points nearest to the centres of their clusters, in order; each cluster has as many while it lasts.
+
+    >>> typical(torch.tensor([[0.0], [1.0], [5.0], [50.0], [53.0], [51.0]]), 2)
+    [1, 5]
+    """
+    points, clusters = points.double(), min(CLUSTERS, count)
+    centres = points[:1]
+    while len(centres) < clusters:  # from points far apart: no draw, and no two centres in one dense cluster
+        centres = torch.cat([centres, points[torch.cdist(points, centres).amin(1).argmax()][None]])
+    for _ in range(_ROUNDS):
+        own = torch.cdist(points, centres).argmin(1)
+        centres = torch.stack([points[own == i].mean(0) if i in own else centres[i] for i in range(clusters)])
+    nearest = (points - centres[own]).norm(dim=1).argsort(stable=True).tolist()
+    turns = zip_longest(*([i for i in nearest if own[i] == cluster] for cluster in range(clusters)))
+    return sorted([i for turn in turns for i in turn if i is not None][:count])
 
 
 def _unanswered(probe: Example) -> Example:

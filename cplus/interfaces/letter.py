@@ -68,10 +68,8 @@ class Letter:
     def text(self, example: Example) -> str:
         """The question in the task's wording, as one user message, up to where the answer begins."""
         example = _choice(example)
-        count = len(example.choices)
-        if not 2 <= count <= len(ascii_uppercase):
-            raise ValueError(f"{example.id}: expected 2 to {len(ascii_uppercase)} choices, got {count}")
-        content = question_text(example) + WORDINGS[self.wording].format(letters=spoken_letters(count))
+        letters = spoken_letters(len(example.choices))
+        content = question_text(example) + WORDINGS[self.wording].format(letters=letters)
         return self.form.text([Message(role="user", content=content)])
 
     def prompt(self, example: Example) -> tuple[int, ...]:
@@ -158,6 +156,11 @@ class Letter:
 def _choice(example: Example) -> Choice:
     if not isinstance(example, Choice):
         raise TypeError(f"{example.id} is free-form; the letter interface needs question, choices and answer")
+    if not 2 <= len(example.choices) <= len(ascii_uppercase):
+        raise ValueError(
+            f"{example.id}: expected 2 to {len(ascii_uppercase)} choices for the letter interface, "
+            f"got {len(example.choices)}; use the cloze interface"
+        )
     return example
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cplus import interfaces
-from cplus.data.examples import Choice, Example, FreeForm
+from cplus.data.examples import Choice, Example, FreeForm, to_row
 from cplus.data.predictions import Prediction
 from cplus.data.readers import weighted
 from cplus.data.split import cached_split, draw_anchors, stack
@@ -212,7 +213,9 @@ def group_of(config: AdaptConfig, task: Task, base: Loaded, *, name: str, part: 
     examples = fitting(bound, task.examples, limit, config.too_long)
     if not examples:
         raise ValueError(f"{task.name}: none of {len(task.examples)} rows fits the limit of {limit} tokens")
-    note = _length_note(name, task.examples, examples, limit)
+    note = " ".join(
+        filter(None, (_length_note(name, task.examples, examples, limit), _marks_note(name, examples, base)))
+    )
     longest = _answer_limit(config, base, examples) if part in ("acquisition", "validation") else None
     return Group(name=name, part=part, interface=bound, examples=tuple(examples), note=note, max_new_tokens=longest)
 
@@ -232,6 +235,18 @@ def _length_note(name: str, given: Sequence[Example], kept: Sequence[Example], l
         return f"{left} of {total} {name} rows are longer than {limit} tokens and are left out."
     cut = sum(new is not old for new, old in zip(kept, given, strict=True))
     return f"{cut} of {total} {name} rows are longer than {limit} tokens: their prompts lost the beginning." * bool(cut)
+
+
+def _marks_note(name: str, examples: Sequence[Example], base: Loaded) -> str:
+    """How many rows hold texts that the tokenizer reads as its special tokens: a row can pretend to be another turn."""
+    texts = [json.dumps(to_row(example), ensure_ascii=False) for example in examples]
+    found = [[mark for mark in base.tokenizer.all_special_tokens if mark in text] for text in texts]
+    if not (held := list(filter(None, found))):
+        return ""
+    return (
+        f"{len(held)} of {len(found)} {name} rows hold special tokens of the model in their text, such as "
+        f"{held[0][0]}, which it reads as such; remove them if they are not meant."
+    )
 
 
 def _external(config: AdaptConfig, task: Task, base: Loaded) -> Group:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.fields import FieldInfo
 
 from cplus.adapters import Lora
-from cplus.data.readers import parse_columns, weighted
+from cplus.data.readers import check_once, parse_columns, weighted
 from cplus.evaluation.judges import NAMES
 from cplus.evaluation.requirements import Requirement, parse
 from cplus.experiment.settings import OptimizerName, Settings
@@ -480,12 +480,27 @@ def check_repeated(values: Mapping[str, Any], repeated: Mapping[str, Any], where
             )
 
 
+class _Plain(yaml.SafeLoader):
+    """YAML in which each name is there once, and no alias, of which a few lines can unfold to gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Refuse an alias."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(problem="write the value itself, not an alias (*)")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        """Refuse a second value of a name."""
+        check_once(str(key.value) for key, _ in node.value)
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The settings of a YAML file, unchecked."""
     if not path.is_file():
         raise ValueError(f"{path}: there is no such settings file")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _Plain)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected YAML, but it cannot be parsed: {error}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):

@@ -95,11 +95,20 @@ def _adds_bos(tokenizer: Any) -> bool:
     return tokenizer.bos_token_id is None or tokenizer.encode("a")[0] == tokenizer.bos_token_id
 
 
+class _Bounded(GGUFReader):  # type: ignore[misc]
+    """A reader that stops at the file's end: gguf's own goes on for as many elements as an array says it has."""
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if orig_offs >= len(self.data):
+            raise ValueError("a field is longer than the file")
+        return super()._get_field_parts(orig_offs, raw_type)
+
+
 def _opened(path: Path) -> GGUFReader:
     """The file's fields and tensors; an incomplete file is refused."""
     try:
-        return GGUFReader(path)
-    except (ValueError, LookupError, OverflowError) as error:
+        return _Bounded(path)
+    except (ValueError, LookupError, OverflowError, RecursionError) as error:
         size = path.stat().st_size
         raise ValueError(
             f"{path}: expected a complete GGUF file, but its {size:,} bytes cannot be read as one ({error}); "

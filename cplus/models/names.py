@@ -50,7 +50,8 @@ def origin(name: str) -> tuple[str, str | None]:
     front = _front_matter(card.read_text(encoding="utf-8")) if card.is_file() else {}
     base = front.get("base_model")
     found = base if isinstance(base, str) else HUB_IDS.get(name, name)
-    return found, str(front["license"]) if "license" in front else None
+    licence = front.get("license")
+    return found, licence if isinstance(licence, str) else None
 
 
 def _front_matter(text: str) -> dict[str, object]:

@@ -55,7 +55,6 @@ def _row(
     loss: Losses | None,
     answer: Losses | None,
 ) -> RowComparison:
-    letter = ascii_uppercase[example.answer] if isinstance(example, Choice) else None
     gold = _answer(example, example.answer, interface) if isinstance(example, Choice) else example.response
     return RowComparison(
         id=example.id,
@@ -67,7 +66,7 @@ def _row(
         confidence_before=min(was.confidence, 1.0),  # the exponential of a rounded 0 may be an ulp above 1
         confidence_after=min(now.confidence, 1.0),
         # Elsewhere the model never sees a letter, so the position of the right choice means nothing.
-        label=letter if interface == "letter" else None,
+        label=ascii_uppercase[example.answer] if isinstance(example, Choice) and interface == "letter" else None,
         tokens=loss.tokens if loss else None,
         nll_before=loss.before if loss else None,
         nll_after=loss.after if loss else None,
