@@ -500,7 +500,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path}: there is no such settings file")
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Plain)
+        values = _Plain(path.read_text(encoding="utf-8")).get_single_data()
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected YAML, but it cannot be parsed: {error}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
