@@ -30,6 +30,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 SCHEDULE = Schedule(epochs=3, batch_size=4, order="shuffled")
 NEW = tiny.rows(10, seed=4)
+LEFT = {"osf": 0.998, "lora": 0.98, "freeze-layers": 0.97, "cplus-curvature": 0.985, "asft": 0.98}
+"""The share of the loss that may be left: these move few weights, or all of them little. Else at most 0.74 was."""
 contract = pytest.mark.parametrize("name", METHODS)
 each_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
 
@@ -72,7 +74,8 @@ def test_learns_is_deterministic_and_leaves_no_hook(name: str, kind: str) -> Non
     for event in adapt(model, optimizer, prepared, schedule=dataclasses.replace(SCHEDULE, epochs=8), seed=5):
         if isinstance(event, EpochEnded):
             losses.append(mean_loss(model, material))
-    assert min(losses[1:]) < losses[0]  # of the new rows: a weighted objective itself need not fall
+    # Of the new rows: a weighted objective itself need not fall. With momentum some have risen again at the end.
+    assert min(losses) < losses[0] * LEFT.get(name, 0.8)
     prepared.finish(model)
     again, _ = train(row, kind, material, dataclasses.replace(SCHEDULE, epochs=8))
     assert same(model, again)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import chatty
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -23,8 +25,6 @@ from cplus.job.memory import guard_bytes
 from cplus.job.settings import AdaptConfig
 from cplus.methods import METHODS
 from cplus.models.presets import Preset
-from cplus.probes.engine import Request, Sample, Sampling
-from cplus.probes.local import LocalEngine
 from cplus.probes.settings import TOPICS
 from cplus.studies import SCALES, STUDIES, execute, matching, runs_of
 from cplus.studies.machine import WHOLE, Machine, can_be_sharded, gate_bytes, place
@@ -136,15 +136,12 @@ EITHER = [Choice(id=f"e{n}", question="Which?", choices=("a", "b"), answer=n) fo
 
 
 @pytest.fixture
-def stand_in(
-    make_tiny: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> tuple[list[str], list[tuple[bool, int]]]:
-    """A tiny Qwen3 in the place of Qwen3-0.6B, small files of rows, and a scripted writer of questions.
+def passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[bool, int]]:
+    """A tiny chat model in the place of Qwen3-0.6B, and small files of rows.
 
-    Returns the requests that the writer was shown, and for each pass whether it computed in bfloat16 and its rows.
+    Returns, as they happen, whether each pass of the model computes in bfloat16, and its rows.
     """
-    tiny = make_tiny("qwen3")
-    models.save(tiny.model, tiny.tokenizer, tmp_path / "tiny")
+    chatty.write(tmp_path / "tiny")
     monkeypatch.setitem(models.PRESETS, "qwen3-0.6b", Preset(model=str(tmp_path / "tiny"), thinking=False))
     for name in ("csqa", "arc_c", "hellaswag", "piqa", "winogrande", "openbookqa"):
         rows = QUESTIONS if name == "csqa" else EITHER
@@ -153,33 +150,23 @@ def stand_in(
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(execute, "CACHE", execute.ProcessCache())
     monkeypatch.setattr(study_command, "_executor", lambda *_, **__: in_this_process)
-    shown: list[str] = []
-    passes: list[tuple[bool, int]] = []
-
-    def sample(engine: Any, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
-        for request in requests:
-            shown.append(tiny.tokenizer.decode(request.prompt))
-            text = f"Question: Item {request.index}?\nOptions:\nA: k\nB: l\nC: m\nD: n{request.index}"
-            yield Sample(index=request.index, text=text, tokens=1, end="end of text")
-
+    seen: list[tuple[bool, int]] = []
     load_model = models.load
 
     def watched(name: str, *arguments: Any, **more: Any) -> Any:
         found = load_model(name, *arguments, **more)
         found.model.get_input_embeddings().register_forward_hook(
-            lambda module, given, out: passes.append((torch.is_autocast_enabled("cpu"), len(given[0])))
+            lambda module, given, out: seen.append((torch.is_autocast_enabled("cpu"), len(given[0])))
         )
         return found
 
-    monkeypatch.setattr(LocalEngine, "sample", sample)
     monkeypatch.setattr("cplus.models.loading.load", watched)
-    return shown, passes
+    return seen
 
 
 def test_one_cell_of_the_paper_runs_end_to_end_on_a_stand_in(
-    stand_in: tuple[list[str], list[tuple[bool, int]]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    passes: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    shown, passes = stand_in
     # The paper's 512 probes and 25 epochs would take long here; everything else is the scale's own.
     base = replace(PAPER.base, num_probes=24, epochs=1)
     monkeypatch.setitem(SCALES, "paper", replace(PAPER, base=base))
@@ -192,17 +179,18 @@ def test_one_cell_of_the_paper_runs_end_to_end_on_a_stand_in(
     result = load(SCALES["paper"].at(num_anchors=4), tmp_path / "results" / "paper")
     assert result is not None
     # The cue: every area once in each round of 24 requests.
-    cues = [re.findall(r"question about ([a-z ]+) in exactly", text) for text in shown[:24]]
-    assert sorted(cue for own in cues for cue in own) == sorted(TOPICS)
+    [bank] = tmp_path.glob("cache/banks/*/probes.jsonl")
+    probes = [json.loads(line) for line in bank.read_text().splitlines()]
+    rounds = Counter((probe["request"] // len(TOPICS), probe["topic"]) for probe in probes)
+    assert set(rounds.values()) == {1}
+    assert {topic for _, topic in rounds} <= set(TOPICS)
     # Batch 1 in file order.
     counts = result.counts
     assert counts["updates"] == counts["new"]
     assert (counts["probes"], counts["anchors"], counts["past"] + counts["new"]) == (24, 4, 20)
     assert result.spec.order == "file"
-    # Every pass but those that label the bank computes in bfloat16.
-    half = [rows for autocast, rows in passes if autocast]
-    assert half.count(1) >= counts["updates"]
-    labelled = sum(rows for autocast, rows in passes if not autocast)
-    assert labelled >= 24
+    # The split, then the bank, then everything else: the bank alone is written and labelled in float32.
+    assert [half for half, _ in groupby(passes, key=lambda one: one[0])] == [True, False, True]
+    assert passes.count((True, 1)) >= counts["updates"]
     assert "not the paper's csqa" in result.environment["rows"]
     assert "csqa: 20 rows, not the paper's 1,096" in found.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ import torch
 from quadratic import Bag, PastEvidence, new_gradient
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from trained import ANCHORS, trainer
+from transformers import TrainerCallback
 
 import cplus
 from cplus.attach import Guard
 from cplus.gates import Collaborative
+from cplus.integrations.transformers import preserve
 
 
 def step(bag: Bag, optimizer: Any, batch: int = 0) -> None:
@@ -103,6 +107,19 @@ def test_gated_steps_and_refreshes_alone_raise_no_warning() -> None:
                 guard.refresh()
             step(bag, optimizer, batch)
     assert guard.steps == 6
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_step_begin", "on_pre_optimizer_step"])
+def test_a_callback_that_replaces_the_trainers_optimizer_is_refused(event: str, tmp_path: Path) -> None:
+    run = trainer(tmp_path, max_steps=1)
+    preserve(run, anchors=ANCHORS)
+
+    def replace(*_: Any, **__: Any) -> None:
+        run.optimizer = SGD(run.model.parameters(), lr=0.1)
+
+    run.add_callback(type("Replacing", (TrainerCallback,), {event: replace})())
+    with pytest.raises(RuntimeError, match="optimizer was replaced after training began"):
+        run.train()
 
 
 class Overridden(cplus.optim.AdamW):

@@ -124,6 +124,7 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
         self.past = None if past is None else HeldOut(past)
         self.resume_from = None if resume_from is None else Path(resume_from)
         self.trainer: Trainer | None = None
+        self.optimizer: object = None
         self.guard: Guard | None = None
         self.losses: dict[str, float] = {}
         self.measured: dict[str, float] = {}
@@ -138,6 +139,7 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
                 "cplus.protect(optimizer, model, ...) on the one that trains"
             )
         engine = None if self.trainer is None else self.trainer.deepspeed
+        self.optimizer = None if self.trainer is None else self.trainer.optimizer
         self.guard = protect(
             optimizer,
             model if engine is None else engine,
@@ -170,6 +172,16 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
         """Refresh the evidence before every n-th update."""
         if self.refresh != "epoch" and state.global_step % self.refresh == 0:
             self._refresh()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Refuse a step of an optimizer that another callback has put in the place of the protected one."""
+        if self.trainer is not None and self.trainer.optimizer is not self.optimizer:
+            raise RuntimeError(
+                "the trainer's optimizer was replaced after training began, and the gate does not act on the new one; "
+                "replace it before trainer.train()"
+            )
+
+    on_optimizer_step = on_pre_optimizer_step  # one may be replaced between the two
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, float], **seen: Any) -> None:
         """Log the losses of the evidence and the share of coordinates admitted since the last log.
