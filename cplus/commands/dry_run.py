@@ -45,7 +45,7 @@ def dry_list(specs: Sequence[Spec], folder: Path, *, workers: int, machine: str 
     hours = sum(times) / 3600 / workers
     if json:
         runs = [
-            {"run": run_title(spec), "file": path_of(spec, folder).name, "seconds": round(time, 1)}
+            {"run": run_title(spec), "file": path_of(spec, folder).name, "seconds": round(time, 3)}
             for spec, time in zip(missing, times, strict=True)
         ]
         report = {"runs": len(specs), "there": len(known), "missing": runs, "hours": hours, "workers": workers}
