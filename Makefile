@@ -47,7 +47,7 @@ soak: .venv/.installed
 	$(BIN)/python benchmarks/soak.py --draw benchmarks/results/soak.json --picture docs/soak.svg
 
 # Every branch of what attaches, seals, runs and reads, by the tests that belong to it; exit code 1 under 95 % in a file.
-COVERED := cplus/attach.py cplus/probes/bank.py cplus/experiment/run.py cplus/experiment/comparison.py cplus/experiment/task_split.py \
+COVERED := cplus/core/guard.py cplus/probes/bank.py cplus/lab/runs.py cplus/lab/runs.py cplus/lab/runs.py \
 	$(addprefix cplus/data/,encoded.py examples.py harness.py hub.py readers.py split.py)
 COVERING := $(patsubst %,tests/test_%.py,attach gates kernels integration_ranks integration_trainer probes data \
 	harness fuzz demo diagnostics freeform_runs sequence studies)

@@ -13,13 +13,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from cplus import interfaces, models
+from cplus import models
+from cplus.base.files import write_json
+from cplus.base.terminal import print_json
+from cplus.data import interfaces
 from cplus.data.tasks import load_task
 from cplus.evaluation import judges
 from cplus.evaluation.task import BoundTask, evaluate_task
-from cplus.files import write_json
 from cplus.integrations.lm_eval import evaluate_with_harness
-from cplus.terminal import print_json
 
 
 def compared(options: argparse.Namespace) -> dict[str, Any]:

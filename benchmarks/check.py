@@ -19,13 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cplus.base.files import read_json, write_json, write_text
+from cplus.base.terminal import print_json
 from cplus.data.examples import Choice
 from cplus.data.tasks import load_task
-from cplus.files import read_json, write_json, write_text
-from cplus.job.resume import resume
-from cplus.job.run import adapt
-from cplus.job.settings import AdaptConfig
-from cplus.terminal import print_json
+from cplus.jobs.adapt import adapt, resume
+from cplus.jobs.settings import AdaptConfig
 
 MODEL, METHODS, ROWS = "smollm2-135m", ("sft", "cplus"), 40
 

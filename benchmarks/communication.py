@@ -25,14 +25,17 @@ from forked import ended, started
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cplus import files, interfaces, models, world
-from cplus.environment import environment
-from cplus.experiment.driver import start
-from cplus.experiment.settings import Settings
-from cplus.experiment.sharding import sharded
-from cplus.loop import EpochEnded, Refreshed
-from cplus.methods import METHODS, Material, Past
+from cplus import models
+from cplus.base import files
+from cplus.base.environment import environment
+from cplus.data import interfaces
+from cplus.distributed import processes as world
+from cplus.methods.table import METHODS, Material, Past
 from cplus.toy.world import taught, untaught
+from cplus.training.driver import start
+from cplus.training.loop import EpochEnded, Refreshed
+from cplus.training.settings import Settings
+from cplus.training.sharding import sharded
 
 TIMES = {
     "all_gather_single": ("output", 1),

@@ -25,7 +25,7 @@ def ended(pids: list[int]) -> list[int]:
 
 def cplus(arguments: list[str]) -> None:
     """The command in this process."""
-    from cplus.cli import main
+    from cplus.cli.app import main
 
     sys.argv = ["cplus", *arguments]
     main()

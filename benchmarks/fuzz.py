@@ -12,8 +12,9 @@ from typing import Any
 
 from fuzzing import Target, fuzz, quiet, targets
 
-from cplus import files, models
-from cplus.environment import environment
+from cplus import models
+from cplus.base import files
+from cplus.base.environment import environment
 
 
 def searched(target: Target, inputs: int, seed: int) -> dict[str, Any]:

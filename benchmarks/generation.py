@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria
 
-from cplus import interfaces, models
+from cplus import models
+from cplus.data import interfaces
 from cplus.data.examples import Example
 from cplus.data.tasks import load_task
-from cplus.probes.engine import Request, Sampling, request_seed
-from cplus.probes.local import LocalEngine
+from cplus.models.decoding import LocalEngine, Request, Sampling, request_seed
 from cplus.probes.settings import MAX_NEW_TOKENS, ProbeSettings, plan
 
 

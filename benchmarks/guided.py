@@ -83,8 +83,8 @@ def main() -> int:
         search(asked.reader, asked.inputs, asked.seed, asked.place)
     rows = [_apart(name, asked.inputs, asked.seed) for name in asked.only]
     if asked.out is not None:
-        from cplus import files
-        from cplus.environment import environment
+        from cplus.base import files
+        from cplus.base.environment import environment
 
         files.write_json(
             asked.out, {"readers": rows, "seed": asked.seed, "environment": environment(threads=1, device="cpu")}

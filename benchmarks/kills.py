@@ -25,10 +25,10 @@ import torch
 from forked import cplus, ended, started
 from safetensors.torch import load_file
 
-from cplus import files
-from cplus.environment import environment
-from cplus.job.checkpoint import index_of
-from cplus.job.folder import Folder
+from cplus.base import files
+from cplus.base.environment import environment
+from cplus.jobs.checkpoint import index_of
+from cplus.jobs.folder import Folder
 from cplus.toy import rows
 
 SETTINGS = ["--interface", "cloze", "--lr", "1e-3", "--epochs", "3", "--checkpoint-steps", "1", "--stop", "never"]

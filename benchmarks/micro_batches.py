@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 
-from cplus import files, interfaces, models
-from cplus.data.encoded import Encoded
-from cplus.environment import environment
-from cplus.methods import Material
+from cplus import models
+from cplus.base import files
+from cplus.base.environment import environment
+from cplus.core.passes import arrange
+from cplus.core.rows import Encoded
+from cplus.data import interfaces
+from cplus.methods.objectives import answers
+from cplus.methods.table import Material
 from cplus.models import Loaded
-from cplus.objectives import answers
-from cplus.passes import arrange
 from cplus.toy.world import untaught
 
 PARTS = (1, 2, 4)

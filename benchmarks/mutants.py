@@ -32,9 +32,9 @@ from typing import TypeAlias
 ROOT = Path(__file__).resolve().parents[1]
 ALLOWED = Path(__file__).with_suffix(".toml")
 TESTS = {  # in this order, until the first failure
-    "algorithm": ("tests/test_algorithm.py", "cplus/algorithm.py"),
+    "algorithm": ("tests/test_algorithm.py", "cplus/core/algorithm.py"),
     "gates": ("tests/test_gates.py",),
-    "kernels": ("tests/test_kernels.py", "cplus/kernels.py"),
+    "kernels": ("tests/test_kernels.py", "cplus/core/kernels.py"),
 }
 LOADED = ("torch", "torch._dynamo", "torch._inductor.compile_fx", "transformers", "datasets", "hypothesis")
 QUIET = ("-x", "-p", "no:cacheprovider", "--tb=line", "--durations=0")
@@ -286,7 +286,7 @@ def main() -> int:
             print(f"{module}: {rows[module]}", flush=True)
         os.chdir(ROOT)
     if out is not None:
-        from cplus import files  # only now: the forks must not find it loaded
+        from cplus.base import files  # only now: the forks must not find it loaded
 
         files.write_json(out, rows)
     wrong = ("killed", "too slow") if asked.listed else ("survived",)

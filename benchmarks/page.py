@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cplus.files import read_json, write_text
+from cplus.base.files import read_json, write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- figures -->\n", "<!-- /figures -->"

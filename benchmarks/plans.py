@@ -93,9 +93,9 @@ def tried(given: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One job: planned, done, and both beside each other."""
     import torch
 
-    from cplus.job.plan import plan
-    from cplus.job.run import adapt
-    from cplus.job.settings import settings
+    from cplus.jobs.adapt import adapt
+    from cplus.jobs.plan import plan
+    from cplus.jobs.settings import settings
 
     base = {"model": "toy", "lr": 1e-3, "batch_size": 8, "stop": "never", "device": "cpu", "evaluate_rows": 16}
     config = settings({**base, **given, "out": folder / "out"})
@@ -147,16 +147,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="cplus-plans-") as place:
         folder = Path(place)
         os.chdir(folder)
-        import cplus.job.plan
-        import cplus.job.run  # noqa: F401
+        import cplus.jobs.adapt
+        import cplus.jobs.plan  # noqa: F401
 
         write_rows(folder)
         for name in asked.jobs or [name for name in JOBS if name not in results["jobs"]]:
             given = dict(JOBS[name])
             os.environ["CPLUS_CACHE"] = str(folder / "cache") if given.get("model") != CHAT["model"] else ""
             if "compare" in given and not Path("sft").exists():
-                from cplus.job.run import adapt
-                from cplus.job.settings import settings
+                from cplus.jobs.adapt import adapt
+                from cplus.jobs.settings import settings
 
                 sft = {**CLOZE, "model": "toy", "method": "sft", "anchors": None, "epochs": 4, "out": folder / "sft"}
                 child(lambda sft=sft: adapt(settings({**sft, "lr": 1e-3, "device": "cpu"})).folder)

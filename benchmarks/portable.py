@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from cplus.files import read_json, write_json, write_text
+from cplus.base.files import read_json, write_json, write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "benchmarks" / "results" / "portable.json"

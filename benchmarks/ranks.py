@@ -24,8 +24,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from cplus import files
-from cplus.environment import environment
+from cplus.base import files
+from cplus.base.environment import environment
 
 COLLECTIVES = (
     "all_gather_single",
@@ -54,7 +54,7 @@ def job(place: Path, rank: int) -> None:
     peaks: dict[str, int] = {}
     _timed(spent, peaks)
     sys.argv = ["cplus", "adapt", *asked]
-    from cplus.cli import main as command
+    from cplus.cli.app import main as command
 
     begun, code = time.perf_counter(), 0
     try:
@@ -80,12 +80,12 @@ def _timed(spent: Counter[str], peaks: dict[str, int]) -> None:
     """Measure the time inside collectives and refreshes of this process, and its memory by part."""
     import torch.distributed as dist
 
-    from cplus.attach import Guard
-    from cplus.experiment import measure
-    from cplus.experiment.driver import Training
-    from cplus.job import training
-    from cplus.job.checkpoint import Checkpoints
-    from cplus.optim import AdamW
+    from cplus.core.guard import Guard
+    from cplus.core.optim import AdamW
+    from cplus.jobs import adapt
+    from cplus.jobs.checkpoint import Checkpoints
+    from cplus.training import measure
+    from cplus.training.driver import Training
 
     inside: list[str] = []
 
@@ -119,7 +119,7 @@ def _timed(spent: Counter[str], peaks: dict[str, int]) -> None:
     Checkpoints.save = timed("saving", Checkpoints.save)  # type: ignore[method-assign]
     AdamW.step = timed("update", AdamW.step)  # type: ignore[method-assign]
     measure.curve_figures = timed("evaluating", measure.curve_figures)
-    training.curve_figures = measure.curve_figures  # type: ignore[attr-defined]
+    adapt.curve_figures = measure.curve_figures  # type: ignore[attr-defined]
 
 
 def run(folder: Path, name: str, size: int, arguments: list[str]) -> list[dict[str, Any]]:
@@ -216,11 +216,12 @@ def _megabytes(peaks: dict[str, int]) -> dict[str, float]:
 
 def bank(folder: Path) -> Path:
     """A sealed bank whose probes are given rows."""
-    from cplus import interfaces, models
+    from cplus import models
+    from cplus.data import interfaces
     from cplus.data.readers import read_file
+    from cplus.models.decoding import LocalEngine
     from cplus.probes.bank import Probe, seal
     from cplus.probes.build import identify
-    from cplus.probes.local import LocalEngine
     from cplus.probes.settings import ProbeSettings
     from cplus.toy.world import taught
 

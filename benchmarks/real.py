@@ -16,21 +16,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cplus import interfaces, models
+from cplus import models
+from cplus.base.files import read_json, read_sealed, write_json, write_text
+from cplus.base.terminal import console, print_json
+from cplus.data import interfaces
 from cplus.data.examples import Choice, from_row, to_row
 from cplus.data.tasks import load_task
-from cplus.evaluation.matched import common_level, rise
-from cplus.experiment.rows import Group
-from cplus.files import read_json, read_sealed, write_json, write_text
-from cplus.job.preflight import with_own_answers
-from cplus.job.resume import resume
-from cplus.job.run import adapt
-from cplus.job.settings import AdaptConfig
-from cplus.methods import METHODS
-from cplus.plotting import COLOURS, label, new_figure, save
+from cplus.evaluation.statistics import common_level, rise
+from cplus.jobs.adapt import adapt, resume
+from cplus.jobs.prepare import with_own_answers
+from cplus.jobs.settings import AdaptConfig
+from cplus.methods.table import METHODS
 from cplus.receipts.contents import Point
-from cplus.receipts.receipt import read_receipt
-from cplus.terminal import console, print_json
+from cplus.receipts.figures import COLOURS, label, new_figure, save
+from cplus.receipts.page import read_receipt
+from cplus.training.rows import Group
 
 MODEL = "smollm2-135m"
 

@@ -14,15 +14,13 @@ from typing import Any
 
 import torch
 
-from cplus.data.encoded import shared_prefix
-from cplus.data.examples import Example
-from cplus.data.predictions import Prediction
+from cplus.base.terminal import output, print_json, track
+from cplus.core.rows import shared_prefix
+from cplus.data.examples import Example, Prediction
+from cplus.data.interfaces import Interface, build
 from cplus.data.tasks import load_task
-from cplus.interfaces import Interface, build
-from cplus.models import load
-from cplus.scoring import predict
-from cplus.scoring.packed import PackedRow
-from cplus.terminal import output, print_json, track
+from cplus.models import load, scoring
+from cplus.models.scoring import PackedRow
 
 BARS = {"cloze": 3.0, "letter": 1.6}
 TOLERANCE = 1e-4
@@ -79,7 +77,7 @@ def differences(slow: Sequence[Sequence[float]], fast: Sequence[Prediction]) -> 
 def measure(model: Any, interface: Interface, examples: Sequence[Example]) -> dict[str, Any]:
     """Both ways in turn over chunks of the rows; the first pass of each is not counted."""
     plain(model, interface, examples[:2])
-    predict(model, interface, examples[:2])
+    scoring(model, interface, examples[:2])
     seconds = {"plain": 0.0, "cplus": 0.0}
     slow: list[list[float]] = []
     fast: list[Prediction] = []
@@ -88,7 +86,7 @@ def measure(model: Any, interface: Interface, examples: Sequence[Example]) -> di
         begin = time.perf_counter()
         slow += plain(model, interface, chunk)
         middle = time.perf_counter()
-        fast += predict(model, interface, chunk)
+        fast += scoring(model, interface, chunk)
         seconds["plain"] += middle - begin
         seconds["cplus"] += time.perf_counter() - middle
     error, different = differences(slow, fast)

@@ -20,14 +20,13 @@ from typing import Any
 import torch
 
 from cplus import models
+from cplus.base.files import write_text
 from cplus.data.examples import lines
-from cplus.evaluation import estimate
-from cplus.evaluation.sequences import average_accuracy, backward_transfer
-from cplus.experiment.record import SequenceResult, save_sequence
-from cplus.experiment.sequence import first_stage, run_sequence
-from cplus.experiment.settings import SequenceSpec
-from cplus.files import write_text
+from cplus.evaluation.statistics import average_accuracy, backward_transfer, estimate
+from cplus.lab.records import SequenceResult, save_sequence
+from cplus.lab.sequence import first_stage, run_sequence
 from cplus.toy import world
+from cplus.training.settings import SequenceSpec
 
 DOMAINS = ("harbours", "craftsmen", "plants")
 METHODS = ("sft", "replay", "cpl", "cplus")

@@ -19,15 +19,17 @@ from typing import Any
 import psutil
 import torch
 
-from cplus import files, interfaces, models
-from cplus.environment import environment
-from cplus.experiment.driver import Training, start
-from cplus.experiment.settings import Settings
-from cplus.job.checkpoint import Checkpoints
-from cplus.loop import EpochEnded
-from cplus.methods import METHODS, Material, Past
-from cplus.scoring import predict
+from cplus import models
+from cplus.base import files
+from cplus.base.environment import environment
+from cplus.data import interfaces
+from cplus.jobs.checkpoint import Checkpoints
+from cplus.methods.table import METHODS, Material, Past
+from cplus.models.scoring import predict
 from cplus.toy import world
+from cplus.training.driver import Training, start
+from cplus.training.loop import EpochEnded
+from cplus.training.settings import Settings
 
 WARM = 0.1
 """The share of the run in which caches fill; what comes after must be flat."""

@@ -17,12 +17,12 @@ import torch
 from timing import finish, in_turn, medians, peak, ratio, resident
 from torch import Tensor, nn
 
-from cplus import kernels, native
-from cplus.attach import Guard
-from cplus.evidence import Reference
-from cplus.gates import Collaborative, Elementwise, stored
-from cplus.optim import AdamW
-from cplus.terminal import console
+from cplus.base.terminal import console
+from cplus.core import kernels
+from cplus.core.evidence import Reference
+from cplus.core.gates import Collaborative, Elementwise, stored
+from cplus.core.guard import Guard
+from cplus.core.optim import AdamW
 
 # Bytes a step must move for each parameter: theta and two moments in and out, the gradient in; signs and average.
 FUSED_BYTES = 4 * (2 + 1 + 2 + 2)
@@ -222,7 +222,7 @@ def main() -> None:
     gc.collect()
     held = {name: memory(name, options.sizes[-1]) for name in ("one-pass float32", "one-pass uint8", "hooks float32")}
     figures = {
-        "processor": {"name": native.processor(), "vector_bits": native.vector()[0], "kernels": "C++"},
+        "processor": {"name": kernels.processor(), "vector_bits": kernels.vector()[0], "kernels": "C++"},
         "steps": steps,
         "bandwidth_bytes_a_second": rate,
         "roofline": roofline(largest, rate),

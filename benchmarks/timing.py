@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from cplus.environment import environment
-from cplus.files import write_json
-from cplus.terminal import console, print_json
+from cplus.base.environment import environment
+from cplus.base.files import write_json
+from cplus.base.terminal import console, print_json
 
 
 def in_turn(arms: Mapping[str, Callable[[], object]], *, rounds: int, warm: int = 1) -> dict[str, list[float]]:

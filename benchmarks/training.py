@@ -19,17 +19,18 @@ from timing import finish, in_turn, medians, peak, ratio, resident
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cplus import METHODS, interfaces, models
-from cplus.attach import Guard
-from cplus.data.encoded import Encoded, shared_prefix
+from cplus import METHODS, models
+from cplus.base.terminal import console
+from cplus.core.evidence import MeanGradient, Source, borrowed_gradients, take_gradients
+from cplus.core.gates import Collaborative
+from cplus.core.guard import Guard
+from cplus.core.losses import answer_losses
+from cplus.core.optim import AdamW
+from cplus.core.rows import Encoded, shared_prefix
+from cplus.data import interfaces
 from cplus.data.tasks import load_task
-from cplus.evidence import MeanGradient, Source, borrowed_gradients, take_gradients
-from cplus.gates import Collaborative
-from cplus.loop import Event, Refreshed, Schedule, adapt, prepare
-from cplus.losses import answer_losses
-from cplus.methods import Material, Past
-from cplus.optim import AdamW
-from cplus.terminal import console
+from cplus.methods.table import Material, Past
+from cplus.training.loop import Event, Refreshed, Schedule, adapt, prepare
 
 OPTIONS = {"lr": 1e-6, "weight_decay": 0.1}
 NUM_NEW, ANCHORS = 683, 8  # Qwen3-0.6B's initially wrong rows of csqa: the paper's setting of App. E.12

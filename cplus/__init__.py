@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cplus.api import encode as encode
-    from cplus.api import evaluate as evaluate
-    from cplus.api import probe as probe
-    from cplus.api import read as read
-    from cplus.api import receipt as receipt
-    from cplus.attach import Guard as Guard
-    from cplus.attach import protect as protect
-    from cplus.job.repair.run import repair as repair
-    from cplus.job.repair.settings import RepairConfig as RepairConfig
-    from cplus.job.run import adapt as adapt
-    from cplus.job.settings import AdaptConfig as AdaptConfig
-    from cplus.methods import METHODS as METHODS
-    from cplus.methods import Method as Method
+    from cplus.core.guard import Guard as Guard
+    from cplus.core.guard import protect as protect
+    from cplus.jobs.adapt import adapt as adapt
+    from cplus.jobs.api import encode as encode
+    from cplus.jobs.api import evaluate as evaluate
+    from cplus.jobs.api import probe as probe
+    from cplus.jobs.api import read as read
+    from cplus.jobs.api import receipt as receipt
+    from cplus.jobs.repair import repair as repair
+    from cplus.jobs.settings import AdaptConfig as AdaptConfig
+    from cplus.jobs.settings import RepairConfig as RepairConfig
+    from cplus.methods.table import METHODS as METHODS
+    from cplus.methods.table import Method as Method
 
 __version__ = "0.1.0"
 
 # Each public name is imported on first use, so that `cplus --help` and the JAX side never load torch.
 _HOMES = {
-    "AdaptConfig": "cplus.job.settings",
-    "RepairConfig": "cplus.job.repair.settings",
-    "adapt": "cplus.job.run",
-    "repair": "cplus.job.repair.run",
-    "Guard": "cplus.attach",
-    "protect": "cplus.attach",
-    "METHODS": "cplus.methods",
-    "Method": "cplus.methods",
-    "encode": "cplus.api",
-    "evaluate": "cplus.api",
-    "probe": "cplus.api",
-    "read": "cplus.api",
-    "receipt": "cplus.api",
+    "AdaptConfig": "cplus.jobs.settings",
+    "RepairConfig": "cplus.jobs.settings",
+    "adapt": "cplus.jobs.adapt",
+    "repair": "cplus.jobs.repair",
+    "Guard": "cplus.core.guard",
+    "protect": "cplus.core.guard",
+    "METHODS": "cplus.methods.table",
+    "Method": "cplus.methods.table",
+    "encode": "cplus.jobs.api",
+    "evaluate": "cplus.jobs.api",
+    "probe": "cplus.jobs.api",
+    "read": "cplus.jobs.api",
+    "receipt": "cplus.jobs.api",
 }
 __all__ = [
     "METHODS",
@@ -55,9 +58,45 @@ __all__ = [
 ]
 
 
+# Modules under the names by which documentation and users import them.
+_ALIASES = {
+    "cplus.cost": "cplus.base.cost",
+    "cplus.data.encoded": "cplus.core.rows",
+    "cplus.gates": "cplus.core.gates",
+    "cplus.integrations.distributed": "cplus.distributed.checkpoint",
+    "cplus.interfaces": "cplus.data.interfaces",
+    "cplus.job": "cplus.jobs",
+    "cplus.job.plan": "cplus.jobs.plan",
+    "cplus.loop": "cplus.training.loop",
+    "cplus.losses": "cplus.core.losses",
+    "cplus.masters": "cplus.core.optim",
+    "cplus.models.identity": "cplus.models.loading",
+    "cplus.optim": "cplus.core.optim",
+    "cplus.probes.generate": "cplus.probes.writing",
+    "cplus.receipts.receipt": "cplus.receipts.page",
+    "cplus.repairing": "cplus.methods",
+    "cplus.repairing.model": "cplus.methods.repair",
+    "cplus.scoring": "cplus.models.scoring",
+}
+
+
+class _Aliases(MetaPathFinder, Loader):
+    """Imports a module under its other name; it is loaded once, whichever name is used."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname in _ALIASES else None
+
+    def exec_module(self, module: Any) -> None:
+        sys.modules[module.__name__] = import_module(_ALIASES[module.__name__])
+
+
+sys.meta_path.insert(0, _Aliases())
+import_module("cplus.toy.world")  # registers its tasks
+
+
 def __getattr__(name: str) -> Any:
-    if name == "optim":  # a module, so that cplus.optim.AdamW needs no import of its own
-        return import_module("cplus.optim")
+    if f"cplus.{name}" in _ALIASES:  # so that cplus.optim.AdamW needs no import of its own
+        return import_module(f"cplus.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'cplus' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(_HOMES[name]), name)

@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """Run the command line; Ctrl-C ends it with exit code 130 and no traceback, even while it is being imported."""
     try:
-        from cplus.cli import main as run
+        from cplus.cli.app import main as run
 
         run()
     except KeyboardInterrupt:

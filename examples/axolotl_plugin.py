@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
+from cplus.models.identity import fingerprint
 from pydantic import BaseModel
 
 import cplus
 from cplus import interfaces
 from cplus.data.readers import read_file
 from cplus.integrations.transformers import preserve
-from cplus.models.identity import fingerprint
 from cplus.probes.bank import Bank
 
 

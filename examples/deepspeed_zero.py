@@ -9,8 +9,8 @@ from torch.optim import AdamW
 
 import cplus
 from cplus import models
-from cplus.integrations import distributed
-from cplus.losses import answer_losses
+from cplus.core.losses import answer_losses
+from cplus.distributed import checkpoint
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
             engine.backward(answer_losses(engine, rows[first : first + options.batch][rank::world]).mean())
             engine.step()
     engine.save_checkpoint(options.out)
-    distributed.save(guard, f"{options.out}/guard")
+    checkpoint.save(guard, f"{options.out}/guard")
 
 
 if __name__ == "__main__":

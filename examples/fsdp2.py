@@ -20,8 +20,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import cplus
 from cplus import models
-from cplus.integrations import distributed
-from cplus.losses import answer_losses
+from cplus.core.losses import answer_losses
+from cplus.distributed import checkpoint
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
             print(f"epoch {epoch + 1}: {found.losses}, {guard.nbytes:,} bytes on this rank", flush=True)
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=Path(options.out) / "training")
-    distributed.save(guard, Path(options.out) / "guard")
+    checkpoint.save(guard, Path(options.out) / "guard")
     dist.destroy_process_group()
 
 

@@ -9,8 +9,8 @@ from material import arguments, material
 from peft import LoraConfig, get_peft_model
 
 import cplus
+from cplus.core.losses import answer_losses
 from cplus.integrations.peft import scope
-from cplus.losses import answer_losses
 
 
 def main() -> dict[str, float]:

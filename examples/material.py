@@ -7,13 +7,15 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from cplus import interfaces, models
-from cplus.data.encoded import Encoded
+from cplus.probes.generate import write_probes
+from cplus.scoring import predict
+
+from cplus import models
+from cplus.core.rows import Encoded
+from cplus.data import interfaces
 from cplus.data.examples import Example
 from cplus.data.tasks import load_task
-from cplus.probes.generate import write_probes
 from cplus.probes.settings import ProbeSettings
-from cplus.scoring import predict
 
 
 @dataclass(frozen=True, kw_only=True)

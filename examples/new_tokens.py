@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+from cplus.data.encoded import Encoded
+from cplus.losses import answer_losses
 from material import arguments, material
 
 import cplus
-from cplus.data.encoded import Encoded
-from cplus.losses import answer_losses
 
 
 def main() -> dict[str, float]:

@@ -6,9 +6,9 @@ By its name everywhere else:    cplus adapt MODEL --new new.jsonl --anchors keep
 from __future__ import annotations
 
 import torch
-
 from cplus.gates import Elementwise, Proposal
 from cplus.loop import EpochEnded, Schedule, adapt, prepare
+
 from cplus.methods import BLEND, Material, Method, Past
 
 

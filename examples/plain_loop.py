@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import torch
+from cplus.losses import answer_losses
 from material import arguments, material
 
 import cplus
-from cplus.losses import answer_losses
 
 
 def main() -> dict[str, float]:

@@ -23,9 +23,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from cplus import attach, kernels
+from cplus.core import guard, kernels
 
-attach.THOROUGH = True  # a parameter that moves past the gate is an error in every test
+guard.THOROUGH = True  # a parameter that moves past the gate is an error in every test
 
 CORPUS = [
     "Question: What colour is the sky on a clear day?\nOptions:\nA: blue\nB: green\nC: red\nD: black\n\n",
@@ -201,8 +201,8 @@ def here(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def smoke_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """All studies' results at smoke scale and their cache; test processes share the runs out among them."""
-    from cplus.studies import SCALES, STUDIES, runs_of
-    from cplus.studies.runner import in_this_process, perform
+    from cplus.lab import SCALES, STUDIES, runs_of
+    from cplus.lab.runner import in_this_process, perform
 
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
@@ -243,7 +243,7 @@ def smollm() -> Any:
 def packaged_folder() -> Callable[[str], Path]:
     """The converted folder of a packaged model that is in the cache, or a skip: fetching one takes minutes."""
     from cplus.models.gguf import place
-    from cplus.models.packages import PACKAGED
+    from cplus.models.names import PACKAGED
 
     def found(alias: str) -> Path:
         folder = place(PACKAGED[alias].sha256)

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cplus.cli import app, register
+from cplus.cli.app import app, register
 
 ROOT = Path(__file__).parent.parent
 RUN = ("python", "bash", "diff")

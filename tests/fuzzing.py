@@ -18,27 +18,26 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from cplus import files, interfaces, terminal
-from cplus.data.examples import Choice, Example, FreeForm, Message, from_row, to_row
-from cplus.data.predictions import Prediction
+from cplus.base import files, terminal
+from cplus.data import interfaces
+from cplus.data.examples import Choice, Example, FreeForm, Message, Prediction, from_row, to_row
+from cplus.data.interfaces import Rejected
 from cplus.data.readers import read_file
-from cplus.data.split import load_split, save_split, split
+from cplus.data.tasks import load_split, save_split, split
 from cplus.evaluation.judges import is_json
 from cplus.evaluation.requirements import parse
-from cplus.experiment.record import RunResult, load_result, save_result
-from cplus.experiment.settings import RunSpec
-from cplus.interfaces import Rejected
-from cplus.job.checkpoint import Checkpoints
-from cplus.job.folder import Folder
-from cplus.job.folder import read_settings as read_job
-from cplus.job.settings import AdaptConfig, read_yaml
-from cplus.job.settings import settings as read_settings
+from cplus.jobs.checkpoint import Checkpoints
+from cplus.jobs.folder import Folder
+from cplus.jobs.folder import read_settings as read_job
+from cplus.jobs.settings import AdaptConfig, read_yaml
+from cplus.jobs.settings import settings as read_settings
+from cplus.lab.records import RunResult, load_result, save_result
 from cplus.models.gguf import _opened
-from cplus.probes.bank import Bank, Probe, seal
+from cplus.probes.bank import Bank, Probe, open_journal, seal
 from cplus.probes.build import _block_from_entry
-from cplus.probes.journal import open_journal
 from cplus.receipts.contents import ModelId, Receipt, RowComparison, RowSet
-from cplus.receipts.record import from_json, to_json
+from cplus.receipts.page import from_json, to_json
+from cplus.training.settings import RunSpec
 
 MADE = 5_000
 CHUNK = 5_000  # hypothesis remembers what it tried; a new search now and then keeps that small

@@ -16,9 +16,9 @@ from killed_job import before, child, ended, half_written
 from torch.optim.lr_scheduler import LambdaLR
 from toyjob import asked, write_files
 
-from cplus.cli import main as command
-from cplus.experiment import measure
-from cplus.job import run
+from cplus.cli.app import main as command
+from cplus.jobs import adapt
+from cplus.training import measure
 
 UPDATES = 9
 MOMENTS: dict[str, tuple[Callable[[], None], int]] = {
@@ -26,7 +26,7 @@ MOMENTS: dict[str, tuple[Callable[[], None], int]] = {
     "half a checkpoint": (lambda: half_written(5), 4),
     "the evaluation of an epoch": (lambda: before(measure, "predict", 6), 6),
     "the final evaluation": (
-        lambda: before(run, "answer", 2, lambda model, group, config, when, *_: when == "after"),
+        lambda: before(adapt, "answer", 2, lambda model, group, config, when, *_: when == "after"),
         UPDATES,
     ),
 }
@@ -45,7 +45,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     write_files(folder)
     # In this process, so that the children inherit the compiled kernels.
-    run.adapt(asked(folder, method="cpl", epochs=1, evaluate_every=0, out=folder / "whole"))
+    adapt.adapt(asked(folder, method="cpl", epochs=1, evaluate_every=0, out=folder / "whole"))
     ends = {}
     for name, (patch, _) in MOMENTS.items():
         config = asked(folder, method="cpl", checkpoint_steps=1, out=folder / name)

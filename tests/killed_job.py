@@ -21,12 +21,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from toyjob import asked, write_files
 from transformers import PreTrainedTokenizerBase
 
-from cplus import evidence, models
-from cplus.experiment import measure
-from cplus.job.folder import Folder
-from cplus.job.resume import resume
-from cplus.job.run import adapt
+from cplus import models
+from cplus.core import evidence
+from cplus.jobs.adapt import adapt, resume
+from cplus.jobs.folder import Folder
 from cplus.probes import build
+from cplus.training import measure
 
 Patch = Callable[[random.Random], None]
 

@@ -11,8 +11,8 @@ from typing import Any
 import gguf
 import numpy as np
 
-from cplus import files
-from cplus.models.packages import PackagedModel
+from cplus.base import files
+from cplus.models.names import PackagedModel
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from cplus.evidence import Reference
+from cplus.core.evidence import Reference
 
 SHAPES = ((4, 3), (5,), (2, 3))
 

@@ -21,9 +21,9 @@ from killed_job import before, child, ended
 from torch.optim.lr_scheduler import LambdaLR
 from toyjob import asked, write_files
 
-from cplus.cli import main as command
-from cplus.job import memory, prepare
-from cplus.job.checkpoint import Checkpoints
+from cplus.cli.app import main as command
+from cplus.jobs import memory, prepare
+from cplus.jobs.checkpoint import Checkpoints
 
 Patch = Callable[[int], None]
 PARTS = 4

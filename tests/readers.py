@@ -17,7 +17,8 @@ def training() -> dict[str, Any]:
     import torch
     from transformers import DataCollatorForSeq2Seq, EarlyStoppingCallback, Trainer, TrainingArguments
 
-    from cplus import interfaces, models
+    from cplus import models
+    from cplus.data import interfaces
     from cplus.toy import world
 
     base = models.load("toy")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from cplus.receipts.receipt import (
+from cplus.receipts.page import (
     BankAudit,
     ComparedRun,
     GateShare,

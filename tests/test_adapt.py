@@ -14,14 +14,23 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from cplus.adapters import merged
-from cplus.data.encoded import Encoded
-from cplus.loop import Cursor, EpochEnded, Event, Prepared, Refreshed, Schedule, Stepped, adapt, epoch_batches, prepare
-from cplus.losses import answer_losses
-from cplus.methods import METHODS, Material, Method
-from cplus.objectives import Distillation, ElasticWeights
-from cplus.reweighting import Masked
-from cplus.selection import configured, method
+from cplus.core.losses import answer_losses
+from cplus.core.rows import Encoded
+from cplus.methods.adapters import merged
+from cplus.methods.objectives import Distillation, ElasticWeights, Masked
+from cplus.methods.table import METHODS, Material, Method, configured, method
+from cplus.training.loop import (
+    Cursor,
+    EpochEnded,
+    Event,
+    Prepared,
+    Refreshed,
+    Schedule,
+    Stepped,
+    adapt,
+    epoch_batches,
+    prepare,
+)
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "sgd": lambda model: SGD(model.parameters(), lr=0.1),

@@ -18,14 +18,13 @@ from ranks_job import BANK, PARTS, free_port
 from toyjob import asked, same, write_files, written
 from typer.testing import CliRunner
 
-from cplus import world
-from cplus.cli import app, register
-from cplus.job import choices, preflight
-from cplus.job.resume import resume
-from cplus.job.run import adapt
-from cplus.job.settings import AdaptConfig
+from cplus.base.terminal import console, output
+from cplus.cli.app import app, register
+from cplus.distributed import processes
+from cplus.jobs import choices, prepare
+from cplus.jobs.adapt import adapt, resume
+from cplus.jobs.settings import AdaptConfig
 from cplus.models import resolve
-from cplus.terminal import console, output
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "cache"), pytest.mark.timeout(900)]
 
@@ -291,9 +290,12 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         port = str(taken.getsockname()[1])
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(ValueError, match=rf"could not meet at 127.0.0.1:{port} .* another port"), world.joined():
+        with (
+            pytest.raises(ValueError, match=rf"could not meet at 127.0.0.1:{port} .* another port"),
+            processes.joined(),
+        ):
             raise AssertionError
-    assert world.size() == 1
+    assert processes.size() == 1
 
 
 @pytest.mark.parametrize(
@@ -311,7 +313,7 @@ def test_what_several_processes_cannot_do_is_refused(
     monkeypatch.setenv("RANK", "0")
     config = asked(folder, **changes)
     with pytest.raises(ValueError, match=sentence):
-        preflight.check_processes(config, preflight.row_of(config))
+        prepare.check_processes(config, prepare.row_of(config))
 
 
 def test_other_commands_need_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,9 +326,9 @@ def test_other_commands_need_one_process(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_memory_is_counted_by_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def held(**changes: Any) -> int:
         config = asked(folder, **changes)
-        method = preflight.row_of(config)
-        size = preflight.model_size(config, method, resolve("toy"))
-        return preflight.footprint(config, method, size, 4).held
+        method = prepare.row_of(config)
+        size = prepare.model_size(config, method, resolve("toy"))
+        return prepare.footprint(config, method, size, 4).held
 
     one, weights = held(), 4 * 601_536
     monkeypatch.setenv("RANK", "0")
@@ -338,27 +340,27 @@ def test_memory_is_counted_by_process(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_without_a_launcher_a_process_is_alone() -> None:
-    assert world.started() == (0, 1)
-    with world.joined():
-        assert (world.rank(), world.size(), world.first(), world.neighbours()) == (0, 1, True, 1)
-        assert world.shared(lambda: 7) == world.in_turn(lambda: 7) == 7
-        assert world.spread([1, 2], lambda rows: [2 * row for row in rows]) == [2, 4]
-        world.agree("a value", 1)
+    assert processes.started() == (0, 1)
+    with processes.joined():
+        assert (processes.rank(), processes.size(), processes.first(), processes.neighbours()) == (0, 1, True, 1)
+        assert processes.shared(lambda: 7) == processes.in_turn(lambda: 7) == 7
+        assert processes.spread([1, 2], lambda rows: [2 * row for row in rows]) == [2, 4]
+        processes.agree("a value", 1)
 
 
 def test_processes_that_cannot_meet_are_told_where(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "no"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"the 2 processes could not meet at 127.0.0.1:no"), world.joined():
+    with pytest.raises(ValueError, match=r"the 2 processes could not meet at 127.0.0.1:no"), processes.joined():
         raise AssertionError
-    assert world.size() == 1
+    assert processes.size() == 1
 
 
 def test_one_process_and_two_choose_the_same_parts_and_a_resumed_job_keeps_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def parts(config: AdaptConfig) -> tuple[int | None, tuple[str, ...]]:
-        found = preflight.preflight(config, folder)
+        found = prepare.preflight(config, folder)
         return found.config.micro_batches, tuple(w for w in found.warnings if "micro_batches" in w)
 
     begun = asked(folder)
@@ -382,13 +384,13 @@ def test_one_process_and_two_choose_the_same_parts_and_a_resumed_job_keeps_them(
 def test_a_first_process_that_never_starts_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     for own in (console, output):  # a process that is not the first is quiet from here on; this one is not
         monkeypatch.setattr(own, "quiet", own.quiet)
-    monkeypatch.setattr(world, "_ONE_MACHINE", timedelta(seconds=1))
+    monkeypatch.setattr(processes, "_ONE_MACHINE", timedelta(seconds=1))
     port = str(free_port())
     numbers = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for name, value in {**numbers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     sentence = rf"could not meet at 127.0.0.1:{port} .* did not start within 1"
-    with pytest.raises(ValueError, match=sentence), world.joined():
+    with pytest.raises(ValueError, match=sentence), processes.joined():
         raise AssertionError
     assert not console.quiet  # the second process reports it
-    assert world.size() == 1
+    assert processes.size() == 1

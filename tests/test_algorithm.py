@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cplus import algorithm
+from cplus.core import algorithm
 
 floats = st.floats(-1e6, 1e6, allow_nan=False, width=32)
 vectors = st.lists(st.tuples(floats, floats, floats), min_size=1, max_size=20)

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, IterableDataset
 
-from cplus import algorithm
-from cplus.any_loss import Entry, LossGradient, sources
-from cplus.attach import protect
-from cplus.evidence import MeanGradient, Source
-from cplus.losses import answer_losses
+from cplus.core import algorithm
+from cplus.core.evidence import Entry, LossGradient, MeanGradient, Source, sources
+from cplus.core.guard import protect
+from cplus.core.losses import answer_losses
 
 EPOCHS = 3
 

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.utils._pytree import tree_leaves
 
-from cplus import algorithm, kernels, optim
-from cplus.attach import Guard, protect
-from cplus.data.encoded import Encoded
-from cplus.evidence import Reference, Remembered
-from cplus.gates import Collaborative, Elementwise, Proposal, Shuffled, stored
-from cplus.integrations.guard_state import carry
-from cplus.projections import agem
+from cplus.core import algorithm, kernels, optim
+from cplus.core.evidence import Reference, Remembered, agem
+from cplus.core.gates import Collaborative, Elementwise, Proposal, Shuffled, stored
+from cplus.core.guard import Guard, protect
+from cplus.core.rows import Encoded
+from cplus.integrations.transformers import carry
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 EPS = float(np.finfo(np.float64).eps)

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cplus import models
-from cplus.cli import app, register
+from cplus.cli.app import app, register
 from cplus.data.readers import read_rows
 
 if not app.registered_commands:

@@ -16,20 +16,19 @@ from transformers import GenerationConfig
 
 import cplus
 from cplus import models
-from cplus.experiment import divergence as moving
-from cplus.job import choices, push, range_test
-from cplus.job.choices import choose, rate_by_size
-from cplus.job.folder import Folder
-from cplus.job.memory import Footprint, ModelSize
-from cplus.job.outputs import card
-from cplus.job.plan import plan
-from cplus.job.range_test import Rung
-from cplus.job.resume import resume
-from cplus.job.rows import read
-from cplus.job.settings import CHOSEN, AdaptConfig, settings
-from cplus.losses import divergences
-from cplus.methods import METHODS
-from cplus.receipts.receipt import read_receipt
+from cplus.core.losses import divergences
+from cplus.jobs import choices, outputs
+from cplus.jobs.adapt import resume
+from cplus.jobs.choices import Rung, choose, rate_by_size
+from cplus.jobs.folder import Folder
+from cplus.jobs.memory import Footprint, ModelSize
+from cplus.jobs.outputs import card
+from cplus.jobs.plan import plan
+from cplus.jobs.rows import read
+from cplus.jobs.settings import CHOSEN, AdaptConfig, settings
+from cplus.methods.table import METHODS
+from cplus.receipts.page import read_receipt
+from cplus.training import measure
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cache")
 
@@ -101,17 +100,17 @@ def test_the_best_rung_gains_most_after_what_it_costs() -> None:
         Rung(lr=3.0, gained=0.5, lost=0.1),
         Rung(lr=9.0, gained=0.9, lost=0.8),
     ]
-    best = range_test._best([*rungs, Rung(lr=27.0, gained=-math.inf, lost=math.inf)], 3)
+    best = choices._best([*rungs, Rung(lr=27.0, gained=-math.inf, lost=math.inf)], 3)
     assert best.value == 3.0
     assert "9 gains 0.900 on new rows and loses 0.800 on kept ones; 27 diverges" in best.why
-    assert range_test._best([rungs[0], replace(rungs[0], lr=3.0)], 3).value == 1.0
+    assert choices._best([rungs[0], replace(rungs[0], lr=3.0)], 3).value == 1.0
 
 
 def test_a_tested_rate_is_used_like_a_given_one_and_survives_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_files(tmp_path)
-    monkeypatch.setattr(range_test, "SHARE", 10.0)
+    monkeypatch.setattr(choices, "SHARE", 10.0)
     stop_at(2, unset(tmp_path, lr="auto", epochs=1, checkpoint_steps=1))
     kept = json.loads((tmp_path / "out" / "settings.json").read_text())["settings"]["lr"]
     done = resume(tmp_path / "out")
@@ -129,7 +128,7 @@ def test_a_tested_rate_is_used_like_a_given_one_and_survives_a_resume(
 
 def test_adapters_are_removed_after_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(tmp_path)
-    monkeypatch.setattr(range_test, "SHARE", 10.0)
+    monkeypatch.setattr(choices, "SHARE", 10.0)
     config = {"epochs": 1, "lora": "r=4", "method": "sft", "anchors": None}
     done = cplus.adapt(unset(tmp_path, lr="auto", **config))
     lr = done.record["settings"]["lr"]
@@ -162,18 +161,18 @@ def test_a_job_too_short_for_a_test_uses_the_rule_and_says_so(tmp_path: Path) ->
 
 def test_the_divergence_is_that_of_the_whole_distribution_where_it_is_small_enough() -> None:
     base, moved, rows = tiny.lm(0), tiny.lm(1), tiny.rows(9, longest_target=5)
-    reference = moving.base_rows(base, rows)
+    reference = measure.base_rows(base, rows)
     exact = divergences(moved, base, rows).detach() * torch.tensor([len(row.target) for row in rows])
     expected = float(exact.sum()) / sum(len(row.target) for row in rows)
-    assert moving.divergence(moved, reference) == pytest.approx(expected, rel=1e-4)
-    assert moving.divergence(base, reference) == pytest.approx(0.0, abs=1e-6)
+    assert measure.divergence(moved, reference) == pytest.approx(expected, rel=1e-4)
+    assert measure.divergence(base, reference) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_fewer_tokens_give_a_lower_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     base, moved, rows = tiny.lm(0), tiny.lm(1), tiny.rows(9)
-    whole = moving.divergence(moved, moving.base_rows(base, rows))
-    monkeypatch.setattr(moving, "LIKELIEST", 8)
-    assert 0 < moving.divergence(moved, moving.base_rows(base, rows)) < whole
+    whole = measure.divergence(moved, measure.base_rows(base, rows))
+    monkeypatch.setattr(measure, "LIKELIEST", 8)
+    assert 0 < measure.divergence(moved, measure.base_rows(base, rows)) < whole
 
 
 def test_the_divergence_is_in_curve_receipt_and_notes(tmp_path: Path) -> None:
@@ -217,8 +216,8 @@ class Hub:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     found = Hub()
-    monkeypatch.setattr(push, "HfApi", lambda: found)
-    monkeypatch.setattr(push, "get_token", lambda: "a token")
+    monkeypatch.setattr(outputs, "HfApi", lambda: found)
+    monkeypatch.setattr(outputs, "get_token", lambda: "a token")
     return found
 
 
@@ -246,7 +245,7 @@ def test_an_upload_that_cannot_work_is_refused_before_training(
     hub.refuses = "whoami"
     with pytest.raises(ValueError, match=r"the hub cannot be reached or does not take the token \(ConnectionError\)"):
         cplus.adapt(config)
-    monkeypatch.setattr(push, "get_token", lambda: None)
+    monkeypatch.setattr(outputs, "get_token", lambda: None)
     with pytest.raises(ValueError, match=r"needs a token with write access, and none was found; run 'hf auth login'"):
         cplus.adapt(config)
     assert not (tmp_path / "out").exists()

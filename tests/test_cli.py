@@ -14,12 +14,11 @@ import typer
 from typer.testing import CliRunner
 
 from cplus import __version__
-from cplus.cli import app, register
-from cplus.commands import names
-from cplus.commands.options import SETTINGS
-from cplus.job.faults import OTHER_NAMES
-from cplus.job.settings import AdaptConfig, settings
-from cplus.methods import METHODS
+from cplus.cli import options
+from cplus.cli.app import app, register
+from cplus.cli.options import SETTINGS
+from cplus.jobs.settings import OTHER_NAMES, AdaptConfig, settings
+from cplus.methods.table import METHODS
 
 SURFACE = Path(__file__).parent / "data" / "cli.txt"
 SECONDS = 10  # importing torch and transformers alone takes five idle seconds here; a refusal takes less than one
@@ -85,7 +84,7 @@ def test_a_misspelt_name_is_refused_before_torch_is_imported(command: str, sente
     (tmp_path / "run.yaml").write_text("model: toy\nsplit: harbours\nmethod: slt\n")
     (tmp_path / "bad.jinja").write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
     code = (
-        "import atexit, sys; from cplus.cli import main;"
+        "import atexit, sys; from cplus.cli.app import main;"
         "atexit.register(lambda: print('heavy:', sorted({'torch', 'transformers'} & set(sys.modules)))); main()"
     )
     begun = time.monotonic()
@@ -149,7 +148,7 @@ def test_the_shell_completes_methods_tasks_and_models() -> None:
     assert completed("cplus", "evaluate", "toy", "--task", "gsm") == {"gsm8k"}
     assert completed("cplus", "evaluate", "smol") == {"smollm2-135m"}
     assert completed("cplus", "split", "toy", "--interface", "cl") == {"cloze"}
-    assert set(names.COMPLETIONS) - {"model", "task"} <= set(SETTINGS)
+    assert set(options.COMPLETIONS) - {"model", "task"} <= set(SETTINGS)
 
 
 def test_shared_options_have_the_defaults_of_the_settings() -> None:
@@ -165,17 +164,17 @@ WAITING = """
 import builtins, os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
 real = builtins.__import__
-def importing(name, *rest):
+def importing(name, *rest, **more):
     if name == {module!r}:
         os.kill(os.getpid(), signal.SIGINT)
-    return real(name, *rest)
+    return real(name, *rest, **more)
 builtins.__import__ = importing
 from cplus.__main__ import main
 main()
 """
 
 
-@pytest.mark.parametrize("module", ["typer", "cplus.commands.update", "cplus.methods", "torch"])
+@pytest.mark.parametrize("module", ["typer", "cplus.cli.update", "cplus.methods.table", "torch"])
 def test_an_early_interruption_is_one_word_and_exit_code_130(module: str) -> None:
     """Ctrl-C arrives while this module is being imported."""
     command = [sys.executable, "-c", WAITING.format(module=module), "split", "toy", "--task", "harbours"]

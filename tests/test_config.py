@@ -9,9 +9,9 @@ import yaml
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from cplus.cli import app, register
-from cplus.commands.options import FLAGS
-from cplus.job import settings as config
+from cplus.cli.app import app, register
+from cplus.cli.options import FLAGS
+from cplus.jobs import settings
 
 ROOT = Path(__file__).parent.parent
 LEAST = {"model": "toy", "new": "a.jsonl"}
@@ -21,20 +21,20 @@ if not app.registered_commands:
 
 
 def test_the_example_is_the_file_that_is_shipped_and_says_every_default() -> None:
-    text = config.example()
+    text = settings.example()
     assert (ROOT / "examples" / "adapt.yaml").read_text() == text
     given = yaml.safe_load(text)
-    read = config.settings(given)
-    names = set(config.AdaptConfig.model_fields)
+    read = settings.settings(given)
+    names = set(settings.AdaptConfig.model_fields)
     assert all(f"\n{name}:" in text or f"\n# {name}:" in text for name in names)
-    plain = config.settings({"model": "smollm2-135m", "new": "new.jsonl"})
+    plain = settings.settings({"model": "smollm2-135m", "new": "new.jsonl"})
     differ = {name for name in names if getattr(read, name) != getattr(plain, name)}
     assert differ == {"anchors", "past"}
 
 
 def test_every_setting_has_a_place_and_an_option() -> None:
-    placed = [name for names in config.GROUPS.values() for name in names]
-    assert sorted([*placed, "model"]) == sorted(config.AdaptConfig.model_fields)
+    placed = [name for names in settings.GROUPS.values() for name in names]
+    assert sorted([*placed, "model"]) == sorted(settings.AdaptConfig.model_fields)
     shown = CliRunner().invoke(app, ["adapt", "--help"], env={"COLUMNS": "200"}).stdout
     for name in placed:
         assert FLAGS.get(name, f"--{name.replace('_', '-')}") in shown
@@ -59,27 +59,27 @@ def test_every_setting_has_a_place_and_an_option() -> None:
 )
 def test_what_is_wrong_is_said_in_a_sentence(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(ValueError, match=r"^run\.yaml: ") as error:
-        config.settings({**LEAST, **changes}, where="run.yaml")
+        settings.settings({**LEAST, **changes}, where="run.yaml")
     assert sentence in str(error.value)
     with pytest.raises(ValueError, match=r"^(?!run)") as built:
-        config.AdaptConfig(**{**LEAST, **changes})
+        settings.AdaptConfig(**{**LEAST, **changes})
     assert f"run.yaml: {built.value}" == str(error.value)
     assert not isinstance(built.value, ValidationError)
 
 
 def test_a_preset_stands_below_what_is_given() -> None:
-    paper = config.settings({**LEAST, "preset": "paper", "beta": 0.5})
+    paper = settings.settings({**LEAST, "preset": "paper", "beta": 0.5})
     assert (paper.batch_size, paper.order, paper.lr, paper.epochs, paper.weight_decay) == (1, "file", 1e-6, 25, 0.1)
     assert (paper.num_probes, paper.stop, paper.clip_norm, paper.beta) == (512, "never", 0.0, 0.5)
     for model in ("phi-3.5-mini", "microsoft/Phi-3.5-mini-instruct"):  # by alias and by hub id
-        assert config.settings({**LEAST, "preset": "paper", "model": model}).lr == 1e-5
-    assert config.settings(paper.model_dump(mode="json")) == paper
+        assert settings.settings({**LEAST, "preset": "paper", "model": model}).lr == 1e-5
+    assert settings.settings(paper.model_dump(mode="json")) == paper
 
 
 def test_lora_reads_text_and_mappings_alike() -> None:
-    text = config.settings({**LEAST, "lora": "r=4,alpha=8,merge=false"}).lora
-    assert text == config.settings({**LEAST, "lora": {"r": 4, "alpha": 8, "merge": False}}).lora
-    assert text == config.Lora(r=4, alpha=8, merge=False)
+    text = settings.settings({**LEAST, "lora": "r=4,alpha=8,merge=false"}).lora
+    assert text == settings.settings({**LEAST, "lora": {"r": 4, "alpha": 8, "merge": False}}).lora
+    assert text == settings.Lora(r=4, alpha=8, merge=False)
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "", "1: 2\n", "!!python/object/apply:os.system ['true']"])
@@ -87,7 +87,7 @@ def test_a_file_that_is_no_list_of_settings_is_refused_by_name(tmp_path: Path, t
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"run\.yaml: expected"):
-        config.read_yaml(path)
+        settings.read_yaml(path)
 
 
 @pytest.mark.parametrize(
@@ -98,13 +98,13 @@ def test_a_name_given_twice_and_an_alias_are_refused(tmp_path: Path, text: str, 
     """Of two values the first would be dropped in silence; aliases of aliases unfold to gigabytes."""
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ValueError, match=rf"run\.yaml: expected .*{problem}"):
-        config.read_yaml(tmp_path / "run.yaml")
+        settings.read_yaml(tmp_path / "run.yaml")
 
 
 def test_numbers_without_a_point_are_read_as_yaml_writes_them(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: toy\nnew: a.jsonl\nlr: 1e-6\n")  # YAML 1.1 calls this a text
-    assert config.settings(config.read_yaml(path)).lr == 1e-6
+    assert settings.settings(settings.read_yaml(path)).lr == 1e-6
 
 
 def test_the_commands_print_schema_and_example() -> None:
@@ -112,15 +112,15 @@ def test_the_commands_print_schema_and_example() -> None:
     schema = run(app, ["config", "--schema"])
     assert schema.exit_code == 0
     assert '"additionalProperties": false' in schema.stdout
-    assert run(app, ["config", "--example"]).stdout == config.example()
+    assert run(app, ["config", "--example"]).stdout == settings.example()
 
 
 def test_a_jobs_rate_rises_over_a_tenth_of_its_updates() -> None:
-    given = config.settings({"model": "toy", "new": "rows.jsonl"})
+    given = settings.settings({"model": "toy", "new": "rows.jsonl"})
     assert (given.settings().warmup_steps, given.settings().warmup_share) == (0, 0.1)
-    constant = config.settings({"model": "toy", "new": "rows.jsonl", "warmup_steps": 0})
+    constant = settings.settings({"model": "toy", "new": "rows.jsonl", "warmup_steps": 0})
     assert (constant.settings().warmup_steps, constant.settings().warmup_share) == (0, 0.0)
-    paper = config.settings({"model": "toy", "new": "rows.jsonl", "preset": "paper"})
+    paper = settings.settings({"model": "toy", "new": "rows.jsonl", "preset": "paper"})
     assert paper.settings().warmup_share == 0.0
-    chosen = config.settings({"model": "toy", "new": "rows.jsonl", "warmup_steps": 7})
+    chosen = settings.settings({"model": "toy", "new": "rows.jsonl", "warmup_steps": 7})
     assert (chosen.settings().warmup_steps, chosen.settings().warmup_share) == (7, 0.0)

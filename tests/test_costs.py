@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import tiny
 
-from cplus.diagnostics.method_costs import costs, rows_formula
-from cplus.methods import METHODS
+from cplus.lab.costs import costs, rows_formula
+from cplus.methods.table import METHODS
 
 AT_MOST = ("distillation", "probe-distillation")
 """They keep the base model, or its outputs where those are smaller."""

@@ -12,15 +12,15 @@ import tiny
 import torch
 from torch import nn
 
-from cplus import kernels
-from cplus.attach import Guard
-from cplus.curvature import Curvature, attenuation, damping
-from cplus.evidence import Reference, Source
-from cplus.gates import Elementwise, stored
-from cplus.losses import answer_losses
-from cplus.methods import METHODS
-from cplus.optim import AdamW
-from cplus.ranks import Layout
+from cplus.core import kernels
+from cplus.core.evidence import Reference, Source
+from cplus.core.gates import Elementwise, stored
+from cplus.core.guard import Guard
+from cplus.core.losses import answer_losses
+from cplus.core.optim import AdamW
+from cplus.core.shards import Layout
+from cplus.methods.curvature import Curvature, attenuation, damping
+from cplus.methods.table import METHODS
 
 SOURCES = (
     Source(name="anchors", weight=0.25, rows=tiny.rows(3, seed=1)),

@@ -15,16 +15,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from cplus import locks, models
-from cplus.commands.split import split as command
-from cplus.data import hub
-from cplus.data.batching import length_sorted_batches
-from cplus.data.encoded import Encoded, fit
-from cplus.data.examples import Choice, FreeForm, Message, from_row, lines, to_row
-from cplus.data.predictions import Prediction
+from cplus import models
+from cplus.base import locks
+from cplus.cli.split import split as command
+from cplus.core.rows import Encoded, fit, length_sorted_batches
+from cplus.data import readers
+from cplus.data.examples import Choice, FreeForm, Message, Prediction, from_row, lines, to_row
 from cplus.data.readers import read_file
-from cplus.data.split import cached_split, draw_anchors, draw_mixture, load_split, save_split, split, stack
-from cplus.data.tasks import EXTERNAL, FREEFORM, PAPER, TASKS, TRAINING, load_task
+from cplus.data.tasks import (
+    EXTERNAL,
+    FREEFORM,
+    PAPER,
+    TASKS,
+    TRAINING,
+    cached_split,
+    draw_anchors,
+    draw_mixture,
+    load_split,
+    load_task,
+    save_split,
+    split,
+    stack,
+)
 
 ROW = {"id": "q1", "question": "Is ice cold?", "choices": ["yes", "no"], "answer": 0}
 
@@ -300,7 +312,7 @@ def test_hub_rows_in_our_schema(name, monkeypatch):
     (example,) = load_task(name).examples
     said = example.response if isinstance(example, FreeForm) else example.right
     assert said == ("no" if name == "boolq" else "right")
-    place = hub.BENCHMARKS[name]
+    place = readers.BENCHMARKS[name]
     assert calls == [(place.path, place.config, place.split)]
 
 
@@ -430,7 +442,7 @@ def test_a_split_made_by_the_one_waited_for_is_taken(tmp_path, monkeypatch):
     (name,) = [path.name for path in (tmp_path / "theirs").glob("split-*.json")]
     heard, waiting = [], threading.Event()
     console = types.SimpleNamespace(print=lambda sentence: (heard.append(sentence), waiting.set()))
-    monkeypatch.setattr("cplus.data.split.console", console)
+    monkeypatch.setattr("cplus.data.tasks.console", console)
     with ThreadPoolExecutor(1) as pool:
         with locks.holding(locks.beside(tmp_path / "ours" / name)):
             found = pool.submit(cached_split, tmp_path / "ours", EXAMPLES, lambda: pytest.fail("asked again"), **where)

@@ -25,15 +25,15 @@ from torch.optim import SGD, AdamW
 from zero_ranks import HALF, PAST, STEPS, whole
 from zero_reference import Masks
 
-from cplus import zero
-from cplus.attach import Guard, protect
-from cplus.curvature import Curvature
-from cplus.evidence import Source
-from cplus.gates import Elementwise, stored
-from cplus.integrations import distributed
+from cplus.core import shards
+from cplus.core.evidence import Source
+from cplus.core.gates import Elementwise, stored
+from cplus.core.guard import Guard, protect
+from cplus.core.losses import answer_losses
+from cplus.core.shards import Layout
+from cplus.distributed import checkpoint
 from cplus.integrations.peft import scope
-from cplus.losses import answer_losses
-from cplus.ranks import Layout
+from cplus.methods.curvature import Curvature
 
 STAGES, EPOCHS = (1, 2, 3), 17
 pytestmark = pytest.mark.timeout(3600)  # three stages in one start of two processes: minutes on a busy machine
@@ -64,19 +64,19 @@ def engines(stage: int, folder: Path) -> dict[str, Any]:
     recipe = zero_reference.recipe(guard)
     zero_ranks.train(engine, guard, 1, HALF)
     engine.save_checkpoint(str(folder))
-    distributed.save(guard, folder / "guard")
+    checkpoint.save(guard, folder / "guard")
     zero_ranks.train(engine, guard, HALF + 1, STEPS)
     engine.backward(answer_losses(engine, zero_ranks.NEW[:2]).mean())
     with pytest.raises(RuntimeError) as unfinished:
         guard.refresh()
     guard.where = Layout(rank=guard.where.rank, world=4, sharded=True)
     with pytest.raises(ValueError) as other:
-        distributed.load(guard, folder / "guard")
+        checkpoint.load(guard, folder / "guard")
 
     again, optimizer = zero_ranks.start(stage)
     again.load_checkpoint(str(folder))
     resumed = protect(optimizer, again, **PAST)
-    distributed.load(resumed, folder / "guard")
+    checkpoint.load(resumed, folder / "guard")
     zero_ranks.train(again, resumed, HALF + 1, STEPS)
     return {
         "weights": whole(engine.module),
@@ -420,12 +420,12 @@ class DeepSpeedEngine(nn.Module):
 )
 def test_engines_that_cannot_be_protected_are_refused_with_the_reason(engine: Any, reason: str) -> None:
     with pytest.raises(TypeError, match=f"this DeepSpeed engine cannot be protected: .*{reason}"):
-        zero.Zero(engine, engine.optimizer.optimizer)
+        shards.Zero(engine, engine.optimizer.optimizer)
 
 
 def test_items_are_built_when_they_are_read() -> None:
     built: list[int] = []
-    items = zero.Lazily(3, lambda i: built.append(i) or i * i)
+    items = shards.Lazily(3, lambda i: built.append(i) or i * i)
     assert not built
     assert list(items) == [0, 1, 4]
     assert items[-1] == 4

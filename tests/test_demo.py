@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from cplus import models
-from cplus.commands import demo
+from cplus.cli import demo
 from cplus.data.examples import Choice
-from cplus.experiment import run
-from cplus.experiment.comparison import Comparison, set_up
-from cplus.experiment.record import RunResult, load_result, save_result
-from cplus.experiment.settings import RunSpec
-from cplus.experiment.task_split import split_task
-from cplus.studies.frontier import CHOSEN
+from cplus.lab import runs as run
+from cplus.lab.frontier import CHOSEN
+from cplus.lab.records import RunResult, load_result, save_result
+from cplus.lab.runs import Comparison, set_up, split_task
+from cplus.training.settings import RunSpec
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +98,7 @@ def test_more_rows_than_there_are_is_an_error(setting: Comparison, base: models.
 
 def test_json_is_one_object_on_standard_output(tmp_path: Path) -> None:
     code = (
-        "import dataclasses, cplus.commands.demo as d; spec = d.base_spec;"
+        "import dataclasses, cplus.cli.demo as d; spec = d.base_spec;"
         "small = dict(epochs=1, num_probes=16, num_past=40, external_limit=20);"
         "d.base_spec = lambda m, s: dataclasses.replace(spec(m, s), **small);"
         f"d.demo(seeds=1, methods='replay,cpl', tuned='none', json=True, "

@@ -24,35 +24,45 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toyjob import write_files
 from typer.testing import CliRunner
 
-from cplus import kernels, models
-from cplus.attach import Guard
-from cplus.cli import app, register
-from cplus.data.encoded import Encoded
-from cplus.data.split import split, stack
-from cplus.data.tasks import load_task
-from cplus.diagnostics import OBSERVED, Observation, measures
-from cplus.diagnostics.gateshares import layer_shares
-from cplus.diagnostics.layers import layer_of
-from cplus.diagnostics.mask_audit import Evidences, audit, scratch_bytes
-from cplus.diagnostics.preview import preview
-from cplus.diagnostics.proposals import proposals, propose
-from cplus.diagnostics.scratch import Shelf
-from cplus.diagnostics.taps import Admission, Coordinates, References
-from cplus.diagnostics.trajectories import BYTES, KEPT, replay
-from cplus.evidence import MeanGradient, Reference, Source, example_losses
-from cplus.experiment import run as runs
-from cplus.experiment.comparison import Comparison, set_up
-from cplus.experiment.record import load_result, save_result
-from cplus.experiment.settings import RunSpec
-from cplus.gates import Collaborative
-from cplus.interfaces import build
-from cplus.loop import Prepared, Schedule, adapt, epoch_batches, prepare
-from cplus.losses import answer_losses
-from cplus.methods import METHODS
-from cplus.objectives import mean_backward
-from cplus.optim import AdamW
-from cplus.scoring import predict
+from cplus import models
+from cplus.cli.app import app, register
+from cplus.core import kernels
+from cplus.core.evidence import MeanGradient, Reference, Source, example_losses
+from cplus.core.gates import Collaborative
+from cplus.core.guard import Guard
+from cplus.core.losses import answer_losses
+from cplus.core.optim import AdamW
+from cplus.core.rows import Encoded
+from cplus.data.interfaces import build
+from cplus.data.tasks import load_task, split, stack
+from cplus.lab import runs
+from cplus.lab.diagnostics import (
+    BYTES,
+    KEPT,
+    OBSERVED,
+    Admission,
+    Coordinates,
+    Evidences,
+    Observation,
+    References,
+    Shelf,
+    audit,
+    proposals,
+    propose,
+    replay,
+    scratch_bytes,
+)
+from cplus.lab.preview import preview
+from cplus.lab.records import load_result, save_result
+from cplus.lab.runs import Comparison, set_up
+from cplus.methods.objectives import mean_backward
+from cplus.methods.table import METHODS
+from cplus.models.scoring import predict
 from cplus.toy.rows import write as write_rows
+from cplus.training import gateshares
+from cplus.training.gateshares import layer_of, layer_shares
+from cplus.training.loop import Prepared, Schedule, adapt, epoch_batches, prepare
+from cplus.training.settings import RunSpec
 
 PAST = tiny.rows(15, seed=9)
 MATERIAL = tiny.material(new=10, anchors=4, probes=6)
@@ -66,9 +76,9 @@ Flat = np.ndarray[Any, Any]
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks much smaller than a tensor, so that every sum runs over several."""
-    monkeypatch.setattr(measures, "BLOCK", 100)
-    monkeypatch.setattr("cplus.diagnostics.trajectories.BLOCK", 100)
-    monkeypatch.setattr("cplus.diagnostics.mask_audit.BLOCK", 100)
+    monkeypatch.setattr(gateshares, "BLOCK", 100)
+    monkeypatch.setattr("cplus.lab.diagnostics.BLOCK", 100)
+    monkeypatch.setattr("cplus.lab.diagnostics.BLOCK", 100)
 
 
 def trained(
@@ -289,7 +299,7 @@ class Peak(TorchDispatchMode):
 
 
 def test_observers_hold_the_work_of_one_tensor_not_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measures, "BLOCK", 1 << 9)
+    monkeypatch.setattr(gateshares, "BLOCK", 1 << 9)
     size, count = 40_000, 12
     bag = nn.ParameterList(nn.Parameter(torch.randn(size)) for _ in range(count))
     optimizer = SGD(bag, lr=0.1)

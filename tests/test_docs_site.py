@@ -14,8 +14,8 @@ import pytest
 import yaml
 from browser import browser, executable
 
-from cplus.cli import app, register
-from cplus.job.settings import AdaptConfig
+from cplus.cli.app import app, register
+from cplus.jobs.settings import AdaptConfig
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))

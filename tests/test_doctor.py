@@ -12,22 +12,22 @@ from urllib.error import HTTPError, URLError
 import pytest
 from typer.testing import CliRunner
 
-from cplus import cli, native
-from cplus.commands import doctor
+from cplus.cli import app, doctor
+from cplus.core import kernels
 
-if not cli.app.registered_commands:
-    cli.register()
+if not app.app.registered_commands:
+    app.register()
 
 
 def run(*options: str) -> tuple[int, str]:
-    done = CliRunner().invoke(cli.app, ["doctor", *options])
+    done = CliRunner().invoke(app.app, ["doctor", *options])
     return done.exit_code, done.stdout
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("cplus.kernels.can_compile", lambda device: True)  # seconds, and its own tests try it
+    monkeypatch.setattr("cplus.core.kernels.can_compile", lambda device: True)  # seconds, and its own tests try it
     monkeypatch.setattr(doctor, "_TIMED", (2, 1000))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # tests need no network
     return tmp_path / "cache"
@@ -54,9 +54,9 @@ def test_the_gated_step_is_measured_with_the_width_of_the_vectors(monkeypatch: p
     _, said = run("--json")
     [step] = [one for one in json.loads(said)["findings"] if one["name"] == "gated step"]
     assert step["measured"]["ratio"] > 0
-    assert step["measured"]["vector_bits"] == native.vector()[0]
-    assert f"{native.vector()[0]}-bit vectors" in step["says"]
-    monkeypatch.setattr("cplus.kernels.can_compile", lambda device: False)
+    assert step["measured"]["vector_bits"] == kernels.vector()[0]
+    assert f"{kernels.vector()[0]}-bit vectors" in step["says"]
+    monkeypatch.setattr("cplus.core.kernels.can_compile", lambda device: False)
     [plain] = doctor.kernels()
     assert plain.state == "note"
     assert "C++ compiler" in plain.do

@@ -16,21 +16,29 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from cplus import evaluation as evaluate
-from cplus.commands.evaluate import evaluate as command
-from cplus.data.examples import Choice, Example, FreeForm, Message
-from cplus.data.predictions import Prediction
+from cplus.base.files import read_json
+from cplus.cli.evaluate import evaluate as command
+from cplus.data.examples import Choice, Example, FreeForm, Message, Prediction
+from cplus.data.interfaces import build
 from cplus.data.readers import read_file
-from cplus.data.split import save_split, split, stack
-from cplus.evaluation import judges, letters, requirements, rewording, summaries
-from cplus.evaluation.answers import score_answers
+from cplus.data.tasks import save_split, split, stack
+from cplus.evaluation import judges, requirements
+from cplus.evaluation.changes import (
+    acquisition_by_label,
+    answered,
+    answers,
+    compared,
+    gold_labels,
+    macro,
+    permuted,
+    retention_by_label,
+)
 from cplus.evaluation.requirements import Measured
 from cplus.evaluation.statistics import Rate, noise_floor, weighted
-from cplus.evaluation.task import BoundTask, evaluate_permuted, evaluate_task
-from cplus.files import read_json
+from cplus.evaluation.task import BoundTask, evaluate_permuted, evaluate_task, score_answers
 from cplus.integrations.lm_eval import evaluate_with_harness, letter_task
-from cplus.interfaces import build
 from cplus.models import load, save
-from cplus.scoring import log_likelihoods, predict
+from cplus.models.scoring import log_likelihoods, predict
 
 
 def said(id: str, answer: int | str, correct: bool | None, confidence: float = 0.5) -> Prediction:
@@ -49,7 +57,7 @@ def test_flips_rates_and_the_exact_test_by_hand() -> None:
     assert evaluate.acquisition(table) == Rate(1, 4)
     assert evaluate.correction(table, anchors={"6", "8"}) == Rate(0, 2)
     assert evaluate.percent(AFTER) == 50.0
-    summary = summaries.compared(table, [])
+    summary = compared(table, [])
     assert summary["counts"] == {"kept": 4, "lost": 2, "gained": 1, "still_wrong": 3}
     assert summary["mcnemar_p"] == 1.0
     assert summary["flips"][4] == {
@@ -88,20 +96,20 @@ def test_recovery_and_average_as_the_paper_defines_them() -> None:
 def test_qwen3s_stored_split_and_a_model_that_never_says_a(data_dir: Path) -> None:
     stored = read_json(data_dir / "qwen3-0.6b-csqa.json")
     examples = [example for example in read_file(data_dir / "csqa.jsonl") if isinstance(example, Choice)]
-    answers = {id: "ABCD".index(letter) for id, letter in stored["predicted"].items()}
-    before = [said(e.id, answers[e.id], answers[e.id] == e.answer) for e in examples]
+    given = {id: "ABCD".index(letter) for id, letter in stored["predicted"].items()}
+    before = [said(e.id, given[e.id], given[e.id] == e.answer) for e in examples]
     halves = split(examples, before, model_fingerprint="", interface="letter", stack={})
     assert (len(halves.past), len(halves.new)) == (413, 683)
     assert {e.id for e in halves.past} == set(stored["correct"])
-    assert letters.answers(before) == {"A": 898, "B": 90, "C": 35, "D": 73}
+    assert answers(before) == {"A": 898, "B": 90, "C": 35, "D": 73}
     # Right wherever the answer is not A, and B instead of A.
     after = [said(e.id, e.answer or 1, e.answer != 0) for e in examples]
-    table, labels = evaluate.flips(before, after), letters.gold_labels(examples)
+    table, labels = evaluate.flips(before, after), gold_labels(examples)
     assert round(evaluate.retention(table).percent, 1) == 35.8
-    by_label = letters.retention_by_label(table, labels)
+    by_label = retention_by_label(table, labels)
     assert by_label == {"A": Rate(0, 265), "B": Rate(68, 68), "C": Rate(24, 24), "D": Rate(56, 56)}
-    assert letters.macro(by_label) == 75.0
-    assert letters.acquisition_by_label(table, labels)["A"] == Rate(0, 9)
+    assert macro(by_label) == 75.0
+    assert acquisition_by_label(table, labels)["A"] == Rate(0, 9)
 
 
 QUESTIONS: list[Example] = [
@@ -134,13 +142,13 @@ def asked_by(choose: Any) -> Any:
 
 
 def test_permuted_options_unmask_a_letter_and_leave_knowledge_alone() -> None:
-    always_a = letters.permuted(asked_by(lambda row: 0), QUESTIONS)
+    always_a = permuted(asked_by(lambda row: 0), QUESTIONS)
     assert always_a.mean == pytest.approx(100 * 12 / 42)
     assert always_a.consistent == Rate(0, 12)
     assert always_a.answers == {"A": 42}
-    knows = letters.permuted(asked_by(lambda row: row.answer), QUESTIONS)
+    knows = permuted(asked_by(lambda row: row.answer), QUESTIONS)
     assert (knows.mean, knows.consistent, knows.averaged) == (100.0, Rate(12, 12), Rate(12, 12))
-    likes_w = letters.permuted(asked_by(lambda row: row.choices.index("w")), QUESTIONS)
+    likes_w = permuted(asked_by(lambda row: row.choices.index("w")), QUESTIONS)
     assert likes_w.consistent == Rate(12, 12)
     assert likes_w.averaged == Rate(sum(q.right == "w" for q in QUESTIONS if isinstance(q, Choice)), 12)
 
@@ -157,7 +165,7 @@ def test_other_rules_by_hand() -> None:
         Prediction(id=str(i), answer=0, correct=not row[3], confidence=0.5, scores=row[1], num_tokens=row[2])
         for i, row in enumerate(rows)
     ]
-    summary = summaries.answered(predictions, examples)
+    summary = answered(predictions, examples)
     assert summary["accuracy"]["percent"] == 50.0
     assert summary["by_other_rules"] == {"sum": 50.0, "per_character": 100.0}
 
@@ -252,7 +260,8 @@ def test_numpys_truth_is_truth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_model_judges_by_the_likelihood_of_yes_and_no(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mechanics only: a random model, loaded at the first answer, and what it says follows its two likelihoods."""
-    from cplus import models, scoring
+    from cplus import models
+    from cplus.models import scoring
 
     loads = []
     monkeypatch.setattr(models, "load", lambda name, original=models.load: (loads.append(name), original(name))[1])
@@ -277,57 +286,6 @@ def test_a_model_judges_by_the_likelihood_of_yes_and_no(saved: Path, monkeypatch
     assert ANY.response in asked[0]
     assert "yes" in asked[0][-20:]
     assert "no" in asked[1][-20:]
-
-
-PAIRS = [json.loads(line) for line in (Path(__file__).parent / "data" / "reworded.jsonl").read_text().splitlines()]
-
-
-def agreement(pairs: Sequence[dict[str, Any]], *, losses: bool) -> float:
-    """The share of hand-labelled pairs to which the rule gives their label."""
-    known = ("loss_before", "loss_after") if losses else ()
-    found = [
-        rewording.state(pair["before"], pair["after"], **{name: pair[name] for name in known if name in pair})
-        for pair in pairs
-    ]
-    return sum(state == pair["label"] for state, pair in zip(found, pairs, strict=True)) / len(pairs)
-
-
-@pytest.mark.parametrize(("losses", "line"), [(False, "texts alone"), (True, "with losses")])
-def test_the_rule_agrees_with_a_reader(losses: bool, line: str) -> None:
-    """docs/evaluation.md states the agreement measured; the floors leave room for a few pairs."""
-    written = [pair for pair in PAIRS if pair["topic"] != "measured"]
-    measured = [pair for pair in PAIRS if pair["topic"] == "measured"]
-    groups = [written, measured]
-    groups += [[pair for pair in group if pair["held_out"]] for group in groups]
-    assert [len(group) for group in groups] == [101, 38, 33, 20]
-    assert {pair["label"] for pair in groups[2]} == {"same", "reworded", "changed"}
-    found = [agreement(group, losses=losses) for group in (PAIRS, *groups)]
-    stated = (Path(__file__).parent.parent / "docs" / "evaluation.md").read_text()
-    assert f"| {line} | {' | '.join(f'{100 * share:.1f} %' for share in found)} |" in stated
-    assert all(share >= floor for share, floor in zip(found, (0.87, 0.92, 0.7, 0.82, 0.7), strict=True)), found
-
-
-def test_a_risen_loss_asks_for_more_similarity() -> None:
-    pair = ("The film was made in Rome.", "The film was made in Milan.")
-    assert rewording.state(*pair) == "changed"
-    most = ("bread, butter, honey", "bread, butter, tea")
-    assert rewording.state(*most, loss_before=0.2, loss_after=0.3) == "reworded"
-    assert rewording.state(*most, loss_before=0.2, loss_after=2.2) == "changed"
-    assert rewording.state(*most, loss_before=0.2, loss_after=2.2, noise_floor=2.0) == "reworded"
-
-
-def test_the_order_of_words_does_not_count_but_what_decides_does() -> None:
-    listed = ["apples", "pears", "plums", "cherries", "figs", "grapes"]
-    assert rewording.state(", ".join(listed), ", ".join(reversed(listed))) == "reworded"
-    assert rewording.state("Take 2 pills a day.", "Take 20 pills a day.", loss_before=1.0, loss_after=1.0) == "changed"
-    assert rewording.state("Do it.", "Do not do it.", loss_before=1.0, loss_after=1.0) == "changed"
-
-
-@pytest.mark.parametrize("text", ["", " ", "0", "[]", "é", "'", "```", "a" * 10_000, "\ud7ff", "{", "no", "\n- \n"])
-def test_any_text_has_a_state(text: str) -> None:
-    assert rewording.state(text, text) == "same"
-    assert rewording.state(text, f"{text} entirely different words") in ("reworded", "changed")
-    assert rewording.state(text, "A full sentence about bread.") in ("reworded", "changed")
 
 
 def test_the_interval_of_a_weighted_mean_is_that_of_a_bootstrap() -> None:

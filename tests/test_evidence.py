@@ -13,16 +13,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from cplus.attach import Guard
-from cplus.cost import TRAINING_RESERVE
-from cplus.data.batching import batched
-from cplus.data.encoded import Encoded
-from cplus.evidence import LogitBasis, MeanGradient, NormAligned, Source, Tail, example_losses
-from cplus.losses import answer_losses, divergences, last_logits, left_padded, shared_losses
-from cplus.methods import METHODS
-from cplus.objectives import from_copy, from_outputs
-from cplus.offload import Storage, storage
-from cplus.projections import dot, ogd
+from cplus.base.cost import TRAINING_RESERVE
+from cplus.core.evidence import (
+    LogitBasis,
+    MeanGradient,
+    NormAligned,
+    Source,
+    Storage,
+    Tail,
+    dot,
+    example_losses,
+    ogd,
+    storage,
+)
+from cplus.core.guard import Guard
+from cplus.core.losses import answer_losses, divergences, last_logits, left_padded, shared_losses
+from cplus.core.rows import Encoded, batched
+from cplus.methods.objectives import from_copy, from_outputs
+from cplus.methods.table import METHODS
 
 
 def one_at_a_time(model: nn.Module, row: Encoded) -> Tensor:
@@ -199,7 +207,7 @@ def test_a_guard_stores_its_projections_vectors_where_there_is_room(monkeypatch:
     source = Source(name="anchors", weight=1.0, rows=tiny.rows(4, seed=3))
     steps = []
     for place in (storage, lambda *_, **__: half):
-        monkeypatch.setattr("cplus.attach.storage", place)
+        monkeypatch.setattr("cplus.core.guard.storage", place)
         model = tiny.lm()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         evidence = MeanGradient(model=model, sources=(source,))

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedTokenizerFa
 from typer.testing import CliRunner
 
 from cplus import models as cplus_models
-from cplus.cli import app, register
+from cplus.cli.app import app, register
 from cplus.models import exporting, gguf
-from cplus.models.packages import PACKAGED
+from cplus.models.names import PACKAGED
 
 PROMPTS = [
     "Say 12 words.",

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cplus.experiment.record import RunResult
-from cplus.studies import SCALES, STUDIES, facts, runs_of
-from cplus.studies.collected import collect
-from cplus.studies.figures.facts_real_model import comparison, tab_facts
-from cplus.studies.results import save
+from cplus.lab import SCALES, STUDIES, facts, runs_of
+from cplus.lab.facts import comparison, tab_facts
+from cplus.lab.records import RunResult
+from cplus.lab.report import collect
+from cplus.lab.runner import save
 
 
 def done(method: str, seed: int, kept: float, rate: float = 1.0, learned: float = 100.0) -> RunResult:

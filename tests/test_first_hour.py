@@ -14,9 +14,9 @@ from toyjob import asked, write_files
 
 import cplus
 from cplus import toy
-from cplus.job.run import FinishedJob
+from cplus.jobs.folder import FinishedJob
 from cplus.receipts.contents import RowSet
-from cplus.receipts.receipt import read_receipt
+from cplus.receipts.page import read_receipt
 from cplus.receipts.verdict import headline
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cache")

@@ -13,11 +13,10 @@ import tiny
 import torch
 from transformers import Phi3Config, PretrainedConfig, Qwen3Config
 
-from cplus.experiment.driver import start
-from cplus.job.fits import Parts, device_plan, job_parts
-from cplus.job.memory import model_size
-from cplus.job.settings import AdaptConfig
-from cplus.methods import METHODS
+from cplus.jobs.memory import Parts, device_plan, job_parts, model_size
+from cplus.jobs.settings import AdaptConfig
+from cplus.methods.table import METHODS
+from cplus.training.driver import start
 
 QWEN3_4B = Qwen3Config(
     hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
@@ -62,7 +61,7 @@ def test_the_papers_large_models_fit_where_the_table_says(name: str, tmp_path: P
 
 def test_without_peft_no_adapters_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(PHI_35, tmp_path)
-    monkeypatch.setattr("cplus.job.fits.find_spec", lambda name: None)
+    monkeypatch.setattr("cplus.jobs.memory.find_spec", lambda name: None)
     found = device_plan(job(folder), METHODS["cplus"], folder, 8, reason="no weights here").devices
     assert found[0].settings is None
     assert all("lora" not in (fit.settings or "") for fit in found)
@@ -115,7 +114,7 @@ def test_bytes_are_those_of_a_real_training(
 
 def _copies(config: AdaptConfig, method: str, said: Parts) -> float:
     """What an update on a GPU adds for a moment: it is gone between updates."""
-    from cplus.job.memory import guard_bytes
+    from cplus.jobs.memory import guard_bytes
 
     return guard_bytes(config, METHODS[method], 8, said.gradients // 4, copies=True)[1] * said.gradients / 4
 
@@ -123,7 +122,7 @@ def _copies(config: AdaptConfig, method: str, said: Parts) -> float:
 def test_the_plan_of_a_model_without_weights_says_what_fits_where(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    from cplus.cli import app, register
+    from cplus.cli.app import app, register
 
     register()
     folder = saved(QWEN3_4B, tmp_path / "qwen")

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import cplus
-from cplus.adapters import lora, merged
-from cplus.cli import app, register
-from cplus.job.plan import plan
-from cplus.job.preflight import preflight
-from cplus.job.resume import finish, resume
-from cplus.models import fingerprint, four_bit, load
+from cplus.cli.app import app, register
+from cplus.jobs.adapt import finish, resume
+from cplus.jobs.plan import plan
+from cplus.jobs.prepare import preflight
+from cplus.methods.adapters import lora, merged
+from cplus.models import fingerprint, load, loading
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cache")
 
@@ -45,8 +45,8 @@ def test_4_bits_without_adapters_are_refused(here: Path) -> None:
 def test_an_absent_package_is_named_before_anything_is_loaded(
     here: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    real = four_bit.find_spec
-    monkeypatch.setattr(four_bit, "find_spec", lambda name: None if name == package else real(name) or True)
+    real = loading.find_spec
+    monkeypatch.setattr(loading, "find_spec", lambda name: None if name == package else real(name) or True)
     monkeypatch.setattr("cplus.models.load", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(ImportError, match=rf"in 4 bits needs the package {package}: pip install 'cplus\[bnb\]'"):
         cplus.adapt(four(here))
@@ -54,25 +54,25 @@ def test_an_absent_package_is_named_before_anything_is_loaded(
 
 
 def test_a_device_without_4_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(four_bit, "find_spec", lambda name: True)
-    four_bit.check(torch.device("cpu"))
+    monkeypatch.setattr(loading, "find_spec", lambda name: True)
+    loading.check(torch.device("cpu"))
     with pytest.raises(ValueError, match="needs a device of cuda or cpu, got mps; choose another device, or leave out"):
-        four_bit.check(torch.device("mps"))
+        loading.check(torch.device("mps"))
 
 
 def test_the_base_is_packed_and_the_plan_knows_its_size(here: Path) -> None:
     base, full = load("toy", dtype="4bit", device="cpu"), load("toy", device="cpu")
     parameters = sum(p.numel() for p in full.model.parameters())
-    assert four_bit.num_weights(base.model) == four_bit.num_weights(full.model) == parameters
+    assert loading.num_weights(base.model) == loading.num_weights(full.model) == parameters
     held = [p for p in base.model.parameters() if p.dtype == torch.uint8]
-    assert 2 * sum(p.numel() for p in held) == four_bit.packable(full.model)
+    assert 2 * sum(p.numel() for p in held) == loading.packable(full.model)
     assert {p.dtype for p in base.model.parameters()} == {torch.uint8, torch.float32}
     assert base.fingerprint != full.fingerprint
     assert base.fingerprint == load("toy", dtype="4bit", device="cpu").fingerprint
     found, plain = (preflight(config, here) for config in (four(here), four(here, load="float32")))
-    saved = round((4 - four_bit.BYTES_PER_WEIGHT) * four_bit.packable(full.model))
+    saved = round((4 - loading.BYTES_PER_WEIGHT) * loading.packable(full.model))
     assert abs(plain.need.held - found.need.held - saved) <= 1
-    assert f"{four_bit.packable(full.model):,} held in 4 bits" in "\n".join(plan(four(here)).lines())
+    assert f"{loading.packable(full.model):,} held in 4 bits" in "\n".join(plan(four(here)).lines())
 
 
 @pytest.mark.usefixtures("processor")
@@ -97,7 +97,7 @@ def test_a_job_trains_on_a_4_bit_base(here: Path, merge: bool) -> None:
     done = cplus.adapt(four(here, lora={"r": 4, "merge": merge}))
     counts, out = done.record["counts"], done.folder
     base = load("toy", device="cpu").model
-    assert counts["parameters"] == four_bit.num_weights(base) + counts["trainable"]
+    assert counts["parameters"] == loading.num_weights(base) + counts["trainable"]
     assert any("loaded in 4 bits (NF4)" in note for note in done.record["notes"])
     nll = done.record["curve"]
     assert nll[-1]["loss"] < nll[0]["loss"]

@@ -12,27 +12,24 @@ from typing import Any
 import pytest
 import torch
 
-from cplus import files, models
-from cplus.api import encode
-from cplus.data.encoded import Encoded
+from cplus import models
+from cplus.base import files
+from cplus.core.losses import answer_losses
+from cplus.core.rows import Encoded
 from cplus.data.examples import FreeForm, Message
-from cplus.evaluation.matched import crossing
-from cplus.experiment import comparison
-from cplus.experiment.comparison import Comparison, external_task, new_rows, set_up
-from cplus.experiment.record import RunResult, load_result, save_result
-from cplus.experiment.run import begun, run
-from cplus.experiment.settings import RunSpec, SequenceSpec
-from cplus.experiment.task_split import split_kept_task, split_task
-from cplus.interfaces import build
-from cplus.losses import answer_losses
-from cplus.scoring import greedy, log_likelihoods, read_targets, repeated
-from cplus.studies import SCALES, STUDIES, chat, runs_of
-from cplus.studies import execute as work
-from cplus.studies.collected import collect
-from cplus.studies.figures.catalogue import draw
-from cplus.studies.figures.chat_matched_learning import comparison as comparison_lines
-from cplus.studies.figures.chat_matched_learning import fig_chat, tab_chat
-from cplus.studies.summaries import margin, matched_rise, over_seeds, pick, retention_measure
+from cplus.data.interfaces import build
+from cplus.evaluation.statistics import crossing
+from cplus.jobs.api import encode
+from cplus.lab import SCALES, STUDIES, chat, runner, runs, runs_of
+from cplus.lab.chat import comparison as comparison_lines
+from cplus.lab.chat import fig_chat, tab_chat
+from cplus.lab.drawing import draw
+from cplus.lab.records import RunResult, load_result, save_result
+from cplus.lab.report import collect
+from cplus.lab.runs import Comparison, begun, external_task, new_rows, run, set_up, split_kept_task, split_task
+from cplus.lab.summaries import margin, matched_rise, over_seeds, pick, retention_measure
+from cplus.models.scoring import greedy, log_likelihoods, read_targets, repeated
+from cplus.training.settings import RunSpec, SequenceSpec
 
 WORDS = ("tin", "oak", "rye", "ash", "elm", "fig", "hay", "ivy")
 REQUESTS = [f"Say {word} and {word} again." for word in WORDS]
@@ -125,10 +122,10 @@ def test_what_is_kept_are_the_models_own_answers_and_what_is_learned_is_terse(gi
 def test_a_request_without_an_end_is_left_out(
     world: Path, spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cplus.probes import label, own_answers
+    from cplus.probes import labels
 
-    monkeypatch.setitem(label.MAX_ANSWER_TOKENS, "freeform", 2)  # every taught answer is longer
-    monkeypatch.setattr(own_answers, "LONGER", 1)
+    monkeypatch.setitem(labels.MAX_ANSWER_TOKENS, "freeform", 2)  # every taught answer is longer
+    monkeypatch.setattr(labels, "LONGER", 1)
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match=r"none of the 8 .*keep\.jsonl rows was answered before the token limit"):
         split_kept_task(models.load(spec.model, device="cpu"), spec.anchor_task, "freeform")
@@ -163,11 +160,11 @@ def test_the_gate_works_in_free_text(given: Comparison, spec: RunSpec) -> None:
 
 def test_the_runner_does_a_free_form_run(spec: RunSpec, tmp_path: Path) -> None:
     short = replace(spec, epochs=1, external=("harbours",), external_limit=4)
-    assert work.execute(short, tmp_path) == "done"
+    assert runner.execute(short, tmp_path) == "done"
     # What was kept by the model's own answers is now to be learned by the file's, of which it says none.
     other = replace(spec, task=spec.anchor_task, anchor_task=spec.task, num_new=9)
     with pytest.raises(ValueError, match="num_new is 9, but only 8 rows were initially wrong"):
-        work.execute(other, tmp_path)
+        runner.execute(other, tmp_path)
 
 
 def test_what_makes_no_sense_is_refused(spec: RunSpec, given: Comparison, tmp_path: Path) -> None:
@@ -300,7 +297,7 @@ def test_short_of_memory_activations_are_computed_twice_with_the_same_numbers(
 ) -> None:
     whole = run(spec, given)
     assert not begun(spec, given).settings.gradient_checkpointing
-    monkeypatch.setattr("cplus.experiment.run.free_bytes", lambda device: 0)
+    monkeypatch.setattr("cplus.lab.runs.free_bytes", lambda device: 0)
     assert begun(spec, given).settings.gradient_checkpointing
     assert run(spec, given).curve == whole.curve
 
@@ -339,7 +336,7 @@ def test_rows_written_from_nothing_take_the_place_of_anchors_or_stand_beside_the
         rows = [conversation(f"{settings.ability} {i}", "yes") for i in range(settings.num_probes)]
         return SimpleNamespace(examples=tuple(rows))
 
-    monkeypatch.setattr(comparison, "cached_bank", written)
+    monkeypatch.setattr(runs, "cached_bank", written)
     kept = split_kept_task(given.base, spec.anchor_task, "freeform")
     learned = split_task(given.base, spec.task, "freeform")
     own = replace(spec, method="cplus", num_probes=6)

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from cplus.experiment.record import RunResult
-from cplus.methods import METHODS
-from cplus.studies import SCALES, STUDIES, frontier
-from cplus.studies.frontier import Choice, chosen, distances, height, ladder, run_of, runs
-from cplus.studies.results import finished
+from cplus.lab import SCALES, STUDIES, frontier
+from cplus.lab.frontier import Choice, chosen, distances, height, ladder, run_of, runs
+from cplus.lab.records import RunResult
+from cplus.lab.runner import finished
+from cplus.methods.table import METHODS
 
 DESK = SCALES["desk"]
 [TUNING] = frontier.TUNING_SEEDS

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from fuzzing import CHOICES, FREE, Target, fuzz, quiet, targets
 
-from cplus import models, terminal
+from cplus import models
+from cplus.base import terminal
+from cplus.base.files import read_json
 from cplus.data.examples import fingerprint
 from cplus.evaluation.judges import is_json
-from cplus.files import read_json
-from cplus.job.settings import read_yaml
+from cplus.jobs.settings import read_yaml
 
 INPUTS = 120
 

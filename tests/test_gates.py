@@ -10,9 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cplus import kernels
-from cplus.gates import Collaborative, Elementwise, Gate, NormMatched, Proposal, Shuffled, cautious, largest_momenta
-from cplus.projections import agem, dot, ogd, orthonormal
+from cplus.core import kernels
+from cplus.core.evidence import agem, dot, ogd, orthonormal
+from cplus.core.gates import (
+    Collaborative,
+    Elementwise,
+    Gate,
+    NormMatched,
+    Proposal,
+    Shuffled,
+    cautious,
+    largest_momenta,
+)
 
 
 def proposals(seed: int, count: int = 3) -> list[Proposal]:

@@ -12,27 +12,24 @@ from typing import Any
 import pytest
 import torch
 
-from cplus import interfaces
+from cplus.data import interfaces
 from cplus.data.examples import FreeForm, Message, from_row, to_row
+from cplus.data.interfaces import Rejected
 from cplus.data.tasks import load_task
-from cplus.experiment.bank_cache import bank_folder
-from cplus.interfaces import Rejected
-from cplus.job import keep
-from cplus.job.settings import AdaptConfig, settings
-from cplus.job.written import PAST_ROWS, is_cached, portions, writing_settings
-from cplus.methods import METHODS
+from cplus.jobs import settings as keep
+from cplus.jobs.keep import PAST_ROWS, is_cached, portions, writing_settings
+from cplus.jobs.settings import AdaptConfig, settings
+from cplus.methods.table import METHODS
 from cplus.models import Loaded
-from cplus.probes import abilities, audit
-from cplus.probes import build as building
-from cplus.probes.areas import areas
+from cplus.models.decoding import LocalEngine, Request, Sample, Sampling
+from cplus.probes import abilities, audit, build
+from cplus.probes.abilities import SelfWritten
 from cplus.probes.bank import Bank
-from cplus.probes.engine import Request, Sample, Sampling
-from cplus.probes.general import SelfWritten
-from cplus.probes.generate import Tally, TooFewProbes, generate
-from cplus.probes.label import Label, label
-from cplus.probes.local import LocalEngine
+from cplus.probes.build import bank_folder
+from cplus.probes.labels import Label, label
 from cplus.probes.settings import TOPICS, ProbeSettings
-from cplus.receipts.audit_page import render
+from cplus.probes.writing import Tally, TooFewProbes, generate
+from cplus.receipts.page import render_audit
 
 SETTINGS = ProbeSettings(num_probes=24, topics=TOPICS, ability="general", min_yield=0.25)
 _WORDS = (
@@ -231,11 +228,11 @@ def base(tiny_llama: Any) -> Loaded:
 
 
 def sealed(folder: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch, count: int) -> Bank:
-    monkeypatch.setattr(building, "labeller_of", lambda *given: answer)
+    monkeypatch.setattr(build, "labeller_of", lambda *given: answer)
     interface = interfaces.build("freeform", base.tokenizer)
     end = writer(base.tokenizer).stop[0]
     engine = Scripted(lambda i: sentence(i) + end)
-    return building.build(folder, base, interface, (), replace(SETTINGS, num_probes=count), engine=engine)
+    return build.build(folder, base, interface, (), replace(SETTINGS, num_probes=count), engine=engine)
 
 
 def test_a_self_written_bank_is_sealed_and_a_smaller_one_is_its_beginning(
@@ -249,17 +246,16 @@ def test_a_self_written_bank_is_sealed_and_a_smaller_one_is_its_beginning(
     found = audit.audit(large, [])
     assert found["distinct_share"] == 1.0
     assert found["topics"]["covered"] == len({probe.topic for probe in large.probes} - {None}) >= 20
-    assert found["areas"] == areas([probe.example.messages[0].content for probe in large.probes])  # type: ignore[union-attr]
     counts = large.manifest["counts"]
     assert sum(found["rejected_shares"].values()) == pytest.approx(1 - 60 / counts["requests"], abs=1e-4)
-    assert f"{found['areas']['covered']} of 24 areas" in render(found, name="bank")
+    assert f"{found['topics']['covered']} of 24 topic areas" in render_audit(found, name="bank")
 
 
 def test_banks_from_anchors_keep_their_identity(base: Loaded) -> None:
     rows = [asked(f"Is it {i}?", "Yes.") for i in range(3)]
     interface = interfaces.build("freeform", base.tokenizer)
     engine = LocalEngine(base.model, base.tokenizer)
-    found = building.identify(base, interface, rows, ProbeSettings(num_probes=2), engine)
+    found = build.identify(base, interface, rows, ProbeSettings(num_probes=2), engine)
     assert not {"ability", "answer_tokens"} & set(found["settings"])
 
 

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 import cplus
 from cplus import models
-from cplus.cli import app, register
+from cplus.cli.app import app, register
 from cplus.data.readers import read_file
 from cplus.probes.bank import Bank
-from cplus.probes.texts import input_key
-from cplus.receipts.receipt import read_receipt
+from cplus.probes.settings import input_key
+from cplus.receipts.page import read_receipt
 
 if not app.registered_commands:
     register()
@@ -146,4 +146,4 @@ def test_the_pages_commands_run(cache: Path, tmp_path: Path, monkeypatch: pytest
     for line in lines:
         run = CliRunner().invoke(app, shlex.split(line)[1:])
         assert run.exit_code in ((0, 2) if "check" in line else (0,)), run.output
-    assert "areas are covered" in (tmp_path / "own.html").read_text()
+    assert "topic areas covered" in (tmp_path / "own.html").read_text()

@@ -11,11 +11,11 @@ import torch
 from packed import write_gguf
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GgufConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
-from cplus import files, models
+from cplus import models
+from cplus.base import files
 from cplus.data.examples import Choice
-from cplus.interfaces import build
-from cplus.models import gguf as conversion
-from cplus.models import unpacking
+from cplus.data.interfaces import build
+from cplus.models import gguf
 
 
 @pytest.fixture
@@ -45,13 +45,11 @@ def test_digits_are_cut_apart_before_the_blanks_around_them(tiny_llama, tmp_path
 def test_conversion_happens_once_among_many(tiny_llama, tmp_path, cache, monkeypatch):
     path = write_gguf(tiny_llama, tmp_path / "m.gguf")
     done = []
-    convert = conversion.convert
-    monkeypatch.setattr(
-        conversion, "convert", lambda *arguments, **options: (done.append(1), convert(*arguments, **options))
-    )
+    convert = gguf.convert
+    monkeypatch.setattr(gguf, "convert", lambda *arguments, **options: (done.append(1), convert(*arguments, **options)))
     sha256 = files.sha256_file(path)
     (cache / "models" / f".gguf2-{sha256[:32]}.killed.part").mkdir(parents=True)
-    threads = [threading.Thread(target=conversion.converted, args=(sha256, lambda scratch: path)) for _ in range(4)]
+    threads = [threading.Thread(target=gguf.converted, args=(sha256, lambda scratch: path)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -84,7 +82,7 @@ def test_conversion_that_fails_midway_leaves_no_folder(tiny_llama, tmp_path, cac
     def stop(*arguments, **options):
         raise OSError("broken pipe")
 
-    monkeypatch.setattr(conversion.AutoTokenizer, "from_pretrained", stop)
+    monkeypatch.setattr(gguf.AutoTokenizer, "from_pretrained", stop)
     with pytest.raises(OSError, match="broken pipe"):
         models.load(path)
     assert [p.name for p in (cache / "models").iterdir()] == []
@@ -126,8 +124,8 @@ def packed_model(tiny_llama):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tensor_by_tensor_is_what_transformers_reads(name, packed_model, tmp_path, cache, monkeypatch):
-    monkeypatch.setattr(unpacking, "_CHUNK", 100)  # several rows at a time
-    monkeypatch.setattr(unpacking, "_SHARD_BYTES", 40_000)  # several files
+    monkeypatch.setattr(gguf, "_CHUNK", 100)  # several rows at a time
+    monkeypatch.setattr(gguf, "_SHARD_BYTES", 40_000)  # several files
     tiny = packed_model(name)
     path = write_gguf(tiny, tmp_path / "m.gguf", quantise="token_embd.weight")
     loaded = models.load(path).model.state_dict()
@@ -147,7 +145,7 @@ def test_tensor_by_tensor_is_what_transformers_reads(name, packed_model, tmp_pat
 def test_a_matrix_stored_twice_is_kept_once_from_the_head(packed_model, tmp_path, cache, monkeypatch):
     tiny = packed_model("qwen2")
     path = write_gguf(tiny, tmp_path / "m.gguf", quantise="token_embd.weight")
-    monkeypatch.setattr(conversion, "_TIED", {files.sha256_file(path)})
+    monkeypatch.setattr(gguf, "_TIED", {files.sha256_file(path)})
     model = models.load(path).model
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.equal(model.lm_head.weight, tiny.model.lm_head.weight)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cplus.data.examples import Choice, FreeForm
-from cplus.data.harness import task_manager
+from cplus.data.readers import task_manager
 from cplus.data.tasks import load_task
 from cplus.integrations.lm_eval import evaluate_harness_task
 

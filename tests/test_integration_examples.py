@@ -21,9 +21,9 @@ import toyjob
 from trained import trainer
 
 import cplus
-from cplus.files import read_json
-from cplus.gates import Proposal
-from cplus.selection import method
+from cplus.base.files import read_json
+from cplus.core.gates import Proposal
+from cplus.methods.table import method
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 KEPT = 0.89
@@ -101,7 +101,7 @@ def test_a_row_of_ones_own_is_found_by_name(run: Callable[..., dict[str, float]]
     assert own.soft(Proposal(zero, delta, -delta)).tolist() == [1.0] * 4  # nothing is harmful: the plain optimizer
 
 
-CPLUS = [sys.executable, "-c", "from cplus.cli import main; main()"]
+CPLUS = [sys.executable, "-c", "from cplus.cli.app import main; main()"]
 
 
 def test_a_row_of_ones_own_runs_in_a_job(tmp_path: Path) -> None:
@@ -135,8 +135,8 @@ def test_a_row_of_ones_own_runs_in_the_workers_of_a_study(tmp_path: Path) -> Non
         ("python:own_method", "expected python:module:ROW, got 'python:own_method'"),
         ("python:no_such_module:ROW", "the module 'no_such_module' cannot be imported: No module named"),
         ("python:broken:ROW", "the module 'broken' cannot be imported"),
-        ("python:own_method:ROW", "expected ROW in own_method to be a cplus.methods.Method, got nothing"),
-        ("python:own_method:soft", "expected soft in own_method to be a cplus.methods.Method, got a function"),
+        ("python:own_method:ROW", "expected ROW in own_method to be a cplus.methods.table.Method, got nothing"),
+        ("python:own_method:soft", "expected soft in own_method to be a cplus.methods.table.Method, got a function"),
     ],
 )
 def test_what_is_no_row_is_refused_by_name(

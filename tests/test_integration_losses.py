@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from trained import flat
 
-from cplus.attach import protect
+from cplus.core.guard import protect
 from cplus.integrations.transformers import preserve
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

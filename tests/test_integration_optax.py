@@ -16,7 +16,7 @@ import oracle
 import pytest
 import torch
 
-from cplus import algorithm
+from cplus.core import algorithm
 from cplus.integrations.optax import blend, collaborative, mask
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
@@ -80,8 +80,8 @@ def test_last_in_a_chain_it_gates_decay_and_momentum_as_the_hooks_do() -> None:
     from quadratic import Bag, PastEvidence, new_gradient, past_gradient
     from torch.optim import AdamW
 
-    from cplus.attach import Guard
-    from cplus.gates import Collaborative
+    from cplus.core.gates import Collaborative
+    from cplus.core.guard import Guard
 
     bag = Bag(torch.float32)
     torch_optimizer = AdamW(bag.weights, lr=0.01, weight_decay=0.1)
@@ -134,7 +134,7 @@ def test_importing_it_needs_no_torch_and_the_rest_needs_no_jax() -> None:
     alone = "import sys; sys.modules['torch'] = None; import cplus.integrations.optax; assert 'jax' in sys.modules"
     assert subprocess.run([sys.executable, "-c", alone], check=False).returncode == 0
     light = (
-        "import sys, cplus, cplus.cli; cplus.cli.register(); "
+        "import sys, cplus, cplus.cli.app; cplus.cli.app.register(); "
         "sys.exit(bool({'torch', 'jax', 'peft', 'trl', 'accelerate', 'datasets'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", light], check=False).returncode == 0

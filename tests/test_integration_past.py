@@ -14,12 +14,11 @@ from torch.optim import AdamW
 from trained import ANCHORS, NEW, PROBES, Stop, arguments, features, flat
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
-from cplus.attach import protect
-from cplus.data.encoded import Encoded
-from cplus.evidence import example_losses
-from cplus.integrations.past import LOSS, RETENTION, HeldOut, measured
-from cplus.integrations.transformers import preserve
-from cplus.losses import target_logits
+from cplus.core.evidence import example_losses
+from cplus.core.guard import protect
+from cplus.core.losses import target_logits
+from cplus.core.rows import Encoded
+from cplus.integrations.transformers import LOSS, RETENTION, HeldOut, measured, preserve
 
 
 def known(model: nn.Module) -> list[Encoded]:

@@ -20,13 +20,13 @@ from trained import ANCHORS, PROBES, Stop, arguments, features, same, trainer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
 
-from cplus.adapters import Lora
-from cplus.attach import Guard, protect
+from cplus.core.guard import Guard, protect
+from cplus.core.losses import answer_losses
 from cplus.integrations.peft import scope
 from cplus.integrations.transformers import preserve
-from cplus.job.preflight import row_of
-from cplus.job.settings import AdaptConfig
-from cplus.losses import answer_losses
+from cplus.jobs.prepare import row_of
+from cplus.jobs.settings import AdaptConfig
+from cplus.methods.adapters import Lora
 
 NEW = tiny.rows(8, seed=4)
 

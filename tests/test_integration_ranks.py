@@ -29,15 +29,14 @@ from torch.optim import SGD, AdamW
 from transformers import Phi3Config, Phi3ForCausalLM
 from two_ranks import EPOCH, HALF, STEPS, build, keep, sharded, take_up, train, whole
 
-from cplus import kernels, optim
-from cplus.attach import Guard, protect
-from cplus.curvature import Curvature
-from cplus.diagnostics.gateshares import layer_shares
-from cplus.evidence import MeanGradient, NormAligned, Source, Tail
-from cplus.gates import Collaborative, NormMatched
-from cplus.integrations import distributed
+from cplus.core import kernels, optim
+from cplus.core.evidence import MeanGradient, NormAligned, Source, Tail, agem
+from cplus.core.gates import Collaborative, NormMatched
+from cplus.core.guard import Guard, protect
+from cplus.distributed import checkpoint
 from cplus.integrations.transformers import preserve
-from cplus.projections import agem
+from cplus.methods.curvature import Curvature
+from cplus.training.gateshares import layer_shares
 
 PHI = Phi3Config(
     vocab_size=tiny.VOCABULARY,
@@ -373,7 +372,7 @@ def test_evidence_over_ranks_is_the_evidence_of_one(name: str, two: list[dict[st
 def test_a_plain_state_of_two_shards_is_refused_by_one(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
     _, _, guard = build(plain, torch.float32)
     state = torch.load(one["folder"] / "plain-0.pt", weights_only=True)
-    with pytest.raises(ValueError, match=r"one of 2 shards and this run has 1; .*integrations.distributed.save"):
+    with pytest.raises(ValueError, match=r"one of 2 shards and this run has 1; .*distributed.checkpoint.save"):
         guard.load_state_dict(state)
 
 
@@ -381,9 +380,9 @@ def test_a_checkpoint_of_other_parameters_is_refused(one: dict[str, Any], tmp_pa
     model = nn.Linear(3, 3)
     guard = Guard(SGD(model.parameters(), lr=0.1), model, evidence=MeanGradient(model=model, sources=()))
     with pytest.raises(ValueError, match="belongs to other parameters"):
-        distributed.load(guard, one["folder"] / "one" / "guard")
+        checkpoint.load(guard, one["folder"] / "one" / "guard")
     with pytest.raises(ValueError, match=r"it has no .metadata file"):
-        distributed.load(guard, tmp_path)
+        checkpoint.load(guard, tmp_path)
 
 
 def test_two_ranks_refuse_alike(two: list[dict[str, Any]]) -> None:

@@ -24,15 +24,22 @@ from trained import ANCHORS, NEW, PROBES, Stop, arguments, check_same, features,
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from trl import SFTConfig, SFTTrainer
 
-from cplus.attach import Guard, protect
-from cplus.data.encoded import Encoded
-from cplus.gates import Collaborative
-from cplus.integrations.guard_state import ABOUT, load_guard, save_guard
+from cplus.core.gates import Collaborative
+from cplus.core.guard import Guard, protect
+from cplus.core.losses import answer_losses
+from cplus.core.optim import AdamW as OnePass
+from cplus.core.rows import Encoded
+from cplus.core.shards import Layout
 from cplus.integrations.rows import bank_rows, encoded
-from cplus.integrations.transformers import PreservationCallback, admitted_share, preserve, protected
-from cplus.losses import answer_losses
-from cplus.optim import AdamW as OnePass
-from cplus.ranks import Layout
+from cplus.integrations.transformers import (
+    ABOUT,
+    PreservationCallback,
+    admitted_share,
+    load_guard,
+    preserve,
+    protected,
+    save_guard,
+)
 
 
 def sft_trainer(folder: Path, tokenizer: Any, model: nn.Module, rows: Any, **changes: Any) -> SFTTrainer:
@@ -355,7 +362,9 @@ def test_a_state_kept_whole_is_refused_by_a_sharded_run(tmp_path: Path) -> None:
     save_guard(guard, tmp_path, first=True)
     load_guard(guard, tmp_path)
     guard.where = Layout(rank=0, world=2, sharded=True)
-    with pytest.raises(ValueError, match=r"saved by one process and this run shards over 2; .*distributed.save"):
+    with pytest.raises(
+        ValueError, match=r"saved by one process and this run shards over 2; .*distributed.checkpoint.save"
+    ):
         load_guard(guard, tmp_path)
     (tmp_path / ABOUT).write_text("{}")
     with pytest.raises(ValueError, match="expected the format cplus-guard/1"):
@@ -466,9 +475,9 @@ def test_a_package_that_is_too_old_is_named_before_anything_is_attached(
 
 
 def test_a_bank_of_another_model_is_refused(tmp_path: Path, make_tiny: Callable[[str], Any]) -> None:
-    from cplus import interfaces
+    from cplus.data import interfaces
     from cplus.data.examples import Choice
-    from cplus.models.identity import fingerprint
+    from cplus.models.loading import fingerprint
     from cplus.probes.bank import Probe, seal
 
     made = make_tiny("llama")

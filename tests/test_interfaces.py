@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cplus.data.examples import Choice, Example, FreeForm, Message
+from cplus.data.interfaces import Rejected, build
 from cplus.data.readers import read_file
-from cplus.interfaces import Rejected, build
-from cplus.toy.vocabulary import build_tokenizer
+from cplus.toy.pretrain import build_tokenizer
 
 SKY = Choice(id="sky", question="What colour is the sky?", choices=("blue", "green", "red", "black"), answer=0)
 DOG = Choice(id="dog", question="Which animal barks?", choices=("a cat", "a dog", "a cow", "an ant"), answer=1)

@@ -20,30 +20,30 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import cplus
-from cplus import kernels
-from cplus.cli import app, register
-from cplus.data.encoded import Encoded
+from cplus.cli.app import app, register
+from cplus.core import kernels
+from cplus.core.rows import Encoded
 from cplus.data.examples import Choice, FreeForm, Message
-from cplus.experiment.driver import Training
-from cplus.experiment.measure import repeats_every_token
-from cplus.experiment.schedule import rate_factor
-from cplus.interfaces import Rejected
-from cplus.job import answer_timing, memory, timing
-from cplus.job.checkpoint import Checkpoints
-from cplus.job.folder import Folder, claimed
-from cplus.job.plan import plan
-from cplus.job.preflight import bind_rows, preflight
-from cplus.job.resume import resume
-from cplus.job.run import FinishedJob
-from cplus.job.workload import Tokens
-from cplus.loop import EpochEnded, Stepped
-from cplus.methods import METHODS
+from cplus.data.interfaces import Rejected
+from cplus.jobs import memory
+from cplus.jobs import plan as answer_timing
+from cplus.jobs import plan as timing
+from cplus.jobs.adapt import resume
+from cplus.jobs.checkpoint import Checkpoints
+from cplus.jobs.choices import Tokens
+from cplus.jobs.folder import FinishedJob, Folder, claimed
+from cplus.jobs.plan import plan
+from cplus.jobs.prepare import bind_rows, preflight
+from cplus.methods.table import METHODS
 from cplus.models import fingerprint, load
-from cplus.probes import own_answers as own
-from cplus.probes.label import Label
-from cplus.receipts.receipt import read_receipt
+from cplus.probes import labels
+from cplus.probes.labels import Label
+from cplus.receipts.page import read_receipt
 from cplus.receipts.verdict import headline
 from cplus.toy import world
+from cplus.training.driver import Training
+from cplus.training.loop import EpochEnded, Stepped, rate_factor
+from cplus.training.measure import repeats_every_token
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cache")
 
@@ -220,17 +220,17 @@ def test_the_models_own_answers_take_the_place_of_the_files(here: Path, monkeypa
     write_rows(here / "past.jsonl", asks[2:])
 
     def label(model: Any, engine: Any, interface: Any, examples: Any, **_: Any) -> list[Label | Rejected]:
-        own = [Label(interface.with_answer(e, f"slate {e.id}"), 1.0) for e in examples]
-        return [Rejected("answer without end") if label.example.id == "q3" else label for label in own]
+        labels = [Label(interface.with_answer(e, f"slate {e.id}"), 1.0) for e in examples]
+        return [Rejected("answer without end") if label.example.id == "q3" else label for label in labels]
 
-    monkeypatch.setattr(own, "label", label)
+    monkeypatch.setattr(labels, "label", label)
     done = cplus.adapt(asked(here, method="cpl", epochs=1, own_answers=True, plain=True, max_new_tokens=4))
     past = next(found for found in read_receipt(done.folder).sets if found.name == "past")
     assert [row.gold for row in past.rows] == ["slate q2", "slate q4", "slate q5"]
     notes = done.record["notes"]
     assert "The anchors rows hold the base model's own answers." in notes
     assert "The past rows hold the base model's own answers; left out without a complete answer: 1." in notes
-    monkeypatch.setattr(own, "label", lambda *_: pytest.fail("asked again"))
+    monkeypatch.setattr(labels, "label", lambda *_: pytest.fail("asked again"))
     cplus.adapt(asked(here, method="cpl", epochs=1, own_answers=True, plain=True, max_new_tokens=4, out=here / "two"))
 
 
@@ -366,7 +366,7 @@ def test_an_unmeasurable_requirement_is_refused_before_training(here: Path) -> N
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cplus import objectives
+    from cplus.methods import objectives
 
     calls = iter(range(100))
     real = objectives.spread_backward
@@ -458,7 +458,7 @@ def test_every_kind_of_method_goes_on_bitwise(
 def test_resume_refuses_changed_rows_other_settings_and_a_damaged_checkpoint(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cplus.job.run._finish", lambda *_: pytest.fail("the end"))
+    monkeypatch.setattr("cplus.jobs.adapt._finish", lambda *_: pytest.fail("the end"))
     with pytest.raises(pytest.fail.Exception, match="the end"):
         cplus.adapt(asked(here, method="sft", epochs=1))
     run = CliRunner().invoke(app, ["adapt", "--resume", str(here / "out"), "--lr", "1"])
@@ -497,7 +497,7 @@ def test_a_job_goes_on_from_another_folder(here: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(here)
     relative = {name: f"{name}.jsonl" for name in ("new", "past")} | {"anchors": "keep.jsonl", "out": "out"}
     with monkeypatch.context() as patch:
-        patch.setattr("cplus.job.run._finish", lambda *_: pytest.fail("the end"))
+        patch.setattr("cplus.jobs.adapt._finish", lambda *_: pytest.fail("the end"))
         with pytest.raises(pytest.fail.Exception):
             cplus.adapt(asked(here, method="sft", epochs=1, **relative))
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
@@ -520,7 +520,7 @@ def test_the_rate_rises_and_falls_as_its_course_says() -> None:
 
 
 def test_learned_means_that_decoding_repeats_every_token(make_tiny: Any) -> None:
-    from cplus.data.encoded import Encoded
+    from cplus.core.rows import Encoded
 
     model = make_tiny("qwen3").model
     prompt = (5, 6, 7)
@@ -573,7 +573,7 @@ def test_the_plan_counts_what_the_job_will_use_and_writes_nothing(here: Path, mo
 def test_the_record_holds_the_plan_beside_what_was_measured(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CPLUS_CACHE", str(here / "cache"))
     quick = timing.Pace(update=0.0, padded=1.0, evidence=1.0, first=0.0)
-    monkeypatch.setattr(timing, "pace", lambda *_: quick)
+    monkeypatch.setattr(timing, "measured_pace", lambda *_: quick)
     config = asked(here, epochs=2)
     planned = plan(config)
     done = cplus.adapt(config, planned=planned, starting=2.0)

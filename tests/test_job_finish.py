@@ -14,23 +14,22 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import cplus
-from cplus.cli import app, register
-from cplus.experiment.driver import Training
-from cplus.interfaces import Rejected
-from cplus.interfaces.template import read_template
-from cplus.job.best import badness
-from cplus.job.folder import Folder
-from cplus.job.outputs import write_model
-from cplus.job.plan import plan
-from cplus.job.prepare import Job, prepare
-from cplus.job.resume import finish, resume
-from cplus.job.run import FinishedJob
-from cplus.loop import EpochEnded
+from cplus.cli.app import app, register
+from cplus.data.interfaces import Rejected
+from cplus.data.prompts import read_template
+from cplus.jobs.adapt import finish, resume
+from cplus.jobs.checkpoint import badness
+from cplus.jobs.folder import FinishedJob, Folder
+from cplus.jobs.outputs import write_model
+from cplus.jobs.plan import plan
+from cplus.jobs.prepare import Job, prepare
 from cplus.models import load
-from cplus.probes import own_answers
-from cplus.probes.label import Label
+from cplus.probes import labels
+from cplus.probes.labels import Label
 from cplus.receipts.verdict import headline
 from cplus.toy import world
+from cplus.training.driver import Training
+from cplus.training.loop import EpochEnded
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role + ': ' + message.content + '<|endoftext|>\n' }}{% endfor %}"
@@ -60,7 +59,7 @@ def test_finish_without_a_checkpoint_is_refused(here: Path, monkeypatch: pytest.
     with pytest.raises(ValueError, match="there is no job to resume"):
         finish(here / "out")
     with monkeypatch.context() as patch:
-        patch.setattr("cplus.job.run.train", lambda *_, **__: pytest.fail("stopped"))
+        patch.setattr("cplus.jobs.adapt.train", lambda *_, **__: pytest.fail("stopped"))
         with pytest.raises(pytest.fail.Exception):
             cplus.adapt(asked(here, method="sft"))
     with pytest.raises(ValueError, match="no checkpoint has been written yet; continue with: cplus adapt --resume"):
@@ -314,7 +313,7 @@ def test_requests_alone_get_the_models_own_answers(chat: Path, tmp_path: Path, m
         own = [Label(interface.with_answer(e, "mauve"), 1.0) for e in examples]
         return [Rejected("answer without end") if found.example.id.endswith("2") else found for found in own]
 
-    monkeypatch.setattr(own_answers, "label", label)
+    monkeypatch.setattr(labels, "label", label)
     rows = prepared(free(chat, **given, own_answers=True)).rows
     assert rows.anchors is not None
     assert [example.response for example in rows.anchors.examples] == ["mauve"] * 7

@@ -15,9 +15,9 @@ from killed_job import MOMENTS
 from toyjob import same, written
 from typer.testing import CliRunner
 
-from cplus.cli import app, register
-from cplus.files import sha256_file
-from cplus.receipts.receipt import read_receipt
+from cplus.base.files import sha256_file
+from cplus.cli.app import app, register
+from cplus.receipts.page import read_receipt
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cache")
 

@@ -15,11 +15,11 @@ from quadratic import Bag, PastEvidence, new_gradient
 from torch._inductor import config as inductor
 from torch.optim import SGD, Optimizer
 
-from cplus import algorithm, kernels, native
-from cplus.attach import Guard
-from cplus.gates import Collaborative, Proposal
-from cplus.kernels import Signs
-from cplus.optim import AdamW
+from cplus.core import algorithm, kernels
+from cplus.core.gates import Collaborative, Proposal
+from cplus.core.guard import Guard
+from cplus.core.kernels import Signs
+from cplus.core.optim import AdamW
 
 OPTIONS = {"lr": 0.01, "weight_decay": 0.1}
 
@@ -370,7 +370,7 @@ def test_a_machine_without_a_compiler_is_told_once(
 
     kernels.can_compile.cache_clear()
     monkeypatch.setattr(torch, "compile", refuse)
-    monkeypatch.setattr(native, "library", refuse)
+    monkeypatch.setattr(kernels, "library", refuse)
     with pytest.warns(UserWarning, match=f"no compiled gate on {device}") as told:
         answers = [kernels.can_compile(device) for _ in range(2)]
     assert (answers, len(told)) == ([False, False], 1)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from cplus.locks import Held, beside, holder, holding
-from cplus.probes.journal import open_journal
+from cplus.base.locks import Held, beside, holder, holding
+from cplus.probes.bank import open_journal
 
-HOLD = "import sys, time\nfrom pathlib import Path\nfrom cplus.locks import holding\n"
+HOLD = "import sys, time\nfrom pathlib import Path\nfrom cplus.base.locks import holding\n"
 HOLD += "with holding(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(float(sys.argv[2]))\n"
 
 
@@ -90,7 +90,7 @@ def test_within_one_process_too(tmp_path: Path) -> None:
 
 def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
     lock = tmp_path / ".lock"
-    code = "import os, sys, time\nfrom pathlib import Path\nfrom cplus.locks import holding\n"
+    code = "import os, sys, time\nfrom pathlib import Path\nfrom cplus.base.locks import holding\n"
     code += "with holding(Path(sys.argv[1])):\n    pid = os.fork()\n    if not pid: time.sleep(30); os._exit(0)\n"
     code += "    print(pid, flush=True)\n    os.kill(os.getpid(), 9)\n"
     parent = subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE, text=True)

@@ -13,16 +13,14 @@ from torch.utils._pytree import tree_leaves
 from toyjob import asked, same, stop_at, write_files, written
 
 from cplus import protect
-from cplus.attach import Guard
-from cplus.data.encoded import Encoded
-from cplus.evidence import MeanGradient, Source
-from cplus.gates import Collaborative
-from cplus.job import preflight
-from cplus.job.resume import resume
-from cplus.job.run import adapt
-from cplus.losses import answer_losses
-from cplus.masters import MasterAdamW
-from cplus.optim import AdamW
+from cplus.core.evidence import MeanGradient, Source
+from cplus.core.gates import Collaborative
+from cplus.core.guard import Guard
+from cplus.core.losses import answer_losses
+from cplus.core.optim import AdamW, MasterAdamW
+from cplus.core.rows import Encoded
+from cplus.jobs import prepare
+from cplus.jobs.adapt import adapt, resume
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -75,7 +73,7 @@ def test_a_model_in_bfloat16_trains_as_its_float32_masters() -> None:
 
 def test_protect_serves_a_model_loaded_in_bfloat16(tiny_llama: Any) -> None:
     model = copy.deepcopy(tiny_llama.model).to(torch.bfloat16)
-    with pytest.raises(TypeError, match=r"is bfloat16: .* step them by cplus.masters.MasterAdamW"):
+    with pytest.raises(TypeError, match=r"is bfloat16: .* step them by cplus.core.optim.MasterAdamW"):
         protect(torch.optim.AdamW(model.parameters()), model, anchors=ROWS)
     optimizer = MasterAdamW(model.parameters(), lr=1e-6)
     guard = protect(optimizer, model, anchors=ROWS, beta=0.0)
@@ -109,7 +107,7 @@ def test_moments_in_8_bits_cannot_be_sharded(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="bitsandbytes cannot step shards; use optimizer adamw, or add sharding ddp"):
-        preflight.check_processes(config, preflight.row_of(config))
+        prepare.check_processes(config, prepare.row_of(config))
 
 
 def test_evidence_is_recomputed_where_training_is(tiny_llama: Any) -> None:

@@ -13,13 +13,13 @@ from toyjob import asked, same, stop_at, write_rows, written
 from typer.testing import CliRunner
 
 import cplus
-from cplus.cli import app, register
+from cplus.cli.app import app, register
 from cplus.data.readers import weighted
-from cplus.experiment.rows import Rows
-from cplus.job.folder import Folder
-from cplus.job.plan import plan
-from cplus.job.prepare import prepare
+from cplus.jobs.folder import Folder
+from cplus.jobs.plan import plan
+from cplus.jobs.prepare import prepare
 from cplus.toy import world
+from cplus.training.rows import Rows
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cache")
 QUICK = {"method": "sft", "epochs": 2, "evaluate_every": 0}

@@ -11,14 +11,14 @@ import pytest
 import torch
 from quadratic import Bag, PastEvidence
 
-from cplus import kernels, native
-from cplus.attach import Guard
-from cplus.gates import Collaborative
-from cplus.kernels import Signs
-from cplus.optim import AdamW
+from cplus.core import kernels
+from cplus.core.gates import Collaborative
+from cplus.core.guard import Guard
+from cplus.core.kernels import Signs
+from cplus.core.optim import AdamW
 
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, native.COMPILERS)), reason="no C++ compiler here")
-CACHES = (native.library, native._function, kernels.can_compile)
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, kernels.COMPILERS)), reason="no C++ compiler here")
+CACHES = (kernels.library, kernels._function, kernels.can_compile)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_kernels_are_built_once_and_kept(built: Path, monkeypatch: pytest.Monkey
     [file] = built.iterdir()
     for each in CACHES:
         each.cache_clear()
-    monkeypatch.setattr(native, "_build", None)  # what is there is not built again
+    monkeypatch.setattr(kernels, "_build", None)  # what is there is not built again
     assert gated() == [0.0, 1.0, 1.0, 0.0, 1.0]
     assert [file] == list(built.iterdir())
 
@@ -71,17 +71,17 @@ def test_kernels_are_built_once_and_kept(built: Path, monkeypatch: pytest.Monkey
 @needs_compiler
 @pytest.mark.parametrize("damage", [b"", b"\x7fELF", None])
 def test_a_damaged_file_is_built_again(damage: bytes | None, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    native._build(native.command(), built / "whole.so")
+    kernels._build(kernels.command(), built / "whole.so")
     content = (built / "whole.so").read_bytes()
     (built / "whole.so").unlink()
-    monkeypatch.setattr(native, "_build", lambda line, path: path.write_bytes(content))
-    native.library()
+    monkeypatch.setattr(kernels, "_build", lambda line, path: path.write_bytes(content))
+    kernels.library()
     [file] = built.iterdir()
     file.unlink()  # not written over: this process has it mapped
     file.write_bytes(content[:-100] if damage is None else damage)
     for each in CACHES:
         each.cache_clear()
-    native.library()
+    kernels.library()
     assert file.read_bytes() == content
 
 
@@ -110,27 +110,27 @@ def test_processes_that_build_at_once_do_not_disturb_each_other(tmp_path: Path) 
 def test_another_source_compiler_or_width_is_another_file(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler = native.command()[0]
+    compiler = kernels.command()[0]
     content = tmp_path / "whole.so"
-    native._build(native.command(), content)
-    monkeypatch.setattr(native, "_build", lambda line, path: shutil.copy(content, path))
+    kernels._build(kernels.command(), content)
+    monkeypatch.setattr(kernels, "_build", lambda line, path: shutil.copy(content, path))
     built.mkdir()
 
     def files() -> int:
-        native.library.cache_clear()
-        native.library()
+        kernels.library.cache_clear()
+        kernels.library()
         return len(list(built.iterdir()))
 
     assert [files(), files()] == [1, 1]
     monkeypatch.setenv("CXX", f"{compiler} -g")
-    assert native.command()[:2] == [compiler, "-g"]
+    assert kernels.command()[:2] == [compiler, "-g"]
     assert files() == 2
     other = "AVX2" if torch.backends.cpu.get_cpu_capability() == "AVX512" else "AVX512"
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: other)
     assert files() == 3
     source = tmp_path / "gate.cpp"
-    source.write_text(native.SOURCE.read_text() + "// another\n")
-    monkeypatch.setattr(native, "SOURCE", source)
+    source.write_text(kernels.SOURCE.read_text() + "// another\n")
+    monkeypatch.setattr(kernels, "SOURCE", source)
     assert files() == 4
 
 
@@ -142,8 +142,8 @@ def test_the_width_is_the_one_torch_uses(
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setenv("CXX", "some++")
-    assert native.vector()[0] == bits
-    assert [word for word in native.command() if word.startswith("-mavx")][:1] == ([flag] if flag else [])
+    assert kernels.vector()[0] == bits
+    assert [word for word in kernels.command() if word.startswith("-mavx")][:1] == ([flag] if flag else [])
 
 
 def one_pass() -> bool:

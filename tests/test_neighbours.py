@@ -12,14 +12,13 @@ import tiny
 import torch
 from torch import Tensor, nn
 
-from cplus.after import Averaged, base_weights, known_rows
-from cplus.data import batching
-from cplus.data.encoded import Encoded
-from cplus.evidence import Source
-from cplus.loop import Prepared, Schedule, adapt, prepare
-from cplus.methods import METHODS, Material
-from cplus.selection import configured
-from cplus.shield import ColumnShield
+from cplus.core import rows as batching
+from cplus.core.evidence import Source
+from cplus.core.rows import Encoded
+from cplus.methods.after import Averaged, base_weights, known_rows
+from cplus.methods.curvature import ColumnShield
+from cplus.methods.table import METHODS, Material, configured
+from cplus.training.loop import Prepared, Schedule, adapt, prepare
 
 NEW = tiny.rows(7, seed=11, longest_target=4)
 
@@ -96,7 +95,7 @@ def test_a_model_that_knows_no_new_row_is_left_as_it_is() -> None:
 
 
 def test_low_rank_adapters_are_averaged_as_merged_weights() -> None:
-    from cplus import adapters
+    from cplus.methods import adapters
 
     plain = tiny.lm()
     model = adapters.lora(copy.deepcopy(plain), 0)

@@ -14,15 +14,14 @@ from quadratic import Bag, PastEvidence, past_gradient
 from test_attach import EPOCH, OPTIMIZERS, STEPS, each_optimizer, set_gradients, train
 from torch import Tensor, nn
 
-from cplus import algorithm, kernels, optim
-from cplus.attach import Guard, protect
-from cplus.gates import Collaborative, Proposal
+from cplus.core import algorithm, kernels, optim
+from cplus.core.evidence import agem
+from cplus.core.gates import Collaborative, Proposal
+from cplus.core.guard import Guard, RowChoice, protect, runs_here
+from cplus.core.losses import answer_losses
+from cplus.core.shards import Fragment
 from cplus.integrations.peft import scope
 from cplus.integrations.transformers import preserve
-from cplus.losses import answer_losses
-from cplus.only_rows import RowChoice, runs_here
-from cplus.projections import agem
-from cplus.zero import Fragment
 
 EMBEDDING = "model.embed_tokens.weight"
 ROWS = {"weights.0": [3, 1], "weights.1": [0, 4]}  # of four rows of three coordinates, and of five coordinates

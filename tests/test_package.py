@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from cplus import __version__
-from cplus.environment import OLDEST
+from cplus.base.environment import OLDEST
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "cplus"
@@ -44,7 +44,7 @@ def test_the_wheel_holds_every_data_file() -> None:
         if (PACKAGE / name).is_file()
     }
     data = {name for name in tracked("cplus") if not name.endswith(".py")}
-    assert "cplus/gate.cpp" in data
+    assert "cplus/core/gate.cpp" in data
     missing = data - packed
     assert not missing, f"{sorted(missing)}: add them to package-data in pyproject.toml, or they are absent after pip"
     assert all(glob.glob(pattern, root_dir=PACKAGE, recursive=True) for pattern in patterns)

@@ -16,20 +16,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cplus import cli, models
-from cplus.commands import study as study_command
+from cplus import models
+from cplus.cli import app
+from cplus.cli import study as study_command
 from cplus.data.examples import Choice, lines
-from cplus.experiment.record import result_name
-from cplus.experiment.settings import RunSpec, SequenceSpec
-from cplus.job.memory import guard_bytes
-from cplus.job.settings import AdaptConfig
-from cplus.methods import METHODS
-from cplus.models.presets import Preset
+from cplus.jobs.memory import guard_bytes
+from cplus.jobs.settings import AdaptConfig
+from cplus.lab import SCALES, STUDIES, matching, runner, runs_of
+from cplus.lab.estimate import WHOLE, Machine, can_be_sharded, gate_bytes, place
+from cplus.lab.records import result_name
+from cplus.lab.runner import in_this_process, load
+from cplus.methods.table import METHODS
+from cplus.models.names import Preset
 from cplus.probes.settings import TOPICS
-from cplus.studies import SCALES, STUDIES, execute, matching, runs_of
-from cplus.studies.machine import WHOLE, Machine, can_be_sharded, gate_bytes, place
-from cplus.studies.results import load
-from cplus.studies.runner import in_this_process
+from cplus.training.settings import RunSpec, SequenceSpec
 
 ROOT = Path(__file__).parent.parent
 PAPER = SCALES["paper"]
@@ -37,9 +37,9 @@ ALL = list(dict.fromkeys(spec for study in STUDIES.values() for spec in runs_of(
 
 
 def command(*arguments: str) -> Any:
-    if not cli.app.registered_commands:
-        cli.register()
-    return CliRunner().invoke(cli.app, ["study", *arguments])
+    if not app.app.registered_commands:
+        app.register()
+    return CliRunner().invoke(app.app, ["study", *arguments])
 
 
 def test_the_papers_settings_are_on() -> None:
@@ -148,7 +148,7 @@ def passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[bool, 
         (tmp_path / f"{name}.jsonl").write_text(lines(rows))
     monkeypatch.setenv("CPLUS_DATA", str(tmp_path))
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(execute, "CACHE", execute.ProcessCache())
+    monkeypatch.setattr(runner, "CACHE", runner.ProcessCache())
     monkeypatch.setattr(study_command, "_executor", lambda *_, **__: in_this_process)
     seen: list[tuple[bool, int]] = []
     load_model = models.load

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cplus import cli
-from cplus.data import hub, paper_sets
-from cplus.data.building import SPLITS, at_hand, build
+from cplus.cli import app
+from cplus.data import readers
 from cplus.data.examples import Choice, fingerprint, lines
-from cplus.data.paper_sets import Difference, PaperSet, compare, key_of, select
 from cplus.data.readers import Found, read_file
 from cplus.data.tasks import PAPER, load_task
+from cplus.lab import paper_sets
+from cplus.lab.paper_sets import SPLITS, Difference, PaperSet, at_hand, build, compare, key_of, select
 
 COUNTS = {"csqa": 1096, "arc_c": 1266, "mmlu": 1553, "medqa": 1272}
 ROWS = [
@@ -31,7 +31,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A set of 20 rows in the place of csqa, a folder with it, and an empty cache."""
     made = PaperSet(name="csqa", rows=tuple(map(key_of, ROWS)), sha256=fingerprint(ROWS))
     monkeypatch.setattr(paper_sets, "paper_sets", lambda: {"csqa": made})
-    monkeypatch.setattr("cplus.data.building.paper_sets", lambda: {"csqa": made})
+    monkeypatch.setattr("cplus.lab.paper_sets.paper_sets", lambda: {"csqa": made})
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CPLUS_DATA", raising=False)
     (tmp_path / "csqa.jsonl").write_text(lines(ROWS))
@@ -39,9 +39,9 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def command(*arguments: str) -> Any:
-    if not cli.app.registered_commands:
-        cli.register()
-    return CliRunner().invoke(cli.app, ["data", *arguments])
+    if not app.app.registered_commands:
+        app.register()
+    return CliRunner().invoke(app.app, ["data", *arguments])
 
 
 def test_the_committed_hashes_are_of_as_many_rows_as_the_paper_uses() -> None:
@@ -98,11 +98,11 @@ def test_the_set_is_selected_from_the_original_splits_and_cached(small: Path, mo
     halves = {"train": whole[:25], "validation": whole[25:]}
     detected: Any = None
 
-    def read(place: hub.Hub, *, name: str) -> Found:
+    def read(place: readers.Hub, *, name: str) -> Found:
         assert place.split is not None
         return Found(examples=tuple(halves[place.split]), detected=detected)
 
-    monkeypatch.setattr(hub, "read", read)
+    monkeypatch.setattr(readers, "read_hub", read)
     assert not at_hand("csqa").same
     assert build("csqa").same
     assert load_task("csqa").fingerprint == fingerprint(ROWS)  # the cached rows are what runs read

@@ -11,14 +11,12 @@ import toyjob
 from torch import Tensor, nn
 
 from cplus import models
-from cplus.experiment import run
-from cplus.experiment.comparison import Comparison, set_up
-from cplus.experiment.settings import RunSpec
-from cplus.experiment.task_split import split_task
-from cplus.job.interruption import Interrupted
-from cplus.job.resume import resume
-from cplus.job.run import adapt
-from cplus.methods import METHODS
+from cplus.distributed.processes import Interrupted
+from cplus.jobs.adapt import adapt, resume
+from cplus.lab import runs
+from cplus.lab.runs import Comparison, set_up, split_task
+from cplus.methods.table import METHODS
+from cplus.training.settings import RunSpec
 
 SPEC = RunSpec(
     model="toy-s", task="harbours", interface="cloze", method="sft", seed=3, num_anchors=4, num_probes=8, num_new=10,
@@ -56,7 +54,7 @@ def files(given: Comparison, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def by_study(method: str, given: Comparison) -> dict[str, Tensor]:
     spec = SPEC.__class__(**{**SPEC.__dict__, "method": method})
-    training = run.begun(spec, given)
+    training = runs.begun(spec, given)
     for _ in training.run():
         pass
     return weights(training.finish())
@@ -101,7 +99,7 @@ def test_low_rank_adapters_are_the_same_as_a_row_and_as_a_setting(
 def test_a_resumed_job_gives_the_studys_weights(
     method: str, given: Comparison, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cplus.job import training as phase
+    from cplus.jobs import adapt as phase
 
     def stop(*_: Any, **__: Any) -> None:
         raise Interrupted(2, "stopped")

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from cplus import passes
-from cplus.data.batching import like_length
-from cplus.evidence import MeanGradient
-from cplus.losses import answer_losses
-from cplus.objectives import mean_backward, spread_backward
-from cplus.passes import OrderedReduction, Turn, arrange, drawing, turns
-from cplus.ranks import Layout
+from cplus.core import passes
+from cplus.core.evidence import MeanGradient
+from cplus.core.losses import answer_losses
+from cplus.core.passes import OrderedReduction, Turn, arrange, drawing, turns
+from cplus.core.rows import like_length
+from cplus.core.shards import Layout
+from cplus.methods.objectives import mean_backward, spread_backward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,13 +13,11 @@ from typing import Any
 
 import pytest
 
-from cplus.experiment.record import RunResult
-from cplus.experiment.settings import RunSpec, SequenceSpec
-from cplus.studies import STUDIES, runs_of, scale_named
-from cplus.studies import results as store
-from cplus.studies.placement import DEVICES, Device, assign, by_width, devices, reported, width
-from cplus.studies.runner import Worker, in_this_process
-from cplus.studies.slurm import Cluster
+from cplus.lab import STUDIES, runner, runs_of, scale_named
+from cplus.lab.estimate import DEVICES, Device, assign, by_width, devices, reported, width
+from cplus.lab.records import RunResult
+from cplus.lab.runner import Cluster, Worker, in_this_process
+from cplus.training.settings import RunSpec, SequenceSpec
 
 TWO = (Device(name="0", memory=80e9), Device(name="1", memory=80e9))
 
@@ -130,7 +128,7 @@ def test_a_run_of_two_processes_gives_the_figures_of_one(cache: Path, tmp_path: 
         assert worker.submit(own, tmp_path / "two").result(timeout=600) == "done"
     finally:
         worker.stop()
-    one, two = store.load(own, tmp_path / "one"), store.load(own, tmp_path / "two")
+    one, two = runner.load(own, tmp_path / "one"), runner.load(own, tmp_path / "two")
     assert isinstance(one, RunResult)
     assert isinstance(two, RunResult)
     assert (one.retention, one.acquisition, one.counts, one.external) == (

@@ -14,24 +14,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from cplus import interfaces, leader
+from cplus.data import interfaces
 from cplus.data.examples import Choice, Example, FreeForm, Message
+from cplus.data.interfaces import Rejected
 from cplus.data.readers import read_file
-from cplus.interfaces import Rejected
+from cplus.distributed import processes as leader
 from cplus.models import Loaded
+from cplus.models.decoding import (
+    Chunk,
+    LocalEngine,
+    Reader,
+    Request,
+    Sample,
+    Sampling,
+    Slots,
+    chunk_ends,
+    cut,
+    grouped_attention,
+    pick,
+    request_seed,
+)
 from cplus.probes import build as building
-from cplus.probes import publish
-from cplus.probes.bank import Bank, Probe, anchors_hash, probe_from_row, probe_lines, probe_to_row, seal
+from cplus.probes.bank import Bank, Probe, anchors_hash, open_journal, probe_from_row, probe_lines, seal
 from cplus.probes.build import build
-from cplus.probes.engine import Reader, Request, Sample, Sampling, cut, pick, request_seed
-from cplus.probes.generate import Tally, TooFewProbes, generate
-from cplus.probes.journal import open_journal
-from cplus.probes.key_values import Chunk, Slots, chunk_ends, grouped_attention
-from cplus.probes.label import Label, label
-from cplus.probes.local import LocalEngine
-from cplus.probes.settings import TOPICS, ProbeSettings, domain_test, plan
-from cplus.probes.texts import input_key, normalise
-from cplus.probes.writers import writer
+from cplus.probes.labels import Label, label
+from cplus.probes.settings import TOPICS, ProbeSettings, domain_test, input_key, normalise, plan
+from cplus.probes.writing import Tally, TooFewProbes, generate, writer
 
 SAMPLING = Sampling(temperature=0.8, max_new_tokens=12, stop=("\n",))
 
@@ -511,32 +519,6 @@ def test_a_journal_of_other_settings_or_another_process_is_refused(tmp_path: Pat
     lines = path.read_bytes()
     path.write_bytes(lines + b"not json\n")
     opened(path, {"settings": {"temperature": 0.8}}, "line 2 is damaged")
-
-
-# Publishing
-
-
-def test_a_published_bank_is_the_same_bank(tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    bank = scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=6)
-    publish.publish(bank, tmp_path / "set")
-    assert (tmp_path / "set" / "README.md").read_text().startswith("---\nconfigs:")
-    assert publish.fetch(str(tmp_path / "set"), tmp_path / "back") == bank
-    assert (tmp_path / "back" / "manifest.json").read_bytes() == (tmp_path / "bank" / "manifest.json").read_bytes()
-    rows = [{"messages": None, **dict(reversed(probe_to_row(p).items()))} for p in bank.probes]
-    assert publish.restore(rows, bank.manifest, tmp_path / "table") == bank
-    rows[2]["confidence"] = 0.51
-    with pytest.raises(ValueError, match="not those the manifest was sealed with"):
-        publish.restore(rows, bank.manifest, tmp_path / "forged")
-    assert not (tmp_path / "forged").exists()
-
-
-def test_load_dataset_reads_a_published_bank(tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    bank = scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=6)
-    publish.publish(bank, tmp_path / "set")
-    rows = datasets.load_dataset(str(tmp_path / "set"), split="train")
-    assert publish.restore(rows, bank.manifest, tmp_path / "back") == bank
 
 
 texts = st.text(min_size=1).filter(str.strip)

@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cplus.data.examples import Choice, to_row
+from cplus.models.decoding import Request, Sampling
 from cplus.probes import audit
 from cplus.probes.bank import Bank, Probe, anchors_hash
-from cplus.probes.engine import Request, Sampling
 from cplus.probes.server import ServerEngine
-from cplus.probes.texts import words
-from cplus.receipts.audit_page import render
+from cplus.probes.settings import words
+from cplus.receipts.page import render_audit
 
 HOSTILE = "Is <script>alert(1)</script> \x1b[31m& </td> safe?"
 
@@ -135,7 +135,7 @@ class Tags(HTMLParser):
 
 def test_generated_text_is_escaped_and_the_page_needs_nothing_else() -> None:
     sources = [audit.ComparedRows(name="<img src=x>.jsonl", examples=EVALUATION)]
-    page = render(audit.audit(PLANTED, sources), name="<b>bank</b>")
+    page = render_audit(audit.audit(PLANTED, sources), name="<b>bank</b>")
     parser = Tags()
     parser.feed(page)
     assert not {"script", "img", "link"} & set(parser.tags)
@@ -146,7 +146,7 @@ def test_generated_text_is_escaped_and_the_page_needs_nothing_else() -> None:
 
 
 def test_the_command_prints_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from cplus.commands.audit import audit as command
+    from cplus.cli.audit import audit as command
     from cplus.probes.bank import seal
 
     seal(tmp_path / "bank", PLANTED.probes, PLANTED.manifest)
@@ -165,7 +165,7 @@ def test_the_command_prints_one_object(tmp_path: Path, capsys: pytest.CaptureFix
 def test_several_banks_are_audited_side_by_side_and_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from cplus.commands.audit import audit as command
+    from cplus.cli.audit import audit as command
     from cplus.probes.bank import seal
 
     rows = tmp_path / "evaluation.jsonl"
@@ -189,7 +189,7 @@ def test_several_banks_are_audited_side_by_side_and_together(
 
 
 def test_the_command_finds_the_anchors_beside_the_bank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from cplus.commands.audit import audit as command
+    from cplus.cli.audit import audit as command
     from cplus.probes.bank import seal
 
     def report() -> dict[str, Any]:
@@ -217,7 +217,7 @@ def test_the_tables_fit_a_phone(tmp_path: Path) -> None:
     found = audit.audit(bank(*long, choice("p5", HOSTILE), settings=topics), sources)
     found["labels"]["shares"] |= {"an answer of several words and a" + "a" * 60: 0.1}
     path = tmp_path / "audit.html"
-    path.write_text(render(found, name="bank"))
+    path.write_text(render_audit(found, name="bank"))
     with browser() as page:
         page.size(390, 740, mobile=True)
         page.open(path)

@@ -16,14 +16,14 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from cplus import interfaces, models
-from cplus.commands.probe import probe
+from cplus import models
+from cplus.cli.probe import probe
+from cplus.data import interfaces
 from cplus.data.examples import to_row
-from cplus.probes.bank import Bank
+from cplus.probes.bank import Bank, journal_path
 from cplus.probes.build import build
-from cplus.probes.generate import write_probes
-from cplus.probes.journal import journal_path
 from cplus.probes.settings import ProbeSettings
+from cplus.probes.writing import write_probes
 from cplus.toy.world import taught
 
 NUM_PROBES = 200

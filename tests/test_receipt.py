@@ -7,8 +7,6 @@ import json
 import math
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,15 +18,13 @@ from receipts import HOSTILE, row
 from scipy import stats
 from typer.testing import CliRunner
 
-from cplus import files, models
-from cplus.commands.receipt import receipt as receipt_command
-from cplus.data.examples import Choice, FreeForm, Message
-from cplus.data.predictions import Prediction
+from cplus import models
+from cplus.base import files
+from cplus.cli.receipt import receipt as receipt_command
+from cplus.data.examples import Choice, FreeForm, Message, Prediction
 from cplus.evaluation.requirements import parse
-from cplus.receipts import receipt as module
-from cplus.receipts.curves import charts
-from cplus.receipts.page import render
-from cplus.receipts.receipt import (
+from cplus.receipts import page as module
+from cplus.receipts.page import (
     ComparedRun,
     GateShare,
     ModelId,
@@ -38,11 +34,14 @@ from cplus.receipts.receipt import (
     RowComparison,
     RowSet,
     bank_audit,
+    charts,
+    from_json,
     read_receipt,
+    render,
     rows,
+    to_json,
     write_receipt,
 )
-from cplus.receipts.record import from_json, to_json
 from cplus.receipts.verdict import headline, sentences
 
 
@@ -213,8 +212,8 @@ HARMLESS = [
     ("Bees make honey.", "Bees make honey."),
     ("The heart pumps blood.", "The heart pumps blood around the body."),
     ("A triangle has three sides.", "A triangle has 3 sides."),
-    ("Ice is frozen water.", "Ice is water that is frozen."),
-    ("Plants need light.", "Plants need light and water."),
+    ("Ice is frozen water.", "ice is frozen  water."),
+    ("Plants need light.", "Plants need light."),
     ("Yes, whales are mammals.", "Yes, whales are mammals."),
     ("The sun is a star.", "The sun is a star."),
 ]
@@ -241,7 +240,7 @@ def test_the_headline_of_a_harmless_chat_job() -> None:
     text = said(chat(HARMLESS, DRIFT, new_after=2.87, noise_floor=0.05))
     assert text == (
         "No damage was found. The loss of past answers fell from 0.586 to 0.579 nats per token (−0.007, 95 % interval "
-        "−0.021 to +0.007; noise floor 0.050). Past answers: 6 the same, 8 reworded, 0 changed, of 14. "
+        "−0.021 to +0.007; noise floor 0.050). Past answers: 8 the same, 6 changed, of 14. "
         "New rows: loss 4.350 to 2.870 on the rows trained on."
     )
     assert [round(end, 3) for end in stats.ttest_1samp(DRIFT, 0).confidence_interval()] == [-0.021, 0.007]
@@ -252,8 +251,8 @@ def test_the_headline_of_a_damaged_chat_model_says_so() -> None:
     rises = tuple(1.3 + 8 * drift for drift in DRIFT)
     assert said(chat(DAMAGED, rises, new_after=0.4, noise_floor=0.05)) == (
         "Past behaviour was damaged. The loss of past answers rose from 0.586 to 1.830 nats per token (+1.244, 95 % "
-        "interval +1.129 to +1.359; beyond the noise floor of 0.050). Past answers: 0 the same, 0 reworded, 14 "
-        "changed, of 14. New rows: loss 4.350 to 0.400 on the rows trained on."
+        "interval +1.129 to +1.359; beyond the noise floor of 0.050). Past answers: 0 the same, 14 changed, of "
+        "14. New rows: loss 4.350 to 0.400 on the rows trained on."
     )
 
 
@@ -327,7 +326,7 @@ def test_free_text_has_outcomes_only_with_a_named_judge() -> None:
     rows = tuple(row(f"r{i}", "lost" if i else "kept", before="x", after="x") for i in range(4))
     unjudged = small(RowSet(name="past", kind="retention", interface="freeform", rows=rows))
     assert to_json(unjudged)["figures"]["retention"] is None
-    assert said(unjudged) == "Past answers: 4 the same, 0 reworded, 0 changed, of 4."
+    assert said(unjudged) == "Past answers: 4 the same, 0 changed, of 4."
     judged = small(RowSet(name="past", kind="retention", interface="freeform", rows=rows, judge="exact"))
     assert said(judged) == "Kept 25.0 % of what it knew."
     assert "judge exact" in render(to_json(judged))
@@ -561,16 +560,6 @@ def test_an_edited_page_or_record_is_found(tmp_path: Path) -> None:
     files.write_json(tmp_path / "receipt.json", record)
     with pytest.raises(ValueError, match=r"receipt\.json: the record was altered"):
         read_receipt(tmp_path)
-
-
-def test_making_a_page_never_imports_torch(tmp_path: Path) -> None:
-    files.write_json(tmp_path / "receipt.json", to_json(receipts.full()))
-    code = (
-        "import sys, json; from cplus.receipts.receipt import render;"
-        "render(json.load(open(sys.argv[1]))); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "receipt.json")], check=False)
-    assert done.returncode == 0
 
 
 @pytest.fixture

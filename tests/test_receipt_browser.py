@@ -11,8 +11,7 @@ import receipts
 from browser import Browser, browser, executable
 from receipts import HOSTILE
 
-from cplus.receipts.receipt import Receipt, write_receipt
-from cplus.receipts.record import to_json
+from cplus.receipts.page import Receipt, to_json, write_receipt
 
 pytestmark = [
     pytest.mark.browser,
@@ -77,7 +76,7 @@ def choose(page: Browser, id: str, value: str) -> None:
 
 def only(page: Browser, *kinds: str) -> None:
     """Click the boxes until just these outcomes are chosen."""
-    for kind in ("kept", "lost", "gained", "still_wrong", "same", "reworded", "changed"):
+    for kind in ("kept", "lost", "gained", "still_wrong", "same", "changed"):
         box = f"document.querySelector('#kinds [value={kind}]')"
         if page.js(f"{box}.checked") != (kind in kinds):
             page.js(f"{box}.click()")
@@ -194,7 +193,7 @@ def test_text_stands_out_in_light_and_dark(page: Browser, scheme: str) -> None:
     assert (max(channels) < 60) == (scheme == "dark")
     weak = {place: round(found, 2) for place in TEXTS if (found := page.js(f"({CONTRAST})({place!r})")) < 4.5}
     assert weak == {}
-    for kind in ("kept", "lost", "gained", "still_wrong", "same", "reworded", "changed"):
+    for kind in ("kept", "lost", "gained", "still_wrong", "same", "changed"):
         only(page, kind)
         assert page.js(f"({CONTRAST})('#flips .badge')") >= 4.5, kind
 

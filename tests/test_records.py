@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cplus.studies.results import load_result, load_sequence, path_of
+from cplus.lab.runner import load_result, load_sequence, path_of
 
 RESULTS = Path(__file__).parent.parent / "results"
 STORED = {"desk": 1204, "desk-real": 49}

@@ -20,19 +20,19 @@ from conftest import Tiny
 from typer.testing import CliRunner
 
 import cplus
-from cplus import files, models
-from cplus.cli import app, register
+from cplus import models
+from cplus.base import files
+from cplus.cli.app import app, register
 from cplus.data.examples import Example, FreeForm, Message, to_row
-from cplus.job.interruption import Interrupted
-from cplus.job.repair import run as repairing
-from cplus.job.repair.settings import repair_settings
-from cplus.job.repair.step import trial_rows
-from cplus.job.repair.store import SumsOnDisk
+from cplus.distributed.processes import Interrupted
+from cplus.jobs import repair as repairing
+from cplus.jobs.repair import SumsOnDisk, trial_rows
+from cplus.jobs.settings import repair_settings
+from cplus.methods import repair as search
+from cplus.methods.repair import Sums
 from cplus.receipts.contents import ModelId, Repair, TunedSet
-from cplus.receipts.receipt import read_receipt
-from cplus.receipts.repaired import repaired, sentences
-from cplus.repairing import search
-from cplus.repairing.importance import Sums
+from cplus.receipts.figures import repaired, sentences
+from cplus.receipts.page import read_receipt
 from cplus.toy import rows, world
 
 PAGE = (Path(__file__).parent.parent / "docs" / "repair.md").read_text()

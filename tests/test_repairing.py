@@ -16,17 +16,29 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from cplus import models
-from cplus.after import known_rows
-from cplus.data.encoded import Encoded
-from cplus.experiment.driver import start
-from cplus.experiment.settings import Settings
-from cplus.losses import answer_losses
-from cplus.methods import Material, Past
-from cplus.repairing.checks import Check, Unrepairable, loss_check, mean_loss
-from cplus.repairing.importance import Sums, add_gradients
-from cplus.repairing.model import repair_model
-from cplus.repairing.ranking import Ranking, encode, ratio, undo
-from cplus.repairing.share import ENOUGH, TRIALS, largest_share, used_of
+from cplus.core.losses import answer_losses
+from cplus.core.rows import Encoded
+from cplus.methods.after import known_rows
+from cplus.methods.repair import (
+    ENOUGH,
+    TRIALS,
+    Check,
+    Ranking,
+    Sums,
+    Unrepairable,
+    add_gradients,
+    encode,
+    largest_share,
+    loss_check,
+    mean_loss,
+    ratio,
+    repair_model,
+    undo,
+    used_of,
+)
+from cplus.methods.table import Material, Past
+from cplus.training.driver import start
+from cplus.training.settings import Settings
 
 PAST, NEW, HELD = tiny.rows(10, seed=1), tiny.rows(6, seed=4), tiny.rows(4, seed=9)
 
@@ -309,7 +321,7 @@ def test_a_stopped_gradient_continues_with_the_next_batch(
     pair: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, tuned = pair
-    monkeypatch.setattr("cplus.repairing.importance.batched", lambda rows: ([row] for row in rows))
+    monkeypatch.setattr("cplus.methods.repair.batched", lambda rows: ([row] for row in rows))
     whole, model, store = copy.deepcopy(tuned), copy.deepcopy(tuned), Kept(dies_after=3)
     repair_model(whole, weights(base), PAST, NEW, by="blame")
     with pytest.raises(KeyboardInterrupt):
@@ -379,7 +391,11 @@ def test_a_repair_may_not_raise_the_past_loss_above_both_models(
 ) -> None:
     base, tuned = pair
     model, losses = copy.deepcopy(tuned), iter([tuned_loss, 0.5, after])  # tuned, base, repaired
-    monkeypatch.setattr("cplus.repairing.search.mean_loss", lambda *_, **__: next(losses))
+
+    def loss(*given: Any, what: str) -> float:
+        return next(losses) if what == "repair: past loss" else mean_loss(*given, what=what)
+
+    monkeypatch.setattr("cplus.methods.repair.mean_loss", loss)
     if helps:
         assert repair_model(model, weights(base), PAST, NEW).past.repaired == after
         return

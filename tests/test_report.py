@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +17,22 @@ import pytest
 from browser import Browser, browser, executable
 from typer.testing import CliRunner
 
-from cplus import cli
+from cplus.base.locks import holding
+from cplus.cli import app
 from cplus.evaluation.statistics import Estimate
-from cplus.experiment.record import RunResult
-from cplus.locks import holding
-from cplus.methods import METHODS
-from cplus.studies import SCALES, STUDIES, runs_of
-from cplus.studies import page as studies_page
-from cplus.studies import results as store
-from cplus.studies.collected import collect
-from cplus.studies.figures import overview_fig2_table2
-from cplus.studies.figures.catalogue import FIGURES, INDEX, OVERVIEW, TABLES, draw, study_modules
-from cplus.studies.figures.drawing import inline_svg, line, panels
-from cplus.studies.figures.e01_fig1_fig3_fig9_fig10 import macro_line
+from cplus.lab import SCALES, STUDIES, runner, runs_of
+from cplus.lab.drawing import draw, inline_svg, line, panels
+from cplus.lab.e01 import macro_line
+from cplus.lab.records import RunResult
+from cplus.lab.report import collect, fig_method_overview, tab_experiment_index
+from cplus.methods.table import METHODS
 
 ROOT = Path(__file__).parent.parent
 SMOKE = SCALES["smoke"]
-DRAWINGS = {make.__name__: make for make in (OVERVIEW, *(make for own in FIGURES.values() for make in own))}
-TABULARS = {make.__name__: make for make in (INDEX, *(make for own in TABLES.values() for make in own))}
+DRAWINGS = {make.__name__: make for study in STUDIES.values() for make in study.figures}
+DRAWINGS["fig_method_overview"] = fig_method_overview
+TABULARS = {make.__name__: make for study in STUDIES.values() for make in study.tables}
+TABULARS["tab_experiment_index"] = tab_experiment_index
 HOSTILE = "<script>document.title = 'in'</script>"
 # The labels of the paper's figures and tables, in the order of its source.
 ITEMS = (ROOT / "tests" / "data" / "paper_items.txt").read_text().splitlines()
@@ -54,7 +54,7 @@ def results(smoke_results: tuple[Path, Path]) -> Path:
 def report(results: Path) -> Path:
     """The report, written by a process in which torch cannot be imported; test processes share one."""
     out = results.parent.with_name("smoke-report")
-    code = "import sys; sys.modules['torch'] = None; sys.argv[0] = 'cplus'; from cplus.cli import main; main()"
+    code = "import sys; sys.modules['torch'] = None; sys.argv[0] = 'cplus'; from cplus.cli.app import main; main()"
     line = [sys.executable, "-c", code, "report", "--results", str(results), "--out", str(out), "--json"]
     with holding(out.with_suffix(".lock"), wait=280):
         if not (out / "said.json").exists():
@@ -77,13 +77,14 @@ def spoiled(results: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page without the studies' figures, for tests that do not need them."""
-    monkeypatch.setattr(studies_page, "FIGURES", {})
+    for name, study in STUDIES.items():
+        monkeypatch.setitem(STUDIES, name, replace(study, figures=()))
 
 
 def command(*arguments: str) -> Any:
-    if not cli.app.registered_commands:
-        cli.register()
-    return CliRunner().invoke(cli.app, ["report", *arguments])
+    if not app.app.registered_commands:
+        app.register()
+    return CliRunner().invoke(app.app, ["report", *arguments])
 
 
 def test_every_figure_and_table_of_the_paper_has_its_function() -> None:
@@ -103,20 +104,13 @@ def test_every_figure_and_table_of_the_paper_has_its_function() -> None:
     assert all(f"`{name}`" in text for name in (*DRAWINGS, *TABULARS))
 
 
-def test_a_file_name_says_which_figures_and_tables_of_the_paper_it_draws() -> None:
+def test_a_study_lists_every_figure_and_table_of_its_file() -> None:
     text = (ROOT / "docs" / "report.md").read_text()
-    modules = {**study_modules(), "overview": overview_fig2_table2}
-    assert set(modules) == {*STUDIES, "overview"}
-    for study, module in modules.items():
-        functions = [getattr(module, name) for name in vars(module) if name.startswith(("fig_", "tab_"))]
-        tags = {tag for make in functions for tag in re.findall(r"Paper: (Fig\. \d+|Table \d+)\.", make.__doc__ or "")}
-        file = module.__name__.rpartition(".")[2]
-        owner, *numbers = file.split("_")
-        named = {f"Fig. {n[3:]}" if n.startswith("fig") else f"Table {n[5:]}" for n in numbers if n[-1].isdigit()}
-        assert (owner, named) == (study, tags)
-        assert all(f"`{make.__name__}` | `{file}.py` |" in text for make in functions)
-        if study != "overview":
-            assert set(functions) == {*module.FIGURES, *module.TABLES}
+    for name, study in STUDIES.items():
+        module = import_module(f"cplus.lab.{name}")
+        functions = [getattr(module, each) for each in vars(module) if each.startswith(("fig_", "tab_"))]
+        assert set(functions) == {*study.figures, *study.tables}
+        assert all(f"`{make.__name__}` | `{name}.py` |" in text for make in functions)
 
 
 def test_numbers_are_those_of_the_paper(results: Path, tmp_path: Path) -> None:
@@ -162,7 +156,7 @@ def test_labels_are_those_of_the_functions(results: Path, tmp_path: Path) -> Non
         assert table.label.replace(":", "_").replace("-", "_") == name
         assert table.rows
         assert {len(row) for row in table.rows} == {len(table.columns)}
-    picture, paths = draw(OVERVIEW, found, tmp_path)
+    picture, paths = draw(fig_method_overview, found, tmp_path)
     assert [path.name for path in paths] == ["fig-method-overview.svg", "fig-method-overview.png"]
     assert picture.label == "fig:method-overview"
 
@@ -191,7 +185,7 @@ def test_the_page_is_the_same_again_and_speaks_of_every_study(results: Path, rep
     assert (tmp_path / "index.html").read_text() == page
     for name, study in ((name, STUDIES[name]) for name in SHOWN):
         own = said["studies"][name]
-        assert own["answer"] == study.summary(store.finished(runs_of(study, SMOKE), results)).answer
+        assert own["answer"] == study.summary(runner.finished(runs_of(study, SMOKE), results)).answer
         assert own["there"] == own["runs"] == len(runs_of(study, SMOKE))
         assert f"cplus study {name} --scale smoke" in page
     assert said["verdict"] in page.replace("&#39;", "'")
@@ -204,14 +198,14 @@ def test_the_page_is_the_same_again_and_speaks_of_every_study(results: Path, rep
 def test_what_was_not_run_says_so(results: Path, tmp_path: Path) -> None:
     folder, [spec, *_] = tmp_path / "smoke", runs_of(STUDIES["e08"], SMOKE)
     folder.mkdir()
-    path = store.path_of(spec, results)
+    path = runner.path_of(spec, results)
     (folder / path.name).write_bytes(path.read_bytes())
     (folder / "cplus-0-of-another-version.json").write_text("{}")
     record = json.loads(command("--results", str(folder), "--out", str(tmp_path / "out"), "--json").stdout)
     assert record["studies"]["e05"]["verdict"] == "not run"
     assert record["studies"]["e08"]["there"] == 1
     assert record["unknown_files"] == 1
-    [stress] = [make(collect(folder)) for make in TABLES["e08"]]
+    [stress] = [make(collect(folder)) for make in STUDIES["e08"].tables]
     cells = [cell for row in stress.rows for cell in row if not isinstance(cell, str)]
     assert [cell.measured for cell in cells].count("not run") == 9
     assert all(cell.published for cell in cells)
@@ -220,7 +214,7 @@ def test_what_was_not_run_says_so(results: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_damaged_and_an_altered_record_are_named_and_the_others_shown(spoiled: Path, tmp_path: Path) -> None:
-    damaged, altered, *_ = (store.path_of(spec, spoiled) for spec in runs_of(STUDIES["e08"], SMOKE))
+    damaged, altered, *_ = (runner.path_of(spec, spoiled) for spec in runs_of(STUDIES["e08"], SMOKE))
     damaged.write_text(damaged.read_text()[:-40])
     raw = json.loads(altered.read_text())
     altered.write_text(json.dumps({**raw, "retention": 99.9}))
@@ -249,9 +243,9 @@ def test_wrong_folders_are_refused_with_a_way_out(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("undrawn")
 def test_text_of_a_record_is_escaped(spoiled: Path, tmp_path: Path) -> None:
-    from cplus import files
+    from cplus.base import files
 
-    path = store.path_of(runs_of(STUDIES["e08"], SMOKE)[0], spoiled)
+    path = runner.path_of(runs_of(STUDIES["e08"], SMOKE)[0], spoiled)
     raw = json.loads(path.read_text())
     del raw["sha256"]
     raw["environment"]["machine"] = HOSTILE

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from cplus.data.encoded import Encoded, shared_prefix
+from cplus.core.rows import Encoded, shared_prefix
 from cplus.data.examples import Choice, FreeForm, Message
+from cplus.data.interfaces import build
 from cplus.data.readers import read_file
-from cplus.interfaces import build
-from cplus.models import load
-from cplus.scoring import batches, fitting, greedy, log_likelihoods, predict, score_candidates
-from cplus.scoring.packed import takes_block_masks
+from cplus.models import load, scoring
+from cplus.models.scoring import fitting, greedy, log_likelihoods, predict, score_candidates, takes_block_masks
 
 Tokens = tuple[int, ...]
 TOLERANCE = 1e-4
@@ -221,7 +220,7 @@ def test_gemma_batched_equals_one_at_a_time_and_begins_with_bos(
 
 
 def test_a_large_vocabulary_bounds_the_logits_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(batches._SCORED_TOKENS, "cpu", 10**6)
+    monkeypatch.setitem(scoring._SCORED_TOKENS, "cpu", 10**6)
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=262_144))
     model: Any = torch.nn.Linear(1, 1)
     model.config = config
@@ -229,7 +228,7 @@ def test_a_large_vocabulary_bounds_the_logits_of_a_batch(monkeypatch: pytest.Mon
     lengths = [draw.randint(60, 200) for _ in range(300)]
     kept = [draw.randint(1, 50) for _ in lengths]
     sizes = []
-    for batch in batches.scored(model, lengths, kept, "scoring"):
+    for batch in scoring.scored(model, lengths, kept, "scoring"):
         sizes.append(len(batch) * max(kept[i] for i in batch) * 262_144)
-    assert max(sizes) <= batches._MAX_LOGITS < sum(sizes)
-    assert max(sizes) > batches._MAX_LOGITS / 8  # not by batches of one row
+    assert max(sizes) <= scoring._MAX_LOGITS < sum(sizes)
+    assert max(sizes) > scoring._MAX_LOGITS / 8  # not by batches of one row

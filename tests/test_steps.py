@@ -17,11 +17,10 @@ from quadratic import Bag, PastEvidence, new_gradient, past_gradient, targets
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
-from cplus import algorithm, kernels, optim
-from cplus.attach import Guard
-from cplus.evidence import Reference
-from cplus.gates import Collaborative, Elementwise, cautious, largest_momenta
-from cplus.projections import agem
+from cplus.core import algorithm, kernels, optim
+from cplus.core.evidence import Reference, agem
+from cplus.core.gates import Collaborative, Elementwise, cautious, largest_momenta
+from cplus.core.guard import Guard
 
 STEPS, EPOCH = 18, 6
 Make = Callable[[list[nn.Parameter]], Optimizer]

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from cplus import terminal
+from cplus.base import terminal
 
 
 class Clock:

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cplus import toy
+from cplus.base.files import fingerprint, sha256_file
+from cplus.core.losses import last_logits, left_padded
 from cplus.data.examples import to_row
-from cplus.files import fingerprint, sha256_file
-from cplus.losses import last_logits, left_padded
 from cplus.toy import pretrain, rows, world
-from cplus.toy.vocabulary import build_tokenizer
+from cplus.toy.pretrain import build_tokenizer
 
 TOKENIZER = build_tokenizer()
 

@@ -11,10 +11,9 @@ from toyjob import asked, write_rows
 
 import cplus
 from cplus.data.examples import Choice, Example, FreeForm, Message
-from cplus.interfaces import build
-from cplus.interfaces.truncation import longest_row, shortened
-from cplus.job.plan import plan
-from cplus.scoring import fitting
+from cplus.data.interfaces import build, longest_row, shortened
+from cplus.jobs.plan import plan
+from cplus.models.scoring import fitting
 from cplus.toy import world
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cache")

@@ -13,12 +13,11 @@ import torch
 from tokenizers import Regex, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from cplus.data.encoded import Encoded
+from cplus.core.losses import answer_losses
+from cplus.core.rows import Encoded
 from cplus.data.examples import Choice, FreeForm, Message, from_row
-from cplus.interfaces import build, tokens_by_role
-from cplus.losses import answer_losses
-from cplus.scoring import fitting
-from cplus.scoring.likelihoods import log_likelihoods
+from cplus.data.interfaces import build, tokens_by_role
+from cplus.models.scoring import fitting, log_likelihoods
 
 # The templates of the models' own tokenizers, without what no test here reaches.
 SMOLLM2 = (

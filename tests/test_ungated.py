@@ -17,8 +17,8 @@ from trained import ANCHORS, trainer
 from transformers import TrainerCallback
 
 import cplus
-from cplus.attach import Guard
-from cplus.gates import Collaborative
+from cplus.core.gates import Collaborative
+from cplus.core.guard import Guard
 from cplus.integrations.transformers import preserve
 
 
@@ -122,7 +122,7 @@ def test_a_callback_that_replaces_the_trainers_optimizer_is_refused(event: str, 
         run.train()
 
 
-class Overridden(cplus.optim.AdamW):
+class Overridden(cplus.core.optim.AdamW):
     """A subclass that forgets the gated kernel."""
 
     def step(self, closure: Any = None) -> None:

@@ -10,13 +10,13 @@ import torch
 from toyjob import asked, write_files
 
 import cplus
-from cplus.attach import Guard
-from cplus.data.encoded import Encoded
-from cplus.evidence import MeanGradient, Source
-from cplus.gates import Collaborative
-from cplus.health import PATIENCE, UNIFORM, Exploded, Health
-from cplus.job.folder import Folder
-from cplus.losses import answer_losses
+from cplus.core.evidence import MeanGradient, Source
+from cplus.core.gates import Collaborative
+from cplus.core.guard import Guard
+from cplus.core.health import PATIENCE, UNIFORM, Exploded, Health
+from cplus.core.losses import answer_losses
+from cplus.core.rows import Encoded
+from cplus.jobs.folder import Folder
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import random
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from cplus.data.encoded import Encoded
-from cplus.methods import Material, Past
+from cplus.core.rows import Encoded
+from cplus.methods.table import Material, Past
 
 VOCABULARY = 40
 

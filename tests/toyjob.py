@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 
 import cplus
 from cplus.data.examples import Example, to_row
-from cplus.experiment.driver import Training
-from cplus.job.checkpoint import Checkpoints
-from cplus.job.settings import AdaptConfig, settings
-from cplus.selection import method
+from cplus.jobs.checkpoint import Checkpoints
+from cplus.jobs.settings import AdaptConfig, settings
+from cplus.methods.table import method
 from cplus.toy import world
+from cplus.training.driver import Training
 
 
 def write_rows(path: Path, examples: list[Example]) -> Path:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, get_scheduler
 
-from cplus.data.encoded import Encoded
-from cplus.loop import Schedule, adapt, prepare
-from cplus.methods import METHODS, Material, Past
+from cplus.core.rows import Encoded
+from cplus.methods.table import METHODS, Material, Past
+from cplus.training.loop import Schedule, adapt, prepare
 
 ANCHORS, PROBES = tiny.rows(4, seed=1), tiny.rows(6, seed=2)
 # One length and one target token: then the trainer's mean over tokens is our mean over rows, without padding.

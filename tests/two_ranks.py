@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Optimizer
 
-from cplus import algorithm
-from cplus.attach import Guard
-from cplus.evidence import MeanGradient, Source
-from cplus.gates import Collaborative, Proposal, Uses
-from cplus.integrations import distributed
-from cplus.losses import answer_losses
-from cplus.support import bare
+from cplus.core import algorithm
+from cplus.core.evidence import MeanGradient, Source
+from cplus.core.gates import Collaborative, Proposal, Uses
+from cplus.core.guard import Guard
+from cplus.core.losses import answer_losses
+from cplus.core.shards import bare
+from cplus.distributed import checkpoint
 
 STEPS, EPOCH, BATCH, HALF = 50, 10, 8, 25
 SOURCES = (
@@ -91,7 +91,7 @@ def keep(model: nn.Module, optimizer: Optimizer, guard: Guard, folder: Path) -> 
     """A distributed checkpoint of everything."""
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.save(state, checkpoint_id=folder / "training", no_dist=not dist.is_initialized())
-    distributed.save(guard, folder / "guard")
+    checkpoint.save(guard, folder / "guard")
 
 
 def take_up(model: nn.Module, optimizer: Optimizer, guard: Guard, folder: Path) -> None:
@@ -99,7 +99,7 @@ def take_up(model: nn.Module, optimizer: Optimizer, guard: Guard, folder: Path) 
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(state, checkpoint_id=folder / "training", no_dist=not dist.is_initialized())
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    distributed.load(guard, folder / "guard")
+    checkpoint.load(guard, folder / "guard")
 
 
 def whole(model: nn.Module) -> list[Tensor]:

@@ -19,11 +19,11 @@ from torch.optim import AdamW
 from transformers import TrainerCallback
 from zero_reference import Loss, Masks, TwoRanks
 
-from cplus.attach import Guard, protect
-from cplus.data.encoded import Encoded
-from cplus.gates import Proposal
+from cplus.core.gates import Proposal
+from cplus.core.guard import Guard, protect
+from cplus.core.losses import answer_losses
+from cplus.core.rows import Encoded
 from cplus.integrations.transformers import preserve
-from cplus.losses import answer_losses
 
 STEPS, HALF, EPOCH, MICRO, ACCUMULATION, CLIP, LR = 50, 25, 10, 4, 2, 0.5, 1e-3
 PAST: dict[str, Any] = {"anchors": tiny.rows(5, seed=1), "probes": tiny.rows(17, seed=2), "anchor_weight": 0.3}

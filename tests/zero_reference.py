@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from cplus.attach import Guard
-from cplus.data.batching import MAX_TOKENS, like_length
-from cplus.data.encoded import Encoded
-from cplus.evidence import Reference
-from cplus.gates import Collaborative, Proposal
-from cplus.losses import shared_losses
-from cplus.passes import turns
-from cplus.ranks import Layout
+from cplus.core.evidence import Reference
+from cplus.core.gates import Collaborative, Proposal
+from cplus.core.guard import Guard
+from cplus.core.losses import shared_losses
+from cplus.core.passes import turns
+from cplus.core.rows import MAX_TOKENS, Encoded, like_length
+from cplus.core.shards import Layout
 
 Loss = Callable[[nn.Module], Tensor]
 Masks = dict[str, dict[int, Tensor]]

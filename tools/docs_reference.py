@@ -7,30 +7,31 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 API = {
-    "In your own loop": ("cplus.attach.protect", "cplus.attach.Guard", "cplus.optim.AdamW"),
+    "In your own loop": ("cplus.core.guard.protect", "cplus.core.guard.Guard", "cplus.core.optim.AdamW"),
     "Rows, probes, evaluation": (
-        "cplus.api.read", "cplus.api.encode", "cplus.api.probe", "cplus.api.evaluate", "cplus.api.Evaluation",
-        "cplus.data.encoded.Encoded", "cplus.data.examples.Choice", "cplus.data.examples.FreeForm",
+        "cplus.jobs.api.read", "cplus.jobs.api.encode", "cplus.jobs.api.probe", "cplus.jobs.api.evaluate",
+        "cplus.jobs.api.Evaluation",
+        "cplus.core.rows.Encoded", "cplus.data.examples.Choice", "cplus.data.examples.FreeForm",
     ),
     "Jobs": (
-        "cplus.job.run.adapt", "cplus.job.run.FinishedJob", "cplus.job.plan.plan", "cplus.job.repair.run.repair",
-        "cplus.api.receipt",
+        "cplus.jobs.adapt.adapt", "cplus.jobs.folder.FinishedJob", "cplus.jobs.plan.plan", "cplus.jobs.repair.repair",
+        "cplus.jobs.api.receipt",
     ),
-    "Methods": ("cplus.methods.Method", "cplus.data.material.Past", "cplus.data.material.Material",
-                "cplus.gates.Proposal", "cplus.gates.Elementwise"),
+    "Methods": ("cplus.methods.table.Method", "cplus.methods.objectives.Past", "cplus.methods.objectives.Material",
+                "cplus.core.gates.Proposal", "cplus.core.gates.Elementwise"),
     "Trainer, TRL, PEFT": (
         "cplus.integrations.transformers.preserve", "cplus.integrations.transformers.PreservationCallback",
         "cplus.integrations.transformers.protected", "cplus.integrations.rows.encoded",
         "cplus.integrations.rows.bank_rows",
     ),
-    "Several processes": ("cplus.integrations.distributed.save", "cplus.integrations.distributed.load"),
+    "Several processes": ("cplus.distributed.checkpoint.save", "cplus.distributed.checkpoint.load"),
     "JAX": (
         "cplus.integrations.jax_loop.Loop", "cplus.integrations.jax_loop.save", "cplus.integrations.jax_loop.restore",
         "cplus.integrations.optax.collaborative", "cplus.integrations.optax.blend",
     ),
     "Algorithm 1": (
-        "cplus.algorithm.blend", "cplus.algorithm.collaborates", "cplus.algorithm.smooth",
-        "cplus.algorithm.coefficient", "cplus.algorithm.apply", "cplus.algorithm.run",
+        "cplus.core.algorithm.blend", "cplus.core.algorithm.collaborates", "cplus.core.algorithm.smooth",
+        "cplus.core.algorithm.coefficient", "cplus.core.algorithm.apply", "cplus.core.algorithm.run",
     ),
 }  # fmt: skip
 """What the page of the Python API shows, by section."""
@@ -40,8 +41,8 @@ RECORDS = {
         "cplus.receipts.contents.Receipt", "cplus.receipts.contents.RowSet", "cplus.receipts.contents.RowComparison",
         "cplus.receipts.contents.Point",
     ),
-    "A study's run: `results/<scale>/<method>-<seed>-<hash>.json`": ("cplus.experiment.record.RunResult",),
-    "A study's sequence of tasks": ("cplus.experiment.record.SequenceResult",),
+    "A study's run: `results/<scale>/<method>-<seed>-<hash>.json`": ("cplus.lab.records.RunResult",),
+    "A study's sequence of tasks": ("cplus.lab.records.SequenceResult",),
     "A bank of self-probes": ("cplus.probes.bank.Bank",),
 }  # fmt: skip
 
@@ -50,7 +51,7 @@ def commands() -> str:
     """Every command with its arguments and options."""
     import typer
 
-    from cplus.cli import app, register
+    from cplus.cli.app import app, register
 
     if not app.registered_commands:
         register()
@@ -77,8 +78,7 @@ def commands() -> str:
 
 def settings() -> str:
     """Every setting of `cplus adapt`, from its schema."""
-    from cplus.job.repair.settings import OWN, SHARED, RepairConfig
-    from cplus.job.settings import GROUPS, AdaptConfig
+    from cplus.jobs.settings import GROUPS, OWN, SHARED, AdaptConfig, RepairConfig
 
     properties = AdaptConfig.model_json_schema()["properties"]
     lines = [

@@ -6,10 +6,10 @@ import json
 import sys
 from pathlib import Path
 
-from cplus.data import paper_sets
 from cplus.data.examples import Choice, fingerprint
 from cplus.data.readers import read_file
 from cplus.data.tasks import PAPER
+from cplus.lab import paper_sets
 
 
 def main(folder: Path) -> None:

@@ -1,21 +1,205 @@
-"""Tasks by name: the paper's benchmarks, external and free-form ones, the harness's, the toy world, a user's file."""
+"""Tasks by name, and their rows split into those that a model already answers correctly and the rest."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import json
+import math
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from cplus.data import harness, hub
-from cplus.data.building import cached, folder_of
-from cplus.data.examples import Choice, Example, fingerprint
+from cplus.base import files, locks
+from cplus.base.terminal import clean, console
+from cplus.data import examples as predictions
+from cplus.data import readers
+from cplus.data.examples import BUILT_IN, Choice, Example, FreeForm, Message, Prediction, fingerprint
 from cplus.data.formats import Detected
-from cplus.data.generated import JSON_REQUESTS, json_requests
 from cplus.data.readers import ENDINGS, Columns, Found, read_rows
-from cplus.toy import world
+
+# Rows that the base model answers correctly (past) and incorrectly (new), and the anchors drawn from them.
+
+
+_KEYS = {"model_fingerprint", "data_fingerprint", "interface", "stack", "predictions"}
+_STACK = ("torch", "transformers", "tokenizers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Examples that the base model answers correctly (past) and incorrectly (new), and the setting of that evaluation.
+
+    Paper: Experimental Setting (D_new and the past data). It depends on the numerics: protocol section 5.
+    """
+
+    past: tuple[Example, ...]
+    new: tuple[Example, ...]
+    predictions: tuple[Prediction, ...]
+    model_fingerprint: str
+    data_fingerprint: str
+    interface: str
+    stack: Mapping[str, str]
+
+
+def stack(*, device: str = "cpu", compute_dtype: str = "float32") -> dict[str, str]:
+    """The versions and precision that a prediction depends on."""
+    return {**{name: version(name) for name in _STACK}, "device": device, "compute_dtype": compute_dtype}
+
+
+def split(
+    examples: Sequence[Example],
+    predicted: Sequence[Prediction],
+    *,
+    model_fingerprint: str,
+    interface: str,
+    stack: Mapping[str, str],
+) -> Split:
+    """Split the examples by whether the base model's predictions are right; both parts keep the examples' order."""
+    by_id = {prediction.id: prediction for prediction in predicted}
+    if len(by_id) != len(predicted) or set(by_id) != {example.id for example in examples}:
+        raise ValueError(
+            f"expected one prediction for each of {len(examples)} examples, got {len(predicted)} predictions "
+            f"of {len(by_id)} ids; predict exactly these examples"
+        )
+    return Split(
+        past=tuple(example for example in examples if by_id[example.id].right),
+        new=tuple(example for example in examples if not by_id[example.id].right),
+        predictions=tuple(by_id[example.id] for example in examples),
+        model_fingerprint=model_fingerprint,
+        data_fingerprint=fingerprint(examples),
+        interface=interface,
+        stack=dict(stack),
+    )
+
+
+def save_split(split: Split, path: Path) -> None:
+    """Write a split: predictions and fingerprints, not the examples."""
+    files.write_json(
+        path,
+        {
+            "model_fingerprint": split.model_fingerprint,
+            "data_fingerprint": split.data_fingerprint,
+            "interface": split.interface,
+            "stack": dict(split.stack),
+            "predictions": [predictions.prediction_to_row(prediction) for prediction in split.predictions],
+        },
+    )
+
+
+def load_split(path: Path, examples: Sequence[Example], *, model_fingerprint: str) -> Split:
+    """Read a split of these examples by this model; one of another model or other data is refused."""
+    record = files.read_json(path)
+    if not isinstance(record, dict) or not set(record) >= _KEYS:
+        raise ValueError(f"{path}: expected a stored split with {', '.join(sorted(_KEYS))}; split again")
+    for what, expected, remedy in (
+        ("model", model_fingerprint, "split again with this model"),
+        ("data set", fingerprint(examples), "split again with these examples"),
+    ):
+        found = str(record[f"{what.split()[0]}_fingerprint"])
+        if found != expected:
+            raise ValueError(f"{path}: a split of another {what} ({found[:12]}, expected {expected[:12]}); {remedy}")
+    try:
+        return split(
+            examples,
+            [predictions.prediction_from_row(row) for row in record["predictions"]],
+            model_fingerprint=model_fingerprint,
+            interface=record["interface"],
+            stack=record["stack"],
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: a prediction in it does not read ({error!r}); remove it and split again") from error
+
+
+def cached_split(
+    folder: Path,
+    examples: Sequence[Example],
+    predict: Callable[[], Sequence[Prediction]],
+    *,
+    model_fingerprint: str,
+    interface: str,
+    stack: Mapping[str, str],
+) -> Split:
+    """The stored split of exactly this model, data, interface and stack; predicted and stored if there is none."""
+    data = fingerprint(examples)
+    key = files.fingerprint([model_fingerprint, data, interface, dict(stack)])
+    path = folder / f"split-{key[:24]}.json"
+    if path.exists():
+        return load_split(path, examples, model_fingerprint=model_fingerprint)
+    with locks.holding(locks.beside(path), wait=math.inf, notify=lambda sentence: console.print(clean(sentence))):
+        if path.exists():  # the other process has created it
+            return load_split(path, examples, model_fingerprint=model_fingerprint)
+        files.tidy(folder, path.name)
+        made = split(examples, predict(), model_fingerprint=model_fingerprint, interface=interface, stack=stack)
+        save_split(made, path)
+    return made
+
+
+def draw_anchors(split: Split, num_anchors: int, seed: int) -> tuple[Example, ...]:
+    """The first `num_anchors` of one seeded permutation of the past rows; a larger budget contains a smaller one.
+
+    Paper: the anchor set P_A, Experimental Setting.
+    """
+    return draw_mixture(split, correct=num_anchors, wrong=0, seed=seed)
+
+
+def draw_mixture(split: Split, *, correct: int, wrong: int, seed: int) -> tuple[Example, ...]:
+    """`correct` anchors that were answered correctly and `wrong` that were not, each a prefix of its own permutation.
+
+    Paper: App. "Anchor Composition Across Tasks" (E7).
+    """
+    return (
+        *_prefix(split.past, correct, seed, "initially correct"),
+        *_prefix(split.new, wrong, seed, "initially wrong"),
+    )
+
+
+def _prefix(pool: tuple[Example, ...], count: int, seed: int, kind: str) -> list[Example]:
+    if not 0 <= count <= len(pool):
+        raise ValueError(f"asked for {count} {kind} examples as anchors, but there are {len(pool)}; draw fewer")
+    return random.Random(seed).sample(pool, len(pool))[:count]
+
+
+# Requests whose answers have a fixed format: a JSON object for a sentence.
+
+
+JSON_REQUESTS = "json_requests"
+_PEOPLE = ("Anna", "Omar", "Lena", "Ivan", "Mia", "Raj", "Noor", "Ben", "Sara", "Tom", "Yuki", "Paul")
+_THINGS = ("apples", "books", "lamps", "coats", "maps", "chairs", "pens", "cups")
+
+
+def json_requests() -> tuple[FreeForm, ...]:
+    """Every person with every thing.
+
+    >>> json_requests()[0].messages[0].content
+    'Write a JSON object with the keys "name" and "apples" for this sentence, and nothing else: Anna has 3 apples.'
+    >>> json_requests()[0].response
+    '{"name": "Anna", "apples": 3}'
+    """
+    return tuple(
+        _request(person, thing, 3 + (7 * i + 5 * j) % 40)
+        for (i, person), (j, thing) in product(enumerate(_PEOPLE), enumerate(_THINGS))
+    )
+
+
+def _request(person: str, thing: str, count: int) -> FreeForm:
+    asked = (
+        f'Write a JSON object with the keys "name" and "{thing}" for this sentence, and nothing else: '
+        f"{person} has {count} {thing}."
+    )
+    return FreeForm(
+        id=f"{JSON_REQUESTS}/{person.lower()}-{thing}",
+        messages=(Message(role="user", content=asked),),
+        response=json.dumps({"name": person, thing: count}),
+    )
+
+
+# Tasks by name: the paper's benchmarks, external and free-form ones, the harness's, the toy world, a user's file.
+
 
 InterfaceName: TypeAlias = Literal["letter", "cloze", "freeform"]
 
@@ -59,7 +243,7 @@ TRAINING: dict[str, Known] = {
 _BY_RESPONSE = Known(interface="freeform")
 FREEFORM: dict[str, Known] = {"gsm8k": _BY_RESPONSE, "instruct": _BY_RESPONSE, "instruct_short": _BY_RESPONSE}
 TASKS: dict[str, Known] = {**PAPER, **EXTERNAL, **TRAINING, **FREEFORM}
-BUILT_IN = (*world.DOMAINS, JSON_REQUESTS)
+BUILT_IN[JSON_REQUESTS] = json_requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +272,12 @@ def load_task(
     `columns` maps the names of a file's or a data set's columns; `requests` admits rows there without a response.
     """
     path = Path(name).expanduser()
-    if path.suffix in ENDINGS and not name.startswith(harness.PREFIX):
+    if path.suffix in ENDINGS and not name.startswith(readers.PREFIX):
         return _task(name, read_rows(path, columns=columns, requests=requests), source=str(path))
-    place = hub.parse(str(path))
-    named = name.startswith(harness.PREFIX) or name in TASKS or name in BUILT_IN
+    place = readers.parse(str(path))
+    named = name.startswith(readers.PREFIX) or name in TASKS or name in BUILT_IN
     if not named and (Path(place.path).is_dir() or ("/" in name and not name.startswith((".", "~", "/")))):
-        found = hub.read(place, name=place.path.rpartition("/")[2], columns=columns, requests=requests)
+        found = readers.read_hub(place, name=place.path.rpartition("/")[2], columns=columns, requests=requests)
         return _task(name, found, source=place.path)
     if columns:
         raise ValueError(f"{name}: columns are mapped for a file or a data set of your own, not for a named task")
@@ -101,16 +285,15 @@ def load_task(
 
 
 def _named(name: str, data_dir: Path | None) -> Task:
-    if name.startswith(harness.PREFIX):
-        found = harness.read(name.removeprefix(harness.PREFIX))
+    if name.startswith(readers.PREFIX):
+        found = readers.read_harness(name.removeprefix(readers.PREFIX))
         return _task(name, found, source=name, known=_BY_TEXT if _closed(found.examples) else _BY_RESPONSE)
     if name in TASKS:
         return _known(name, data_dir)
-    if name == JSON_REQUESTS:
-        return Task(name=name, examples=json_requests(), interface="freeform", wording="standard", source="built in")
-    if name in world.DOMAINS:
-        facts = tuple(world.examples(name))
-        return Task(name=name, examples=facts, interface="cloze", wording="standard", source="toy")
+    if name in BUILT_IN:
+        rows = tuple(BUILT_IN[name]())
+        interface: InterfaceName = "cloze" if _closed(rows) else "freeform"
+        return Task(name=name, examples=rows, interface=interface, wording="standard", source="built in")
     names = [*TASKS, *BUILT_IN]
     near = difflib.get_close_matches(name, names, n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known names are {', '.join(names)}."
@@ -118,6 +301,16 @@ def _named(name: str, data_dir: Path | None) -> Task:
         f"unknown task {name!r}; {hint} "
         "A task may also be a file (.jsonl, .json, .csv, .tsv, .parquet), owner/name on the hub, or lm-eval:NAME"
     )
+
+
+def folder_of(data_dir: Path | None) -> Path | None:
+    """The folder of benchmark files: the given one, or that of CPLUS_DATA."""
+    return data_dir or (Path(os.environ["CPLUS_DATA"]) if os.environ.get("CPLUS_DATA") else None)
+
+
+def cached(name: str) -> Path:
+    """Where a built set is kept."""
+    return files.cache_folder() / "data" / f"{name}.jsonl"
 
 
 def _known(name: str, data_dir: Path | None) -> Task:
@@ -129,15 +322,15 @@ def _known(name: str, data_dir: Path | None) -> Task:
         return _task(name, read_rows(path), source=str(path), known=TASKS[name])
     if name in PAPER and (built := cached(name)).is_file():
         return _task(name, read_rows(built), source=str(built), known=TASKS[name])
-    if name not in hub.BENCHMARKS:
+    if name not in readers.BENCHMARKS:
         raise ValueError(f"task {name!r} is not on the hub in a readable form. {_remedy(name)}")
-    place = hub.BENCHMARKS[name]
-    return _task(name, hub.read(place, name=name), source=place.path, known=TASKS[name])
+    place = readers.BENCHMARKS[name]
+    return _task(name, readers.read_hub(place, name=name), source=place.path, known=TASKS[name])
 
 
 def _remedy(name: str) -> str:
     give = f"Give the folder that holds {name}.jsonl with --data-dir or CPLUS_DATA"
-    return f"{give}, or neither to fetch it from the hub" if name in hub.BENCHMARKS else give
+    return f"{give}, or neither to fetch it from the hub" if name in readers.BENCHMARKS else give
 
 
 def _closed(examples: Sequence[Example]) -> bool:

@@ -12,13 +12,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from cplus.base.environment import user_module
+from cplus.base.files import read_json
 from cplus.data.examples import Example, FreeForm, Message
-from cplus.files import read_json
-from cplus.imports import user_module
-from cplus.interfaces.reading import normalised
+from cplus.data.prompts import normalised
 
 if TYPE_CHECKING:
-    from cplus.interfaces import Interface
+    from cplus.data.interfaces import Interface
     from cplus.models import Loaded
 
 Judge: TypeAlias = Callable[[str, Example], bool]
@@ -140,14 +140,15 @@ def agrees_by_model(name: str, load: Callable[[str], Loaded] | None = None) -> J
 
     @cache
     def ready() -> tuple[Any, Interface]:
-        from cplus import interfaces, models
+        from cplus import models
+        from cplus.data import interfaces
 
         loaded = (load or models.load)(name)
         chat = bool(getattr(loaded.tokenizer, "chat_template", None))
         return loaded.model, interfaces.build("freeform", loaded.tokenizer, chat=chat)
 
     def judged(text: str, example: Example) -> bool:
-        from cplus.scoring import log_likelihoods
+        from cplus.models.scoring import log_likelihoods
 
         model, interface = ready()
         request = (Message(role="user", content=_agreement(text, example)),)

@@ -1,4 +1,4 @@
-"""The evaluation of one model on one task."""
+"""One model on one task."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from torch import nn
 
-from cplus.data import predictions as stored
-from cplus.data.examples import Choice, Example, fingerprint
-from cplus.data.predictions import Prediction
-from cplus.evaluation import letters, summaries
+from cplus.base.files import read_json
+from cplus.data import examples as stored
+from cplus.data.examples import Choice, Example, Prediction, fingerprint
+from cplus.data.interfaces import Interface
+from cplus.evaluation.changes import answered, compared, flips, permuted, responses
 from cplus.evaluation.judges import Judge
-from cplus.evaluation.retention_acquisition import flips
-from cplus.files import read_json
-from cplus.interfaces import Interface
-from cplus.scoring import log_likelihoods, predict
+from cplus.models.scoring import Score, log_likelihoods, predict
+
+# The evaluation of one model on one task.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +39,11 @@ def evaluate_task(
         model, task.interface, task.examples, judge=task.judge, max_new_tokens=max_new_tokens, what=task.name
     )
     summary: dict[str, Any] = {"task": task.name, "interface": task.interface.name}
-    summary |= summaries.answered(predictions, task.examples)
+    summary |= answered(predictions, task.examples)
     if not isinstance(task.examples[0], Choice):
         rows = [task.interface.encode(example) for example in task.examples]
         scores = log_likelihoods(model, rows, what=f"{task.name}: responses")
-        summary["responses"] = summaries.responses(
-            [score.total for score in scores], [score.num_tokens for score in scores]
-        )
+        summary["responses"] = responses([score.total for score in scores], [score.num_tokens for score in scores])
     return predictions, summary
 
 
@@ -54,14 +52,14 @@ def evaluate_permuted(model: nn.Module, task: BoundTask) -> dict[str, Any]:
     if task.interface.name != "letter":
         raise ValueError(f"permuting options requires the letter interface, got {task.interface.name}")
     what = f"{task.name}: permuted"
-    return letters.permuted(lambda rows: predict(model, task.interface, rows, what=what), task.examples).row()
+    return permuted(lambda rows: predict(model, task.interface, rows, what=what), task.examples).row()
 
 
 def against(path: Path, task: BoundTask, after: Sequence[Prediction]) -> dict[str, Any]:
     """The comparison with predictions stored by `cplus split` for the same rows and interface."""
     record = read_json(path)
     try:
-        before = [stored.from_row(row) for row in record["predictions"]]
+        before = [stored.prediction_from_row(row) for row in record["predictions"]]
         known = {"interface": record["interface"], "data_fingerprint": record["data_fingerprint"]}
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: expected predictions as 'cplus split' writes them; {error} is missing") from error
@@ -71,4 +69,27 @@ def against(path: Path, task: BoundTask, after: Sequence[Prediction]) -> dict[st
             f"{path}: expected predictions of the same rows and interface, {json.dumps(expected)}, "
             f"but they were stored for {json.dumps(known)}"
         )
-    return summaries.compared(flips(before, after), task.examples)
+    return compared(flips(before, after), task.examples)
+
+
+# The loss of answers that a model gave, under that model or another one.
+
+
+def score_answers(
+    model: nn.Module,
+    interface: Interface,
+    examples: Sequence[Example],
+    answers: Sequence[str],
+    *,
+    what: str = "scoring",
+) -> list[Score | None]:
+    """The score of each answer, and of the end of its turn, after its prompt; None for an empty answer.
+
+    Call it for the model before and for the model after with the same answers, those of the model before.
+    """
+    known = [i for i, answer in enumerate(answers) if answer.strip()]
+    rows = [interface.encode(interface.with_answer(examples[i], answers[i])) for i in known]
+    found: list[Score | None] = [None] * len(answers)
+    for i, score in zip(known, log_likelihoods(model, rows, what=what), strict=True):
+        found[i] = score
+    return found

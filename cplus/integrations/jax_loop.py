@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from cplus.files import replacing
-from cplus.health import ZERO_EVIDENCE
+from cplus.base.files import replacing
+from cplus.core.health import ZERO_EVIDENCE
 from cplus.integrations.optax import collaborative
 
 LossFunction: TypeAlias = Callable[[Any, Any], jax.Array]

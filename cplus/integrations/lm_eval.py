@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from cplus.data.examples import Choice, to_row
-from cplus.data.harness import MISSING, PREFIX, task_manager
-from cplus.data.predictions import Prediction
-from cplus.evaluation import Rate, summaries
-from cplus.interfaces.forms import Chat
-from cplus.interfaces.letter import Letter
-from cplus.scoring.likelihoods import Score
-from cplus.scoring.predict import chosen
+from cplus.data.examples import Choice, Prediction, to_row
+from cplus.data.interfaces import Letter
+from cplus.data.prompts import Chat
+from cplus.data.readers import MISSING, PREFIX, task_manager
+from cplus.evaluation.changes import answered
+from cplus.evaluation.statistics import Rate
+from cplus.models.scoring import Score, chosen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,7 +112,7 @@ def evaluate_with_harness(model: nn.Module, task: BoundTask) -> tuple[list[Predi
     predictions = _predictions(task, examples, found["samples"][name])
     own = {key.partition(",")[0]: 100 * value for key, value in found["results"][name].items() if ",none" in key}
     summary: dict[str, Any] = {"task": task.name, "interface": interface.name}
-    summary |= summaries.answered(predictions, examples)
+    summary |= answered(predictions, examples)
     return predictions, {**summary, "harness": {key: own[key] for key in ("acc", "acc_norm")}}
 
 

@@ -20,7 +20,7 @@ class CollaborativeState(NamedTuple):
 def collaborative(beta: float = 0.9) -> optax.GradientTransformationExtraArgs:
     """Scale down the coordinates of an update that are harmful according to `preservation`, the gradient on past rows.
 
-    This is `cplus.algorithm` from the mask to the applied update, in JAX; beta = 0 is CPL. Optax updates are ADDED to
+    This is Algorithm 1 from the mask to the applied update, in JAX; beta = 0 is CPL. Optax updates are ADDED to
     the parameters, so place it after everything that changes them, including weight decay and learning rate:
 
         optimizer = optax.chain(optax.adamw(1e-5), collaborative(0.9))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from cplus.attach import Guard
+from cplus.core.guard import Guard
 
 
 def scope(model: nn.Module, guard: Guard) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from cplus.data.encoded import Encoded
-from cplus.interfaces import Interface
-from cplus.models.identity import fingerprint
+from cplus.core.rows import Encoded
+from cplus.data.interfaces import Interface
+from cplus.models.loading import fingerprint
 from cplus.probes.bank import Bank
 
 MASKS = ("assistant_masks", "completion_mask")  # the names used by chat templates and by TRL

@@ -4,27 +4,188 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback
 
-from cplus.any_loss import Entry, LossGradient
-from cplus.attach import Guard, past_behaviour, protect
-from cplus.data.encoded import Encoded
-from cplus.environment import check_versions
-from cplus.evidence import MeanGradient
-from cplus.integrations.guard_state import ABOUT, carry, load_guard, save_guard
-from cplus.integrations.past import LOSS, RETENTION, HeldOut, Past
+from cplus.base.environment import check_versions
+from cplus.base.files import read_json, write_json, write_state
+from cplus.base.terminal import console
+from cplus.core.evidence import Entry, LossFunction, LossGradient, LossSource, MeanGradient, evaluating
+from cplus.core.guard import Guard, OnlyRows, chosen_rows, past_behaviour, protect
+from cplus.core.kernels import EmaType, read
+from cplus.core.losses import target_logits
+from cplus.core.rows import MAX_TOKENS, Encoded, like_length
+from cplus.core.shards import REFUSED, bare, trainable
 from cplus.integrations.peft import scope
-from cplus.kernels import EmaType, read
-from cplus.only_rows import OnlyRows, chosen_rows
-from cplus.support import REFUSED, bare, trainable
-from cplus.terminal import console
+
+# Held-out past behaviour, measured at each of a trainer's evaluations: its loss and, for rows of tokens, Retention.
+
+
+Past: TypeAlias = Sequence[Encoded] | tuple[Iterable[Any], LossFunction]
+"""Rows of tokens, or batches of anything with their loss."""
+PAST_FORMAT, PAST_FILE = "cplus-past/1", "cplus_past.json"
+LOSS, RETENTION = "cplus/past_loss", "cplus/retention"
+
+
+class HeldOut:
+    """Held-out past rows or batches, and which rows the model answered correctly before training."""
+
+    def __init__(self, past: Past) -> None:
+        self.rows: Sequence[Encoded] = ()
+        self.batches: LossSource | None = None
+        if isinstance(past, tuple) and len(past) == 2 and callable(past[1]):
+            self.batches = LossSource(name="past", weight=1.0, batches=past[0], loss=past[1])
+        else:
+            self.rows = list(past)
+            if not self.rows or not all(isinstance(row, Encoded) for row in self.rows):
+                raise TypeError(
+                    "past must be rows of tokens, such as cplus.encode gives, or a pair (batches, loss function), got "
+                    + (type(self.rows[0]).__name__ if self.rows else "no row")
+                )
+        self.right: list[bool] = []
+
+    def begin(self, model: nn.Module) -> None:
+        """Note which rows are answered correctly before training."""
+        self.right = measured(model, self.rows)[1] if self.rows else []
+
+    def figures(self, model: nn.Module) -> dict[str, float]:
+        """The mean loss and the share of the rows answered correctly at first that still are; without such rows, none.
+
+        A row of tokens is answered correctly if each scored token is the most likely one.
+        """
+        if self.batches is not None:
+            return {LOSS: mean_loss(model, self.batches)}
+        losses, right = measured(model, self.rows)
+        found = {LOSS: sum(losses) / len(losses)}
+        if any(self.right):
+            kept = sum(now for now, before in zip(right, self.right, strict=True) if before)
+            found[RETENTION] = kept / sum(self.right)
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Write the answers before training into a checkpoint, so that a resumed run compares with them."""
+        write_json(folder / PAST_FILE, {"format": PAST_FORMAT, "right": self.right})
+
+    def load(self, folder: Path) -> None:
+        """Restore the answers before training; refuse those of other rows."""
+        about = read_json(folder / PAST_FILE) if (folder / PAST_FILE).is_file() else {}
+        right = about.get("right") if isinstance(about, dict) and about.get("format") == PAST_FORMAT else None
+        if not isinstance(right, list) or len(right) != len(self.rows):
+            raise ValueError(
+                f"expected the answers to {len(self.rows)} past rows before training in {folder / PAST_FILE}, found "
+                f"{'none' if right is None else len(right)}; resume with the past rows that the run was started with"
+            )
+        self.right = right
+
+
+@torch.no_grad()
+def measured(model: nn.Module, rows: Sequence[Encoded]) -> tuple[list[float], list[bool]]:
+    """Each row's loss and whether it is answered correctly, in evaluation mode."""
+    losses, right = [0.0] * len(rows), [False] * len(rows)
+    with evaluating(model):
+        for batch in like_length(rows, MAX_TOKENS):
+            logits, labels = target_logits(model, [rows[i] for i in batch])
+            inside = labels != -100
+            token = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+            means = token.view_as(labels).sum(1) / inside.sum(1)
+            hits = ((logits.argmax(-1) == labels) | ~inside).all(1)
+            for i, loss, hit in zip(batch, means.tolist(), hits.tolist(), strict=True):
+                losses[i], right[i] = loss, hit
+    return losses, right
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, source: LossSource) -> float:
+    """The mean loss over the batches, in evaluation mode."""
+    with evaluating(model), torch.random.fork_rng():
+        losses = [float(source.loss(model, batch)) for batch in source.batches]
+    if not losses:
+        raise ValueError("past has no batch; give a list or a DataLoader that can be read at each evaluation")
+    return sum(losses) / len(losses)
+
+
+# Saving a guard's state between runs: in a trainer's checkpoint, or inside the optimizer's own state.
+
+
+FORMAT = "cplus-guard/1"
+FILE, FOLDER, ABOUT = "cplus_guard.pt", "cplus_guard", "cplus_guard.json"
+
+
+def save_guard(guard: Guard, folder: Path, *, first: bool) -> None:
+    """Write a guard's state into a checkpoint folder; called by every process, the `first` writes what is unsharded."""
+    sharded = guard.where.sharded
+    about = {"format": FORMAT, "weights": _sums(guard)}
+    if sharded:
+        from cplus.distributed import checkpoint
+
+        checkpoint.save(guard, folder / FOLDER)
+    elif first:
+        write_state(folder / FILE, guard.state_dict())
+    if first:
+        write_json(folder / ABOUT, about)  # written last: a folder that has it is complete
+
+
+def load_guard(guard: Guard, folder: Path) -> None:
+    """Restore a state written by `save_guard`; refuse one that was saved with other weights than the model has now."""
+    about = read_json(folder / ABOUT)
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise ValueError(f"{folder / ABOUT}: expected the format {FORMAT}; it was written by another version")
+    now = _sums(guard)
+    if about["weights"].keys() != now.keys() or any(
+        not math.isclose(now[name], kept, rel_tol=1e-6, abs_tol=1e-6) for name, kept in about["weights"].items()
+    ):
+        raise ValueError(
+            f"{folder} has the guard state of other weights than the model's; pass the checkpoint that the trainer "
+            "resumed from as PreservationCallback(resume_from=...)"
+        )
+    if (folder / FOLDER).is_dir():
+        from cplus.distributed import checkpoint
+
+        checkpoint.load(guard, folder / FOLDER)
+    elif guard.where.sharded and guard.where.world > 1:
+        raise ValueError(
+            f"{folder / FILE} was saved by one process and this run shards over {guard.where.world}; continue with one "
+            "process, or save it with cplus.distributed.checkpoint.save, which supports any number of processes"
+        )
+    else:
+        guard.load_state_dict(torch.load(folder / FILE, map_location="cpu", weights_only=True))
+
+
+def _sums(guard: Guard) -> dict[str, float]:
+    """A cheap fingerprint of the weights: the sum of each parameter or ZeRO partition, over all shards."""
+    if guard.zero is not None:
+        own = guard.zero.sums()
+        return dict(zip(own, guard.where.sums(list(own.values()), guard.params[0].device), strict=True))
+    sums = [p.detach().sum(dtype=torch.float64) for p in guard.params]
+    whole = [s.full_tensor() if hasattr(s, "full_tensor") else s for s in sums]
+    return {guard.names[id(p)]: float(s) for p, s in zip(guard.params, whole, strict=True)}
+
+
+def carry(guard: Guard) -> None:
+    """Store the guard's state in the optimizer's `state_dict`, under a key that the optimizer itself never reads."""
+
+    def add(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, FOLDER: guard.state_dict()}
+
+    def take(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        if FOLDER not in state:
+            raise ValueError(
+                "this optimizer state was saved without a guard state, which sharded checkpoints drop; use "
+                "PreservationCallback, which saves it separately"
+            )
+        guard.load_state_dict(state[FOLDER])
+        return {key: value for key, value in state.items() if key != FOLDER}
+
+    guard.optimizer.register_state_dict_post_hook(add)
+    guard.optimizer.register_load_state_dict_pre_hook(take)
+
 
 Refresh: TypeAlias = Literal["epoch"] | int
 

@@ -5,12 +5,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cplus.models.names import ALIASES
-from cplus.models.presets import PRESETS, Preset
+from cplus.models.names import ALIASES, PRESETS, Preset
 
 if TYPE_CHECKING:
-    from cplus.models.identity import fingerprint
-    from cplus.models.loading import Loaded, as_dtype, choose_device, computing, load, of, resolve, save, window
+    from cplus.models.loading import (
+        Loaded,
+        as_dtype,
+        choose_device,
+        computing,
+        fingerprint,
+        load,
+        of,
+        resolve,
+        save,
+        window,
+    )
 
 __all__ = [
     "ALIASES",
@@ -33,4 +42,4 @@ def __getattr__(name: str) -> Any:
     """What needs torch is imported on first use, so that a misspelt name is refused at once."""
     if name not in __all__:
         raise AttributeError(f"module 'cplus.models' has no attribute {name!r}")
-    return getattr(import_module("cplus.models.identity" if name == "fingerprint" else "cplus.models.loading"), name)
+    return getattr(import_module("cplus.models.loading"), name)

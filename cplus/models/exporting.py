@@ -15,9 +15,9 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from gguf import GGUFWriter, LlamaFileType, TokenType
 
-from cplus import files
+from cplus.base import files
+from cplus.models.gguf import Weights, sources
 from cplus.models.loading import load
-from cplus.models.unpacking import Weights, sources
 
 Dtype: TypeAlias = Literal["float16", "float32"]
 _TYPES: Mapping[Dtype, tuple[Any, LlamaFileType]] = {

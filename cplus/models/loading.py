@@ -1,26 +1,121 @@
-"""Loads a model by name (hub id, folder, GGUF file or built-in alias), with float32 master weights."""
+"""Loading and saving models, their identity, and 4-bit bases."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from cplus import files, toy
-from cplus.models import fetching, four_bit, names
+from cplus import toy
+from cplus.base import files
+from cplus.core.shards import keep_gradients
+from cplus.models import gguf, names
 from cplus.models.gguf import converted
-from cplus.models.identity import fingerprint
-from cplus.models.packages import PACKAGED
-from cplus.models.presets import PRESETS
-from cplus.support import keep_gradients
+from cplus.models.names import PACKAGED, PRESETS
+
+# The identity of a model, independent of its name: a hash of its weights and configuration.
+
+
+# Fields that saving, loading or a library version may change without changing what the model computes.
+_VOLATILE = frozenset(
+    {"_model_name_or_path", "_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
+)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """The SHA-256 of a model's configuration, parameters and persistent buffers; the same after saving and loading."""
+    with ThreadPoolExecutor() as pool:  # hashlib releases the interpreter lock on large blocks
+        digests = dict(pool.map(_digest, *zip(*_tensors(model), strict=True)))
+    return files.fingerprint({"config": _configuration(model), "tensors": digests})
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    parameters = dict(model.named_parameters())  # a tied weight appears once, under its first name
+    yield from parameters.items()
+    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    yield from ((name, value) for name, value in model.state_dict().items() if name not in shared)
+
+
+def _digest(name: str, tensor: Tensor) -> tuple[str, str]:
+    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    content = hashlib.sha256(f"{plain.dtype} {list(tensor.shape)}".encode())
+    content.update(plain.view(torch.uint8).numpy().data)
+    return name, content.hexdigest()
+
+
+def _configuration(model: nn.Module) -> dict[str, Any]:
+    config = getattr(model, "config", None)
+    if config is None:
+        return {}
+    return {key: value for key, value in config.to_dict().items() if key not in _VOLATILE}
+
+
+# A base model held in 4 bits (NF4, by bitsandbytes), for adapters that train on top of it.
+
+
+NAME = "4bit"
+BYTES_PER_WEIGHT = 0.52
+"""4 bits and 0.13 more: each block of 64 weights has a scale, and the scales are packed too."""
+_DEVICES = ("cuda", "cpu")
+
+
+def check(device: torch.device) -> None:
+    """Refuse what cannot work, before anything is loaded."""
+    absent = [package for package in ("bitsandbytes", "accelerate", "peft") if find_spec(package) is None]
+    if absent:
+        raise ImportError(
+            f"loading a model in 4 bits needs the package {absent[0]}: pip install 'cplus[bnb]'; or leave out load"
+        )
+    if device.type not in _DEVICES:
+        raise ValueError(
+            f"a model in 4 bits needs a device of {' or '.join(_DEVICES)}, got {device.type}; choose another device, "
+            "or leave out load"
+        )
+
+
+def loading(device: torch.device) -> dict[str, Any]:
+    """What transformers needs to load the linear layers in 4 bits, all others in float32."""
+    from transformers import BitsAndBytesConfig
+
+    check(device)
+    packed = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    return {"quantization_config": packed, "device_map": {"": device}, "dtype": torch.float32}
+
+
+def packable(model: nn.Module) -> int:
+    """The number of weights that 4 bits would hold: those of linear layers, the output layer left out."""
+    named: Any = model
+    output = named.get_output_embeddings()
+    layers = (layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer is not output)
+    return sum(layer.weight.numel() for layer in layers)
+
+
+def num_weights(model: nn.Module) -> int:
+    """The number of a model's weights; a packed tensor counts for what it holds."""
+    return sum(
+        p.numel() if (packed := getattr(p, "quant_state", None)) is None else packed.shape.numel()
+        for p in model.parameters()
+    )
+
+
+# Loads a model by name (hub id, folder, GGUF file or built-in alias), with float32 master weights.
+
 
 _DTYPES = {
     "float32": torch.float32,
@@ -62,8 +157,8 @@ def load(
         raise ValueError(f"revision applies to hub ids, but {str(name)!r} is local; leave revision out")
     options = {"trust_remote_code": trust_remote_code, "revision": revision, "local_files_only": local}
     target = choose_device(device)
-    packed = dtype == four_bit.NAME
-    precision = four_bit.loading(target) if packed else {"dtype": as_dtype(dtype)}
+    packed = dtype == NAME
+    precision = loading(target) if packed else {"dtype": as_dtype(dtype)}
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
         with without_bars() if local else nullcontext():
@@ -101,12 +196,12 @@ def of(model: Any, tokenizer: Any) -> Loaded:
 
 def resolve(name: str) -> Path | str:
     """Where a name leads: a folder on this machine, or a hub id."""
-    names.check(name)
+    names.check_name(name)
     path = Path(name).expanduser()
     if name in toy.NAMES:
         return toy.folder(name)
     if name in PACKAGED:
-        return fetching.folder(name)
+        return gguf.folder(name)
     if name in PRESETS:
         return PRESETS[name].model
     if path.suffix == ".gguf":

@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_array
 
+from cplus.base.files import fingerprint
 from cplus.data.examples import Choice, Example
-from cplus.files import fingerprint
-from cplus.probes.areas import areas
 from cplus.probes.bank import Bank, anchors_hash
-from cplus.probes.texts import input_key, input_text, normalise, words
+from cplus.probes.settings import input_key, input_text, normalise, words
 
 NEAR = 0.9
 _TO_READ = 20
@@ -55,7 +54,6 @@ def audit(bank: Bank, against: Sequence[ComparedRows], *, seed: int = 0) -> dict
         "lengths": lengths(texts),
         "vocabulary": vocabulary(texts, [input_text(anchor, options=options) for anchor in anchors]),
         "topics": topics([probe.topic for probe in bank.probes], bank.manifest["settings"]["topics"]),
-        "areas": areas(texts),
         "anchor_use": dict(Counter(shot for probe in bank.probes for shot in probe.shots).most_common()),
         "counts": bank.manifest["counts"],
         "yield": bank.manifest["yield"],
@@ -79,7 +77,6 @@ def short_audit(bank: Bank, rows: Sequence[Example]) -> dict[str, Any]:
         "unique": len(set(keys)),
         "confidence": confidence(values),
         "against": {name: found[name] for name in ("rows", "exact", "near")},
-        "areas": areas([input_text(example, options=options) for example in bank.examples])["covered"],
         "yield": bank.manifest["yield"],
         "requests": bank.manifest["counts"]["requests"],
         "rejected": dict(bank.manifest["counts"]["rejected"]),

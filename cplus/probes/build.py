@@ -1,19 +1,32 @@
-"""Builds a sealed bank on disk, block by block; an interrupted build is resumed."""
+"""Builds a sealed bank, block by block, and keeps it in a cache that studies and jobs share."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from cplus.base import files
+from cplus.base.files import fingerprint, tidy
 from cplus.data.examples import Example
-from cplus.files import fingerprint, tidy
-from cplus.interfaces import Interface, Rejected
+from cplus.data.interfaces import Interface, Rejected
 from cplus.models import Loaded
-from cplus.probes.bank import MANIFEST, Bank, Probe, described, probe_from_row, probe_to_row, seal
-from cplus.probes.engine import Engine
-from cplus.probes.generate import (
+from cplus.models.decoding import Engine, LocalEngine
+from cplus.probes.bank import (
+    MANIFEST,
+    Bank,
+    Probe,
+    described,
+    journal_path,
+    open_journal,
+    probe_from_row,
+    probe_to_row,
+    seal,
+)
+from cplus.probes.settings import ProbeSettings
+from cplus.probes.writing import (
     Block,
     RequestOutcome,
     Sampled,
@@ -22,11 +35,11 @@ from cplus.probes.generate import (
     generate,
     labeller_of,
     rejections,
+    writer,
 )
-from cplus.probes.journal import journal_path, open_journal
-from cplus.probes.local import LocalEngine
-from cplus.probes.settings import ProbeSettings
-from cplus.probes.writers import writer
+
+# Builds a sealed bank on disk, block by block; an interrupted build is resumed.
+
 
 _LATER = ("ability", "answer_tokens")
 """Settings that a manifest holds only where they are used."""
@@ -152,3 +165,29 @@ def _block_from_entry(entry: Mapping[str, Any]) -> Block:
         raise ValueError(
             f"an entry of the journal is damaged ({error!r}); remove the journal and start again"
         ) from error
+
+
+# One cache of banks: studies and jobs with the same model, anchors and settings share one bank.
+
+
+def bank_folder(
+    base: Loaded, interface: Interface, anchors: Sequence[Example], settings: ProbeSettings, banks: Path | None = None
+) -> Path:
+    """Where the bank of this model, these anchors and these settings is kept; `banks` is another folder of banks."""
+    identity = identify(base, interface, anchors, settings, LocalEngine(base.model, base.tokenizer))
+    return (banks or files.cache_folder() / "banks") / f"bank-{files.fingerprint(identity)[:24]}"
+
+
+def cached_bank(
+    base: Loaded,
+    interface: Interface,
+    anchors: Sequence[Example],
+    settings: ProbeSettings,
+    *,
+    banks: Path | None = None,
+    watch: OnEvent = lambda event: None,
+    notify: Callable[[str], None] = lambda sentence: None,
+) -> Bank:
+    """The sealed bank, read from the cache or written into it now; another process that writes it is waited for."""
+    place = bank_folder(base, interface, anchors, settings, banks)
+    return build(place, base, interface, anchors, settings, watch=watch, wait=math.inf, notify=notify)

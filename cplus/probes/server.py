@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
-from cplus.probes.engine import End, Request, Sample, Sampling
+from cplus.models.decoding import End, Request, Sample, Sampling
 
 _TIMEOUT = 600
 

@@ -2,15 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from string import ascii_uppercase
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field
 
-from cplus.evaluation.requirements import Requirement
-from cplus.evaluation.retention_acquisition import Kind
-from cplus.receipts.summary import table
+from cplus.data.examples import Choice, Example, Prediction
+from cplus.evaluation.changes import Kind, flips
+from cplus.evaluation.requirements import Requirement, sentence
+
+# A small table for a notebook: what was kept and learned, and where to read on.
+
+
+_CELL = "padding:2px 10px;text-align:{}"
+
+
+def of_figures(headline: str, figures: Mapping[str, Any], links: Mapping[str, str]) -> str:
+    """The figures of a finished job: its headline, each set of rows before and after, requirements, and its files."""
+    rows = [row for own in figures["sets"] for row in _set(own)]
+    files = " · ".join(f"{escape(name)}: <code>{escape(path)}</code>" for name, path in links.items())
+    said = "".join(f"<br>{escape(sentence(found))}" for found in figures["requirements"])
+    shown = table(("rows", "", "before", "after"), rows)
+    return f"<div><b>{escape(headline)}</b>{said}{shown}<small>{files}</small></div>"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A plain table; all text is escaped, and columns after the first two are numbers.
+
+    >>> table(("a", "b"), [("<x>", "1")]).count("&lt;x&gt;")
+    1
+    """
+    lines = [_summary_row("th", head), *(_summary_row("td", row) for row in rows)]
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _summary_row(tag: str, cells: Sequence[str]) -> str:
+    sides = ["left" if column < 2 else "right" for column in range(len(cells))]
+    shown = (
+        f'<{tag} style="{_CELL.format(side)}">{escape(text)}</{tag}>' for side, text in zip(sides, cells, strict=True)
+    )
+    return f"<tr>{''.join(shown)}</tr>"
+
+
+def _set(own: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """A set's share of right answers, and its loss, where each was measured."""
+    name = f"{own['name']} ({own['rows']:,})"
+    lines: list[tuple[str, ...]] = []
+    if own["before"] and own["after"]:
+        lines.append((name, "right", *(f"{own[when]['percent']:.1f} %" for when in ("before", "after"))))
+    if own["nll"]:
+        lines.append((name, "loss per token", *(f"{own['nll'][when]:.3f}" for when in ("before", "after"))))
+    return lines
+
 
 SetKind: TypeAlias = Literal["retention", "acquisition", "validation", "task", "external"]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
@@ -83,7 +129,7 @@ class RowSet:
 
     @property
     def followed(self) -> bool:
-        """Whether answers are the same, reworded or changed: free text without a judge that was not to be learned.
+        """Whether answers are the same or changed: free text without a judge that was not to be learned.
 
         Plain texts have no input, so there is no answer to follow.
         """
@@ -253,3 +299,87 @@ def _outcomes(own: RowSet) -> list[int]:
     """The number of rows with each outcome; free text without a judge has none."""
     kinds = [row.kind if own.judged else None for row in own.rows]
     return [len(kinds), *(kinds.count(kind) for kind in ("kept", "lost", "gained", "still_wrong", None))]
+
+
+# From two models' answers to the rows of a receipt, in words a person can read.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """The mean loss per token of one text under the model before and the model after, and its number of tokens."""
+
+    before: float
+    after: float
+    tokens: int
+
+
+def rows(
+    examples: Sequence[Example],
+    before: Sequence[Prediction],
+    after: Sequence[Prediction],
+    *,
+    interface: str,
+    losses: Sequence[Losses] = (),
+    answers: Sequence[Losses | None] = (),
+) -> tuple[RowComparison, ...]:
+    """The comparisons of these examples in their order.
+
+    Free-form rows add `losses`, one per example, of the given responses, and `answers`, one per example, of the answers
+    that the model before gave (None for an empty answer).
+    """
+    judged = all(prediction.correct is not None for prediction in (*before, *after))
+    kinds: dict[str, Kind] = {flip.id: flip.kind for flip in flips(before, after)} if judged else {}
+    was, now = ({prediction.id: prediction for prediction in some} for some in (before, after))
+    known: Sequence[Losses | None] = losses or [None] * len(examples)
+    own = answers or [None] * len(examples)
+    return tuple(
+        _row(example, kinds.get(example.id), was[example.id], now[example.id], interface, loss, answer)
+        for example, loss, answer in zip(examples, known, own, strict=True)
+    )
+
+
+def _row(
+    example: Example,
+    kind: Kind | None,
+    was: Prediction,
+    now: Prediction,
+    interface: str,
+    loss: Losses | None,
+    answer: Losses | None,
+) -> RowComparison:
+    gold = _answer(example, example.answer, interface) if isinstance(example, Choice) else example.response
+    return RowComparison(
+        id=example.id,
+        kind=kind,
+        input=_input(example, interface),
+        gold=gold,
+        before=_answer(example, was.answer, interface),
+        after=_answer(example, now.answer, interface),
+        confidence_before=min(was.confidence, 1.0),  # the exponential of a rounded 0 may be an ulp above 1
+        confidence_after=min(now.confidence, 1.0),
+        # Elsewhere the model never sees a letter, so the position of the right choice means nothing.
+        label=ascii_uppercase[example.answer] if isinstance(example, Choice) and interface == "letter" else None,
+        tokens=loss.tokens if loss else None,
+        nll_before=loss.before if loss else None,
+        nll_after=loss.after if loss else None,
+        answer_nll_before=answer.before if answer else None,
+        answer_nll_after=answer.after if answer else None,
+    )
+
+
+def _input(example: Example, interface: str) -> str:
+    """The model's input, with the options it could choose from."""
+    if isinstance(example, Choice):
+        options = range(len(example.choices)) if len(example.choices) > 1 else ()
+        return "\n".join([example.question, *(f"  {_answer(example, option, interface)}" for option in options)])
+    if len(example.messages) == 1:
+        return example.messages[0].content
+    return "\n".join(f"{message.role}: {message.content}" for message in example.messages)
+
+
+def _answer(example: Example, answer: int | str, interface: str) -> str:
+    """An answer in words; an option has its letter before it where the interface asks for letters."""
+    if isinstance(answer, str) or not isinstance(example, Choice):
+        return str(answer)
+    text = example.choices[answer]
+    return f"{ascii_uppercase[answer]}: {text}" if interface == "letter" else text

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cplus.plotting import label
-from cplus.receipts import repaired
-from cplus.receipts.measures import LARGE
+from cplus.receipts import figures
+from cplus.receipts.figures import LARGE, label
 
 _PLACES = 3
 """Decimals of a loss."""
@@ -22,7 +21,7 @@ def lead(found: Mapping[str, Any]) -> list[str]:
     """The sentences of the headline: judged answers by their shares, free text without a judge by its losses."""
     said = [*_shares(found), *_past(found), *_new(found)]
     if "repair" in found:
-        said += repaired.sentences(found["repair"])
+        said += figures.sentences(found["repair"])
     return said or ["No answer was judged, and no loss was measured."]
 
 
@@ -111,7 +110,7 @@ def _past(found: Mapping[str, Any]) -> list[str]:
     counts, total = past["answers"], past["rows"]
     if counts is None:  # plain texts have losses alone
         return [] if past["loss"] is None else [*_effect(past, found["noise_floor"]), *_plain(found)]
-    others = f"{counts['same']:,} the same, {counts['reworded']:,} reworded, {counts['changed']:,} changed"
+    others = f"{counts['same']:,} the same, {counts['changed']:,} changed"
     answers = f"{'Its' if past['whole_task'] else 'Past'} answers: {others}, of {total:,}."
     if past["on_anchors"]:
         answers = f"Answers on the anchors: {others}, of {total:,}."

@@ -10,17 +10,39 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from cplus.data.batching import length_sorted_batches
+from cplus.base.files import replacing
+from cplus.base.terminal import console, track
+from cplus.core.losses import last_logits, left_padded
+from cplus.core.rows import length_sorted_batches
 from cplus.data.examples import Choice
-from cplus.files import replacing
-from cplus.losses import last_logits, left_padded
-from cplus.terminal import console, track
-from cplus.toy.vocabulary import build_tokenizer
-from cplus.toy.world import DOMAINS, line, prompt, taught
+from cplus.toy.world import DOMAINS, line, prompt, taught, words
+
+END = "<|endoftext|>"
+MARKS = ("Question:", "Answer:", "?", "\n", "\n\n")
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A lossless tokenizer for any text, in which each word of the world is exactly one token."""
+    pieces = [END, *(f"<0x{byte:02X}>" for byte in range(256)), *MARKS, *(f" {word}" for word in words())]
+    # Unigram with byte fallback instead of WordLevel, so that text from outside the world round-trips.
+    unigram = models.Unigram([(piece, 0.0) for piece in pieces], unk_id=0, byte_fallback=True)
+    tokenizer = Tokenizer(unigram)
+    split = Regex(r"Question:|Answer:|\n\n|\n| ?[^\s?]+|\?|\s")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(split, behavior="isolated")
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=END,
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+
 
 LINES = 8
 BATCH = 64

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from cplus import files
+from cplus.base import files
 from cplus.data.examples import lines
 from cplus.toy.world import taught, untaught
 

@@ -16,7 +16,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTO
 
 def main() -> int:
     """Run and print the matrix."""
-    from cplus.files import write_json
+    from cplus.base.files import write_json
     from faults.commands import COMMANDS
     from faults.matrix import FAULTS, matrix
 

@@ -13,13 +13,13 @@ import torch
 from safetensors import safe_open
 from toyjob import asked, write_files
 
-from cplus.experiment.record import load_result
-from cplus.files import read_json, read_sealed, sha256_file
-from cplus.ledger import DECIDED, chain
+from cplus.base.files import read_json, read_sealed, sha256_file
+from cplus.jobs import update
+from cplus.jobs.settings import DECIDED
+from cplus.lab import runner
+from cplus.lab.records import load_result
 from cplus.probes.bank import Bank
-from cplus.receipts.receipt import read_receipt
-from cplus.studies import execute as work
-from cplus.studies import runner
+from cplus.receipts.page import read_receipt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,22 +91,22 @@ def _check_job(out: Path) -> None:
 
 def _check_ledger(folder: Path) -> None:
     _check_job(_stage(folder))
-    if chain.exists(folder / "ledger"):
-        assert not (wrong := chain.problems(chain.read(folder / "ledger"))), wrong
+    if update.exists(folder / "ledger"):
+        assert not (wrong := update.problems(update.read(folder / "ledger"))), wrong
 
 
 def _states_of_stage(folder: Path) -> list[tuple[Path, Path]]:
     """Those of the job; of one that has ended the stage as a whole is to be removed."""
     job = _stage(folder)
     weights = job / "model" / "model.safetensors"
-    ended = (job / "record.json").exists() and not chain.exists(folder / "ledger")
+    ended = (job / "record.json").exists() and not update.exists(folder / "ledger")
     found = [*_states_of_job(job), *([(weights, weights)] if ended else [])]
     return [(path, job.parent if ended else remove) for path, remove in found]
 
 
 def _states_of_job(out: Path) -> list[tuple[Path, Path]]:
-    work, bank = out / "work", out / "bank"
-    found = [(work / "checkpoint.pt", work / "checkpoint.pt"), (work / "before.json", work / "before.json")]
+    runner, bank = out / "work", out / "bank"
+    found = [(runner / "checkpoint.pt", runner / "checkpoint.pt"), (runner / "before.json", runner / "before.json")]
     return [pair for pair in [*found, (bank / "probes.jsonl", bank)] if pair[0].exists()]
 
 
@@ -117,7 +117,7 @@ def _digest_of_job(out: Path) -> Any:
 
 
 def _digest_of_ledger(folder: Path) -> Any:
-    (entry,) = chain.read(folder / "ledger").entries
+    (entry,) = update.read(folder / "ledger").entries
     dated = ("record.json", "receipt.json", "receipt.html", "README.md", "asked.json", "settings.json")
     lasting = {name: own for name, own in entry.files.items() if not name.endswith(dated)}
     return _digest_of_job(_stage(folder)), entry.before, entry.after, lasting
@@ -161,7 +161,7 @@ def _study(folder: Path) -> list[str]:
 
 def _in_this_process() -> None:
     """Runs are done by the process that the fault comes to, not by workers of it; it begins knowing nothing."""
-    work.CACHE = work.ProcessCache()
+    runner.CACHE = runner.ProcessCache()
     runner.Processes.__call__ = lambda self, specs, folder: runner.in_this_process(specs, folder)  # type: ignore[method-assign]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from cplus import cli
+from cplus.cli import app
 from faults import injuries
 from faults.commands import Command
 
@@ -130,7 +130,7 @@ def _performed(command: Command, folder: Path) -> int:
     os.chdir(folder)
     sys.argv = ["cplus", *command.argv(folder)]
     try:
-        cli.main()
+        app.main()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     return 0

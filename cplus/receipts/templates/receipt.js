@@ -3,8 +3,8 @@
 (() => {
   const PAGE = 20, PRINTED = 50;
   const NAMES = { kept: "✓ kept", lost: "✗ lost", gained: "+ gained", still_wrong: "− still wrong", unjudged: "· not judged",
-    same: "= the same", reworded: "≈ reworded", changed: "≠ changed" };
-  const CHANGES = ["lost", "changed", "gained", "reworded", "still_wrong", "unjudged", "same", "kept"];
+    same: "= the same", changed: "≠ changed" };
+  const CHANGES = ["lost", "changed", "gained", "still_wrong", "unjudged", "same", "kept"];
   const byId = (id) => document.getElementById(id);
   const data = JSON.parse(byId("data").textContent);
   const rows = data.rows.map(([set, kind, id, input, gold, before, after, was, now, label, lossWas, lossNow, ownWas, ownNow], place) => ({

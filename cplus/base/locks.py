@@ -1,0 +1,142 @@
+"""A lock for one process at a time: it names its holder and is released when the holder ends."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+
+from cplus.base.files import open_itself
+
+_PAUSE = 0.2
+_descriptors: set[int] = set()
+
+
+class Held(ValueError):
+    """Another process holds the lock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """The process named in a lock file; `started` distinguishes it from a later process with the same pid."""
+
+    pid: int
+    host: str
+    started: str
+    since: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+
+@contextmanager
+def holding(
+    path: Path,
+    *,
+    wait: float = 0.0,
+    notify: Callable[[str], None] = lambda sentence: None,
+    otherwise: str = "wait for it or choose another place",
+) -> Iterator[None]:
+    """Hold the lock file `path`; if another process still holds it after `wait` seconds, raise an error naming it.
+
+    The lock belongs to the kernel and is released when the process ends, even by a crash; the file only tells others
+    who holds it. `notify` is called once if the lock has to be waited for.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _close_in_children()
+    owner, begun, waiting = os.getpid(), time.monotonic(), False
+    while (descriptor := _acquired(path)) is None:
+        sentence = f"{path.parent if path.name == '.lock' else path} is in use by {_name(path)}"
+        if time.monotonic() - begun >= wait:
+            raise Held(f"{sentence}; {otherwise}")
+        if not waiting:
+            notify(f"{sentence}; waiting for it")
+            waiting = True
+        time.sleep(_PAUSE)
+    try:
+        yield
+    finally:
+        if os.getpid() == owner:
+            with suppress(OSError):  # in a folder that became read-only the file remains, which blocks nobody
+                path.unlink(missing_ok=True)  # while still held: a process that just opened it sees that it is gone
+            _descriptors.discard(descriptor)
+            os.close(descriptor)
+
+
+def beside(path: Path) -> Path:
+    """The lock file for a path that does not exist yet or that a rename will replace.
+
+    >>> beside(Path("banks/csqa")).as_posix()
+    'banks/.csqa.lock'
+    """
+    return path.with_name(f".{path.name}.lock")
+
+
+def holder(path: Path) -> Holder | None:
+    """The process named in a lock file; None if it cannot be read."""
+    try:
+        return Holder(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None  # just released, or not written yet
+
+
+def _name(path: Path) -> str:
+    return str(holder(path) or "another process")
+
+
+def _acquired(path: Path) -> int | None:
+    """The descriptor of the lock file, now locked and naming this process; None if another process holds it."""
+    while True:
+        descriptor = open_itself(path, os.O_RDWR | os.O_CREAT)
+        kept = False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_still(path, descriptor):
+                continue  # its holder removed it between the two lines above
+            os.ftruncate(descriptor, 0)  # remove what a dead process left in it
+            os.write(descriptor, json.dumps(asdict(_self())).encode())
+            kept = True
+        except BlockingIOError:
+            return None
+        finally:
+            _descriptors.add(descriptor) if kept else os.close(descriptor)
+        return descriptor
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _self() -> Holder:
+    import psutil  # type: ignore[import-untyped]
+
+    started = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
+    return Holder(
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        started=started.isoformat(timespec="seconds"),
+        since=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+@cache
+def _close_in_children() -> None:
+    """Close the locks in forked children, which share them with the parent and could outlive it."""
+
+    def close() -> None:
+        for descriptor in _descriptors:
+            os.close(descriptor)
+        _descriptors.clear()
+
+    os.register_at_fork(after_in_child=close)

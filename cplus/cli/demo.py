@@ -1,0 +1,230 @@
+"""`cplus demo`: see on your machine that CPLUS keeps what plain fine-tuning forgets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from cplus.cli.options import Json
+
+if TYPE_CHECKING:
+    from cplus.lab.records import RunResult
+    from cplus.training.settings import RunSpec
+
+
+Summary: TypeAlias = dict[str, dict[str, dict[str, float]]]
+"""`mean` and, for more than one seed, `se` by row (`sft`, `sft, tuned`) and metric."""
+
+
+def demo(
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds; each draws its own rows and bank.")] = 3,
+    methods: Annotated[
+        str, typer.Option(help="Methods to compare, separated by commas; 'all' for every row of 'cplus methods'.")
+    ] = "sft,replay,cpl,cplus",
+    tuned: Annotated[
+        str,
+        typer.Option(help="Methods to show once more at their own best rate, from 'cplus study frontier'; or 'none'."),
+    ] = "sft,freeze-layers,cplus-repair",
+    out: Annotated[Path, typer.Option(help="Folder for the figure and the run records.")] = Path("runs/demo"),
+    json: Json = False,
+) -> None:
+    """Adapt the built-in language model with several methods and show what each learned and lost."""
+    from cplus.base.files import write_json
+    from cplus.base.terminal import console, print_json
+    from cplus.receipts.figures import retention_bars
+
+    results = compare(named(methods), seeds, out, tuned=named_tuned(tuned))
+    table = summary(results)
+    report = {"rows": [row(result) for result in results], "summary": table}
+    write_json(out / "demo.json", report)
+    pictures = retention_bars(table, out / "demo")
+    if json:
+        print_json(report)
+    else:
+        show(results, table)
+    console.print(f"records and figure: {out}/demo.json, {pictures[1]}", markup=False)
+
+
+def base_spec(method: str, seed: int) -> RunSpec:
+    """The demo's settings: the first domain's unknown facts are new rows, its known facts are past rows."""
+    from cplus.toy.world import DOMAINS
+    from cplus.training.settings import RunSpec
+
+    domain, *others = DOMAINS
+    return RunSpec(
+        model="toy",
+        task=domain,
+        interface="cloze",
+        method=method,
+        seed=seed,
+        num_anchors=8,
+        num_probes=128,
+        num_new=96,
+        lr=1.5e-3,
+        weight_decay=0.0,
+        epochs=12,
+        batch_size=32,
+        order="shuffled",
+        external=tuple(others),
+        external_limit=400,
+    )
+
+
+def tuned_spec(method: str, seed: int) -> RunSpec:
+    """The same rows at the rate and schedule that the frontier chose for the method, until everything is learned."""
+    from dataclasses import replace
+
+    from cplus.lab import SCALES
+    from cplus.lab.frontier import CHOSEN, run_of
+
+    plain = base_spec(method, seed)
+    return replace(
+        run_of(SCALES["desk"], method, CHOSEN[method], seed),
+        num_anchors=plain.num_anchors,
+        num_probes=plain.num_probes,
+        external=plain.external,
+    )
+
+
+def named_tuned(methods: str) -> list[str]:
+    """The methods to show at their own best rate."""
+    from cplus.lab.frontier import CHOSEN
+    from cplus.methods.table import method
+
+    asked = [] if methods == "none" else [method(name.strip()).name for name in methods.split(",")]
+    if unknown := [name for name in asked if name not in CHOSEN]:
+        raise ValueError(f"no rate was chosen for {unknown[0]}; expected some of {', '.join(CHOSEN)}, or none")
+    return asked
+
+
+def entry(spec: RunSpec) -> str:
+    """The name of a row: the method, and whether its rate was tuned."""
+    return spec.method if spec.stop_at is None else f"{spec.method}, tuned"
+
+
+def named(methods: str) -> list[str]:
+    """The chosen methods; SFT and CPLUS are always included, because the verdict compares them."""
+    from cplus.methods.table import METHODS, method
+
+    if methods == "all":
+        return list(METHODS)
+    asked = [method(name.strip()).name for name in methods.split(",")]
+    return list(dict.fromkeys(["sft", *asked, "cplus"]))
+
+
+def compare(methods: Sequence[str], seeds: int, out: Path, tuned: Sequence[str] = ()) -> list[RunResult]:
+    """Every method on the same split, anchors, bank and seeds, with progress; each run is saved when it ends."""
+    import torch
+
+    from cplus import models
+    from cplus.base.terminal import console, progress
+    from cplus.lab import runs
+    from cplus.lab.records import save_result
+
+    torch.set_num_threads(1)  # threads waiting for each other cost a model this small more than they gain
+    base = models.load("toy")
+    first = base_spec("sft", 0)
+    console.print(f"base model: toy; new and past facts: {first.task}; other domains: {', '.join(first.external)}")
+    split = runs.split_task(base, first.task, first.interface)
+    console.print(f"it answers {len(split[1].past)} of {len(split[1].predictions)} questions correctly")
+    results = []
+    with progress() as bars:
+        bar = bars.add_task("adapting", total=seeds * (len(methods) + len(tuned)))
+        for seed in range(seeds):
+            bars.update(bar, description=f"seed {seed}: the frozen model writes {first.num_probes} probes")
+            given = runs.set_up(base_spec("sft", seed), base, split, out / "banks")
+            specs = [*(base_spec(method, seed) for method in methods), *(tuned_spec(method, seed) for method in tuned)]
+            for spec in specs:
+                bars.update(bar, description=f"seed {seed}: {entry(spec)}")
+                results.append(runs.run(spec, given))
+                save_result(results[-1], out / "records")
+                bars.advance(bar)
+    return results
+
+
+def row(result: RunResult) -> dict[str, Any]:
+    """One run in the demo's JSON."""
+    return {
+        "method": result.spec.method,
+        "tuned": result.spec.stop_at is not None,
+        "updates": result.counts["updates"],
+        "seed": result.spec.seed,
+        "retention": result.retention,
+        "acquisition": result.acquisition,
+        "external": result.external_kept,
+        "seconds": result.seconds,
+    }
+
+
+def summary(results: Sequence[RunResult]) -> Summary:
+    """Mean and standard error over the seeds; one seed has no error."""
+    from cplus.evaluation.statistics import estimate
+
+    table: Summary = {}
+    for method in dict.fromkeys(entry(result.spec) for result in results):
+        mine = [row(result) for result in results if entry(result.spec) == method]
+        table[method] = {}
+        for metric in ("retention", "acquisition", "external", "updates"):
+            found = estimate([float(r[metric]) for r in mine])
+            table[method][metric] = {"mean": found.mean} | ({} if found.error is None else {"se": found.error})
+    return table
+
+
+def show(results: Sequence[RunResult], table: Summary) -> None:
+    """Print the table and the verdict."""
+    from rich.table import Table
+
+    from cplus.base.terminal import output
+    from cplus.evaluation.statistics import estimate
+    from cplus.receipts.figures import label
+
+    grid = Table(box=None, header_style="bold")
+    for column in ("method", "Retention %", "learned %", "others %", "updates", "s", "bytes"):
+        grid.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    for method, metrics in table.items():
+        mine = [result for result in results if entry(result.spec) == method]
+        cells = [_cell(**metrics[metric]) for metric in ("retention", "acquisition", "external")]
+        seconds = estimate([result.seconds for result in mine]).mean
+        style = "bold" if method in ("cplus", "cplus-repair, tuned") else None
+        extra = f"{mine[0].extra_bytes / mine[0].counts['parameters']:.0f}"
+        grid.add_row(label(method), *cells, f"{metrics['updates']['mean']:.0f}", f"{seconds:.1f}", extra, style=style)
+    output.print(grid)
+    counts, seeds = results[0].counts, len({result.spec.seed for result in results})
+    overlap = estimate([result.counts["overlap"] for result in results]).mean
+    output.print(
+        f"\n{f'Mean ± standard error over {seeds} seeds' if seeds > 1 else 'One seed'}; {counts['new']} new facts, "
+        f"{counts['past']} past facts, {counts['anchors']} anchors, {counts['probes']} probes; others: "
+        f"what is kept of the other domains; the bank contains "
+        f"{overlap:.0f} of the past facts on average."
+    )
+    output.print(verdict(table), style="bold")
+
+
+def _cell(mean: float, se: float | None = None) -> str:
+    """A mean with its error, where there is one.
+
+    >>> _cell(99.25, 0.5), _cell(99.25)
+    ('99.2 ± 0.5', '99.2')
+    """
+    return f"{mean:.1f}" if se is None else f"{mean:.1f} ± {se:.1f}"
+
+
+def verdict(table: Summary) -> str:
+    """The result in one sentence: at the demo's rate, and at each method's own best."""
+    slowest = min(table, key=lambda method: table[method]["acquisition"]["mean"])
+    learned = table[slowest]["acquisition"]["mean"]
+    lost = {method: 100 - own["retention"]["mean"] for method, own in table.items()}
+    start = "Every method learned the new facts" if learned >= 99 else f"{slowest} learned only {learned:.1f} %"
+    plain, ours = "sft, tuned", "cplus-repair, tuned"
+    tuned = (
+        f" With every method at its own best rate it lost {lost[plain]:.1f} %, CPLUS with repair {lost[ours]:.1f} %."
+        if plain in table and ours in table
+        else ""
+    )
+    return (
+        f"{start}; at an aggressive rate plain fine-tuning lost {lost['sft']:.1f} % of what the model knew, CPLUS "
+        f"{lost['cplus']:.1f} %: {lost['sft'] - lost['cplus']:+.1f} points kept.{tuned}"
+    )

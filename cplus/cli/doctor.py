@@ -1,0 +1,250 @@
+"""`cplus doctor`: whether this machine and this installation will work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import typer
+
+from cplus.cli.options import Json
+
+State: TypeAlias = Literal["good", "note", "absent", "bad"]
+_MARKS: dict[State, tuple[str, str]] = {
+    "good": ("ok", "green"),
+    "note": ("note", "yellow"),
+    "absent": ("-", "dim"),
+    "bad": ("BAD", "bold red"),
+}
+_OPTIONAL = ("vllm", "tensorboard", "wandb", "trackio")  # used if installed, in no extra of ours
+_TIMED = (16, 1_000_000)  # tensors and coordinates each: more than any cache holds
+_LEAST_FREE = 2_000_000_000  # bytes: a checkpoint and a model of a hundred million parameters
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report: `absent` is optional, `note` works with a limit, `bad` keeps cplus from working."""
+
+    area: str
+    name: str
+    state: State
+    says: str
+    do: str = ""
+    measured: dict[str, Any] = field(default_factory=dict)
+
+
+def doctor(json: Json = False) -> None:
+    """Check packages, devices, compiled kernels, disk, cache, hub and optional parts.
+
+    Exit code 0: everything required works. 1: something does not, and its line says what to do.
+    """
+    from cplus.base.terminal import print_json
+
+    checks = (packages, devices, kernels, storage, hub, optional, training)
+    found = [finding for check in checks for finding in _guarded(check)]
+    good = not any(one.state == "bad" for one in found)
+    print_json({"good": good, "findings": [asdict(one) for one in found]}) if json else _show(found, good)
+    if not good:
+        raise typer.Exit(1)
+
+
+def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """The findings of a check; its failure is a finding too, and the other checks still run."""
+    try:
+        yield from check()
+    except (ImportError, RuntimeError, ValueError, OSError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        yield Finding(check.__name__, "failed", "bad", reason, "reinstall cplus: pip install --force-reinstall cplus")
+
+
+def packages() -> Iterator[Finding]:
+    """Python and every required package against its version range."""
+    import platform
+
+    system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    yield Finding("packages", "cplus", "good", f"{_installed('cplus')} on {system}")
+    for need in _requirements(""):
+        have = _installed(need.name) or "nothing"
+        if not _fits(need):
+            says = f"{need.specifier} required, {have} is installed"
+            yield Finding("packages", need.name, "bad", says, f"pip install '{need.name}{need.specifier}'")
+        elif need.name in ("torch", "transformers"):
+            yield Finding("packages", need.name, "good", have)
+
+
+def _requirements(extra: str) -> list[Any]:
+    """What the package requires, or what this extra adds to it."""
+    from importlib.metadata import requires
+
+    from packaging.requirements import Requirement
+
+    wanted = [Requirement(text) for text in requires("cplus") or ()]
+    return [n for n in wanted if (n.marker.evaluate({"extra": extra}) if n.marker else not extra)]
+
+
+def _installed(name: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _fits(need: Any) -> bool:
+    have = _installed(need.name)
+    return have is not None and need.specifier.contains(have, prereleases=True)
+
+
+def devices() -> Iterator[Finding]:
+    """Processor and accelerators, with their free memory."""
+    import os
+
+    import psutil  # type: ignore[import-untyped]
+    import torch
+
+    free = psutil.virtual_memory().available / 1e9
+    says = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads used, {free:.1f} GB free"
+    yield Finding("devices", "cpu", "good", says)
+    for index in range(torch.cuda.device_count()):
+        left, whole = torch.cuda.mem_get_info(index)
+        says = f"{torch.cuda.get_device_name(index)}, {left / 1e9:.1f} of {whole / 1e9:.1f} GB free"
+        yield Finding("devices", f"cuda:{index}", "good", says)
+    if torch.backends.mps.is_available():
+        yield Finding("devices", "mps", "good", "Metal is available")
+    elif not torch.cuda.is_available():
+        why = "this torch is built without CUDA" if torch.version.cuda is None else "no CUDA device is visible"
+        yield Finding("devices", "accelerator", "absent", f"{why}; training runs on the CPU")
+
+
+def kernels() -> Iterator[Finding]:
+    """Whether the gate compiles, and what its AdamW step costs compared with torch's fused one."""
+    from cplus.core import kernels
+    from cplus.core import kernels as native
+
+    if not kernels.can_compile("cpu"):
+        says = "not compiled; the plain gate gives the same numbers, more slowly"
+        yield Finding("kernels", "gated step", "note", says, "install a C++ compiler, e.g. g++")
+        return
+    measured = {"ratio": _ratio(), "vector_bits": native.vector()[0], "processor": native.processor()}
+    says = "compiled; {ratio:.2f} times torch's fused AdamW step ({vector_bits}-bit vectors, {processor})"
+    yield Finding("kernels", "gated step", "good", says.format_map(measured), measured=measured)
+
+
+def _ratio(rounds: int = 7) -> float:
+    """Median over rounds in which both steps run, one after the other; the first round warms up."""
+    from statistics import median
+    from time import perf_counter
+
+    import torch
+
+    from cplus.core import kernels, optim
+
+    count, size = _TIMED
+    params = [torch.nn.Parameter(torch.ones(size)) for _ in range(count)]
+    for p in params:
+        p.grad = torch.ones(size)
+    signs, ema = {id(p): kernels.Signs.of(p) for p in params}, {id(p): torch.zeros(size) for p in params}
+    plain, gated = torch.optim.AdamW(params, fused=True), optim.AdamW(params)
+    ratios = []
+    for t in range(rounds + 1):
+        begin = perf_counter()
+        plain.step()
+        middle = perf_counter()
+        gated.armed = optim.Armed(signs=signs, ema=ema, numbers=kernels.gate_numbers(0.9, t + 1))
+        gated.step()
+        ratios.append((perf_counter() - middle) / (middle - begin))
+    return median(ratios[1:])
+
+
+def storage() -> Iterator[Finding]:
+    """Free disk space here and in the cache, and whether the cache is writable."""
+    import shutil
+    import tempfile
+    from pathlib import Path
+
+    from cplus.base.files import cache_folder
+
+    cache = cache_folder()
+    there = next(place for place in (cache, *cache.parents) if place.exists())
+    for name, shown, place in (("here", Path.cwd(), Path.cwd()), ("cache", cache, there)):
+        free = shutil.disk_usage(place).free
+        do = "free some space; 'cplus adapt --plan' prints what a job needs" if free < _LEAST_FREE else ""
+        yield Finding("disk", name, "note" if do else "good", f"{free / 1e9:.1f} GB free in {shown}", do)
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        yield Finding("disk", "writable", "bad", f"{there}: {error.strerror}", "set CPLUS_CACHE to a writable folder")
+
+
+def hub() -> Iterator[Finding]:
+    """Whether models and data can be fetched; without the hub, local files and the cache still work."""
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
+    from huggingface_hub import constants
+
+    do = "use a folder, a GGUF file or what is cached"
+    if constants.HF_HUB_OFFLINE:
+        yield Finding("hub", "offline", "note", "HF_HUB_OFFLINE is set", do)
+        return
+    try:
+        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=5).close()
+    except HTTPError:
+        pass  # an answer, if not the page
+    except OSError as error:
+        says = f"{constants.ENDPOINT} is not reachable: {getattr(error, 'reason', error)}"
+        yield Finding("hub", "unreachable", "note", says, f"check network and proxy, or {do}")
+        return
+    yield Finding("hub", "reachable", "good", str(constants.ENDPOINT))
+
+
+def optional() -> Iterator[Finding]:
+    """The optional parts, each with the command that installs it."""
+    from importlib.metadata import metadata
+
+    extras = sorted(set(metadata("cplus").get_all("Provides-Extra") or ()) - {"dev", "fuzz"})
+    lacking = {f"cplus[{extra}]": [n.name for n in _requirements(extra) if not _fits(n)] for extra in extras}
+    lacking |= {name: [] if _installed(name) else [name] for name in _OPTIONAL}
+    for name, missing in lacking.items():
+        if missing:
+            says = f"{', '.join(missing)} not installed"
+            yield Finding("optional", name, "absent", says, f"pip install '{name}'")
+        else:
+            yield Finding("optional", name, "good", "installed")
+
+
+def training() -> Iterator[Finding]:
+    """One protected step on the built-in model, the shortest proof that the parts work together."""
+    import torch
+
+    from cplus import models
+    from cplus.core.guard import protect
+    from cplus.core.rows import Encoded
+
+    loaded = models.load("toy-s", device="cpu")
+    optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=1e-3)
+    with protect(optimizer, loaded.model, anchors=[Encoded((3, 4, 5), (6,))]) as guard:
+        guard.refresh()
+        ids = torch.tensor([[3, 4, 5, 7]])
+        loaded.model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    yield Finding("training", "built-in model", "good", "toy-s loads and takes a protected step")
+
+
+def _show(found: list[Finding], good: bool) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from cplus.base.terminal import clean, output
+
+    table = Table("area", "name", "state", "says", box=None, show_header=False)
+    for one in found:
+        text = one.says + (f"  ->  {one.do}" if one.do else "")
+        table.add_row(Text(one.area, "bold"), one.name, Text(*_MARKS[one.state]), clean(text))
+    output.print(table)
+    output.print(
+        "Everything required works." if good else "Something required does not work: see the lines marked BAD."
+    )

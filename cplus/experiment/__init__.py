@@ -1,1 +1,0 @@
-"""The engine that demo, studies, jobs and sequences share: material, bank, driver."""

@@ -1,1 +1,0 @@
-"""Repair as a product: `cplus repair`, and the last step of `cplus adapt --repair`."""

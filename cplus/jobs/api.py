@@ -1,0 +1,121 @@
+"""The package's functions for a script or a notebook, on plain rows, models and tokenizers of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from cplus.core.rows import Encoded
+from cplus.data.examples import Example
+from cplus.data.readers import to_examples
+
+if TYPE_CHECKING:
+    from cplus.data.examples import Prediction
+    from cplus.probes.bank import Bank
+    from cplus.receipts.contents import Receipt
+
+
+Rows: TypeAlias = "str | Path | Iterable[Example | Mapping[str, Any]]"
+"""A file, the name of a task, or rows: examples, or plain dictionaries such as a line of JSONL holds."""
+
+
+def read(rows: Rows) -> list[Example]:
+    """Rows as examples; what is wrong with one is named by its number.
+
+    >>> read([{"prompt": "2 + 2?", "response": "4"}])[0].response
+    '4'
+    """
+    if isinstance(rows, str | Path):
+        from cplus.data.tasks import load_task
+
+        return list(load_task(str(rows)).examples)
+    listed = list(rows)
+    if all(isinstance(row, Mapping) for row in listed):
+        numbered = [(f"row {number}", row) for number, row in enumerate(listed, start=1) if isinstance(row, Mapping)]
+        return to_examples(numbered, name="row", source="rows")
+    wrong = [type(row).__name__ for row in listed if isinstance(row, Mapping) or not hasattr(row, "id")]
+    if wrong:
+        raise TypeError(f"expected rows that are all dictionaries or all examples, got {', '.join(sorted(set(wrong)))}")
+    return [row for row in listed if not isinstance(row, Mapping)]
+
+
+def encode(rows: Rows, tokenizer: Any, *, interface: str = "freeform", chat: bool = True) -> list[Encoded]:
+    """Rows as the tokens that training and evidence see; `chat=False` asks in plain text."""
+    from cplus.data.interfaces import build
+
+    bound = build(interface, tokenizer, chat=chat)
+    return [bound.encode(example) for example in read(rows)]
+
+
+def probe(
+    model: Any,
+    tokenizer: Any,
+    anchors: Rows,
+    *,
+    num_probes: int = 64,
+    interface: str = "freeform",
+    chat: bool = True,
+    shots: int = 2,
+    temperature: float = 0.8,
+    seed: int = 0,
+    banks: Path | None = None,
+) -> Bank:
+    """A bank of self-probes: new inputs like the anchors, written and answered by the model as it is now.
+
+    It is sealed in the folder `banks`, by default in the cache, and read from there the next time;
+    `encode(bank.examples, tokenizer)` makes the rows that `protect` takes.
+    """
+    from cplus.core.evidence import evaluating
+    from cplus.data.interfaces import build
+    from cplus.models import of
+    from cplus.probes.build import cached_bank
+    from cplus.probes.settings import ProbeSettings
+
+    settings = ProbeSettings(num_probes=num_probes, shots=shots, temperature=temperature, seed=seed)
+    bound = build(interface, tokenizer, chat=chat)
+    with evaluating(model):
+        return cached_bank(of(model, tokenizer), bound, read(anchors), settings, banks=banks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A model's answers to rows, and their summary."""
+
+    summary: Mapping[str, Any]
+    predictions: Sequence[Prediction]
+
+    def __repr__(self) -> str:
+        right = sum(prediction.right for prediction in self.predictions)
+        return f"Evaluation({right} of {len(self.predictions)} right)"
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    rows: Rows,
+    *,
+    interface: str = "freeform",
+    chat: bool = True,
+    judge: str = "exact",
+    max_new_tokens: int = 256,
+) -> Evaluation:
+    """Ask a model every row; free text is right by the judge, and also scored by its responses' loss."""
+    from cplus.core.evidence import evaluating
+    from cplus.data.interfaces import build
+    from cplus.evaluation.judges import chosen
+    from cplus.evaluation.task import BoundTask, evaluate_task
+
+    bound = build(interface, tokenizer, chat=chat)
+    asked = BoundTask(name="rows", interface=bound, examples=tuple(read(rows)), judge=chosen(judge))
+    with evaluating(model):
+        predictions, summary = evaluate_task(model, asked, max_new_tokens=max_new_tokens)
+    return Evaluation(summary=summary, predictions=predictions)
+
+
+def receipt(folder: str | Path) -> Receipt:
+    """The receipt of a finished job, refused if it was altered."""
+    from cplus.receipts.page import read_receipt
+
+    return read_receipt(Path(folder))

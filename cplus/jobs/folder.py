@@ -1,0 +1,278 @@
+"""A job's folder: its paths, its lock, what may be replaced, and other finished jobs beside it."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cplus.base import files, locks
+from cplus.data.examples import fingerprint
+from cplus.distributed import processes
+from cplus.jobs.settings import AdaptConfig, check_repeated, settings
+from cplus.receipts.page import ComparedRun, read_receipt
+from cplus.training.rows import Group
+
+# A job's folder: its paths, its lock, and what may be replaced.
+
+
+FORMAT = "cplus-job/1"
+_LOOKS, _PAUSE = 50, 0.2  # a shared file system may show a new file seconds later
+_OURS = (
+    "settings.json",
+    "work",
+    "model",
+    "bank",
+    "anchors.jsonl",
+    "past.jsonl",
+    "record.json",
+    "receipt.json",
+    "receipt.html",
+    "README.md",
+    "tensorboard",
+)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The paths of one job."""
+
+    root: Path
+
+    @property
+    def settings(self) -> Path:
+        """The job's settings; this file marks the folder as a job's."""
+        return self.root / "settings.json"
+
+    @property
+    def work(self) -> Path:
+        """Files that only an unfinished job needs."""
+        return self.root / "work"
+
+    @property
+    def home(self) -> Path:
+        """The folder that relative paths refer to; removed with the work folder."""
+        return self.work / "home.json"
+
+    @property
+    def answers(self) -> Path:
+        """The base model's answers."""
+        return self.work / "before.json"
+
+    @property
+    def seconds(self) -> Path:
+        """The seconds spent so far, by part."""
+        return self.work / "seconds.json"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The last state of the training, one file: a file is replaced in one move, a folder is not."""
+        return self.work / "checkpoint.pt"
+
+    @property
+    def best(self) -> Path:
+        """The weights of the best epoch so far."""
+        return self.work / "best.pt"
+
+    @property
+    def good(self) -> Path:
+        """The weights of the last epoch at which past rows had not lost too much."""
+        return self.work / "good.pt"
+
+    @property
+    def bank(self) -> Path:
+        """The sealed probes."""
+        return self.root / "bank"
+
+    @property
+    def anchors(self) -> Path:
+        """The anchors, for later jobs that protect them too."""
+        return self.root / "anchors.jsonl"
+
+    @property
+    def past(self) -> Path:
+        """The held-out past rows that the base model wrote itself."""
+        return self.root / "past.jsonl"
+
+    @property
+    def model(self) -> Path:
+        """The adapted model, for plain transformers."""
+        return self.root / "model"
+
+    @property
+    def record(self) -> Path:
+        """The figures, written last: this file marks the job as finished."""
+        return self.root / "record.json"
+
+    @property
+    def card(self) -> Path:
+        """The model card."""
+        return self.root / "README.md"
+
+    def clear_work(self) -> None:
+        """Remove what only an unfinished job needs."""
+        shutil.rmtree(self.work, ignore_errors=True)
+
+
+@contextmanager
+def claimed(folder: Folder) -> Iterator[None]:
+    """Hold the folder for this job alone; what a killed process left half-written is removed."""
+    if not processes.first():
+        yield
+        return
+    with locks.holding(folder.root / ".lock", otherwise="wait for it or choose another out"):
+        for parent in (folder.root, folder.work):
+            files.tidy(parent)
+        yield
+
+
+def check_free(folder: Folder, *, force: bool) -> None:
+    """Refuse a folder that holds something, unless it is a job's and may be replaced."""
+    if not folder.root.exists():
+        return
+    if not folder.root.is_dir():
+        raise ValueError(f"{folder.root}: expected a folder to write into, but it is a file; choose another out")
+    if all(files.is_left(entry.name) for entry in folder.root.iterdir()):
+        return
+    if not folder.settings.is_file():
+        raise ValueError(
+            f"{folder.root}: exists and is not a job's folder, so nothing in it is replaced; choose another out"
+        )
+    if not force:
+        state = (
+            "holds a finished job" if folder.record.is_file() else f"holds an unfinished job: --resume {folder.root}"
+        )
+        raise ValueError(f"{folder.root}: {state}; choose another out, or --force to replace it")
+
+
+def check_seen(folder: Folder) -> None:
+    """Refuse a folder that some process of the job does not see."""
+    found = False
+    for _ in range(_LOOKS):
+        found = folder.settings.is_file()
+        if found:
+            break
+        time.sleep(_PAUSE)
+    for process, (sees, host) in enumerate(processes.gathered((found, socket.gethostname()))):
+        if not sees:
+            processes.refuse(
+                f"{folder.root}: process {process} on {host} does not see this folder; choose an out that all nodes "
+                "share"
+            )
+
+
+def begin_folder(
+    folder: Folder, config: AdaptConfig, home: Path, format: str = FORMAT, chosen: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """Remove what an earlier job wrote, nothing else, and write this job's settings."""
+    _clear(folder)
+    rewrite(folder, config, format, chosen)
+    files.write_json(folder.home, str(home.absolute()))
+
+
+def discard(folder: Folder) -> None:
+    """Remove everything that a job wrote, and the folder itself if nothing else is in it."""
+    _clear(folder)
+    if all(files.is_left(entry.name) for entry in folder.root.iterdir()):
+        shutil.rmtree(folder.root)
+
+
+def _clear(folder: Folder) -> None:
+    # settings.json is removed last: after a kill in between, --force may still replace the folder.
+    for name in reversed(_OURS):
+        path = folder.root / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def rewrite(
+    folder: Folder, config: AdaptConfig, format: str = FORMAT, chosen: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """Replace the settings of a job that has begun, and why it has those that were not given, in one file."""
+    body = {"format": format, "settings": config.model_dump(mode="json"), "chosen": list(chosen)}
+    files.write_json(folder.settings, body)
+
+
+def read_settings(folder: Folder, repeated: Mapping[str, Any]) -> tuple[AdaptConfig, Path]:
+    """The settings of a begun job, and the folder that its relative paths refer to."""
+    values, home = read_values(folder, FORMAT, repeated)
+    return settings(values, where=str(folder.settings)), home
+
+
+def read_values(folder: Folder, format: str, repeated: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
+    """The settings of a begun job of this format, unchecked, and the folder that its relative paths refer to."""
+    if not folder.settings.is_file():
+        raise ValueError(f"{folder.root}: there is no job to resume; expected the {folder.settings.name} of one")
+    raw = files.read_json(folder.settings)
+    if not isinstance(raw, dict) or raw.get("format") != format or not isinstance(raw.get("settings"), dict):
+        found = raw.get("format") if isinstance(raw, dict) else None
+        raise ValueError(
+            f"{folder.settings}: expected the format {format}, got {found!r:.40}; it was written by another command "
+            "or version"
+        )
+    check_repeated(raw["settings"], repeated, folder.settings)
+    # The folder may have been moved since.
+    values = {**raw["settings"], "out": folder.root}
+    return values, Path(files.read_json(folder.home)) if folder.home.is_file() else Path.cwd()
+
+
+# Other finished jobs on the same rows, whose curves the receipt shows beside this one's.
+
+
+def row_hashes(groups: Sequence[Group]) -> dict[str, str]:
+    """Hashes of the rows that two compared jobs must share, by their part."""
+    return {group.part: fingerprint(group.examples) for group in groups if group.part != "external"}
+
+
+def curves(places: Sequence[Path], groups: Sequence[Group], own: str) -> dict[str, ComparedRun]:
+    """The curves of finished jobs by method; where two have the same method, the folder's name is added."""
+    found: dict[str, ComparedRun] = {}
+    for place in places:
+        method, curve = _curve(place, row_hashes(groups))
+        name = method if method not in (own, *found) else f"{method} ({place.name})"
+        found[name] = curve
+    return found
+
+
+def _curve(place: Path, expected: Mapping[str, str]) -> tuple[str, ComparedRun]:
+    folder = Folder(place)
+    if not folder.record.is_file():
+        raise ValueError(f"{place}: expected the folder of a finished job to compare with; it holds no record.json")
+    record = files.read_sealed(folder.record)
+    different = [part for part in expected if record["rows"].get(part) != expected[part]]
+    if different:
+        raise ValueError(
+            f"{place}: its {' and '.join(different)} rows differ from this job's; compare jobs on the same rows"
+        )
+    settings: dict[str, Any] = record["settings"]
+    return settings["method"], ComparedRun(curve=read_receipt(place).curve, settings=settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedJob:
+    """The folder of a finished job and its record."""
+
+    folder: Path
+    record: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        from cplus.receipts.verdict import headline
+
+        return f"FinishedJob({str(self.folder)!r}: {headline(self.record['figures'])})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the verdict, each set of rows before and after, and the receipt's path."""
+        from cplus.receipts.contents import of_figures
+        from cplus.receipts.verdict import headline
+
+        links = {"receipt": str(self.folder / "receipt.html"), "model": str(self.folder / "model")}
+        return of_figures(headline(self.record["figures"]), self.record["figures"], links)
+
+    @property
+    def kept(self) -> bool:
+        """Whether every requirement is met."""
+        return all(requirement["met"] for requirement in self.record["figures"]["requirements"])

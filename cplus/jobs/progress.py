@@ -1,0 +1,269 @@
+"""What a running job shows and measures: progress, signals, seconds, memory, trackers."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from rich.progress import Progress
+
+from cplus.base import files
+from cplus.base.files import fingerprint
+from cplus.base.terminal import clean, console, progress
+from cplus.distributed import processes
+from cplus.probes.writing import Block, Sampled
+from cplus.training.loop import EpochEnded, Event, Refreshed, Stepped
+
+# Progress of a job: a bar in a terminal, plain lines elsewhere.
+
+
+_NAMES = {
+    "loss": "loss {:.3f}",
+    "admitted": "admitted {:.0%}",
+    "acquisition": "Acquisition {:.1f} %",
+    "retention": "Retention {:.1f} %",
+    "new_nll": "new {:.3f} nats per token",
+    "past_nll": "past {:.3f} nats per token",
+    "divergence": "KL {:.3f} from the base model",
+}
+
+
+def described(values: Mapping[str, float]) -> str:
+    """Figures as text, in a fixed order.
+
+    >>> described({"retention": 90.0, "loss": 0.5, "epoch": 1.0})
+    'loss 0.500, Retention 90.0 %'
+    """
+    return ", ".join(text.format(values[name]) for name, text in _NAMES.items() if name in values)
+
+
+def say(text: str) -> None:
+    """Print one line on standard error."""
+    console.print(clean(text), markup=False, soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """A time a person can read.
+
+    >>> duration(7.4), duration(75), duration(7260)
+    ('7 s', '1:15 min', '2:01 h')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}:{rest:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d} h"
+
+
+class TrainingView:
+    """A bar over all updates with what is known so far, and one line per epoch."""
+
+    def __init__(self, bars: Progress, *, epochs: int, updates: int, done: int, begins: str) -> None:
+        self._bars, self._epochs, self._total, self._begins = bars, epochs, epochs * updates, begins
+        self._bar = bars.add_task(begins, total=self._total, completed=done)
+        self._known: dict[str, float] = {}
+        self._begun, self._first = time.monotonic(), done
+
+    def show(self, event: Event, admitted: float | None, point: Mapping[str, float] | None) -> None:
+        """One event; `point` is the epoch's, where one ended."""
+        if isinstance(event, Stepped):
+            smooth = 0.9 * self._known.get("loss", event.loss) + 0.1 * event.loss
+            self._known |= {"loss": smooth} | ({} if admitted is None else {"admitted": admitted})
+            text = f"epoch {event.epoch}/{self._epochs}: {described(self._known)}"
+            self._bars.update(self._bar, completed=event.step, description=text)
+        elif isinstance(event, Refreshed):
+            found = ", ".join(f"{name} {loss:.3f}" for name, loss in event.losses.items())
+            self._bars.update(self._bar, description=f"epoch {event.epoch}/{self._epochs}: evidence computed ({found})")
+        elif isinstance(event, EpochEnded) and point is not None:
+            self._known |= point
+            more = event.epoch < self._epochs
+            say(
+                f"epoch {event.epoch}/{self._epochs}: {described(point)}"
+                + (f"; {self._left(event.step)}" if more else "")
+            )
+            if more:
+                self._bars.update(self._bar, description=f"epoch {event.epoch + 1}/{self._epochs}: {self._begins}")
+
+    def _left(self, step: int) -> str:
+        spent = time.monotonic() - self._begun
+        return f"at most {duration(spent / max(1, step - self._first) * (self._total - step))} left"
+
+
+@contextmanager
+def training_view(*, epochs: int, updates: int, done: int, begins: str) -> Iterator[TrainingView]:
+    """The view of a training after `done` updates; `begins` describes the start of an epoch."""
+    with progress() as bars:
+        yield TrainingView(bars, epochs=epochs, updates=updates, done=done, begins=begins)
+
+
+@contextmanager
+def bank_view(total: int) -> Iterator[Callable[[Sampled | Block], None]]:
+    """A bar of accepted probes; without a terminal the job prints a line when the bank is sealed."""
+    with progress() as bars:
+        bar = bars.add_task("probes", total=total)
+        accepted = pending = 0
+
+        def watch(event: Sampled | Block) -> None:
+            nonlocal accepted, pending
+            if isinstance(event, Block):
+                accepted, pending = accepted + len(event.probes), 0
+            else:
+                pending += event.reason is None
+            bars.update(bar, completed=min(total, accepted + pending))
+
+        yield watch
+
+
+# Seconds by part and peak memory, measured while a job runs.
+
+
+@contextmanager
+def recorded(path: Path, part: str) -> Iterator[None]:
+    """Add the seconds spent inside to those of the part in the file, so that a resumed job knows them all."""
+    begun = time.perf_counter()
+    yield
+    record(path, {part: time.perf_counter() - begun})
+
+
+def record(path: Path, spent: Mapping[str, float]) -> None:
+    """Add the seconds of these parts to those in the file; the first process writes it."""
+    if not processes.first():
+        return
+    seconds = recorded_seconds(path)
+    files.write_json(path, seconds | {part: seconds.get(part, 0.0) + own for part, own in spent.items()})
+
+
+def recorded_seconds(path: Path) -> dict[str, float]:
+    """The seconds by part that were recorded so far."""
+    found: dict[str, float] = files.read_json(path) if path.is_file() else {}
+    return found
+
+
+def since_start() -> float:
+    """Seconds since this process was started."""
+    return max(0.0, time.time() - float(psutil.Process().create_time()))
+
+
+class PeakMemory:
+    """The peak of the process's memory since this object was created, or on a GPU of the memory allocated there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self._earlier = _peak(device)
+
+    def peak(self) -> int | None:
+        """Bytes of the whole process, or allocated on the GPU; None where an earlier peak of the process hides it."""
+        peak = _peak(self._device)
+        return None if self._device.type != "cuda" and peak == self._earlier else peak
+
+
+def _peak(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+# The curves in a tracker: TensorBoard, Weights & Biases or Trackio, each by its own package.
+
+
+PROJECT = "cplus"
+
+
+class Tracker(Protocol):
+    """Receives values by the update they belong to."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Add values."""
+        ...
+
+    def finish(self) -> None:
+        """End the run."""
+        ...
+
+
+class Nothing:
+    """No tracker."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Discard the values."""
+
+    def finish(self) -> None:
+        """Nothing to do."""
+
+
+class TensorBoard:
+    """Event files in the job's folder."""
+
+    def __init__(self, out: Path, settings: Mapping[str, Any]) -> None:
+        _package("tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(out / "tensorboard"))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """One scalar per name."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class Hosted:
+    """Weights & Biases, and Trackio, which has the same interface; a resumed job continues its run."""
+
+    def __init__(self, package: str, options: Mapping[str, Any]) -> None:
+        self._run = _package(package).init(**options)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """All values of one update."""
+        self._run.log(dict(values), step=step)
+
+    def finish(self) -> None:
+        """End the run."""
+        self._run.finish()
+
+
+def _wandb(out: Path, settings: Mapping[str, Any]) -> Tracker:
+    key = fingerprint([str(out.resolve()), dict(settings)])[:16]
+    options = {"project": PROJECT, "name": out.name, "id": key, "resume": "allow", "config": dict(settings), "dir": out}
+    return Hosted("wandb", options)
+
+
+def _trackio(out: Path, settings: Mapping[str, Any]) -> Tracker:
+    name = f"{out.name}-{fingerprint([str(out.resolve()), dict(settings)])[:8]}"
+    return Hosted("trackio", {"project": PROJECT, "name": name, "resume": "allow", "config": dict(settings)})
+
+
+TRACKERS: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": _wandb,
+    "trackio": _trackio,
+}
+
+
+def tracker(name: str | None, out: Path, settings: Mapping[str, Any]) -> Tracker:
+    """The tracker of that name, or none; the first process of a job logs for all."""
+    return Nothing() if name is None or not processes.first() else TRACKERS[name](out, settings)
+
+
+def _package(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ImportError(f"reporting to {name} needs its package: pip install {name}") from error

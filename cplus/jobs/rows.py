@@ -1,0 +1,395 @@
+"""The rows of a job by their part, from files with weights, and what is required of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cplus.base.files import cache_folder
+from cplus.data import interfaces
+from cplus.data.examples import Choice, Example, FreeForm, Prediction, to_row
+from cplus.data.interfaces import Interface
+from cplus.data.readers import weighted
+from cplus.data.tasks import Task, cached_split, draw_anchors, load_task, stack
+from cplus.evaluation.requirements import Measured, possible
+from cplus.jobs.folder import Folder
+from cplus.jobs.settings import AdaptConfig
+from cplus.methods.table import Method
+from cplus.models import Loaded
+from cplus.models.scoring import fitting, predict
+from cplus.probes.settings import input_key
+from cplus.training.measure import GroupAnswers
+from cplus.training.rows import Group, Part, Rows, Source, overlap
+
+# New rows from several files, each with a weight: how often an epoch trains on its rows.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """The rows of all files as one task, how often an epoch uses each, and the file it comes from, both by id."""
+
+    task: Task
+    files: tuple[tuple[str, float, Task], ...]
+    times: Mapping[str, int]
+    origin: Mapping[str, int]
+
+    def applied(self, rows: Rows) -> Rows:
+        """The job's rows with the copies that an epoch trains on, and each file's share."""
+        new = rows.new.examples
+        most = max(self.times[example.id] for example in new)
+        copies = tuple(example for k in range(1, most) for example in new if self.times[example.id] > k)
+        sources = tuple(
+            Source(
+                name=name,
+                weight=weight,
+                rows=len(task.examples),
+                trained=sum(self.origin[example.id] == number for example in new),
+                per_epoch=sum(self.times[example.id] for example in new if self.origin[example.id] == number),
+            )
+            for number, (name, weight, task) in enumerate(self.files)
+        )
+        return replace(rows, copies=copies, sources=sources)
+
+
+def mix(files: Sequence[tuple[str, float, Task]], seed: int) -> Mixture:
+    """Every row as often as its file's weight: whole parts repeat it, a fraction draws rows once, by the seed.
+
+    One file of weight 1 is returned as it is.
+    """
+    names = [name for name, _, _ in files]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"new: {twice[0]} is given twice; give it once with a weight, as in {twice[0]}=2")
+    (first, _, task), *others = files
+    for name, _, other in others:
+        if _kind(other) != _kind(task):
+            raise ValueError(
+                f"new: expected files with rows of one kind, but {first} has {_kind(task)} and {name} has "
+                f"{_kind(other)}; learn them in two jobs"
+            )
+    examples: list[Example] = []
+    times: dict[str, int] = {}
+    origin: dict[str, int] = {}
+    for number, (name, weight, own) in enumerate(files):
+        count = len(own.examples)
+        drawn = set(random.Random(f"{seed}/new/{number}").sample(range(count), round(weight % 1 * count)))
+        used = [(example, int(weight) + (i in drawn)) for i, example in enumerate(own.examples)]
+        if not any(often for _, often in used):
+            raise ValueError(f"new: a weight of {weight:g} leaves none of the {count} rows of {name}; raise it")
+        for example, often in used:
+            if often:
+                row = replace(example, id=f"{name}: {example.id}") if example.id in times else example
+                examples.append(row)
+                times[row.id], origin[row.id] = often, number
+    if len(files) > 1 or len(examples) < len(task.examples):
+        task = replace(task, name=" + ".join(names), source=" + ".join(names), examples=tuple(examples), detected=None)
+    return Mixture(task=task, files=tuple(files), times=times, origin=origin)
+
+
+def _kind(task: Task) -> str:
+    """What decides the interface of a task's rows, in words."""
+    row = task.examples[0]
+    if isinstance(row, Choice):
+        return f"multiple choice ({task.interface}, {task.wording} wording)"
+    assert isinstance(row, FreeForm)
+    return "plain text" if row.is_text else "free text"
+
+
+# The rows of a job by their part: new rows, anchors, past rows, external tasks.
+
+
+_TAKEN = ("new", "validation", "past", "anchors")
+SHORT = 32
+"""Tokens that every answer in free text may have."""
+HELD_OUT_FROM = 50
+"""Minimum number of new rows of which a tenth is held out of training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tasks:
+    """What is read from files, before any model is loaded."""
+
+    new: Task | None
+    mixture: Mixture | None
+    """The files that the new rows come from."""
+    anchors: Task | None
+    past: Task | None
+    validation: Task | None
+    split: Task | None
+    external: tuple[Task, ...]
+    kept: tuple[Task, ...] = ()
+
+    @property
+    def formats(self) -> list[str]:
+        """One line per file: the format that was detected and the number of rows."""
+        new = [] if self.mixture is None else [("new", task) for _, _, task in self.mixture.files]
+        named = [*new, ("validation", self.validation), ("anchors", self.anchors), ("past", self.past)]
+        several = len(new) > 1
+        return [
+            f"{name}: {task.name + ': ' if several and name == 'new' else ''}{task.detected}"
+            for name, task in named
+            if task is not None and task.detected
+        ]
+
+
+def read(config: AdaptConfig, method: Method, home: Path) -> Tasks:
+    """Read every file and task; a method without the rows it needs is refused here."""
+    if not (config.split or config.anchors or config.kept or config.written) and set(method.needs) != {"new"}:
+        raise ValueError(
+            f"method {method.name!r} needs anchors: rows the model should keep; provide some as anchors or keep general"
+        )
+
+    def load(name: str, *, requests: bool = False) -> Task:
+        place = located(name, home)
+        columns = config.columns if Path(place).exists() else None
+        return load_task(place, config.data_dir, columns=columns, requests=requests)
+
+    own = config.own_answers
+    given = [weighted(text, home) for text in config.new_files]
+    mixture = mix([(name, weight, load(name)) for name, weight in given], config.seed) if given else None
+    split = None if config.split is None else load(config.split)
+    anchors = None if config.anchors is None else load(config.anchors, requests=own)
+    past = None if config.past is None else load(config.past, requests=own)
+    validation = None if config.validation in (None, "none") else load(config.validation)
+    external = tuple(load_task(located(name, home), config.data_dir) for name in config.external)
+    names = [task.name for task in external]
+    if len({*names, *_TAKEN}) != len(names) + len(_TAKEN):
+        raise ValueError(f"expected external tasks of different names, none called {', '.join(_TAKEN)}, got {names}")
+    kept = tuple(_anchors_of(Folder(Path(located(str(place), home)))) for place in config.kept)
+    return Tasks(
+        new=None if mixture is None else mixture.task,
+        mixture=mixture,
+        anchors=anchors,
+        past=past,
+        validation=validation,
+        split=split,
+        external=external,
+        kept=kept,
+    )
+
+
+def _anchors_of(folder: Folder) -> Task:
+    if not folder.anchors.is_file():
+        raise ValueError(f"{folder.root}: expected the folder of a job with anchors; it holds no anchors.jsonl")
+    return load_task(str(folder.anchors))
+
+
+def located(name: str, home: Path) -> str:
+    """The path, from here, of a file named relative to `home`; other names are returned unchanged."""
+    path = home / Path(name).expanduser()
+    return str(path) if home != Path.cwd() and path.exists() else name
+
+
+def gather(config: AdaptConfig, tasks: Tasks, base: Loaded) -> Rows:
+    """Bind the rows to the model: interfaces, rows that fit its window, its answers to a split task."""
+    if tasks.split is not None:
+        rows = _split_rows(config, tasks.split, base)
+    else:
+        assert tasks.new is not None
+        assert tasks.mixture is not None
+        known = {
+            name: None if task is None else group_of(config, task, base, name=name, part="retention")
+            for name, task in (("anchors", tasks.anchors), ("past", tasks.past))
+        }
+        new = group_of(config, tasks.new, base, name="new", part="acquisition")
+        new, validation = _held_out(config, tasks.validation, base, new)
+        rows = Rows(new=new, anchors=known["anchors"], past=known["past"], validation=validation)
+        rows = tasks.mixture.applied(rows)
+    external = tuple(_external(config, task, base) for task in tasks.external)
+    kept = tuple(
+        group_of(config, task, base, name=f"kept {number}", part="retention")
+        for number, task in enumerate(tasks.kept, start=1)
+    )
+    rows = replace(rows, external=external, kept=kept)
+    return replace(rows, notes=notes(config, rows))
+
+
+def _held_out(config: AdaptConfig, task: Task | None, base: Loaded, new: Group) -> tuple[Group, Group | None]:
+    """New rows to train on and new rows held out: those of the setting, or a tenth drawn by the seed."""
+    if task is not None:
+        held = group_of(config, task, base, name="validation", part="validation")
+        if both := overlap(held, new):
+            raise ValueError(
+                f"{task.name}: {both} of {len(held.examples)} validation rows are also new rows, the first is "
+                f"{_first_shared(held, new)!r}; remove them from one of the two files"
+            )
+        return new, held
+    count = len(new.examples) // 10
+    if config.validation == "none" or config.preset == "paper" or len(new.examples) < HELD_OUT_FROM:
+        return new, None
+    held = new.drawn(count, config.seed)
+    # A row that occurs twice would be trained on by its other copy.
+    drawn = {input_key(example, options=False) for example in held.examples}
+    copies = [example for example in new.examples if input_key(example, options=False) in drawn]
+    ids = {example.id for example in copies}
+    trained = tuple(example for example in new.examples if example.id not in ids)
+    return replace(new, examples=trained), replace(new, name="validation", part="validation", examples=tuple(copies))
+
+
+def _first_shared(some: Group, others: Group) -> str:
+    known = {input_key(example, options=False) for example in others.examples}
+    return next(example.id for example in some.examples if input_key(example, options=False) in known)
+
+
+def notes(config: AdaptConfig, rows: Rows) -> tuple[str, ...]:
+    """Notes on the rows that a reader of the figures must know."""
+    groups = (rows.new, rows.validation, rows.anchors, rows.past, *rows.external, *rows.kept)
+    lines = list(dict.fromkeys(group.note for group in groups if group is not None and group.note))
+    if len(rows.sources) > 1 or any(source.weight != 1 for source in rows.sources):
+        shares = (f"{own.per_epoch} from {own.name} (weight {own.weight:g}, {own.rows} rows)" for own in rows.sources)
+        lines.append(f"New rows per epoch: {'; '.join(shares)}.")
+    if rows.anchors is not None and (both := overlap(rows.anchors, rows.new)):
+        count = len(rows.anchors.examples)
+        lines.append(f"{both} of {count} anchors are also new rows: training changes what they protect.")
+    if rows.past is None and rows.anchors is not None:
+        count = len(rows.anchors.examples)
+        lines.append(
+            f"Retention is measured on the {count} anchors alone, which the method has seen; provide past rows."
+        )
+    if rows.past is not None and rows.anchors is not None and (both := overlap(rows.past, rows.anchors)):
+        lines.append(f"{both} of {len(rows.past.examples)} past rows are anchors, which the method has seen.")
+    if rows.past is not None and config.split is None and (both := overlap(rows.past, rows.new)):
+        lines.append(f"{both} of {len(rows.past.examples)} past rows are also new rows.")
+    if rows.validation is not None:
+        held, count = len(rows.validation.examples), len(rows.new.examples)
+        lines.append(f"{held} new rows are held out to measure learning; {count} are trained on.")
+    if rows.kept:
+        count = sum(len(group.examples) for group in rows.kept)
+        lines.append(f"{len(rows.kept)} earlier past tasks are protected as well, with {count} anchors in total.")
+    for group in (rows.new, rows.past):
+        if group is not None and not group.closed and len(group.examples) > config.max_asked:
+            lines.append(f"{config.max_asked} of {len(group.examples)} {group.name} rows were evaluated.")
+    return tuple(lines)
+
+
+def bind(config: AdaptConfig, task: Task, base: Loaded) -> Interface:
+    """The interface of a task: freeform for free text, else that of the settings or the task's own."""
+    own = task.interface
+    if isinstance(task.examples[0], Choice):
+        if config.interface == "freeform":
+            raise ValueError(f"{task.name} has multiple-choice rows; expected the interface letter or cloze for them")
+        own = config.interface or own
+    chat = not config.plain and not _is_text(task)
+    return interfaces.build(
+        own, base.tokenizer, wording=task.wording, chat=chat, turns=config.turns, thinking=config.thinking
+    )
+
+
+def _is_text(task: Task) -> bool:
+    first = task.examples[0]
+    return isinstance(first, FreeForm) and first.is_text
+
+
+def group_of(config: AdaptConfig, task: Task, base: Loaded, *, name: str, part: Part) -> Group:
+    """A task's rows, bound to the model and cut or left out where they are too long."""
+    bound, limit = bind(config, task, base), config.max_length or base.window
+    examples = fitting(bound, task.examples, limit, config.too_long)
+    if not examples:
+        raise ValueError(f"{task.name}: none of {len(task.examples)} rows fits the limit of {limit} tokens")
+    note = " ".join(
+        filter(None, (_length_note(name, task.examples, examples, limit), _marks_note(name, examples, base)))
+    )
+    longest = _answer_limit(config, base, examples) if part in ("acquisition", "validation") else None
+    return Group(name=name, part=part, interface=bound, examples=tuple(examples), note=note, max_new_tokens=longest)
+
+
+def _answer_limit(config: AdaptConfig, base: Loaded, examples: Sequence[Example]) -> int | None:
+    """Answers to new rows that nobody judges need not be longer than twice the longest response that is learned."""
+    texts = [example.response for example in examples if isinstance(example, FreeForm) and not example.is_text]
+    if not texts or config.judge != "none":
+        return None
+    return max(SHORT, 2 * max(len(base.tokenizer.encode(text, add_special_tokens=False)) for text in texts))
+
+
+def _length_note(name: str, given: Sequence[Example], kept: Sequence[Example], limit: int) -> str:
+    """What was done to the rows longer than the limit, with their number."""
+    left, total = len(given) - len(kept), len(given)
+    if left:
+        return f"{left} of {total} {name} rows are longer than {limit} tokens and are left out."
+    cut = sum(new is not old for new, old in zip(kept, given, strict=True))
+    return f"{cut} of {total} {name} rows are longer than {limit} tokens: their prompts lost the beginning." * bool(cut)
+
+
+def _marks_note(name: str, examples: Sequence[Example], base: Loaded) -> str:
+    """How many rows hold texts that the tokenizer reads as its special tokens: a row can pretend to be another turn."""
+    texts = [json.dumps(to_row(example), ensure_ascii=False) for example in examples]
+    found = [[mark for mark in base.tokenizer.all_special_tokens if mark in text] for text in texts]
+    if not (held := list(filter(None, found))):
+        return ""
+    return (
+        f"{len(held)} of {len(found)} {name} rows hold special tokens of the model in their text, such as "
+        f"{held[0][0]}, which it reads as such; remove them if they are not meant."
+    )
+
+
+def _external(config: AdaptConfig, task: Task, base: Loaded) -> Group:
+    group = group_of(config, task, base, name=task.name, part="external")
+    return group if config.external_limit is None else group.drawn(config.external_limit, config.seed)
+
+
+def _split_rows(config: AdaptConfig, task: Task, base: Loaded) -> Rows:
+    """The rows that the base model answers correctly and incorrectly, cached per model, task and machine."""
+    from cplus.evaluation.judges import judge
+
+    whole = group_of(config, task, base, name=task.name, part="external")
+    if not whole.closed:
+        raise ValueError(f"{task.name} is free text; a split needs multiple choice: provide new and anchors as files")
+    found = cached_split(
+        cache_folder() / "splits",
+        whole.examples,
+        lambda: predict(
+            base.model, whole.interface, whole.examples, judge=judge(config.judge), what="what the model knows"
+        ),
+        model_fingerprint=base.fingerprint,
+        interface=whole.interface.name,
+        stack=stack(device=base.device.type, compute_dtype=config.compute_dtype),
+    )
+    wrong = list(found.new)
+    if config.num_new is not None:
+        if config.num_new > len(wrong):
+            raise ValueError(f"num_new is {config.num_new}, but the model answers only {len(wrong)} rows incorrectly")
+        wrong = random.Random(f"{config.seed}/new").sample(wrong, config.num_new)
+    if not wrong or not found.past:
+        raise ValueError(
+            f"{task.name}: the model answers {len(found.past)} of {len(found.predictions)} rows correctly; a split "
+            "needs both correct and incorrect ones"
+        )
+    return Rows(
+        new=_known(whole, "new", "acquisition", wrong, found.predictions),
+        anchors=_known(
+            whole, "anchors", "retention", draw_anchors(found, config.num_anchors, config.seed), found.predictions
+        ),
+        past=_known(whole, "past", "retention", found.past, found.predictions),
+    )
+
+
+def _known(
+    whole: Group, name: str, part: Part, examples: Sequence[Example], predictions: Sequence[Prediction]
+) -> Group:
+    by_id = {prediction.id: prediction for prediction in predictions}
+    known = tuple(by_id[example.id] for example in examples)
+    return replace(whole, name=name, part=part, examples=tuple(examples), known=known)
+
+
+# Requirements of a job, checked against its rows before any training.
+
+
+def check_requirements(config: AdaptConfig, groups: tuple[Group, ...], before: Mapping[str, GroupAnswers]) -> None:
+    """Refuse a requirement that these rows cannot judge or no result could meet, before the training."""
+    parts = [
+        Measured(
+            kind=group.part,
+            rows=len(group.examples),
+            right=None
+            if any(p.correct is None for p in before[group.name].predictions)
+            else sum(p.right for p in before[group.name].predictions),
+            scored=0 if group.closed else len(group.examples),
+            anchors=group.name == "anchors",
+        )
+        for group in groups
+    ]
+    for requirement in config.requirements:
+        if (problem := possible(requirement, parts)) is not None:
+            raise ValueError(problem)

@@ -1,0 +1,728 @@
+"""One schema for jobs and repairs: the command line, YAML files and Python use the same names."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from cplus.data.readers import check_once, parse_columns, weighted
+from cplus.evaluation.judges import NAMES
+from cplus.evaluation.requirements import Requirement, parse
+from cplus.methods.adapters import Lora
+from cplus.probes.abilities import ABILITIES, GENERAL
+from cplus.training.settings import OptimizerName, Settings
+
+# What is wrong with settings, in sentences; the names that other trainers have for ours.
+
+
+OTHER_NAMES = {
+    "learning_rate": "lr", "lr_scheduler": "lr_schedule", "lr_scheduler_type": "lr_schedule", "optim": "optimizer",
+    "num_train_epochs": "epochs", "num_epochs": "epochs", "max_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size", "train_batch_size": "batch_size", "micro_batch_size": "batch_size",
+    "gradient_accumulation_steps": "batch_size", "warmup_ratio": "warmup_steps", "max_grad_norm": "clip_norm",
+    "output_dir": "out", "output": "out", "train_file": "new", "train_data": "new", "dataset": "new", "data": "new",
+    "dataset_name": "new", "dataset_path": "new", "data_path": "new", "model_name": "model",
+    "model_name_or_path": "model", "base_model": "model", "bf16": "compute_dtype", "fp16": "compute_dtype",
+    "dtype": "compute_dtype", "torch_dtype": "compute_dtype", "lora_r": "lora", "lora_rank": "lora",
+    "lora_alpha": "lora", "use_peft": "lora", "random_seed": "seed", "eval_steps": "evaluate_every",
+    "eval_strategy": "evaluate_every", "evaluation_strategy": "evaluate_every", "save_steps": "checkpoint_steps",
+    "max_seq_length": "max_length", "max_seq_len": "max_length", "sequence_len": "max_length",
+    "load_in_4bit": "load", "quantization_bit": "load", "cutoff_len": "max_length", "truncation": "too_long",
+}  # fmt: skip
+"""The names of our settings in other trainers."""
+
+
+def sentences(error: ValidationError, names: Iterable[str]) -> str:
+    """Every fault that the schema found; a misspelt name is answered with the nearest of `names`."""
+    known = list(names)
+    return "; ".join(_fault(fault, known) for fault in error.errors())
+
+
+def _fault(fault: Mapping[str, Any], names: list[str]) -> str:
+    name = ".".join(map(str, fault["loc"]))
+    if fault["type"] == "extra_forbidden":
+        near = [OTHER_NAMES[name]] if name in OTHER_NAMES else difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else "'cplus config --schema' lists all settings"
+        return f"{name!r} is not a setting; {hint}"
+    if fault["type"] == "missing":
+        return f"{name} is missing"
+    if fault["type"] == "value_error":  # our own sentences
+        message = str(fault["msg"]).removeprefix("Value error, ")
+        return f"{name}: {message}" if name else message
+    message = str(fault["msg"]).partition(" for <class")[0]
+    message = message.replace("Input should be", "must be").replace("Input is not", "must be")
+    return f"{name} {message}, got {fault['input']!r:.60}"
+
+
+# The setting `keep`: what a job keeps, by name or as a file, each with its share.
+
+
+NONE = "none"
+EXPECTED = f"{', '.join(ABILITIES)}, a file of rows, or {NONE}; several with weights, like general=0.7"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One thing to keep and its weight: an ability, a file, or `none`."""
+
+    name: str
+    weight: float = 1.0
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is neither an ability nor `none`."""
+        return self.name not in (*ABILITIES, NONE)
+
+
+def parse_keep(text: str) -> Kept:
+    """Read `general`, `json=0.3` or `keep.jsonl=0.5`.
+
+    >>> parse_keep("general=0.7"), parse_keep("rows.jsonl").is_file
+    (Kept(name='general', weight=0.7), True)
+    """
+    name, mark, number = text.strip().rpartition("=")
+    if not mark:
+        name, number = text.strip(), "1"
+    try:
+        weight = float(number)
+    except ValueError:
+        raise ValueError(f"expected {EXPECTED}, got {text!r}") from None
+    if not name or not (math.isfinite(weight) and weight > 0):
+        raise ValueError(f"expected {EXPECTED}, each with a weight above 0, got {text!r}")
+    return Kept(name, weight)
+
+
+def given_file(entries: Sequence[Kept]) -> str | None:
+    """The file among the entries; its rows are anchors."""
+    found = [entry.name for entry in entries if entry.is_file]
+    if len(found) > 1:
+        raise ValueError(f"expected one file to keep, got {' and '.join(found)}; put their rows into one file")
+    return found[0] if found else None
+
+
+def shares(entries: Sequence[Kept], *, anchors: bool) -> dict[str, float]:
+    """The share of each ability that the base model writes itself; the rest is the anchors' share.
+
+    >>> shares([Kept("general", 0.7), Kept("json", 0.3)], anchors=False)
+    {'general': 0.7, 'json': 0.3}
+    >>> shares([Kept("general")], anchors=True)
+    {'general': 0.5}
+    """
+    names = [entry.name for entry in entries]
+    if len(set(names)) < len(names):
+        raise ValueError(f"expected each thing to keep once, got {max(names, key=names.count)} more than once")
+    if NONE in names:
+        if len(names) > 1:
+            raise ValueError(f"{NONE} keeps nothing; leave it out beside {' and '.join(names)}")
+        return {}
+    weights = {entry.name: entry.weight for entry in entries if not entry.is_file}
+    file = [entry.weight for entry in entries if entry.is_file]
+    total = sum(weights.values()) + (sum(file) if file else float(anchors))
+    return {name: weight / total for name, weight in weights.items()}
+
+
+def default(*, given: bool) -> dict[str, float]:
+    """Without the setting: the general behaviour, unless rows to keep are given."""
+    return {} if given else {GENERAL: 1.0}
+
+
+def allotted(count: int, weights: Mapping[str, float]) -> dict[str, int]:
+    """A number of rows by shares that sum to at most 1, to the largest remainders first.
+
+    >>> allotted(8, {"general": 0.7, "json": 0.3}), allotted(5, {"general": 0.5})
+    ({'general': 6, 'json': 2}, {'general': 3})
+    """
+    whole = round(count * sum(weights.values()) + 1e-9)
+    found = {name: int(count * weight) for name, weight in weights.items()}
+    order = sorted(weights, key=lambda name: found[name] - count * weights[name])
+    for name in order[: whole - sum(found.values())]:
+        found[name] += 1
+    return found
+
+
+# One schema for `cplus adapt`: the command line, YAML files and Python use the same names.
+
+
+WARMUP_SHARE = 0.1
+"""A job's learning rate rises over this share of its updates unless it says otherwise (docs/studies.md, frontier)."""
+AUTO = "auto"
+"""The learning rate of a job that tests several."""
+CHOSEN = ("lr", "epochs", "evaluate_every", "compute_dtype", "gradient_checkpointing")
+"""Settings that choose themselves where they are not given."""
+Positive: TypeAlias = Annotated[int, Field(ge=1)]
+Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+
+
+def _checked(text: object) -> object:
+    if isinstance(text, str):
+        parse(text)
+    return text
+
+
+def _kept(text: object) -> object:
+    if isinstance(text, str):
+        parse_keep(text)
+    return text
+
+
+def _stop(value: object) -> object:
+    """`learned`, `never`, or `lost:0.02`, checked."""
+    if isinstance(value, str) and value not in ("learned", "never"):
+        mark, _, number = value.partition(":")
+        try:
+            limit = float(number)
+        except ValueError:
+            limit = math.nan
+        if mark != "lost" or not (math.isfinite(limit) and limit > 0):
+            raise ValueError(
+                f"expected learned, never or lost:LIMIT with a limit above 0, like lost:0.02, got {value!r}"
+            )
+    return value
+
+
+def _rate(value: object) -> object:
+    """A number above 0, or `auto`."""
+    if value is None or value == AUTO:
+        return value
+    try:
+        rate = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+    except ValueError:
+        rate = math.nan
+    if not (math.isfinite(rate) and rate > 0):
+        raise ValueError(f"expected a learning rate above 0, or {AUTO} to test several, got {value!r:.60}")
+    return rate
+
+
+def _repository(value: object) -> object:
+    """A name on the hub, checked by its form."""
+    if isinstance(value, str) and not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", value):
+        raise ValueError(f"expected a repository on the hub as owner/name, got {value!r:.60}")
+    return value
+
+
+def _columns(value: object) -> object:
+    return parse_columns(value) if isinstance(value, str) else value
+
+
+def _new(value: object) -> object:
+    """One file as its name, several as a tuple; a weight is checked here."""
+    given = [value] if isinstance(value, str) else value
+    if given is None:
+        return None
+    if not isinstance(given, list | tuple) or not given or not all(isinstance(text, str) for text in given):
+        raise ValueError(f"expected a file or a list of files, each with a weight if wanted, got {value!r:.60}")
+    for text in given:
+        weighted(text)
+    return given[0] if len(given) == 1 else tuple(given)
+
+
+def _lora(value: object) -> object:
+    """`r=16,merge=false` as a mapping; other values are left to the schema."""
+    if not isinstance(value, str):
+        return value
+    pairs = [part.partition("=") for part in value.split(",")]
+    if not all(mark for _, mark, _ in pairs):
+        raise ValueError(f"expected r=16 or r=16,alpha=32,dropout=0.05,merge=false, got {value!r}")
+    return {key.strip(): text.strip() for key, _, text in pairs}
+
+
+class AdaptConfig(BaseModel):
+    """Everything that decides a job. Unknown names are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    model: str = Field(description="Model to adapt: alias, hub id, folder or GGUF file.")
+    out: Path = Field(Path("out"), description="Output folder.")
+
+    new: Annotated[str | tuple[str, ...] | None, BeforeValidator(_new)] = Field(
+        None,
+        description="New rows to learn: a file, a named task or owner/name on the hub. Repeatable, with weights: "
+        "b.jsonl=0.5 uses half of its rows, b.jsonl=2 each row twice per epoch.",
+    )
+    anchors: str | None = Field(None, description="Rows the model must keep, used as evidence: a file or a named task.")
+    keep: tuple[Annotated[str, BeforeValidator(_kept)], ...] = Field(
+        (),
+        description="What to keep: general (default without anchors), json, style, thinking or tools, written by the "
+        "base model itself; a file of rows (as anchors); none. Several with weights, like general=0.7. Repeatable.",
+    )
+    past: str | None = Field(
+        None,
+        description="Held-out past rows to measure Retention on; default: 40 self-written ones, or the anchors given.",
+    )
+    validation: str | None = Field(
+        None,
+        description="Held-out new rows to measure learning on: a file or a task; none for none. Default: a tenth of 50 "
+        "or more new rows, drawn by the seed.",
+    )
+    kept: tuple[Path, ...] = Field(
+        (), description="Finished job whose anchors and bank are protected as one more past task; repeatable."
+    )
+    split: str | None = Field(
+        None, description="Task to split by the base model's answers: correct rows are past, incorrect rows are new."
+    )
+    num_anchors: Positive = Field(
+        8, description="With split or self-written rows: number of anchors to draw from them (A)."
+    )
+    num_new: Positive | None = Field(None, description="With split: number of new rows to learn; default: all.")
+    external: tuple[str, ...] = Field((), description="Other task to evaluate before and after; repeatable.")
+    external_limit: Positive | None = Field(200, description="Maximum number of rows per external task.")
+    interface: Literal["letter", "cloze", "freeform"] | None = Field(
+        None, description="Multiple choice by letter or cloze; default: the task's own. Other rows are freeform."
+    )
+    plain: bool = Field(False, description="Use plain prompts, without the chat template.")
+    own_answers: bool = Field(
+        False, description="Free text: replace the answers of anchors and past rows by the base model's own."
+    )
+    judge: str = Field("none", description=f"How free text is judged: {NAMES}. none: by losses and changed answers.")
+    turns: Literal["all", "last"] = Field("all", description="Conversations: assistant turns to learn.")
+    thinking: Literal["off", "keep"] = Field(
+        "off", description="Thinking models: train and evaluate without thinking, or keep it in free text."
+    )
+    columns: Annotated[dict[str, str] | None, BeforeValidator(_columns)] = Field(
+        None, description="Names of the columns where they differ: prompt=question,response=answer."
+    )
+    chat_template: Path | None = Field(None, description="File with a chat template to use instead of the model's.")
+    max_new_tokens: Positive = Field(
+        256,
+        description="Free text: maximum number of tokens per answer; unjudged answers to new rows also end at "
+        "twice the longest response.",
+    )
+    max_length: Positive | None = Field(
+        None, description="Maximum number of tokens per row; default: the model's context window."
+    )
+    too_long: Literal["refuse", "exclude", "truncate"] = Field(
+        "refuse",
+        description="What to do with rows longer than that. truncate: cut the beginning of the prompt, never the "
+        "answer.",
+    )
+    data_dir: Path | None = Field(None, description="Folder of the named tasks; default: CPLUS_DATA, then the hub.")
+
+    preset: Literal["user", "paper"] = Field(
+        "user",
+        description="paper: batch size 1, file order, constant rate 1e-6, 25 epochs, weight decay 0.1, 512 probes.",
+    )
+    method: str = Field("cplus", description="Name from 'cplus methods', or python:module:ROW for your own.")
+    anchor_weight: Share | None = Field(
+        None, description="Weight of the anchors against the probes in the evidence; default: the method's own, 0.5."
+    )
+    beta: float | None = Field(
+        None, ge=0, lt=1, description="Smoothing of the mask over steps; default: the method's own, 0.9."
+    )
+    ema: Literal["float32", "bfloat16", "uint8"] | None = Field(
+        None, description="Type of the gate's average: 4, 2 or 1 bytes per parameter; default: float32, the exact one."
+    )
+    strength: float | None = Field(
+        None, description="Weight, threshold or share of a method that has one; default: the method's own."
+    )
+    bank: Path | None = Field(
+        None, description="Sealed probe bank to use; default: build one, or reuse it from the cache."
+    )
+    num_probes: Positive | None = Field(
+        None, description="Number of probes in the bank (N); default: the number of new rows, at least 32, at most 512."
+    )
+    shots: Positive = Field(2, description="Anchors shown in each request for a probe (K).")
+    temperature: float = Field(0.8, gt=0, description="Sampling temperature of the probes (T).")
+    topics: bool = Field(False, description="Name one of 24 topics in each request for a probe.")
+    repair: bool = Field(
+        False, description="After training, undo the changes that anchors and probes need most and the new rows least."
+    )
+
+    epochs: Positive = Field(
+        25,
+        description="Maximum number of epochs; default: 25, for free text those of 60 updates, at least 3.",
+    )
+    stop: Annotated[str, BeforeValidator(_stop)] = Field(
+        "learned",
+        description="learned: stop after the first epoch in which every new row is correct. never: run all epochs. "
+        "lost:0.02: as learned, and stop before past rows lose 0.02 (nats per token, or share of Retention).",
+    )
+    batch_size: Positive = Field(
+        8, description="New rows per update, split into smaller passes where memory requires it."
+    )
+    micro_batches: Positive | None = Field(
+        None,
+        description="Parts of a batch that are computed apart, by any number of processes with the same result; "
+        "default: one for each process that the job starts with, on a CPU at least 2.",
+    )
+    order: Literal["shuffled", "file"] = Field("shuffled", description="Order of the new rows within an epoch.")
+    optimizer: OptimizerName = Field(
+        "adamw", description="Optimizer that proposes the update; adamw8bit keeps its moments in 8 bits (bitsandbytes)."
+    )
+    lr: Annotated[float | str | None, BeforeValidator(_rate)] = Field(
+        None,
+        description="Learning rate; default: by the size of the model. auto: a short test of several rates on the "
+        "rows, at most a tenth of the job.",
+    )
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate schedule; linear and cosine decay to 0."
+    )
+    warmup_steps: int | None = Field(
+        None,
+        ge=0,
+        description="Number of updates over which the learning rate rises from 0; default: a tenth of all updates.",
+    )
+    weight_decay: float = Field(0.0, ge=0, description="Weight decay; part of the proposed update, so it is gated too.")
+    clip_norm: float = Field(1.0, ge=0, description="Maximum norm of the gradient; 0 disables clipping.")
+    load: Literal["float32", "4bit"] = Field(
+        "float32", description="Precision of the base model in memory; 4bit trains adapters alone (lora)."
+    )
+    lora: Annotated[Lora | None, BeforeValidator(_lora)] = Field(
+        None, description="Train LoRA adapters: r=16, or r=16,alpha=32,dropout=0.05,merge=false."
+    )
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Precision of forward and backward passes; weights and optimizer state stay float32. Default: "
+        "bfloat16 on GPUs that have it.",
+    )
+    gradient_checkpointing: bool = Field(
+        False,
+        description="Recompute activations in the backward pass: less memory, about a third more time; default: where "
+        "memory requires it.",
+    )
+    seed: int = Field(0, ge=0, description="Random seed for drawing anchors, sampling probes and ordering rows.")
+
+    max_asked: Positive = Field(
+        500, description="Free text: maximum number of rows per set to evaluate, because generation is slow."
+    )
+    evaluate_every: int = Field(
+        1,
+        ge=0,
+        description="Epochs between evaluations during training; 0 for none; default: 1, more where the epochs of free "
+        "text are chosen.",
+    )
+    evaluate_rows: Positive = Field(64, description="Rows per evaluation during training; the final one uses all.")
+    require: tuple[Annotated[str, BeforeValidator(_checked)], ...] = Field(
+        (),
+        description="retention>=0.9, acquisition>=0.9, past-loss<=+0.05 or new-loss<=1; exit code 2 if its 95 % bound "
+        "misses it. Repeatable.",
+    )
+    keep_best: bool = Field(
+        False, description="Write the weights of the epoch with the best figures on past and new rows, not the last."
+    )
+    save_dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Precision of the written weights; training stays in float32."
+    )
+    push_to_hub: Annotated[str | None, BeforeValidator(_repository)] = Field(
+        None, description="Upload model, card and receipt to this repository of the hub, owner/name, when done."
+    )
+    public: bool = Field(False, description="With push_to_hub: create a public repository; default: a private one.")
+    compare: tuple[Path, ...] = Field(
+        (), description="Finished job on the same rows to show in the receipt beside this one; repeatable."
+    )
+    report_to: Literal["tensorboard", "wandb", "trackio"] | None = Field(
+        None, description="Tracker that the training curves are also logged to."
+    )
+    checkpoint_minutes: float = Field(10.0, gt=0, description="Minutes between checkpoints.")
+    checkpoint_steps: Positive | None = Field(
+        None, description="Updates between checkpoints, in addition to the minutes."
+    )
+
+    device: str = Field("auto", description="Device: auto, cuda, mps or cpu.")
+    sharding: Literal["fsdp", "ddp"] = Field(
+        "fsdp",
+        description="Several processes (torchrun): fsdp splits weights, optimizer and gate over them, ddp copies them.",
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of a model on the hub.")
+    trust_remote_code: bool = Field(False, description="Allow code from the model's hub repository to run.")
+
+    if not TYPE_CHECKING:  # type checkers read the names and types of the fields
+
+        def __init__(self, /, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise ValueError(sentences(error, type(self).model_fields)) from error
+
+    @model_validator(mode="before")
+    @classmethod
+    def _presets(cls, values: Any) -> Any:
+        """Values of a preset; values that are given override them. A file to keep is a file of anchors."""
+        if not isinstance(values, dict):
+            return values
+        if values.get("preset") == "paper":
+            values = {**paper(values.get("model")), **values}
+        kept = values.get("keep")
+        kept = (kept,) if isinstance(kept, str) else kept
+        if not isinstance(kept, list | tuple) or not all(isinstance(text, str) for text in kept):
+            return values
+        file = given_file([parse_keep(text) for text in kept])
+        if file is not None and values.get("anchors") not in (None, file):
+            raise ValueError(f"a file to keep is a file of anchors: expected {file} or {values['anchors']}, not both")
+        return {**values, "keep": tuple(kept), **({} if file is None else {"anchors": file})}
+
+    @model_validator(mode="after")
+    def _whole(self) -> AdaptConfig:
+        if (self.new is None) == (self.split is None):
+            raise ValueError("expected either new (rows to learn) or split (a task to split), and not both")
+        if self.split is not None and (self.anchors is not None or self.past is not None):
+            raise ValueError("split draws anchors and past rows itself; leave out anchors and past, or provide new")
+        if self.repair and self.split is None and self.anchors is None and not self.kept and not self.written:
+            raise ValueError("repair needs rows the model should keep; provide anchors or keep")
+        if self.repair and self.lora is not None and not self.lora.merge:
+            raise ValueError("repair works on the model's own weights; leave out merge=false, or repair")
+        if self.load == "4bit":
+            if self.lora is None:
+                raise ValueError("load 4bit trains adapters alone, as 4 bits hold no small update; add lora, as r=16")
+            if not self.lora.merge and self.save_dtype != "float32":
+                raise ValueError(f"adapters written apart stay float32; leave out save_dtype, got {self.save_dtype}")
+        written = self.written
+        if written and self.split is not None:
+            raise ValueError("split draws the rows to keep itself; leave out keep, or provide new")
+        if written and self.bank is not None:
+            raise ValueError(
+                "a bank belongs to the anchors it was written from, and here the model writes its own; provide anchors"
+            )
+        if self.public and self.push_to_hub is None:
+            raise ValueError("public says who sees the uploaded model; add push_to_hub, or leave out public")
+        if self.lost_limit is not None and self.evaluate_every == 0:
+            raise ValueError(f"stop {self.stop} needs evaluations during training; set evaluate_every to at least 1")
+        return self
+
+    @property
+    def written(self) -> dict[str, float]:
+        """The abilities for which the base model writes the rows to keep, each with its share of them."""
+        if not self.keep:
+            return default(given=bool(self.anchors or self.split or self.kept))
+        return shares([parse_keep(text) for text in self.keep], anchors=self.anchors is not None)
+
+    @property
+    def lost_limit(self) -> float | None:
+        """How much past rows may lose before training stops."""
+        mark, _, number = self.stop.partition(":")
+        return float(number) if mark == "lost" else None
+
+    def settings(self, num_new: int = 0) -> Settings:
+        """The engine's settings; by default as many probes as new rows, so that a refresh costs about an epoch."""
+        return Settings(
+            method=self.method,
+            seed=self.seed,
+            epochs=self.epochs,
+            lr=self.lr if isinstance(self.lr, float) else math.nan,  # not chosen yet: nothing trains with it
+            batch_size=self.batch_size,
+            order=self.order,
+            optimizer=self.optimizer,
+            weight_decay=self.weight_decay,
+            clip_norm=self.clip_norm or None,
+            warmup_steps=self.warmup_steps or 0,
+            warmup_share=WARMUP_SHARE if self.warmup_steps is None else 0.0,
+            lr_schedule=self.lr_schedule,
+            anchor_weight=self.anchor_weight,
+            beta=self.beta,
+            ema=self.ema,
+            strength=self.strength,
+            num_probes=self.num_probes or min(512, max(32, num_new)),
+            shots=self.shots,
+            temperature=self.temperature,
+            topics=self.topics,
+            lora=self.lora,
+            compute_dtype=self.compute_dtype,
+            gradient_checkpointing=self.gradient_checkpointing,
+            micro_batches=self.micro_batches,
+        )
+
+    @property
+    def new_files(self) -> tuple[str, ...]:
+        """The files of new rows, each with its weight if it has one."""
+        return () if self.new is None else (self.new,) if isinstance(self.new, str) else self.new
+
+    @property
+    def requirements(self) -> tuple[Requirement, ...]:
+        """The requirements, parsed."""
+        return tuple(parse(text) for text in self.require)
+
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "What is learned and kept": (
+        "new", "anchors", "keep", "past", "validation", "kept", "split", "num_anchors", "num_new", "external",
+        "external_limit", "interface", "plain", "chat_template", "turns", "thinking", "columns", "own_answers", "judge",
+        "max_new_tokens", "max_length", "too_long", "data_dir",
+    ),
+    "How it is kept": (
+        "preset", "method", "anchor_weight", "beta", "ema", "strength", "bank", "num_probes", "shots", "temperature",
+        "topics", "repair",
+    ),
+    "How it is learned": (
+        "epochs", "stop", "batch_size", "micro_batches", "order", "optimizer", "lr", "lr_schedule", "warmup_steps",
+        "weight_decay", "clip_norm", "load", "lora", "compute_dtype", "gradient_checkpointing", "seed",
+    ),
+    "What is watched and written": (
+        "out", "max_asked", "evaluate_every", "evaluate_rows", "require", "keep_best", "save_dtype", "push_to_hub",
+        "public", "compare", "report_to", "checkpoint_minutes", "checkpoint_steps",
+    ),
+    "Machine": ("device", "sharding", "revision", "trust_remote_code"),
+}  # fmt: skip
+"""The settings besides the model, in the order they are shown."""
+
+
+RUN_CODE = ("method", "judge", "trust_remote_code")
+"""The settings that can run code: `python:` names and that of a model's repository."""
+
+
+def paper(model: object) -> dict[str, Any]:
+    """The paper's protocol for a model; Phi-3.5 has its own learning rate."""
+    from cplus.models.names import Preset
+    from cplus.models.names import preset as preset_of
+
+    preset = preset_of(str(model)) or Preset(model=str(model))
+    return {
+        "batch_size": preset.batch_size,
+        "order": "file",
+        "lr": preset.learning_rate,
+        "lr_schedule": "constant",
+        "warmup_steps": 0,
+        "epochs": preset.epochs,
+        "stop": "never",
+        "weight_decay": preset.weight_decay,
+        "clip_norm": 0.0,
+        "num_probes": preset.num_probes,
+        "shots": preset.shots,
+        "temperature": preset.temperature,
+        "compute_dtype": "float32",
+        "gradient_checkpointing": False,
+    }
+
+
+def settings(values: Mapping[str, Any], *, where: str = "settings") -> AdaptConfig:
+    """Check values against the schema; every fault is named."""
+    try:
+        return AdaptConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def check_repeated(values: Mapping[str, Any], repeated: Mapping[str, Any], where: Path) -> None:
+    """Refuse a folder's settings that run code, unless the caller repeats them: the folder may be somebody else's."""
+    for name in RUN_CODE:
+        value = values.get(name)
+        runs = value not in (None, False) if name == "trust_remote_code" else str(value).startswith("python:")
+        if (runs or name in repeated) and repeated.get(name) != value:
+            option = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+            raise ValueError(
+                f"{where}: expected what can run code to be repeated as it is there, got {name} "
+                f"{repeated.get(name, 'not given')}; add {option} if you trust it"
+            )
+
+
+class _Plain(yaml.SafeLoader):
+    """YAML in which each name is there once, and no alias, of which a few lines can unfold to gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Refuse an alias."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(problem="write the value itself, not an alias (*)")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        """Refuse a second value of a name."""
+        check_once(str(key.value) for key, _ in node.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The settings of a YAML file, unchecked."""
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such settings file")
+    try:
+        values = _Plain(path.read_text(encoding="utf-8")).get_single_data()
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected YAML, but it cannot be parsed: {error}") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ValueError(f"{path}: expected names and values, one setting per line, got {type(values).__name__}")
+    return values
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of the settings."""
+    return AdaptConfig.model_json_schema()
+
+
+def example() -> str:
+    """A YAML file with every setting, its default and its description; settings without a value are comments."""
+    lines = ["# cplus adapt --config adapt.yaml", "", *_example_lines("model", "smollm2-135m")]
+    given = {"new": "new.jsonl", "anchors": "keep.jsonl", "past": "held-out.jsonl"}
+    for group, names in GROUPS.items():
+        lines += ["", f"# --- {group} ---"]
+        for name in names:
+            lines += _example_lines(name, given.get(name))
+    return "\n".join(lines) + "\n"
+
+
+def _example_lines(name: str, given: str | None) -> list[str]:
+    field: FieldInfo = AdaptConfig.model_fields[name]
+    value = field.default if given is None else given
+    value = str(value) if isinstance(value, Path) else value
+    empty = value is None or value == () or name in CHOSEN
+    shown = "" if empty else " " + yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+    return [f"# {field.description}", f"{'# ' if empty else ''}{name}:{shown}"]
+
+
+# The settings of `cplus repair`: those of a job that concern rows, probes and evaluation, and its own.
+
+
+SHARED = (
+    "new", "anchors", "keep", "past", "validation", "external", "external_limit", "interface", "plain",
+    "chat_template", "turns", "thinking", "columns", "own_answers", "judge", "max_new_tokens", "max_length",
+    "too_long", "data_dir", "bank", "num_probes", "shots", "temperature", "topics", "compute_dtype", "seed", "out",
+    "max_asked", "require", "save_dtype", "checkpoint_minutes", "device", "revision", "trust_remote_code",
+)  # fmt: skip
+"""The settings of a job that a repair uses too."""
+MAX_ROWS = 256
+"""Past rows, and new rows, that importance is computed from by default."""
+OWN = ("tuned", "tolerance", "rounds", "max_rows")
+
+
+class RepairConfig(AdaptConfig):
+    """Everything that decides a repair: `model` is the base; settings of the training are refused."""
+
+    tuned: str = Field(
+        description="The model fine-tuned from the base: alias, hub id, folder, GGUF file or folder of a LoRA adapter."
+    )
+    tolerance: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="Share of what was learned that may be given up: of Acquisition (default 0.01: 1 point), or of the "
+        "fall of the new loss (default 0.05).",
+    )
+    rounds: Positive = Field(
+        1, description="Rounds; each one after the first computes the importance of the new rows anew."
+    )
+    max_rows: Positive = Field(
+        MAX_ROWS,
+        description="Maximum number of past rows, and of new rows, for the importance and the search.",
+    )
+    validation: str | None = Field("none", description="New rows that were not trained on, to keep as well: a file.")
+
+    @model_validator(mode="after")
+    def _no_training(self) -> RepairConfig:
+        if self.anchors is None and not self.written:
+            raise ValueError("a repair needs rows the base model should keep; provide anchors, or leave out keep none")
+        foreign = [name for name in self.model_fields_set if name not in {"model", *SHARED, *OWN}]
+        if changed := [n for n in foreign if getattr(self, n) != type(self).model_fields[n].default]:
+            raise ValueError(f"a repair trains nothing, so it has no use for {changed[0]}; leave it out")
+        return self
+
+    def shown(self) -> dict[str, Any]:
+        """The settings that matter for a repair, as JSON."""
+        return {"method": "repair", **self.model_dump(mode="json", include={"model", *OWN, *SHARED})}
+
+
+def repair_settings(values: dict[str, Any], *, where: str = "settings") -> RepairConfig:
+    """Check values against the schema; every fault is named."""
+    try:
+        return RepairConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+DECIDED = ("out", "split", "num_new", "kept", "compare", "bank", "external_limit", "keep")
+"""Settings of `cplus adapt` that `cplus update` sets itself."""

@@ -1,0 +1,586 @@
+"""Repeated updates: one stage more from the last stage's model, each sealed to the one before it."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from cplus import models
+from cplus.base import files
+from cplus.data.examples import Choice, Example, lines
+from cplus.data.readers import read_file, weighted
+from cplus.data.tasks import Task, load_task
+from cplus.distributed.processes import Interrupted
+from cplus.evaluation.changes import Kind
+from cplus.evaluation.statistics import average_accuracy, backward_transfer, lifetime, survival
+from cplus.jobs.adapt import adapt, resume
+from cplus.jobs.folder import FinishedJob, Folder, claimed
+from cplus.jobs.progress import say
+from cplus.jobs.settings import DECIDED, AdaptConfig, check_repeated, settings
+from cplus.probes.bank import Bank
+from cplus.receipts.page import RowSet, read_receipt
+
+# The ledger file: the hash of every file of each stage, and the stage it followed. It does not import torch.
+
+
+FORMAT = "cplus-ledger/1"
+NAME = "ledger.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One complete stage; `before` and `after` are model fingerprints, `previous` is the seal of the previous entry."""
+
+    stage: int
+    task: str
+    before: str
+    after: str
+    files: dict[str, str]
+    created: str
+    previous: str | None
+
+    @property
+    def seal(self) -> str:
+        """The hash of the entry's content."""
+        return files.fingerprint(asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ledger:
+    """The stages so far, in order; `head` is the seal of the last one according to the file."""
+
+    root: Path
+    entries: tuple[Entry, ...] = ()
+    head: str | None = None
+
+    def place(self, stage: int) -> StageFolder:
+        """The folder of a stage, which need not exist."""
+        return StageFolder(self.root / "stages" / f"{stage:03d}")
+
+    @property
+    def next(self) -> StageFolder:
+        """The folder of the next stage, which is not in the ledger yet."""
+        return self.place(len(self.entries) + 1)
+
+
+@dataclass(frozen=True)
+class StageFolder:
+    """The paths of one stage."""
+
+    root: Path
+
+    @property
+    def arguments(self) -> Path:
+        """The update's arguments; resuming requires the same ones."""
+        return self.root / "asked.json"
+
+    @property
+    def new(self) -> Path:
+        """The rows learned."""
+        return self.root / "new.jsonl"
+
+    @property
+    def past(self) -> Path:
+        """First stage: the held-out rows on which the base model is evaluated."""
+        return self.root / "past.jsonl"
+
+    @property
+    def anchors(self) -> Path:
+        """The anchors of the previous task, or of the base model."""
+        return self.root / "anchors.jsonl"
+
+    @property
+    def watched(self) -> Path:
+        """The learned rows that later stages evaluate again: those that this stage evaluated."""
+        return self.root / "watched.jsonl"
+
+    @property
+    def base(self) -> Path:
+        """First stage: the rows on which later stages evaluate what the base model could do."""
+        return self.root / "base.jsonl"
+
+    @property
+    def flips(self) -> Path:
+        """Every evaluated row, by set: kept, lost, gained or still wrong."""
+        return self.root / "flips.json"
+
+    @property
+    def job(self) -> Path:
+        """The output of `cplus adapt`: model, bank, anchors, record, receipt."""
+        return self.root / "job"
+
+    @property
+    def model(self) -> Path:
+        """The model after the stage."""
+        return self.job / "model"
+
+    @property
+    def record(self) -> Path:
+        """The job's figures."""
+        return self.job / "record.json"
+
+
+def exists(root: Path) -> bool:
+    """Whether the folder contains a ledger."""
+    return (root / NAME).is_file()
+
+
+def read(root: Path) -> Ledger:
+    """Read a ledger without verifying it; `problems` does that."""
+    if not exists(root):
+        raise ValueError(f"{root}: expected a ledger with {NAME}; start one with 'cplus update {root} --model ...'")
+    raw = files.read_json(root / NAME)
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise ValueError(f"{root / NAME}: expected the format {FORMAT}; it was written by another version")
+    try:
+        entries = tuple(Entry(**entry) for entry in raw["stages"])
+        return Ledger(root=root, entries=entries, head=raw["head"])
+    except (KeyError, TypeError) as error:
+        names = ", ".join(f.name for f in fields(Entry))
+        raise ValueError(f"{root / NAME}: expected head and stages with {names}; {error}") from error
+
+
+def append(ledger: Ledger, *, task: str, before: str, after: str, created: str) -> Ledger:
+    """Seal the next stage's folder into the ledger; the ledger file is replaced atomically."""
+    entry = Entry(
+        stage=len(ledger.entries) + 1,
+        task=task,
+        before=before,
+        after=after,
+        files={name: files.sha256_file(path) for name, path in contents(ledger.next.root)},
+        created=created,
+        previous=ledger.entries[-1].seal if ledger.entries else None,
+    )
+    grown = replace(ledger, entries=(*ledger.entries, entry), head=entry.seal)
+    body: dict[str, Any] = {"format": FORMAT, "stages": [asdict(e) for e in grown.entries], "head": grown.head}
+    files.write_json(ledger.root / NAME, body)
+    return grown
+
+
+def contents(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Every file of a stage with its relative path, sorted; lock files do not count."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != ".lock":
+            yield path.relative_to(folder).as_posix(), path
+
+
+def problems(ledger: Ledger, *, models: bool = True) -> list[str]:
+    """Every deviation from the seals, one sentence each; without `models` only the last stage's model is checked."""
+    found = list(_chain(ledger))
+    for entry in ledger.entries:
+        whole = models or entry is ledger.entries[-1]
+        found += _files(ledger.place(entry.stage).root, entry, whole=whole)
+    return found
+
+
+def _chain(ledger: Ledger) -> Iterator[str]:
+    before: Entry | None = None
+    for number, entry in enumerate(ledger.entries, start=1):
+        if entry.stage != number:
+            yield f"entry {number} is marked as stage {entry.stage}: an entry was removed or moved"
+        if entry.previous != (before.seal if before else None):
+            yield f"stage {number} does not follow the entry that it was sealed after: an entry was changed"
+        if before is not None and entry.before != before.after:
+            yield f"stage {number} started from a model other than the one stage {number - 1} ended with"
+        before = entry
+    if ledger.head != (before.seal if before else None):
+        yield "the last entry is not the one that was sealed"
+
+
+def _files(folder: Path, entry: Entry, *, whole: bool) -> Iterator[str]:
+    present = dict(contents(folder))
+    for name, sealed in entry.files.items():
+        if name not in present:
+            yield f"stage {entry.stage}: {name} is missing"
+        elif (whole or not name.startswith("job/model/")) and files.sha256_file(present[name]) != sealed:
+            yield f"stage {entry.stage}: {name} was changed"
+    for name in sorted(set(present) - set(entry.files)):
+        yield f"stage {entry.stage}: {name} was added"
+
+
+def restore(ledger: Ledger, stage: int, out: Path) -> Path:
+    """Copy a stage's model to a new folder, if it is still the sealed one."""
+    if not 1 <= stage <= len(ledger.entries):
+        raise ValueError(f"{ledger.root}: expected a stage from 1 to {len(ledger.entries)}, got {stage}")
+    if out.exists():
+        raise ValueError(f"{out} already exists and is not overwritten; choose another folder")
+    entry, place = ledger.entries[stage - 1], ledger.place(stage)
+    wrong = [*_chain(ledger), *_files(place.root, entry, whole=True)]
+    if wrong:
+        raise ValueError(f"{ledger.root}: {wrong[0]}; 'cplus ledger verify' lists all problems")
+    with files.replacing_folder(out) as part:
+        shutil.copytree(place.model, part, dirs_exist_ok=True)
+    return out
+
+
+# A ledger in figures: each task's accuracy after each stage, and how long each row stayed right. Imports no torch.
+
+
+BASE = "base"
+"""The rows on which the base model is evaluated; they are not a task of the sequence."""
+Table = Mapping[str, Mapping[str, Kind]]
+"""The outcome of each row in one stage, by set and row id."""
+
+
+def set_name(stage: int) -> str:
+    """The name of a task's rows in the flips: the stage that learned them, because task names may repeat.
+
+    >>> set_name(2)
+    'stage 2'
+    """
+    return f"stage {stage}"
+
+
+def answered(place: StageFolder, new: str, kept: str, external: Sequence[str]) -> dict[str, RowSet]:
+    """The row sets of a finished job's receipt under the ledger's names.
+
+    The ledger's own external sets come first; sets that the user added are omitted.
+    """
+    sets = read_receipt(place.job).sets
+    others = [group for group in sets if group.kind == "external"]
+    own = {"acquisition": new, "retention": kept}
+    named = {own[group.kind]: group for group in sets if group.kind in own}
+    return named | dict(zip(external, others, strict=False))
+
+
+def flips(sets: Mapping[str, RowSet]) -> Table:
+    """The outcome of each row, by set; rows without a judgement are omitted."""
+    return {name: {row.id: row.kind for row in group.rows if row.kind is not None} for name, group in sets.items()}
+
+
+def was_right(kind: Kind) -> bool:
+    """Whether the row was right before the stage."""
+    return kind in ("kept", "lost")
+
+
+def is_right(kind: Kind) -> bool:
+    """Whether the row was right after the stage."""
+    return kind in ("kept", "gained")
+
+
+def tables(ledger: Ledger) -> list[Table]:
+    """The flips of every stage."""
+    return [files.read_json(ledger.place(entry.stage).flips) for entry in ledger.entries]
+
+
+def matrix(found: list[Table]) -> list[list[float | None]]:
+    """Accuracy by stage (the base model first) and task; None if a task was not evaluated.
+
+    A task is also evaluated just before its own stage, which gives its accuracy for the previous stage.
+    """
+    count = len(found)
+    cells: list[list[float | None]] = [[None] * count for _ in range(count + 1)]
+    for stage, table in enumerate(found, start=1):
+        for task in range(1, stage + 1):
+            rows = table[set_name(task)]
+            cells[stage][task - 1] = _share([is_right(kind) for kind in rows.values()])
+            if task == stage:
+                cells[stage - 1][task - 1] = _share([was_right(kind) for kind in rows.values()])
+    return cells
+
+
+def histories(found: list[Table]) -> dict[str, dict[str, list[bool]]]:
+    """By set and row id, whether the row was right after its own stage and each later one.
+
+    The histories of the base model's rows begin with an additional entry for the base model itself.
+    """
+    by_set: dict[str, dict[str, list[bool]]] = {}
+    for number, table in enumerate(found):
+        for name, rows in table.items():
+            if name in by_set:
+                continue  # its rows were followed from their first stage on
+            later = found[number:]
+            by_set[name] = {
+                id: [was_right(kind)] * (name == BASE) + [is_right(t[name][id]) for t in _evaluating(later, name, id)]
+                for id, kind in rows.items()
+            }
+    return by_set
+
+
+def _evaluating(found: list[Table], name: str, id: str) -> list[Table]:
+    """The stages up to the first that did not evaluate the row."""
+    return list(takewhile(lambda table: id in table.get(name, {}), found))
+
+
+def report(ledger: Ledger) -> dict[str, Any]:
+    """The ledger's figures as plain JSON values.
+
+    Paper: App. E.9 (average task accuracy).
+    """
+    found = tables(ledger)
+    cells, by_set = matrix(found), histories(found)
+    numbers = range(1, len(found) + 1)
+    return {
+        "ledger": str(ledger.root),
+        "head": ledger.head,
+        "tasks": [entry.task for entry in ledger.entries],
+        "accuracy": cells,
+        "average_accuracy": [average_accuracy(cells, number) for number in numbers],
+        "backward_transfer": backward_transfer(cells),
+        "survival": {
+            "all": survival([history for rows in by_set.values() for history in rows.values()]),
+            **{name: survival(list(rows.values())) for name, rows in by_set.items()},
+        },
+        "base": [_share([is_right(k) for k in table[BASE].values()]) if BASE in table else None for table in found],
+        "stages": [_stage(ledger, number, by_set) for number in numbers],
+    }
+
+
+def _stage(ledger: Ledger, number: int, by_set: dict[str, dict[str, list[bool]]]) -> dict[str, Any]:
+    entry, place = ledger.entries[number - 1], ledger.place(number)
+    record = files.read_json(place.record)
+    rows = by_set[set_name(number)]
+    return {
+        "stage": number,
+        "task": entry.task,
+        "method": record["settings"]["method"],
+        "rows": len(rows),
+        "acquisition": record["figures"]["acquisition"],
+        "retention": record["figures"]["retention"],
+        "model": entry.after,
+        "created": entry.created,
+        "lost": {id: number + age for id, history in rows.items() if (age := lifetime(history)) is not None},
+    }
+
+
+def _share(right: list[bool]) -> float | None:
+    return 100 * sum(right) / len(right) if right else None
+
+
+# One more stage: `cplus adapt` from the last stage's model, with each earlier task as a separate past task.
+
+
+OF_ONE_STAGE = frozenset(
+    {
+        *DECIDED,
+        "model",
+        "new",
+        "anchors",
+        "past",
+        "validation",
+        "external",
+        "require",
+        "report_to",
+        "revision",
+        "preset",
+        "own_answers",
+    }
+)
+"""Settings that belong to one stage; the others default to those of the previous stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updated:
+    """A ledger with its new stage, and the outcome of the stage's job."""
+
+    ledger: Ledger
+    outcome: FinishedJob
+
+
+def update(root: Path, given: Mapping[str, Any], *, force: bool = False) -> Updated:
+    """Append one stage, or resume it if the same update was interrupted; `force` starts it again."""
+    for name in DECIDED:
+        if name in given:
+            raise ValueError(f"an update sets {name!r} itself; leave it out")
+    if given.get("new") is None:
+        raise ValueError("expected new: the rows to learn in this stage, a file or a named task")
+    given = {**given, "new": _one_file(given["new"])}
+    _check_place(root, given)
+    with claimed(Folder(root)):
+        files.tidy(root)
+        ledger = _verified(read(root)) if exists(root) else Ledger(root=root)
+        place = ledger.next
+        files.tidy(place.root)
+        config = _started(ledger, place, given, force=force)
+        outcome = _worked(config, place, given)
+        return Updated(ledger=_sealed(ledger, place, str(given["new"]), outcome), outcome=outcome)
+
+
+def _one_file(new: object) -> str:
+    """The stage's file: its rows are copied into the ledger, where they have no weights."""
+    given = new if isinstance(new, list | tuple) else [new]
+    names = [str(name) for name in given if isinstance(name, str | Path)]
+    if len(names) != 1 or weighted(names[0])[0] != names[0]:
+        raise ValueError(f"expected one file of new rows without a weight for a stage, got {new}; join the files")
+    return names[0]
+
+
+def _check_place(root: Path, given: Mapping[str, Any]) -> None:
+    if exists(root):
+        if given.get("model") is not None:
+            raise ValueError(f"{root}: the ledger continues from its last stage's model; leave the model out")
+        return
+    if root.exists() and (
+        not root.is_dir() or any(entry.name != "stages" and not files.is_left(entry.name) for entry in root.iterdir())
+    ):
+        raise ValueError(f"{root} exists and has no {NAME}, so it is not a ledger; choose another folder")
+    if given.get("model") is None:
+        raise ValueError(f"{root}: there is no ledger yet; give the first update the model to start from")
+
+
+def _verified(ledger: Ledger) -> Ledger:
+    wrong = problems(ledger, models=False)
+    if wrong:
+        raise ValueError(f"{ledger.root}: {wrong[0]}; a ledger that was changed cannot be updated")
+    return ledger
+
+
+def _started(ledger: Ledger, place: StageFolder, given: Mapping[str, Any], *, force: bool) -> AdaptConfig:
+    """The stage's settings; writes its rows and then its arguments, which mark the stage as started."""
+    values = {**({} if "preset" in given else _inherited(ledger)), **given}
+    check_repeated(values, given, ledger.root)
+    new = load_task(str(given["new"]), values.get("data_dir"))
+    arguments = {name: str(value) for name, value in sorted(given.items())} | {"rows": new.fingerprint}
+    if Folder(place.job).settings.is_file() and not force:
+        if files.read_json(place.arguments) != arguments:
+            raise ValueError(
+                f"{place.root}: an update with other settings or rows was interrupted here; repeat that command to "
+                "resume it, or use --force to replace it"
+            )
+        present = {path for path in (place.anchors, place.past) if path.is_file()}
+        return _config(ledger, place, values, new, present)
+    rows = _rows(ledger, place, values) | {place.new: new.examples}
+    config = _config(ledger, place, values, new, set(rows))
+    if place.root.exists():
+        shutil.rmtree(place.root)
+    for path, examples in rows.items():
+        files.write_text(path, lines(examples))
+    files.write_json(place.arguments, arguments)
+    return config
+
+
+def _rows(ledger: Ledger, place: StageFolder, values: Mapping[str, Any]) -> dict[Path, tuple[Example, ...]]:
+    """The anchors and past rows, by their path in the stage."""
+    if ledger.entries and (values.get("past") is not None or values.get("own_answers")):
+        raise ValueError(
+            "past and own_answers belong to the first update; later updates are evaluated on the rows of earlier tasks"
+        )
+    anchors = _anchors(ledger, values)
+    found = {place.anchors: anchors} if anchors else {}
+    if values.get("past") is not None:
+        found[place.past] = load_task(str(values["past"]), values.get("data_dir")).examples
+    return found
+
+
+def _inherited(ledger: Ledger) -> dict[str, Any]:
+    if not ledger.entries:
+        return {}
+    last = files.read_json(ledger.place(len(ledger.entries)).record)["settings"]
+    return {name: value for name, value in last.items() if name not in OF_ONE_STAGE}
+
+
+def _anchors(ledger: Ledger, values: Mapping[str, Any]) -> tuple[Example, ...]:
+    """The anchors of the last task: given, or drawn from its rows that are now right."""
+    if values.get("anchors") is not None:
+        return load_task(str(values["anchors"]), values.get("data_dir")).examples
+    if not ledger.entries:
+        return ()
+    number = len(ledger.entries)
+    known = tables(ledger)[-1][set_name(number)]
+    right = [row for row in read_file(ledger.place(number).watched) if is_right(known.get(row.id, "lost"))]
+    count = int(values.get("num_anchors") or AdaptConfig.model_fields["num_anchors"].default)
+    if not right:
+        raise ValueError(f"stage {number} answers none of its rows correctly, so there are no anchors; give some")
+    if len(right) < count:
+        say(f"note: stage {number} answers {len(right)} of its rows correctly; all of them become anchors")
+    return tuple(random.Random(int(values.get("seed") or 0)).sample(right, min(count, len(right))))
+
+
+def _config(
+    ledger: Ledger, place: StageFolder, values: Mapping[str, Any], new: Task, present: Collection[Path]
+) -> AdaptConfig:
+    """The stage as a job: the previous task is the past task, earlier ones are preserved and evaluated as well."""
+    number = len(ledger.entries)
+    last = ledger.place(number)
+    external = [path for _, path in _external(ledger)]
+    kept = [ledger.place(stage).job for stage in range(1, number + 1)]
+    own = new.interface if isinstance(new.examples[0], Choice) else None
+    config = settings(
+        {
+            "judge": "exact",  # a ledger counts right answers
+            **values,
+            "model": str(last.model) if number else values["model"],
+            "out": place.job,
+            "new": str(place.new),
+            "anchors": str(place.anchors) if place.anchors in present else None,
+            "past": str(last.watched) if number else str(place.past) if place.past in present else None,
+            "kept": [str(job) for job in kept if Folder(job).anchors.is_file()],
+            "external": [*map(str, external), *(values.get("external") or ())],
+            "external_limit": None,
+            "keep": ("none",),  # a ledger keeps rows that it can follow by right and wrong
+            # The rows are copies under other names, so the interface cannot be derived from the name later.
+            "interface": values.get("interface") or own,
+        },
+        where="update",
+    )
+    if config.lora is not None and not config.lora.merge:
+        raise ValueError("a later stage must start from a merged model; leave out merge=false")
+    return config
+
+
+def _external(ledger: Ledger) -> list[tuple[str, Path]]:
+    """What a stage evaluates besides its own and the last task's rows: the base model's rows and earlier tasks."""
+    if not ledger.entries:
+        return []
+    first = ledger.place(1)
+    base = first.base if first.base.is_file() else None
+    tasks = [(set_name(stage), ledger.place(stage).watched) for stage in range(1, len(ledger.entries))]
+    return [*([] if base is None else [(BASE, base)]), *tasks]
+
+
+def _worked(config: AdaptConfig, place: StageFolder, given: Mapping[str, Any]) -> FinishedJob:
+    if Folder(place.job).record.is_file():
+        return _whole(resume(place.job, repeated=given), place)
+    try:
+        begun = Folder(place.job).settings.is_file()
+        return resume(place.job, repeated=given) if begun else adapt(config)
+    except Interrupted as stop:
+        sentence = str(stop).rpartition(". ")[0]  # without the advice to resume the job by itself
+        raise Interrupted(stop.number, f"{sentence}. Resume it with the same command") from stop
+
+
+def _whole(outcome: FinishedJob, place: StageFolder) -> FinishedJob:
+    """The outcome of a job that finished before its stage was sealed, if its model and bank still match its record."""
+    record, job = outcome.record, Folder(place.job)
+    wrong = None
+    try:
+        if (
+            record["bank"] is not None
+            and Bank.load(job.bank).manifest["probes_sha256"] != record["bank"]["probes_sha256"]
+        ):
+            wrong = f"{job.bank} is not the bank of the job"
+        elif models.load(place.model, device="cpu").fingerprint != record["model"]["after"]:
+            wrong = f"{place.model} is not the model of the job"
+    except (ValueError, OSError) as error:
+        wrong = str(error)
+    if wrong:
+        raise ValueError(f"{wrong}; the stage is not sealed: remove {place.root} and repeat the update")
+    return outcome
+
+
+def _sealed(ledger: Ledger, place: StageFolder, task: str, outcome: FinishedJob) -> Ledger:
+    """Write the outcome of each row, then the ledger entry, which completes the stage."""
+    number = len(ledger.entries) + 1
+    kept = set_name(number - 1) if number > 1 else BASE
+    sets = answered(place, set_name(number), kept, [name for name, _ in _external(ledger)])
+    files.write_text(place.watched, lines(_evaluated(place.new, sets[set_name(number)])))
+    if number == 1 and BASE in sets:
+        source = place.past if place.past.is_file() else place.anchors
+        files.write_text(place.base, lines(_evaluated(source, sets[BASE])))
+    files.write_json(place.flips, flips(sets))
+    model = outcome.record["model"]
+    grown = append(ledger, task=task, before=model["before"], after=model["after"], created=outcome.record["created"])
+    say(f"stage {number} sealed {str(grown.head)[:12]}")
+    return grown
+
+
+def _evaluated(path: Path, evaluated: RowSet) -> list[Example]:
+    """The rows of a file that a job evaluated; free text with the response it was judged by, maybe the model's own."""
+    gold = {row.id: row.gold for row in evaluated.rows}
+    rows = [row for row in read_file(path) if row.id in gold]
+    return [row if isinstance(row, Choice) else replace(row, response=gold[row.id]) for row in rows]

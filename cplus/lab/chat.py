@@ -1,0 +1,339 @@
+"""The frontier on a chat model: how far the loss of past answers rises where every method has learned equally much.
+
+A chat model learns terse answers; past rows are its own answers to other requests, of any kind (`style`) or
+requests for JSON (`format`). Neighbours may choose the rate that suits the reported seeds best, of those declared;
+CPLUS has one rate, named before. The loss of a model's own answers also falls where it only becomes more certain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from cplus.evaluation.statistics import Estimate, estimate, rise
+from cplus.lab.drawing import ADDED_HERE, cell, colour_and_marker, mark_not_run, method_name, panels
+from cplus.lab.records import RunResult
+from cplus.lab.scales import Scale
+from cplus.lab.study import (
+    Claim,
+    Collected,
+    ComparisonLine,
+    Picture,
+    Result,
+    Study,
+    Summary,
+    SummaryRow,
+    Table,
+    run_results,
+)
+from cplus.lab.summaries import pick, shown
+from cplus.training.settings import RunSpec
+
+LEVEL = 0.85
+"""The loss of the new answers, in nats per token, at which methods are compared."""
+NEAR = 1.05
+"""How far above the level a repaired model may be; set after the three repairs in style had been seen."""
+STOP = 0.8
+REPAIRED_FROM = 0.68
+"""A repair may give up 5 % of the fall of the new loss, so training goes on to here before it."""
+EPOCHS = 10
+WARMUP = 0.15
+FIRST_SEED = 5
+"""Seeds below were seen while the setting was made."""
+OURS = "cplus"
+NEIGHBOURS: Mapping[str, tuple[float, ...]] = {
+    "sft": (1.0, 0.5, 2.0),
+    "replay": (1.0, 2.0),
+    "anchor-probe-replay": (1.0,),
+    "freeze-layers": (1.0,),
+}
+"""Each neighbour's rates as multiples of the scale's."""
+WORDS = {"anchors": "anchors given", "general": "none given", "both": "both"}
+KEPT = tuple(WORDS)
+FORMAT = "json_requests"
+IN_FORMAT: Mapping[str, tuple[float, ...]] = {"sft": (1.0, 0.5), "replay": (1.0,)}
+"""The neighbours of the second setting."""
+MANY = 96
+"""New rows of a training of common length, against whose time a repair's is held as well."""
+CURVED = {"cplus-curvature": 2.0}
+"""The row whose coefficients are computed once, and its rate as a multiple of the scale's, named before any run."""
+
+
+def runs(scale: Scale) -> list[RunSpec]:
+    """Seed by seed: CPLUS with each kind of rows to keep, the neighbours over their rates, and a repair of SFT."""
+    if scale.base.interface != "freeform":
+        return []
+    seeds = range(FIRST_SEED, FIRST_SEED + scale.seeds_where_three)
+    return [
+        *(run for seed in seeds for run in _runs(scale, seed, NEIGHBOURS, KEPT)),
+        *(_run(scale, seed, method, rate) for seed in seeds for method, rate in CURVED.items()),
+        *(run for seed in seeds for run in _runs(scale, seed, IN_FORMAT, KEPT[:1], anchor_task=FORMAT)),
+        _run(scale, FIRST_SEED, "sft-repair", stop_loss=REPAIRED_FROM, num_new=MANY),
+    ]
+
+
+def _runs(
+    scale: Scale, seed: int, neighbours: Mapping[str, tuple[float, ...]], kept: Sequence[str], **changes: Any
+) -> Iterator[RunSpec]:
+    for method, rates in neighbours.items():
+        yield _run(scale, seed, method, rates[0], **changes)
+    for keep in kept:
+        yield _run(scale, seed, OURS, keep=keep, **changes)
+    yield _run(scale, seed, "sft-repair", stop_loss=REPAIRED_FROM, **changes)
+    for method, rates in neighbours.items():
+        for rate in rates[1:]:
+            yield _run(scale, seed, method, rate, **changes)
+
+
+def _run(scale: Scale, seed: int, method: str, rate: float = 1.0, **changes: Any) -> RunSpec:
+    own = {"epochs": EPOCHS, "warmup": WARMUP, "stop_loss": STOP, "lr": scale.base.lr * rate}
+    return scale.at(**{**own, "seed": seed, "method": method, **changes})
+
+
+def setting(spec: RunSpec) -> str:
+    """What kind of past answers a run has, or that it learns many new ones."""
+    if spec.num_new == MANY:
+        return f"{MANY} new rows"
+    return "format" if spec.anchor_task == FORMAT else "style"
+
+
+def curve(result: RunResult) -> list[tuple[float, float]]:
+    """The losses of new and of past answers, epoch by epoch; after a repair its result is the last point."""
+    points = [(point["new_nll"], point["past_nll"]) for point in result.curve]
+    if result.new_nll is not None and result.past_nll is not None and (result.new_nll, result.past_nll) != points[-1]:
+        points = [points[0], (result.new_nll, result.past_nll)]
+    return points
+
+
+def risen(result: RunResult) -> float | None:
+    """The rise of the past loss where the new loss is at the level; None for a run that does not reach it.
+
+    A repaired model is one point: its own rise, where its new loss is at most 5 % above the level.
+    """
+    points = curve(result)
+    if result.spec.method.endswith("-repair"):
+        new, past = points[-1]
+        return past - points[0][1] if new <= NEAR * LEVEL else None
+    return rise(points, LEVEL) if min(new for new, _ in points) <= LEVEL else None
+
+
+def updates(result: RunResult) -> float | None:
+    """The updates until the level, interpolated; a repair has all updates of its training."""
+    if result.spec.method.endswith("-repair"):
+        return float(result.counts["updates"])
+    per_epoch = result.counts["updates"] / result.curve[-1]["epoch"]
+    for before, after in pairwise(result.curve):
+        if after["new_nll"] <= LEVEL:
+            part = (before["new_nll"] - LEVEL) / (before["new_nll"] - after["new_nll"])
+            return per_epoch * (before["epoch"] + part * (after["epoch"] - before["epoch"]))
+    return None
+
+
+def share_after_training(result: RunResult) -> float | None:
+    """The time that a method took after training, as a share of the training's; None for one that only trains."""
+    after: float | None = result.diagnostics.get("seconds_after_training")
+    return None if after is None else after / (result.seconds - after)
+
+
+def summary(results: Sequence[Result]) -> Summary:
+    """A row for each setting, method, kind of rows and rate; claims against each neighbour at its best rate."""
+    mine = run_results(results)
+    rows: list[SummaryRow] = []
+    claims: list[Claim] = []
+    answers: list[str] = []
+    for where, neighbours, kept in (("style", NEIGHBOURS, KEPT), ("format", IN_FORMAT, KEPT[:1])):
+        here = [result for result in mine if setting(result.spec) == where]
+        keys = dict.fromkeys((r.spec.method, r.spec.keep, r.spec.lr) for r in here)
+        table = {key: pick(here, method=key[0], keep=key[1], lr=key[2]) for key in keys}
+        best = {name: _best([own for key, own in table.items() if key[0] == name]) for name in neighbours}
+        ours = {keep: _by_seed(pick(here, method=OURS, keep=keep)) for keep in kept}
+        rows += map(_row, table.values())
+        claims += [
+            Claim(
+                says=f"{where}: CPLUS ({WORDS[keep]}) loses at most half of what {name} loses at its best rate",
+                margin=_halved(theirs, own),
+            )
+            for name, theirs in best.items()
+            for keep, own in ours.items()
+        ]
+        repaired = _by_seed(pick(here, method="sft-repair"))
+        claims.append(
+            Claim(
+                says=f"{where}: repair at least halves what sft loses at its best rate",
+                margin=_halved(best["sft"], repaired),
+            )
+        )
+        claims.append(_in_half_the_time(where, here))
+        others = ", ".join(f"{shown(_mean(own), digits=3)} with {name}" for name, own in best.items())
+        gated = ", ".join(f"{shown(_mean(own), digits=3)} with CPLUS ({WORDS[keep]})" for keep, own in ours.items())
+        answers.append(f"{where}: {others} at its best rate, {gated}")
+    longer = [result for result in mine if result.spec.num_new == MANY]
+    rows += [_row(longer)] if longer else []
+    claims.append(_in_half_the_time(f"{MANY} new rows", longer))
+    where = f"Where the new loss is {LEVEL}, the past loss, which certainty alone lowers, has risen by"
+    answer = f"{where}: {'; '.join(answers)}."
+    return Summary(rows=tuple(rows), answer=answer, claims=tuple(claims))
+
+
+def _in_half_the_time(where: str, results: Sequence[RunResult]) -> Claim:
+    spare = {r.spec.seed: 0.5 - found for r in results if (found := share_after_training(r)) is not None}
+    return Claim(says=f"{where}: repair takes at most half of the training's time", margin=_mean(spare))
+
+
+def _halved(theirs: Mapping[int, float], ours: Mapping[int, float]) -> Estimate | None:
+    """How far our rise is below half of theirs, or below theirs where it is a fall, over the seeds of both."""
+    return _mean({seed: min(theirs[seed] / 2, theirs[seed]) - value for seed, value in ours.items() if seed in theirs})
+
+
+def _best(ladder: Sequence[Sequence[RunResult]]) -> dict[int, float]:
+    """The rung with the lowest mean rise, among those that reach the level on most seeds."""
+    reached = [found for own in ladder if (found := _by_seed(own))]
+    most = max((len(found) for found in reached), default=0)
+    full = [found for found in reached if len(found) == most]
+    return min(full, key=lambda found: sum(found.values()) / len(found), default={})
+
+
+def _by_seed(results: Sequence[RunResult]) -> dict[int, float]:
+    return {r.spec.seed: found for r in results if (found := risen(r)) is not None}
+
+
+def _mean(values: Mapping[int, float]) -> Estimate | None:
+    return estimate(list(values.values())) if values else None
+
+
+def _row(own: Sequence[RunResult]) -> SummaryRow:
+    first = own[0].spec
+    figures = {
+        "rise of past loss": _mean(_by_seed(own)),
+        "updates": _mean({r.spec.seed: found for r in own if (found := updates(r)) is not None}),
+        "new loss at the end": _mean({r.spec.seed: r.new_nll for r in own if r.new_nll is not None}),
+        "seconds": _mean({r.spec.seed: r.seconds for r in own}),
+        "share after training": _mean(
+            {r.spec.seed: found for r in own if (found := share_after_training(r)) is not None}
+        ),
+    }
+    at = {
+        "past": setting(first),
+        "method": first.method,
+        "keep": first.keep if first.num_probes else "",
+        "lr": first.lr,
+    }
+    return SummaryRow(at=at, figures={name: value for name, value in figures.items() if value is not None})
+
+
+# The frontier on a chat model: past against new loss while it learns; not in the paper.
+
+
+LINES = {"anchors": "-", "general": "--", "both": ":"}
+TITLES = {"style": "past: answers of any kind", "format": "past: answers in JSON"}
+
+
+def fig_chat(found: Collected) -> Picture:
+    """Every run of the scale's own rate as a line from the base model to where it stopped learning."""
+    own = [run for run in found.studies["chat"].runs if run.spec.lr == found.scale.base.lr]
+    figure, axes = panels(len(TITLES), width=8.4, height=3.6)
+    for axis, (name, title) in zip(axes, TITLES.items(), strict=True):
+        _draw(axis, [run for run in own if setting(run.spec) == name])
+        axis.set(title=title, xlabel="loss of the new answers (nats a token): learned to the right")
+    axes[0].set_ylabel("rise of the past answers' loss")
+    seeds = len({run.spec.seed for run in own})
+    caption = (
+        f"A chat model learns terse answers; n = {seeds} seeds. Methods are compared where the new loss is {LEVEL}."
+    )
+    return Picture(label="fig:chat", paper="Added here", caption=caption, figure=figure)
+
+
+def _draw(axis: Any, runs: Sequence[RunResult]) -> None:
+    if not runs:
+        mark_not_run(axis)
+        return
+    named: set[str] = set()
+    for run in runs:
+        colour, marker = colour_and_marker(run.spec.method)
+        points, label = curve(run), _name(run)
+        axis.plot(
+            [new for new, _ in points],
+            [past - points[0][1] for _, past in points],
+            color=colour,
+            marker=marker,
+            markersize=3,
+            linewidth=1.2,
+            linestyle=LINES[run.spec.keep],
+            label="_" if label in named else label,
+        )
+        named.add(label)
+    axis.axvline(LEVEL, color="#999999", linewidth=0.8, linestyle="--")
+    axis.invert_xaxis()
+    axis.legend(frameon=False, fontsize=7)
+
+
+def _name(run: RunResult) -> str:
+    name = method_name(run.spec.method)
+    return f"{name}, {WORDS[run.spec.keep]}" if run.spec.method == OURS else name
+
+
+def tab_chat(found: Collected) -> Table:
+    """Every method and rate, the smallest rise of each setting first."""
+    rows = found.studies["chat"].summary.rows
+    rise = "rise of past loss"
+    order = {name: number for number, name in enumerate(TITLES)}
+    ordered = sorted(
+        rows,
+        key=lambda row: (order[row.at["past"]], row.figures[rise].mean if rise in row.figures else float("inf")),
+    )
+    return Table(
+        label="tab:chat",
+        paper="Added here",
+        caption=f"The rise of the past answers' loss where the loss of the new answers is {LEVEL}, and what it took.",
+        columns=("past", "method", "rows to keep", "rate", "rise (nats a token)", "updates", "seconds"),
+        rows=tuple(
+            (
+                row.at["past"],
+                method_name(row.at["method"]),
+                WORDS.get(row.at["keep"], "-"),
+                f"{row.at['lr']:.2g}",
+                shown(row.figures.get(rise), digits=3),
+                cell(row.figures.get("updates")),
+                cell(row.figures.get("seconds")),
+            )
+            for row in ordered
+        ),
+    )
+
+
+def comparison(found: Collected) -> list[ComparisonLine]:
+    """CPLUS with each kind of rows to keep against plain fine-tuning at the same rate."""
+    lr = found.scale.base.lr
+    rows = {
+        (row.at["past"], row.at["method"], row.at["keep"]): row.figures.get("rise of past loss")
+        for row in found.studies["chat"].summary.rows
+        if row.at["lr"] == lr
+    }
+    return [
+        ComparisonLine(
+            what=f"rise of the past loss at matched learning ({name}), {words}",
+            measured=" / ".join(shown(rows.get((name, *own)), digits=3) for own in wanted),
+            published=ADDED_HERE,
+        )
+        for name, words, wanted in (
+            ("style", "SFT / CPLUS with anchors / with none given / with both", _COMPARED),
+            ("format", "SFT / CPLUS with anchors", _COMPARED[:2]),
+        )
+    ]
+
+
+_COMPARED = (("sft", ""), *((OURS, keep) for keep in KEPT))
+
+
+STUDY = Study(
+    name="chat",
+    title="The frontier on a chat model",
+    question="How much do past answers lose on a chat model where every method has learned equally much?",
+    paper="added here; docs/studies.md",
+    runs=runs,
+    summary=summary,
+    published=(),
+    figures=(fig_chat,),
+    tables=(tab_chat,),
+    comparison=comparison,
+)

@@ -1,0 +1,715 @@
+"""What the gate did and how good its evidence was, measured without changing the training.
+
+`RunSpec.diagnose` takes the names of `OBSERVED`; `RunResult.diagnostics` then has one entry per name:
+
+- `admission`: the share of coordinates and of update energy that the gate admits, by epoch and by layer, for the binary
+  mask and for the smoothed coefficient;
+- `reference`: the harmful mass admitted and the safe mass removed, judged by the gradient of all past rows, and the
+  update-weighted agreement of the mask with the method's own full-data mask and with CPL's, by epoch and by layer;
+- `geometry`: the binary mask on the update proposed for a fixed set of new rows, at seven points of the run;
+- `coordinates`: evidence, proposal and coefficient of 512 coordinates of one tensor, at a few steps;
+- `audit`: the agreement between the masks of anchors, probes, their blend and all past rows, by layer and by number of
+  anchors, with the weights frozen and the optimizer's moments advancing.
+
+`docs/diagnostics.md` shows the shape of each entry.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cplus.core.algorithm import blend, coefficient, collaborates, smooth
+from cplus.core.evidence import Evidence, MeanGradient, Source, borrowed_gradients, free_bytes, named
+from cplus.core.gates import Proposal
+from cplus.core.guard import Guard
+from cplus.core.kernels import Signs, sign_of
+from cplus.core.losses import answer_losses
+from cplus.core.rows import Encoded
+from cplus.core.shards import trainable
+from cplus.methods.objectives import mean_backward
+from cplus.methods.table import METHODS, Material
+from cplus.training.gateshares import (
+    BLOCK,
+    LayerSums,
+    Sums,
+    admitted,
+    agrees,
+    apart,
+    applied,
+    judged,
+    layer_of,
+    masked,
+    masses,
+    middle_down_projection,
+)
+from cplus.training.loop import EpochEnded, Event, Prepared, Refreshed, Schedule
+
+# An optimizer's proposals, computed one tensor at a time without taking the step.
+
+
+def propose(optimizer: Optimizer, p: nn.Parameter, *, advance: bool = False) -> Tensor:
+    """The value the optimizer would give one parameter, which is not changed; `advance` updates its optimizer state.
+
+    A copy of the optimizer, without its hooks, steps a copy of this parameter alone.
+    """
+    if p.grad is None:
+        return p.detach()
+    copied = nn.Parameter(p.detach().clone())
+    copied.grad = p.grad
+    state = optimizer.state.get(p, {})
+    [group] = [group for group in optimizer.param_groups if any(q is p for q in group["params"])]
+    twin = type(optimizer).__new__(type(optimizer))
+    twin.__setstate__(
+        {
+            "defaults": dict(optimizer.defaults),
+            "param_groups": [{**group, "params": [copied]}],
+            "state": defaultdict(dict, {copied: state if advance else _cloned(state)} if state else {}),
+        }
+    )
+    twin.step()
+    if advance:
+        optimizer.state[p] = twin.state[copied]
+    return copied.detach()
+
+
+def proposals(
+    model: nn.Module, optimizer: Optimizer, rows: Sequence[Encoded], *, advance: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each parameter's value and the value after one step on these rows, in the optimizer's order.
+
+    The model's gradients and mode are restored after the last pair.
+    """
+    params = trainable(optimizer)
+    with borrowed_gradients(model, params):
+        mean_backward(model, rows, answer_losses)
+        for p in params:
+            proposed = propose(optimizer, p, advance=advance)
+            p.grad = None
+            yield p.detach(), proposed
+
+
+def _cloned(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+# Tensors stored where there is room, so that an observer needs little of the memory that training uses.
+
+
+class Shelf:
+    """Scratch files in the system's temporary folder (TMPDIR), removed when the shelf is closed.
+
+    With a GPU the tensors stay there, if `need` bytes are at most a quarter of its free memory: what is read at every
+    step would otherwise pass over the disk and the bus each time.
+    """
+
+    def __init__(self, need: int = 0, device: torch.device | None = None) -> None:
+        gpu = device if device is not None and device.type != "cpu" else None
+        self._device = gpu if gpu is not None and need <= free_bytes(gpu) // 4 else None
+        where = tempfile.gettempdir()
+        if self._device is None and need > (free := shutil.disk_usage(where).free):
+            raise ValueError(
+                f"this diagnostic needs {need / 1e9:.1f} GB of scratch, but {where} has {free / 1e9:.1f} GB free; set "
+                "TMPDIR to a folder on a larger disk"
+            )
+        self._folder = tempfile.TemporaryDirectory(prefix="cplus-shelf-")
+        self._kinds: dict[str, tuple[np.dtype[np.generic], torch.Size]] = {}
+        self._tensors: dict[str, Tensor] = {}
+
+    def put(self, key: str, tensor: Tensor) -> None:
+        """Store a tensor, replacing any with the same key."""
+        if self._device is not None:
+            self._tensors[key] = tensor.detach().to(self._device, copy=True)
+            return
+        values = tensor.detach().cpu().contiguous().numpy()
+        values.tofile(self._path(key))
+        self._kinds[key] = (values.dtype, tensor.shape)
+
+    def get(self, key: str, device: torch.device) -> Tensor:
+        """Read a tensor back; the caller does not change it."""
+        if self._device is not None:
+            return self._tensors[key].to(device)
+        kind, shape = self._kinds[key]
+        return torch.from_numpy(np.fromfile(self._path(key), dtype=kind)).view(shape).to(device)
+
+    def read(self, key: str, start: int, stop: int) -> Tensor:
+        """Some coordinates of the flat tensor."""
+        if self._device is not None:
+            return self._tensors[key].reshape(-1)[start:stop]
+        kind, shape = self._kinds[key]
+        count = min(stop, shape.numel()) - start
+        return torch.from_numpy(np.fromfile(self._path(key), dtype=kind, count=count, offset=start * kind.itemsize))
+
+    def remove(self, key: str) -> None:
+        """Give back the space of a tensor that is no longer needed."""
+        if self._device is not None:
+            del self._tensors[key]
+            return
+        self._path(key).unlink()
+        del self._kinds[key]
+
+    def close(self) -> None:
+        """Remove everything."""
+        self._folder.cleanup()
+        self._kinds, self._tensors = {}, {}
+
+    def _path(self, key: str) -> Path:
+        return Path(self._folder.name) / key
+
+
+# Taps: observers of a guard, which read what it is about to apply and add it to sums.
+
+
+NUM_COORDINATES = 512
+NUM_STATES = 7
+NUM_PREVIEWED = 32
+
+
+class Admission:
+    """What the gate admits at every step.
+
+    Paper: App. E.7, but over all steps instead of seven states, and also after the smoothing.
+    """
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        self.sums = LayerSums(layers)
+
+    def __call__(self, position: int, proposal: Proposal, c: Tensor) -> None:
+        """Add one step of one tensor."""
+        theta, proposed = proposal.theta, proposal.proposed
+        self.sums.add(position, {**masked(theta, proposed, proposal.sign), **applied(theta, proposed, c)})
+
+    def report(self) -> dict[str, Any]:
+        """Shares by epoch and by layer."""
+        return {
+            "epochs": [{"epoch": epoch, **admitted(sums)} for epoch, sums in self.sums.epochs().items()],
+            "layers": [{"layer": layer, **admitted(sums)} for layer, sums in self.sums.by_layer().items()],
+        }
+
+
+class References:
+    """Compares the gate with full-data references: CPL's, which is the gradient of all past rows, and the method's own.
+
+    Paper: App. B; App. E.8; App. E.11. The own reference is `weight` times CPL's plus the gradient of `others`.
+    CPL's gradient is stored on the device where it has room, else on disk; of the own reference only the signs are.
+    """
+
+    def __init__(
+        self, guard: Guard, layers: Sequence[str], *, cpl: Evidence, weight: float, others: Evidence | None
+    ) -> None:
+        self.guard, self.cpl, self.weight, self.others = guard, cpl, weight, others
+        self.sums = LayerSums(layers)
+        numbers = sum(p.numel() for p in guard.params)
+        self.shelf = Shelf(5 * numbers, guard.params[0].device)
+
+    def refresh(self) -> None:
+        """Compute both references at the current parameters, as the guard's next refresh would."""
+        for i, g in enumerate(self._gradient(self.cpl)):
+            self.shelf.put(f"cpl-{i}", g)
+            self.shelf.put(f"own-{i}", g.sign().to(torch.int8))
+        if self.others is None:
+            return
+        for i, g in enumerate(self._gradient(self.others)):
+            own = g + self.weight * self.shelf.get(f"cpl-{i}", g.device)
+            self.shelf.put(f"own-{i}", own.sign().to(torch.int8))
+
+    def _gradient(self, evidence: Evidence) -> list[Tensor]:
+        return evidence(self.guard.params, self.guard.refreshes).vectors[0]
+
+    def __call__(self, position: int, proposal: Proposal, c: Tensor) -> None:
+        """Add one step of one tensor."""
+        theta, proposed, sign, device = proposal.theta, proposal.proposed, proposal.sign, proposal.theta.device
+        past = self.shelf.get(f"cpl-{position}", device)
+        sums = masses(theta, proposed, sign, c, past) | {"apart_cpl": apart(theta, proposed, sign, past)}
+        del past  # one reference in memory at a time
+        sums["apart_own"] = apart(theta, proposed, sign, self.shelf.get(f"own-{position}", device))
+        self.sums.add(position, sums | {"energy": masked(theta, proposed, sign)["energy"]})
+
+    def report(self) -> dict[str, Any]:
+        """Masses and agreements by epoch and by layer."""
+        return {
+            "epochs": [{"epoch": epoch, **judged(sums)} for epoch, sums in self.sums.epochs().items()],
+            "layers": [{"layer": layer, **judged(sums)} for layer, sums in self.sums.by_layer().items()],
+        }
+
+
+class Coordinates:
+    """A fixed sample of one tensor's coordinates: evidence, proposal and coefficient at chosen steps.
+
+    Paper: App. E.8, the coordinate-level view.
+    """
+
+    def __init__(self, name: str, position: int, size: int, *, steps: Sequence[int], seed: int) -> None:
+        self.name, self.position, self.steps = name, position, frozenset(steps)
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+        self.indices = order[:NUM_COORDINATES].sort().values
+        self.seen = 0
+        self.rows: list[dict[str, Any]] = []
+
+    def __call__(self, position: int, proposal: Proposal, c: Tensor) -> None:
+        """Record the sample if the step is one of the chosen ones."""
+        if position != self.position:
+            return
+        self.seen += 1
+        if self.seen not in self.steps:
+            return
+        at = self.indices.to(c.device)
+        signs = proposal.sign.reshape(-1)[at].sign().tolist()
+        delta = proposal.proposed.reshape(-1)[at] - proposal.theta.reshape(-1)[at]
+        self.rows.append(
+            {
+                "step": self.seen,
+                "evidence": "".join("0+-"[int(sign)] for sign in signs),
+                "proposal": " ".join(f"{value:.2e}" for value in delta.tolist()),
+                "coefficient": " ".join(f"{value:.3g}" for value in c.reshape(-1)[at].tolist()),
+            }
+        )
+
+    def report(self) -> dict[str, Any]:
+        """The sample as space-separated numbers; the evidence has one character per coordinate."""
+        return {"tensor": self.name, "indices": " ".join(map(str, self.indices.tolist())), "steps": self.rows}
+
+
+class Geometry:
+    """The binary mask on the update proposed for the same new rows, at points spread over the run.
+
+    Paper: App. E.7, the read-only audit.
+    """
+
+    def __init__(self, guard: Guard, rows: Sequence[Encoded], *, epochs: int) -> None:
+        self.guard, self.rows = guard, rows[:NUM_PREVIEWED]
+        self.states = spread(epochs, NUM_STATES)
+        self.found: list[dict[str, Any]] = []
+
+    def measure(self, completed: int) -> None:
+        """Preview the update at the current parameters and evidence, if this point is one of the chosen ones."""
+        if completed not in self.states or any(row["completed_epochs"] == completed for row in self.found):
+            return
+        layer_sums = LayerSums([""] * len(self.guard.params))
+        for i, (theta, proposed) in enumerate(proposals(self.guard.model, self.guard.optimizer, self.rows)):
+            layer_sums.add(i, masked(theta, proposed, self.guard.evidence_at(i)))
+        self.found.append({"completed_epochs": completed, **admitted(layer_sums.epochs()[1])})
+
+    def report(self) -> list[dict[str, Any]]:
+        """One row per point."""
+        return self.found
+
+
+def spread(count: int, most: int) -> tuple[int, ...]:
+    """At most `most` evenly spaced numbers from 0 to `count` - 1, including both ends.
+
+    >>> spread(25, 7), spread(3, 7)
+    ((0, 4, 8, 12, 16, 20, 24), (0, 1, 2))
+    """
+    return tuple(sorted({round(k * (count - 1) / max(1, most - 1)) for k in range(most)}))
+
+
+# The observation of one run: which taps are active, when references are computed, and the results.
+
+
+OBSERVED = ("admission", "reference", "geometry", "coordinates")
+"""What is observed during a run; this needs a method with a gate."""
+AUDITED = ("audit",)
+"""What is measured before a run, for any method."""
+NUM_SHOWN = 4
+
+
+class Observation:
+    """The taps of one run; `seconds` is their own time inside the updates, to be subtracted from the training's."""
+
+    def __init__(
+        self, names: Sequence[str], prepared: Prepared, *, full: Material, schedule: Schedule, seed: int
+    ) -> None:
+        self.taps: dict[str, Any] = {}
+        self.seconds = 0.0
+        self._epochs = schedule.epochs
+        if not names:
+            return
+        guard = observable(prepared, names)
+        labels = [guard.names.get(id(p), "others") for p in guard.params]
+        layers = [layer_of(label) for label in labels]
+        if "admission" in names:
+            self.taps["admission"] = Admission(layers)
+        if "reference" in names:
+            self.taps["reference"] = references(guard, layers, prepared, full)
+        if "coordinates" in names:
+            steps = schedule.epochs * math.ceil(len(full.new) / schedule.batch_size)
+            chosen = [step + 1 for step in spread(steps, NUM_SHOWN)]
+            at = middle_down_projection(labels)
+            size = guard.params[at].numel()
+            self.taps["coordinates"] = Coordinates(labels[at], at, size, steps=chosen, seed=seed)
+        if "geometry" in names:
+            self.taps["geometry"] = Geometry(guard, full.new, epochs=schedule.epochs)
+        for name, tap in self.taps.items():
+            if name != "geometry":
+                guard.observers.append(self._timed(tap))
+        self._begin(1)
+
+    def __call__(self, event: Event) -> None:
+        """Follow the run: compute references between epochs, preview after each refresh of the evidence."""
+        if isinstance(event, Refreshed) and "geometry" in self.taps:
+            self.taps["geometry"].measure(event.epoch - 1)
+        if isinstance(event, EpochEnded) and event.epoch < self._epochs:
+            self._begin(event.epoch + 1)
+
+    def report(self) -> dict[str, Any]:
+        """The results of every tap as plain JSON values; removes the scratch files."""
+        found = {name: tap.report() for name, tap in self.taps.items()}
+        if "reference" in self.taps:
+            self.taps["reference"].shelf.close()
+        return found
+
+    def _begin(self, epoch: int) -> None:
+        for name in self.taps.keys() & {"admission", "reference"}:
+            self.taps[name].sums.epoch = epoch
+        if "reference" in self.taps:
+            self.taps["reference"].refresh()
+
+    def _timed(self, tap: Callable[[int, Proposal, Tensor], None]) -> Callable[[int, Proposal, Tensor], None]:
+        def observer(position: int, proposal: Proposal, c: Tensor) -> None:
+            started = time.perf_counter()
+            tap(position, proposal, c)
+            self.seconds += time.perf_counter() - started
+
+        return observer
+
+
+def observable(prepared: Prepared, names: Sequence[str]) -> Guard:
+    """The guard to observe; refuse methods without a gate, unknown names and sharded parameters."""
+    unknown = [name for name in names if name not in OBSERVED]
+    if unknown:
+        raise ValueError(f"unknown diagnostic {unknown[0]!r}; expected one of {', '.join(OBSERVED)}")
+    guard = prepared.guard
+    if guard is None or guard.gate is None:
+        gated = [name for name, row in METHODS.items() if row.gate is not None]
+        raise ValueError(
+            f"method {prepared.method.name!r} has no gate, so {', '.join(names)} have nothing to observe; leave them "
+            f"out, or choose one of {', '.join(gated)}"
+        )
+    if guard.where.sharded:
+        raise TypeError("diagnostics need whole parameters, but these are sharded; run in one process or with DDP")
+    return guard
+
+
+def references(guard: Guard, layers: Sequence[str], prepared: Prepared, full: Material) -> References:
+    """The tap with CPL's evidence and the method's own, both with every past row as an anchor."""
+    method, cpl, model = prepared.method, METHODS["cpl"], guard.model
+    if not full.rows("anchors"):
+        raise ValueError("the full-data reference needs past rows, got none")
+    own = method.build_evidence(model, full)
+    weight = 0.0
+    others: Evidence | None = own
+    if isinstance(own, MeanGradient):  # linear in its sources: CPL's gradient is reused for the past rows
+        weight = sum(weight for weight, kind in method.evidence if kind == "anchors")
+        rest = replace(method, evidence=tuple(pair for pair in method.evidence if pair[1] != "anchors")).sources(full)
+        others = MeanGradient(model=model, sources=rest) if rest else None
+    return References(guard, layers, cpl=cpl.reduction(model, cpl.sources(full)), weight=weight, others=others)
+
+
+# The masks of all references over one replay of proposals, stored as a few sums per coordinate.
+#
+# With the weights frozen, a reference is one fixed sign per coordinate: plus, minus or zero. All references therefore
+# share three mask trajectories: that of plus (1 where delta <= 0), of minus (1 where delta >= 0) and of zero
+# (always 1), each binary or smoothed. The sums measure the differences between these trajectories.
+
+
+Table: TypeAlias = dict[tuple[int, int], Tensor]
+KEPT = ("up", "down", "opposite", "plus", "minus", "plus_binary", "minus_binary", "ema_plus", "ema_minus")
+"""Sums over steps of delta^2 times [delta > 0], [delta < 0], |c+ - c-|, 1 - c+, 1 - c-, |c+ - m+| and |c- - m-|, and
+the two moving averages; c+ and m+ are the coefficient and the binary mask of a plus reference."""
+
+
+BYTES = 4 * len(KEPT)
+"""Bytes per coordinate of the sums."""
+
+
+def replay(
+    shelf: Shelf,
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: Sequence[Sequence[Encoded]],
+    *,
+    beta: float,
+    room: int | None = None,
+) -> int:
+    """Propose one update per batch, with the weights frozen and the moments advancing; return the number of updates.
+
+    Paper: App. E.8; App. E.11, a common sequence of proposed updates. The sums are collected in memory and stored
+    once; where only some of the parameters' sums fit into it, the same updates are proposed again for the others.
+    """
+    params = trainable(optimizer)
+    sizes = [p.numel() for p in params]
+    place, space = working_memory(BYTES * sum(sizes), params[0].device) if room is None else (params[0].device, room)
+    t = 0
+    for number, group in enumerate(groups(sizes, space // BYTES)):
+        if number:
+            optimizer.state.clear()  # the moments start again, as they did for the first group
+        sums = {i: {name: torch.zeros(sizes[i], device=place) for name in KEPT} for i in group}
+        for t, rows in enumerate(batches, start=1):
+            for i, (theta, proposed) in enumerate(proposals(model, optimizer, rows, advance=True)):
+                if i in sums:
+                    _add(sums[i], theta.reshape(-1), proposed.reshape(-1), beta=beta, t=t)
+        for i in group:
+            for name, values in sums.pop(i).items():
+                shelf.put(f"{name}-{i}", values)
+    return t
+
+
+def working_memory(need: int, device: torch.device) -> tuple[torch.device, int]:
+    """Where sums are collected: on the device if half of its free memory suffices, else in the host's memory."""
+    if need <= free_bytes(device) // 2:
+        return device, need
+    host = torch.device("cpu")
+    return host, min(need, free_bytes(host) // 2)
+
+
+def groups(sizes: Sequence[int], room: int) -> list[list[int]]:
+    """Positions of consecutive tensors that have room together; one that is larger than the room is alone.
+
+    >>> groups([3, 4, 9, 1], 8)
+    [[0, 1], [2], [3]]
+    """
+    found: list[list[int]] = []
+    left = 0
+    for position, size in enumerate(sizes):
+        if not found or size > left:
+            found.append([])
+            left = room
+        found[-1].append(position)
+        left -= size
+    return found
+
+
+def _add(sums: dict[str, Tensor], old: Tensor, new: Tensor, *, beta: float, t: int) -> None:
+    """Add one step of one tensor to its sums, block by block."""
+    for start in range(0, old.numel(), BLOCK):
+        stop = start + BLOCK
+        delta = new[start:stop].double() - old[start:stop].double()
+        accumulate({name: own[start:stop] for name, own in sums.items()}, delta.to(sums["up"].device), beta=beta, t=t)
+
+
+def accumulate(sums: dict[str, Tensor], delta: Tensor, *, beta: float, t: int) -> None:
+    """Add one step's part of a tensor to the sums, in place."""
+    energy, one = delta.square(), torch.ones((), device=delta.device)
+    masks = {"plus": collaborates(one, delta).double(), "minus": collaborates(-one, delta).double()}
+    c = {}
+    for sign, mask in masks.items():
+        average = smooth(sums[f"ema_{sign}"].double(), mask, beta)
+        sums[f"ema_{sign}"].copy_(average)
+        c[sign] = coefficient(average, beta, t)
+    found = {
+        "up": energy * (delta > 0),
+        "down": energy * (delta < 0),
+        "opposite": energy * (c["plus"] - c["minus"]).abs(),
+        "plus": energy * (1.0 - c["plus"]),
+        "minus": energy * (1.0 - c["minus"]),
+        "plus_binary": energy * (c["plus"] - masks["plus"]).abs(),
+        "minus_binary": energy * (c["minus"] - masks["minus"]).abs(),
+    }
+    for name, values in found.items():
+        sums[name].copy_(sums[name].double() + values)
+
+
+def tables(sums: dict[str, Tensor]) -> dict[str, Table]:
+    """The difference between two trajectories at each coordinate, by the signs of their references.
+
+    `binary`: two binary masks. `smoothed`: two smoothed masks. `crossed`: a smoothed and a binary mask.
+    """
+    up, down, plus, minus, opposite = (sums[name] for name in ("up", "down", "plus", "minus", "opposite"))
+    energy, to_plus, to_minus = up + down, sums["plus_binary"], sums["minus_binary"]
+    return {
+        "binary": {(1, -1): energy, (-1, 1): energy, (1, 0): up, (0, 1): up, (-1, 0): down, (0, -1): down},
+        "smoothed": {(1, -1): opposite, (-1, 1): opposite, (1, 0): plus, (0, 1): plus, (-1, 0): minus, (0, -1): minus},
+        "crossed": {
+            (1, 1): to_plus,
+            (1, -1): energy - to_plus,  # the two binary masks are complements wherever delta is not 0
+            (-1, -1): to_minus,
+            (-1, 1): energy - to_minus,
+            (1, 0): plus,
+            (-1, 0): minus,
+            (0, 1): up,
+            (0, -1): down,
+        },
+    }
+
+
+def distance(table: Table, first: Tensor, second: Tensor) -> float:
+    """The energy on which the trajectories of two references' signs differ."""
+    return sum(float(values[(first == a) & (second == b)].sum()) for (a, b), values in table.items())
+
+
+def mean_coefficients(signs: Tensor, sums: dict[str, Tensor]) -> Tensor:
+    """Each coordinate's update-weighted mean of the smoothed mask; 1 where nothing was proposed.
+
+    Paper: App. E.11.    sum_t delta^2 c / sum_t delta^2
+    """
+    energy = sums["up"] + sums["down"]
+    lost = torch.where(signs > 0, sums["plus"], torch.where(signs < 0, sums["minus"], 0.0))
+    return torch.where(energy > 0, 1.0 - lost / energy.clamp(min=torch.finfo(energy.dtype).tiny), 1.0)
+
+
+# The mask audit: the agreement between the masks of few anchors, probes, their blend and all past rows.
+
+
+BUDGETS = (4, 8, 16, 32, 64, 128)
+"""The paper's numbers of anchors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidences:
+    """The rows whose masks are compared: `anchors` by their number; `num_anchors` is the number that the run uses."""
+
+    anchors: Mapping[int, Sequence[Encoded]]
+    num_anchors: int
+    probes: Sequence[Encoded]
+    past: Sequence[Encoded]
+    anchor_weight: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not self.probes:
+            raise ValueError("the mask audit compares anchors, probes and past rows, but there are no probes")
+        if self.num_anchors not in self.anchors:
+            raise ValueError(f"expected {self.num_anchors} among the numbers of anchors, got {sorted(self.anchors)}")
+
+
+def audit(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: Sequence[Sequence[Encoded]],
+    given: Evidences,
+    *,
+    beta: float = 0.9,
+) -> dict[str, Any]:
+    """Replay the batches' proposals at the model's weights, which do not change, and compare the references' masks.
+
+    Paper: App. E.8; App. E.11. The optimizer's moments advance, so use a new optimizer.
+    """
+    params, names = trainable(optimizer), named(model)
+    labels = [names.get(id(p), "others") for p in params]
+    shelf = Shelf(scratch_bytes(sum(p.numel() for p in params), len(given.anchors)))
+    try:
+        updates = replay(shelf, model, optimizer, batches, beta=beta)
+        keep_signs(shelf, model, params, given)
+        layer_sums = LayerSums([layer_of(label) for label in labels])
+        for i, p in enumerate(params):
+            for sums in compared(shelf, i, p.numel(), given):
+                layer_sums.add(i, sums)
+        at = middle_down_projection(labels)
+        return {
+            "updates": updates,
+            "past": len(given.past),
+            "probes": len(given.probes),
+            "budgets": sorted(given.anchors),
+            **agreements(layer_sums.epochs()[1], given),
+            "references": pairs(layer_sums.epochs()[1], given.num_anchors),
+            "layers": [{"layer": layer, **agreements(s, given)} for layer, s in layer_sums.by_layer().items()],
+            "coordinates": {"tensor": labels[at], **coordinates(shelf, at, given)},
+        }
+    finally:
+        shelf.close()
+
+
+def keep_signs(shelf: Shelf, model: nn.Module, params: Sequence[nn.Parameter], given: Evidences) -> None:
+    """Store the signs of each source's mean gradient at these weights, and of its blend with the probes'."""
+
+    def gradient(rows: Sequence[Encoded]) -> list[Tensor]:
+        source = Source(name="evidence", weight=1.0, rows=rows)
+        return MeanGradient(model=model, sources=(source,))(params, 0).vectors[0]
+
+    for i, g in enumerate(gradient(given.probes)):
+        shelf.put(f"gradient-{i}", g)
+        shelf.put(f"probes-{i}", Signs.of(g).packed)
+    for name, rows in (*given.anchors.items(), ("past", given.past)):
+        for i, g in enumerate(gradient(rows)):
+            shelf.put(f"anchors_{name}-{i}", Signs.of(g).packed)
+            blended = blend(g, shelf.get(f"gradient-{i}", g.device), given.anchor_weight)
+            shelf.put(f"blend_{name}-{i}", Signs.of(blended).packed)
+    for i in range(len(params)):
+        shelf.remove(f"gradient-{i}")
+
+
+def scratch_bytes(parameters: int, budgets: int) -> int:
+    """Bytes of scratch that an audit over so many budgets needs: sums, a gradient, and two bits per reference's sign.
+
+    >>> scratch_bytes(596_049_920, 6) < 30e9  # Qwen3-0.6B with the paper's budgets
+    True
+    """
+    return parameters * (BYTES + 4) + (2 * (budgets + 1) + 1) * -(-parameters // 4)
+
+
+def compared(shelf: Shelf, position: int, size: int, given: Evidences) -> Iterator[Sums]:
+    """One tensor's energy and the energy on which each pair of references differs, block by block."""
+    for start in range(0, size, BLOCK):
+        stop = start + BLOCK
+        kept = {name: shelf.read(f"{name}-{position}", start, stop).double() for name in KEPT}
+        table = tables(kept)
+
+        def signs(name: str, start: int = start, stop: int = stop) -> Tensor:
+            count = min(stop, size) - start
+            return sign_of(shelf.read(f"{name}-{position}", start // 4, -(-(start + count) // 4)), count)
+
+        full, own = signs("anchors_past"), signs("blend_past")
+        sums = {"energy": float((kept["up"] + kept["down"]).sum())}
+        for count in given.anchors:
+            blended = signs(f"blend_{count}")
+            sums[f"cpl_{count}"] = distance(table["binary"], signs(f"anchors_{count}"), full)
+            sums[f"cplus_{count}"] = distance(table["smoothed"], blended, own)
+            sums[f"cross_{count}"] = distance(table["crossed"], blended, full)
+        for first, second in combinations(compared_names(given.num_anchors).items(), 2):
+            sums[f"{first[0]}/{second[0]}"] = distance(table["binary"], signs(first[1]), signs(second[1]))
+        yield sums
+
+
+def compared_names(num_anchors: int) -> dict[str, str]:
+    """The references of the pairwise comparison, with the names they are stored under."""
+    return {
+        "anchors": f"anchors_{num_anchors}",
+        "probes": "probes",
+        "blend": f"blend_{num_anchors}",
+        "past": "anchors_past",
+        "past blend": "blend_past",
+    }
+
+
+def agreements(sums: Sums, given: Evidences) -> dict[str, list[float | None]]:
+    """By number of anchors: CPL with full-data CPL, CPLUS with full-data CPLUS, CPLUS with full-data CPL."""
+    return {
+        kind: [agrees(sums[f"{kind}_{count}"], sums["energy"]) for count in sorted(given.anchors)]
+        for kind in ("cpl", "cplus", "cross")
+    }
+
+
+def pairs(sums: Sums, num_anchors: int) -> list[dict[str, Any]]:
+    """The agreement between the binary masks of each pair of references."""
+    return [
+        {"first": a, "second": b, "agreement": agrees(sums[f"{a}/{b}"], sums["energy"])}
+        for a, b in combinations(compared_names(num_anchors), 2)
+    ]
+
+
+def coordinates(shelf: Shelf, position: int, given: Evidences) -> dict[str, Any]:
+    """The coordinates of one tensor with the most update energy, and CPLUS's mean mask there, by number of anchors."""
+    cpu = torch.device("cpu")
+    sums = {name: shelf.get(f"{name}-{position}", cpu).double() for name in ("up", "down", "plus", "minus")}
+    energy = sums["up"] + sums["down"]
+    at = energy.topk(min(NUM_COORDINATES, energy.numel())).indices.sort().values
+    chosen = {name: values[at] for name, values in sums.items()}
+    rows = {}
+    for count in (*sorted(given.anchors), "past"):
+        signs = sign_of(shelf.get(f"blend_{count}-{position}", cpu), energy.numel())
+        means = mean_coefficients(signs[at], chosen)
+        rows[str(count)] = " ".join(f"{value:.3g}" for value in means.tolist())
+    return {"indices": " ".join(map(str, at.tolist())), "cplus": rows}

@@ -1,0 +1,242 @@
+"""E2: does preservation extend beyond the behaviour that the anchors represent?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from cplus.evaluation.statistics import Estimate
+from cplus.lab.drawing import INK, colour_and_marker, joined, legend, mark_not_run, method_name, panels, seed_count
+from cplus.lab.records import RunResult
+from cplus.lab.scales import Scale
+from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Result, Study, Summary, run_results
+from cplus.lab.summaries import Metric, above, margin, over_seeds, pick, shown, table
+from cplus.training.settings import RunSpec
+
+METHODS = ("sft", "replay", "cpl", "cplus")
+
+
+def runs(scale: Scale) -> list[RunSpec]:
+    """The first model adapted to each task, as in E1, and evaluated on tasks it was not trained on."""
+    return [
+        scale.at(model=cell.model, task=cell.task, lr=cell.lr, method=method, seed=seed)
+        for cell in scale.grid
+        if cell.model == scale.grid[0].model
+        for method in METHODS
+        for seed in range(scale.seeds_where_five)
+    ]
+
+
+def change(result: RunResult) -> float | None:
+    """The mean change of accuracy over the outside tasks, in points."""
+    changes = [task["after"] - task["before"] for task in result.external.values()]
+    return sum(changes) / len(changes) if changes else None
+
+
+def change_on(task: str) -> Metric:
+    """The change of accuracy on one outside task."""
+
+    def metric(result: RunResult) -> float | None:
+        found = result.external.get(task)
+        return None if found is None else found["after"] - found["before"]
+
+    return metric
+
+
+def kept(result: RunResult) -> float | None:
+    """The mean share of correct answers kept over the outside tasks."""
+    return result.external_kept
+
+
+def summary(results: Sequence[Result]) -> Summary:
+    """Change of outside accuracy by adaptation task and method."""
+    mine = run_results(results)
+    outside = sorted({name for result in mine for name in result.external})
+    figures = {"change": change, "kept": kept, **{f"change on {name}": change_on(name) for name in outside}}
+    rows = table(mine, ("task", "method"), figures)
+    ours = pick(mine, method="cplus")
+    claims = (
+        Claim(
+            says="outside tasks: CPLUS's accuracy rises above the base model's",
+            margin=over_seeds(ours, change),
+            paper="Sec. 4.3",
+        ),
+        *(
+            above(
+                f"outside tasks: CPLUS loses less than {name}",
+                ours,
+                pick(mine, method=name),
+                change,
+                paper="Sec. 4.3; Figs. 1 (b), 4",
+            )
+            for name in METHODS[:-1]
+        ),
+    )
+    moved = {name: shown(over_seeds(pick(mine, method=name), change), sign=True) for name in METHODS}
+    gap = shown(margin(ours, pick(mine, method="cpl"), change), sign=True)
+    answer = (
+        f"On tasks used neither for training nor as anchors CPLUS changes accuracy by {moved['cplus']} points, CPL by "
+        f"{moved['cpl']} and SFT by {moved['sft']}: CPLUS minus CPL is {gap} points."
+    )
+    return Summary(rows=rows, answer=answer, claims=claims)
+
+
+# E2, beyond the represented target: the change on tasks that are neither trained on nor anchors (Figs. 4, 16).
+
+
+def draw_outside_changes(axis: Any, here: Sequence[RunResult]) -> list[Estimate]:
+    """The change on every outside task by method, and their average as diamonds; also panel (b) of Fig. 1."""
+    tasks = sorted({name for result in here for name in result.external})
+    metrics = [*(change_on(task) for task in tasks), change]
+    drawn = []
+    for number, method in enumerate(METHODS):
+        own = pick(here, method=method)
+        for x, metric in enumerate(metrics):
+            if (found := over_seeds(own, metric)) is not None:
+                _point(axis, x + 0.14 * (number - 1.5), found, method, average=x == len(tasks))
+                drawn.append(found)
+    axis.axhline(0.0, color=INK, linewidth=0.8)
+    axis.set_xticks(range(len(metrics)), [*tasks, "average"])
+    axis.set_ylabel("change of accuracy (points)")
+    if not drawn:
+        mark_not_run(axis)
+    return drawn
+
+
+def _point(axis: Any, x: float, found: Estimate, method: str, *, average: bool) -> None:
+    colour, marker = colour_and_marker(method)
+    axis.errorbar(
+        [x],
+        [found.mean],
+        yerr=[found.error or 0.0],
+        label=None if average else method_name(method),
+        color=colour,
+        marker="D" if average else marker,
+        markersize=6 if average else 4.5,
+        linestyle="none",
+        capsize=2,
+    )
+
+
+def fig_medqa_broader_capability(found: Collected) -> Picture:
+    """The change on outside tasks after adapting to each task but the first.
+
+    Paper: Fig. 4.
+    """
+    grid = found.scale.grid
+    tasks = [cell.task for cell in grid if cell.model == grid[0].model]
+    tasks = tasks[1:] or tasks
+    figure, axes = panels(len(tasks), width=3.4, height=2.7)
+    drawn: list[Estimate] = []
+    for axis, task in zip(axes, tasks, strict=True):
+        drawn += draw_outside_changes(axis, pick(found.studies["e02"].runs, task=task))
+        axis.set_title(f"after {task}")
+        axis.tick_params(axis="x", labelrotation=20)
+    for axis in axes[1:]:
+        axis.set_ylabel("")
+    legend(figure)
+    caption = (
+        "Change of accuracy from the base model on tasks used neither for training nor as anchors, by the task that "
+        f"was learned; diamonds are averages. Each panel has its own range. Means and standard errors, "
+        f"{seed_count(drawn)}."
+    )
+    return Picture(label="fig:medqa-broader-capability", paper="Fig. 4", caption=caption, figure=figure)
+
+
+def fig_broader_capability_appendix(found: Collected) -> Picture:
+    """Scores on outside tasks in percent of the base model's, one axis per task.
+
+    Paper: Fig. 16.
+    """
+    from matplotlib.figure import Figure
+
+    here = pick(found.studies["e02"].runs, task=found.scale.grid[0].task)
+    tasks = sorted({name for result in here for name in result.external})
+    figure = Figure(figsize=(5.2, 4.4), layout="constrained")
+    axis = figure.add_subplot(projection="polar")
+    angles = [2 * math.pi * i / max(1, len(tasks)) for i in range(len(tasks))]
+    drawn: list[Estimate] = []
+    for method in METHODS:
+        scores = [over_seeds(pick(here, method=method), relative(task)) for task in tasks]
+        known = [(angle, score) for angle, score in zip(angles, scores, strict=True) if score is not None]
+        if known:
+            colour, marker = colour_and_marker(method)
+            around, values = [a for a, _ in known], [s.mean for _, s in known]
+            axis.errorbar(around, values, [s.error or 0.0 for _, s in known], color=colour, linestyle="none", capsize=2)
+            axis.plot(
+                [*around, around[0]], [*values, values[0]], color=colour, marker=marker, label=method_name(method)
+            )
+            drawn += [score for _, score in known]
+    circle = [2 * math.pi * i / 120 for i in range(121)]
+    axis.plot(circle, [100.0] * 121, color=INK, linestyle="--", linewidth=1.0, label="base model")
+    axis.set_xticks(angles, tasks)
+    _radial_range(axis, drawn)
+    if not drawn:
+        mark_not_run(axis)
+    legend(figure)
+    caption = (
+        f"Scores after adapting to {found.scale.grid[0].task}, in percent of the base model's score on each task; "
+        f"the dashed line is 100 %. The radial axis does not begin at 0. Means and standard errors, "
+        f"{seed_count(drawn)}."
+    )
+    return Picture(label="fig:broader-capability-appendix", paper="Fig. 16", caption=caption, figure=figure)
+
+
+def _radial_range(axis: Any, drawn: Sequence[Estimate]) -> None:
+    """A radial range in which the differences are visible."""
+    values = [found.mean for found in drawn] or [100.0]
+    low, high = min(*values, 100.0), max(*values, 100.0)
+    room = max(1.0, 0.15 * (high - low))
+    axis.set_ylim(low - 2 * room, high + room)
+    axis.grid(visible=True)
+
+
+def relative(task: str) -> Metric:
+    """The accuracy on an outside task after adaptation in percent of that before."""
+
+    def metric(result: RunResult) -> float | None:
+        found = result.external.get(task)
+        return 100.0 * found["after"] / found["before"] if found and found["before"] else None
+
+    return metric
+
+
+def comparison(found: Collected) -> list[ComparisonLine]:
+    """The mean change on outside tasks by method, then CPLUS's after each task, with the paper's."""
+    own, paper = found.studies["e02"], STUDY.published[0].numbers
+    changes = ", ".join(f"{value:+.2f} after {task}" for task, value in paper.items())
+    tasks = dict.fromkeys(getattr(spec, "task", "") for spec in own.specs)
+    return [
+        ComparisonLine(
+            what="change on outside tasks, SFT / CPL / CPLUS (points)",
+            measured=joined([over_seeds(pick(own.runs, method=m), change) for m in ("sft", "cpl", "cplus")], sign=True),
+            published=f"CPLUS {changes}",
+        ),
+        *(
+            ComparisonLine(
+                what=f"CPLUS after {task} (points)",
+                measured=shown(over_seeds(pick(own.runs, method="cplus", task=task), change), sign=True),
+                published=f"{paper[task]:+.2f}" if task in paper else "other tasks",
+            )
+            for task in tasks
+        ),
+    ]
+
+
+STUDY = Study(
+    name="e02",
+    title="Beyond the represented target",
+    question="Does preservation extend beyond the behaviour represented by the anchors?",
+    paper="Sec. 4.3; Figs. 1 (b), 4, 16; App. E.10",
+    runs=runs,
+    summary=summary,
+    published=(
+        Published(
+            where="Sec. 4.3, CPLUS's mean change on outside benchmarks, points",
+            numbers={"arc_c": 1.15, "mmlu": 0.88, "medqa": 0.14},
+        ),
+    ),
+    figures=(fig_medqa_broader_capability, fig_broader_capability_appendix),
+    comparison=comparison,
+)

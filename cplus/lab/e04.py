@@ -1,0 +1,307 @@
+"""E4: which components and settings of CPLUS matter?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cplus.evaluation.statistics import Estimate
+from cplus.lab.drawing import (
+    PALETTE,
+    budget_axis,
+    compare_methods,
+    line,
+    lines,
+    mark_not_run,
+    panels,
+    points_by,
+    rows_by_method,
+    seed_count,
+)
+from cplus.lab.records import RunResult
+from cplus.lab.scales import Scale
+from cplus.lab.study import (
+    Claim,
+    Collected,
+    ComparisonLine,
+    Picture,
+    Published,
+    Result,
+    Study,
+    Summary,
+    Table,
+    run_results,
+)
+from cplus.lab.summaries import KEPT_AND_LEARNED, above, learned, margin, over_seeds, pick, retained, shown, table
+from cplus.training.settings import RunSpec
+
+COMPONENTS = ("cplus-anchors", "cplus-probes", "cplus-no-ema", "cplus", "cplus-norm-aligned", "cplus-gradient")
+REDUCTIONS = ("cplus-no-ema", "cplus", "cplus-cvar")
+ENDS = ("cplus-probes", "cplus")
+WEIGHTS = (0.0, 0.25, 0.5, 0.75)
+BETAS = (0.0, 0.5, 0.9, 0.99)
+BUDGETS = (4, 8, 16, 32)
+FIG_11 = "App. E.2; Fig. 11"
+FIELDS = ("method", "num_anchors", "anchor_weight", "beta", "shots", "temperature")
+
+
+def runs(scale: Scale) -> list[RunSpec]:
+    """Components at one budget; blend weights over budgets; generation at the smallest; reduction at a large one."""
+    few, seeds, more = min(scale.budgets), range(scale.seeds_where_one), range(scale.seeds_where_three)
+    return [
+        *(scale.at(method=method, seed=seed) for method in COMPONENTS for seed in more),
+        *(_weighted(scale, w, a, s) for w in WEIGHTS for a in BUDGETS if a in scale.budgets for s in seeds),
+        *(scale.at(method=m, num_anchors=a, seed=s) for m in ENDS for a in BUDGETS if a in scale.budgets for s in more),
+        *(_smoothed(scale, beta, seed) for beta in BETAS for seed in seeds),
+        *(
+            scale.at(num_anchors=few, shots=shots, temperature=temperature, seed=seed)
+            for shots in scale.shots
+            for temperature in scale.temperatures
+            for seed in seeds
+        ),
+        *(scale.at(method=m, num_anchors=64, seed=s) for m in REDUCTIONS if 64 in scale.budgets for s in more),
+    ]
+
+
+def _weighted(scale: Scale, weight: float, budget: int, seed: int) -> RunSpec:
+    """CPLUS with this anchor weight; with weight 0 it is the method of probes alone."""
+    if weight == 0:
+        return scale.at(method="cplus-probes", num_anchors=budget, seed=seed)
+    return scale.at(anchor_weight=weight, num_anchors=budget, seed=seed)
+
+
+def _smoothed(scale: Scale, beta: float, seed: int) -> RunSpec:
+    return scale.at(method="cplus-no-ema", seed=seed) if beta == 0 else scale.at(beta=beta, seed=seed)
+
+
+def summary(results: Sequence[Result]) -> Summary:
+    """Retention of every variant; CPLUS against each variant without a component and against each other setting."""
+    mine = run_results(results)
+    budget = next((r.spec.num_anchors for r in mine if r.spec.method == "cplus-norm-aligned"), 8)
+    here = pick(mine, num_anchors=budget, anchor_weight=0.5, beta=0.9, shots=2, temperature=0.8)
+    whole = pick(here, method="cplus")
+    says = {
+        "cplus-anchors": ("both sources keep more than anchors alone", "Sec. 4.4; Table 1"),
+        "cplus-probes": ("both sources keep more than probes alone", "Sec. 4.4; Table 1"),
+        "cplus-no-ema": ("smoothing keeps more than the binary mask", "Sec. 4.4; Table 1"),
+        "cplus-gradient": ("masking the update keeps more than masking the gradient", None),
+    }
+    claims = (
+        *(above(words, whole, pick(here, method=name), paper=paper) for name, (words, paper) in says.items()),
+        *_blends(mine, budget),
+        *_generation(mine),
+        *_reductions(mine),
+    )
+    gains = {name: shown(margin(whole, pick(here, method=name)), sign=True) for name in COMPONENTS if name != "cplus"}
+    answer = (
+        f"At A={budget} both sources together keep {gains['cplus-anchors']} points more than anchors alone and "
+        f"{gains['cplus-probes']} more than probes alone; smoothing adds {gains['cplus-no-ema']}, "
+        f"and CPLUS minus its norm-aligned variant is {gains['cplus-norm-aligned']}."
+    )
+    return Summary(rows=table(mine, FIELDS, KEPT_AND_LEARNED), answer=answer, claims=claims)
+
+
+def _blends(results: Sequence[RunResult], table_budget: int) -> list[Claim]:
+    """Equal weights against probes alone and against unequal weights, budget by budget.
+
+    The paper's 75:25 is read as probes to anchors: it is listed between probes alone and equal weights. The claim on
+    probes alone at the budget of Table 1 belongs to that table.
+    """
+    mine = pick(results, num_anchors=BUDGETS, beta=0.9, shots=2, temperature=0.8)
+    budgets = sorted({result.spec.num_anchors for result in pick(mine, method="cplus-probes")})
+    equal, probes = pick(mine, method="cplus", anchor_weight=0.5), pick(mine, method="cplus-probes")
+    claims = []
+    for budget in budgets:
+        ours = pick(equal, num_anchors=budget)
+        if budget != table_budget:
+            words = f"both sources keep more than probes alone, A={budget}"
+            claims.append(above(words, ours, pick(probes, num_anchors=budget), paper=FIG_11))
+        for weight, paper in ((0.25, FIG_11), (0.75, None)):
+            words = f"equal weights keep more than {1 - weight:.0%} probes, A={budget}"
+            other = pick(mine, method="cplus", num_anchors=budget, anchor_weight=weight)
+            claims.append(above(words, ours, other, paper=paper))
+    if budgets:
+        words = f"both sources keep more than probes alone, mean over A = {', '.join(map(str, budgets))}"
+        claims.append(above(words, pick(equal, num_anchors=tuple(budgets)), probes))
+    return claims
+
+
+def _generation(results: Sequence[RunResult]) -> list[Claim]:
+    """Two examples in context at T = 0.8 against every other generation setting tried, at the fewest anchors."""
+    mine = pick(results, method="cplus", anchor_weight=0.5, beta=0.9)
+    few = min((result.spec.num_anchors for result in mine), default=0)
+    tried = sorted({(r.spec.shots, r.spec.temperature) for r in mine} - {(2, 0.8)})
+    chosen = pick(mine, num_anchors=few, shots=2, temperature=0.8)
+    return [
+        above(
+            f"2 examples in context at T=0.8 keep more than {shots} at T={temperature:g}, A={few}",
+            chosen,
+            pick(mine, num_anchors=few, shots=shots, temperature=temperature),
+            paper=FIG_11,
+        )
+        for shots, temperature in tried
+    ]
+
+
+def _reductions(results: Sequence[RunResult]) -> list[Claim]:
+    """Mean reduction with smoothing against the mean without it and against the worst examples, with many anchors."""
+    here = pick(results, num_anchors=64, anchor_weight=0.5, beta=0.9)
+    if not here:
+        return []
+    says = {
+        "cplus-no-ema": "smoothing keeps more than the binary mask, A=64",
+        "cplus-cvar": "the mean keeps more than CVaR, A=64",
+    }
+    ours = pick(here, method="cplus")
+    return [above(words, ours, pick(here, method=name), paper="App. E.2; Table 3") for name, words in says.items()]
+
+
+# E4, components and settings: hyperparameters (Fig. 11), components (Table 1), reduction and smoothing (Table 3).
+
+
+def fig_hyperparameters(found: Collected) -> Picture:
+    """Retention by generation, by the weight of the anchors and by smoothing.
+
+    Paper: Fig. 11.
+    """
+    runs = found.studies["e04"].runs
+    few = min(found.scale.budgets)
+    figure, (left, middle, right) = panels(3, width=3.2, height=2.7)
+    drawn = _generation_panel(left, pick(runs, method="cplus", anchor_weight=0.5, beta=0.9, num_anchors=few))
+    left.set_title(f"generation, A = {few}")
+    drawn += _weights(middle, pick(runs, beta=0.9, shots=2, temperature=0.8))
+    budget_axis(middle, (a for a in BUDGETS if a in found.scale.budgets))
+    middle.set_title("weight of the anchors")
+    drawn += _betas(right, pick(runs, num_anchors=found.scale.anchors, anchor_weight=0.5))
+    right.set(title=f"smoothing, A = {found.scale.anchors}", xlabel="beta of the mask's average")
+    for axis in (left, middle, right):
+        axis.set_ylabel("Retention (%)")
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=7)
+    caption = (
+        f"Left: probes generated with so many examples in context at each temperature. Middle: weight of the anchors' "
+        f"gradient in the blend; 0 is probes alone. Right: smoothing of the mask; 0 is the binary mask. Means and "
+        f"standard errors, {seed_count(drawn)}."
+    )
+    return Picture(label="fig:hyperparameters", paper="Fig. 11", caption=caption, figure=figure)
+
+
+def _generation_panel(axis: Any, here: Sequence[RunResult]) -> list[Estimate]:
+    drawn = []
+    for colour, marker, shots in zip(PALETTE, "os", sorted({result.spec.shots for result in here}), strict=False):
+        points = points_by(pick(here, shots=shots), "temperature")
+        line(axis, points, f"{shots} examples", colour, marker)
+        drawn += [found for _, found in points]
+    axis.set_xlabel("sampling temperature")
+    if not drawn:
+        mark_not_run(axis)
+    return drawn
+
+
+def _weights(axis: Any, here: Sequence[RunResult]) -> list[Estimate]:
+    drawn = []
+    for colour, marker, weight in zip(PALETTE, "v^os", WEIGHTS, strict=False):
+        alone = weight == 0
+        own = pick(here, method="cplus-probes") if alone else pick(here, method="cplus", anchor_weight=weight)
+        points = [(x, found) for x, found in points_by(own, "num_anchors") if x in BUDGETS]
+        line(axis, points, "probes alone" if alone else f"anchors {weight:g}", colour, marker)
+        drawn += [found for _, found in points]
+    if not drawn:
+        mark_not_run(axis)
+    return drawn
+
+
+def _betas(axis: Any, here: Sequence[RunResult]) -> list[Estimate]:
+    binary = over_seeds(pick(here, method="cplus-no-ema"), retained)
+    smooth = points_by(pick(here, method="cplus", shots=2, temperature=0.8), "beta")
+    points = [*([(0.0, binary)] if binary else []), *smooth]
+    lines(axis, {"cplus": [(float(x), found) for x, (_, found) in enumerate(points)]})
+    axis.set_xticks(range(len(points)), [f"{beta:g}" for beta, _ in points])
+    return [found for _, found in points]
+
+
+def tab_cplus_ablation(found: Collected) -> Table:
+    """Retention with each component left out.
+
+    Paper: Table 1.
+    """
+    names = {
+        "cplus-anchors": ("Anchor gradient only",),
+        "cplus-probes": ("Probe gradient only",),
+        "cplus-no-ema": ("CPLUS without EMA",),
+        "cplus": ("CPLUS",),
+        "cplus-norm-aligned": ("CPLUS + norm alignment",),
+        "cplus-gradient": ("mask on the gradient (added here)",),
+    }
+    paper = {method: (STUDY.published[0].numbers.get(method), None) for method in names}
+    rows, drawn = rows_by_method(_at_default_settings(found), names, (retained, learned), paper)
+    return Table(
+        label="tab:cplus-ablation",
+        paper="Table 1",
+        caption=f"Component ablation at A = {found.scale.anchors}, {seed_count(drawn)}. Published: one seed.",
+        columns=("Variant", "Retention (%)", "Acquisition (%)"),
+        rows=rows,
+    )
+
+
+def tab_ema_selection(found: Collected) -> Table:
+    """Mean and tail reduction, with and without smoothing.
+
+    Paper: Table 3.
+    """
+    names = {"cplus-no-ema": ("Mean", "None"), "cplus": ("Mean", "0.9"), "cplus-cvar": ("CVaR", "0.9")}
+    paper = {method: (STUDY.published[1].numbers[method], 100.0) for method in names}
+    own = pick(found.studies["e04"].runs, num_anchors=64, anchor_weight=0.5, beta=0.9)
+    rows, drawn = rows_by_method(own, names, (retained, learned), paper)
+    return Table(
+        label="tab:ema-selection",
+        paper="Table 3",
+        caption=f"Reference reduction and mask smoothing at A = 64, {seed_count(drawn)}. Published: three runs.",
+        columns=("Reduction", "EMA", "Retention (%)", "Acquisition (%)"),
+        rows=rows,
+    )
+
+
+def _at_default_settings(found: Collected) -> list[RunResult]:
+    """The runs of the component ablation: one budget, default blend, smoothing and generation."""
+    runs, anchors = found.studies["e04"].runs, found.scale.anchors
+    return pick(runs, num_anchors=anchors, anchor_weight=0.5, beta=0.9, shots=2, temperature=0.8)
+
+
+def comparison(found: Collected) -> list[ComparisonLine]:
+    """Retention by source and by kind of mask, with the paper's."""
+    lines_of = {
+        "Retention, anchors alone / probes alone / both (%)": ("cplus-anchors", "cplus-probes", "cplus"),
+        "Retention, binary mask / smoothed / norm-aligned (%)": ("cplus-no-ema", "cplus", "cplus-norm-aligned"),
+    }
+    here, paper = _at_default_settings(found), STUDY.published[0].numbers
+    return [compare_methods(what, here, methods, paper) for what, methods in lines_of.items()]
+
+
+STUDY = Study(
+    name="e04",
+    title="Components and settings",
+    question="Which CPLUS components and configurations matter?",
+    paper="Sec. 4.4; Tables 1, 3; Fig. 11; App. E.2",
+    runs=runs,
+    summary=summary,
+    published=(
+        Published(
+            where="Table 1, Retention, Qwen3-0.6B, CSQA, A=8, one seed",
+            numbers={
+                "cplus-anchors": 55.13,
+                "cplus-probes": 71.49,
+                "cplus-no-ema": 78.71,
+                "cplus": 79.96,
+                "cplus-norm-aligned": 79.94,
+            },
+        ),
+        Published(
+            where="Table 3, Retention and standard error, A=64, three runs",
+            numbers={"cplus-no-ema": (81.11, 2.95), "cplus": (82.32, 0.64), "cplus-cvar": (77.40, 0.28)},
+        ),
+    ),
+    figures=(fig_hyperparameters,),
+    tables=(tab_cplus_ablation, tab_ema_selection),
+    comparison=comparison,
+)

@@ -1,0 +1,284 @@
+"""E5: does CPLUS remain effective when tasks are learned one after another?"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from cplus.evaluation.statistics import Estimate, estimate
+from cplus.lab.drawing import (
+    Points,
+    cell,
+    estimates_of,
+    joined,
+    joined_names,
+    joined_numbers,
+    legend,
+    lines,
+    method_name,
+    panels,
+    seed_count,
+)
+from cplus.lab.records import SequenceResult
+from cplus.lab.scales import Scale, seedless
+from cplus.lab.study import (
+    Cell,
+    Claim,
+    Collected,
+    ComparisonLine,
+    Picture,
+    Published,
+    Result,
+    Study,
+    Summary,
+    SummaryRow,
+    Table,
+    sequence_results,
+)
+from cplus.lab.summaries import Seed, difference, seed_of, shown
+from cplus.training.settings import SequenceSpec
+
+METHODS = ("sft", "replay", "cpl", "cplus")
+
+
+def runs(scale: Scale) -> list[SequenceSpec]:
+    """All tasks in order with every method, from one shared checkpoint after the first task."""
+    return [_spec(scale, method, seed) for method in METHODS for seed in range(scale.seeds_where_three)]
+
+
+def _spec(scale: Scale, method: str, seed: int) -> SequenceSpec:
+    run = scale.at(method=method, seed=seed)
+    spec = SequenceSpec(
+        model=run.model,
+        tasks=scale.tasks,
+        interface=run.interface,
+        method=method,
+        seed=seed,
+        num_anchors=run.num_anchors,
+        num_probes=run.num_probes,
+        num_new=run.num_new,
+        num_rows=scale.sequence_rows,
+        lr=run.lr,
+        weight_decay=run.weight_decay,
+        epochs=run.epochs,
+        batch_size=run.batch_size,
+        order=run.order,
+        topics=run.topics,
+        compute_dtype=run.compute_dtype,
+    )
+    return replace(spec, seed=0) if seedless(spec) else spec
+
+
+def average(result: SequenceResult, stage: int) -> float:
+    """The unweighted mean accuracy over the tasks met up to a stage.
+
+    Paper: Sec. 4.1, Average Task Accuracy.
+    """
+    return statistics.fmean(result.accuracy[stage][:stage])
+
+
+def kept(result: SequenceResult) -> float:
+    """The share of earlier tasks' rows that are right before a stage and still right after it, mean over stages."""
+    return statistics.fmean(stage["retention"] for stage in result.stages if stage["retention"] is not None)
+
+
+def summary(results: Sequence[Result]) -> Summary:
+    """Average accuracy after each stage, final accuracy on every task, and CPLUS against the other methods."""
+    mine = sequence_results(results)
+    rows = tuple(_row(method, own) for method in METHODS if (own := [r for r in mine if r.spec.method == method]))
+    ends = {method: _ends(mine, method) for method in METHODS}
+    stays = {method: {seed_of(r): kept(r) for r in mine if r.spec.method == method} for method in METHODS}
+    claims = (
+        *(
+            Claim(says=says.format(name), margin=difference(by["cplus"], by[name]), paper=paper)
+            for says, by, paper in (
+                ("CPLUS's average accuracy at the end is above {}'s", ends, "Sec. 4.5; Table 7"),
+                ("CPLUS keeps more of the earlier tasks' right rows than {}, mean over stages", stays, None),
+            )
+            for name in METHODS[:-1]
+        ),
+        *_each_task(mine),
+    )
+    finals = {method: estimate(list(own.values())) for method, own in ends.items() if own}
+    best = max((m for m in finals if m != "cplus"), key=lambda m: finals[m].mean, default=None)
+    gain = None if best is None else difference(ends["cplus"], ends[best])
+    answer = (
+        f"After the last task CPLUS answers {shown(finals.get('cplus'))} % of all tasks' rows correctly, the best "
+        f"other method ({best}) {shown(finals.get(best or ''))} %: a difference of {shown(gain, sign=True)} points; "
+        f"each stage keeps {shown(_mean(stays['cplus']))} % of the correct answers to earlier tasks under CPLUS, "
+        f"{shown(_mean(stays['cpl']))} % under CPL."
+    )
+    return Summary(rows=rows, answer=answer, claims=claims)
+
+
+def _each_task(results: Sequence[SequenceResult]) -> list[Claim]:
+    """At the end CPLUS is above the best other method on every task of the sequence."""
+    claims = []
+    for index, task in enumerate(results[0].spec.tasks if results else ()):
+        last = {m: {seed_of(r): r.accuracy[-1][index] for r in results if r.spec.method == m} for m in METHODS}
+        others = {name: statistics.fmean(own.values()) for name, own in last.items() if own and name != "cplus"}
+        best = max(others, key=others.__getitem__, default=None)
+        lead = None if best is None else difference(last["cplus"], last[best])
+        words = f"CPLUS's accuracy on {task} at the end is above the best other method's"
+        claims.append(Claim(says=words, margin=lead, paper="Sec. 4.5; Table 8"))
+    return claims
+
+
+def _mean(values: Mapping[Seed, float]) -> Estimate | None:
+    return estimate(list(values.values())) if values else None
+
+
+def _ends(results: Sequence[SequenceResult], method: str) -> dict[Seed, float]:
+    return {seed_of(r): average(r, len(r.spec.tasks)) for r in results if r.spec.method == method}
+
+
+def _row(method: str, own: Sequence[SequenceResult]) -> SummaryRow:
+    tasks = own[0].spec.tasks
+    figures: dict[str, Estimate] = {
+        f"average after {task}": estimate([average(result, stage) for result in own])
+        for stage, task in enumerate(tasks, start=1)
+    }
+    figures |= {f"{task} at the end": estimate([r.accuracy[-1][i] for r in own]) for i, task in enumerate(tasks)}
+    learned = [statistics.fmean(stage["acquisition"] for stage in result.stages) for result in own]
+    figures |= {"acquisition": estimate(learned), "kept by a stage": estimate([kept(result) for result in own])}
+    return SummaryRow(at={"method": method}, figures=figures)
+
+
+# E5, a sequence of tasks: accuracy stage by stage (Fig. 6, Table 7) and at the end (Table 8).
+
+
+def fig_sequential_multitask(found: Collected) -> Picture:
+    """The accuracy on every task met so far, stage by stage, and their average.
+
+    Paper: Fig. 6.
+    """
+    own, tasks = found.studies["e05"].sequences, found.scale.tasks
+    columns = len(tasks) + 1 if len(tasks) < 4 else 3
+    figure, axes = panels(columns, -(-(len(tasks) + 1) // columns), width=3.0, height=2.3, share=True)
+    drawn: list[Estimate] = []
+    for index, (axis, task) in enumerate(zip(axes, (*tasks, "average"), strict=False)):
+        series = {method: _stages(own, method, index, len(tasks)) for method in METHODS}
+        lines(axis, series)
+        axis.set(title="all tasks so far" if task == "average" else task, xlim=(0.6, len(tasks) + 0.4))
+        axis.set_xticks(range(1, len(tasks) + 1), [f"{n}" for n in range(1, len(tasks) + 1)])
+        axis.set_xlabel("tasks learned")
+        drawn += estimates_of(series)
+    for axis in axes[len(tasks) + 1 :]:
+        axis.set_axis_off()
+    for axis in axes[::columns]:
+        axis.set_ylabel("accuracy (%)")
+    legend(figure)
+    caption = (
+        f"Accuracy on each task from the stage that learns it, in the order {' → '.join(tasks)}; the last panel is the "
+        f"unweighted mean over the tasks met. The first stage is shared. Means and standard errors, "
+        f"{seed_count(drawn)}."
+    )
+    return Picture(label="fig:sequential-multitask", paper="Fig. 6", caption=caption, figure=figure)
+
+
+def _stages(results: Sequence[SequenceResult], method: str, index: int, count: int) -> Points:
+    """The accuracy on one task after each stage from its own on; the index after the last task is the average."""
+    own = [result for result in results if result.spec.method == method]
+    if not own:
+        return []
+    if index == count:
+        return [(n, estimate([average(result, n) for result in own])) for n in range(1, count + 1)]
+    return [(n, estimate([result.accuracy[n][index] for result in own])) for n in range(index + 1, count + 1)]
+
+
+def tab_sequential_stage_summary(found: Collected) -> Table:
+    """Average accuracy over the tasks met so far, after each stage.
+
+    Paper: Table 7.
+    """
+    tasks = found.scale.tasks[1:]
+    rows, drawn = _rows(found, [f"average after {task}" for task in tasks], STUDY.published[0].numbers)
+    return Table(
+        label="tab:sequential-stage-summary",
+        paper="Table 7",
+        caption=f"Average Task Accuracy (%), {seed_count(drawn)}. Published: after arc_c, mmlu, medqa, three seeds.",
+        columns=("Method", *(f"After {task}" for task in tasks)),
+        rows=rows,
+    )
+
+
+def tab_sequential_final(found: Collected) -> Table:
+    """Accuracy on every task after the last stage, and their average.
+
+    Paper: Table 8.
+    """
+    tasks, averages, final = found.scale.tasks, STUDY.published[0].numbers, STUDY.published[1].numbers
+    columns = [*(f"{task} at the end" for task in tasks), f"average after {tasks[-1]}"]
+    rows, drawn = _rows(found, columns, {method: (*final[method], averages[method][-1]) for method in METHODS})
+    return Table(
+        label="tab:sequential-final",
+        paper="Table 8",
+        caption=f"Accuracy (%) at the end, {seed_count(drawn)}. Published: csqa, arc_c, mmlu, medqa, three seeds.",
+        columns=("Method", *tasks, "Average"),
+        rows=rows,
+    )
+
+
+def _rows(
+    found: Collected, figures: Sequence[str], published: Mapping[str, Sequence[float]]
+) -> tuple[tuple[tuple[str | Cell, ...], ...], list[Estimate | None]]:
+    """One row per method; published numbers only where the sequence has as many tasks as the paper's."""
+    measured = _summary_figures(found)
+    rows: list[tuple[str | Cell, ...]] = []
+    drawn: list[Estimate | None] = []
+    for method in METHODS:
+        own = [measured.get(method, {}).get(name) for name in figures]
+        paper = published[method] if len(found.scale.tasks) == 4 else (None,) * len(figures)
+        rows.append((method_name(method), *map(cell, own, paper)))
+        drawn += own
+    return tuple(rows), drawn
+
+
+def _summary_figures(found: Collected) -> dict[str, Mapping[str, Estimate]]:
+    return {row.at["method"]: row.figures for row in found.studies["e05"].summary.rows}
+
+
+def comparison(found: Collected) -> list[ComparisonLine]:
+    """The average accuracy after the last task, with the paper's."""
+    last, measured = f"average after {found.scale.tasks[-1]}", _summary_figures(found)
+    return [
+        ComparisonLine(
+            what=f"average accuracy at the end, {joined_names(METHODS)} (%)",
+            measured=joined([measured.get(method, {}).get(last) for method in METHODS]),
+            published=joined_numbers([STUDY.published[0].numbers[method][-1] for method in METHODS]),
+        )
+    ]
+
+
+STUDY = Study(
+    name="e05",
+    title="A sequence of tasks",
+    question="Does CPLUS remain effective in the tested task sequence?",
+    paper="Sec. 4.5; Fig. 6; Tables 7, 8; App. E.9",
+    runs=runs,
+    summary=summary,
+    published=(
+        Published(
+            where="Table 7, average accuracy after arc_c, mmlu, medqa",
+            numbers={
+                "sft": (66.81, 72.20, 61.21),
+                "replay": (72.04, 77.29, 69.73),
+                "cpl": (75.18, 70.77, 69.65),
+                "cplus": (83.94, 80.86, 78.87),
+            },
+        ),
+        Published(
+            where="Table 8, final accuracy on csqa, arc_c, mmlu, medqa",
+            numbers={
+                "sft": (36.04, 53.78, 74.82, 80.19),
+                "replay": (55.29, 63.86, 79.59, 80.19),
+                "cpl": (59.85, 62.60, 74.38, 81.77),
+                "cplus": (69.34, 78.27, 83.43, 84.45),
+            },
+        ),
+    ),
+    figures=(fig_sequential_multitask,),
+    tables=(tab_sequential_stage_summary, tab_sequential_final),
+    comparison=comparison,
+)

@@ -1,0 +1,169 @@
+"""E7: how does the composition of the anchors affect preservation?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cplus.evaluation.statistics import Estimate
+from cplus.lab.drawing import cell, joined, joined_numbers, seed_count
+from cplus.lab.records import RunResult
+from cplus.lab.scales import Scale
+from cplus.lab.study import (
+    Cell,
+    Collected,
+    CollectedStudy,
+    ComparisonLine,
+    Published,
+    Result,
+    Study,
+    Summary,
+    Table,
+    run_results,
+)
+from cplus.lab.summaries import Metric, above, learned, margin, over_seeds, pick, retained, shown, table
+from cplus.training.settings import RunSpec
+
+WHERE = "App. E.4; Table 4"
+
+
+def runs(scale: Scale) -> list[RunSpec]:
+    """CPLUS learns a new task with anchors of another one, of which 0, 25, ... 100 % were answered incorrectly."""
+    new, kept = scale.new_and_anchor_task
+    shares = (0.0, 0.25, 0.5, 0.75, 1.0)
+    return [
+        scale.at(task=new, anchor_task=kept, wrong_anchors=round(share * scale.anchors), seed=seed)
+        for share in shares
+        for seed in range(scale.seeds_where_one)
+    ]
+
+
+def corrected(result: RunResult) -> float | None:
+    """Correction: the share of initially wrong rows of the anchors' task, not trained on, that are right at the end."""
+    return result.correction
+
+
+def overall(result: RunResult) -> float | None:
+    """Accuracy over all evaluated rows of the anchors' task."""
+    if result.correction is None:
+        return None
+    counts = result.counts
+    right = result.retention * counts["asked"] + result.correction * counts["wrong"]
+    return right / (counts["asked"] + counts["wrong"])
+
+
+def supplied(result: RunResult) -> float | None:
+    """Accuracy on the supplied anchors themselves; None in records from before it was measured."""
+    return result.anchors_right
+
+
+METRICS = {
+    "retention": retained,
+    "correction": corrected,
+    "overall": overall,
+    "acquisition": learned,
+    "supplied anchors": supplied,
+}
+
+
+def summary(results: Sequence[Result]) -> Summary:
+    """Retention, Correction and overall accuracy on the anchors' task by composition."""
+    mine = run_results(results)
+    most = max((result.spec.wrong_anchors for result in mine), default=0)
+    right, wrong = pick(mine, wrong_anchors=0), pick(mine, wrong_anchors=most)
+    claims = (
+        above("right anchors keep more than wrong ones", right, wrong, paper=WHERE),
+        above("wrong anchors correct more than right ones", wrong, right, corrected, paper=WHERE),
+        above("wrong anchors leave a higher overall accuracy than right ones", wrong, right, overall, paper=WHERE),
+    )
+    more, fixed = shown(margin(right, wrong), sign=True), shown(margin(wrong, right, corrected), sign=True)
+    ahead = shown(margin(wrong, right, overall), sign=True)
+    answer = (
+        f"Anchors that the model answered correctly, instead of incorrectly, change Retention by {more} points; "
+        f"incorrect ones, instead of correct ones, change Correction by {fixed} and the overall accuracy on the "
+        f"anchors' task by {ahead}."
+    )
+    return Summary(rows=table(mine, ("num_anchors", "wrong_anchors"), METRICS), answer=answer, claims=claims)
+
+
+# E7, anchor composition: Retention, Correction and accuracy by the number of wrong anchors (Table 4).
+
+
+COLUMNS: dict[str, Metric] = {"Retention": retained, "Correction": corrected, "overall accuracy": overall}
+
+
+def tab_anchor_composition(found: Collected) -> Table:
+    """Retention, Correction and accuracy on the anchors' task by the number of anchors answered correctly.
+
+    Paper: Table 4.
+    """
+    own, anchors = found.studies["e07"], found.scale.anchors
+    rows: list[tuple[str | Cell, ...]] = []
+    drawn: list[Estimate | None] = []
+    for wrong in _wrong_counts(own):
+        measured = [over_seeds(pick(own.runs, wrong_anchors=wrong), metric) for metric in COLUMNS.values()]
+        paper = STUDY.published[0].numbers.get(str(wrong), (None,) * 3) if anchors == 8 else (None,) * 3
+        own_rows = over_seeds(pick(own.runs, wrong_anchors=wrong), supplied)
+        last = cell(own_rows, STUDY.published[1].numbers["supplied anchors"] if anchors == 8 else None)
+        rows.append((str(anchors - wrong), str(wrong), *map(cell, measured, paper), last))
+        drawn += measured
+    new, kept = found.scale.new_and_anchor_task
+    return Table(
+        label="tab:anchor-composition",
+        paper="Table 4",
+        caption=f"Anchors of {kept} while {new} is learned, {seed_count(drawn)}. Published: CSQA and MedQA, one seed.",
+        columns=(
+            "Base-correct",
+            "Base-wrong",
+            "Retention (%)",
+            "Correction (%)",
+            "Overall (%)",
+            "Anchors (%)",
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _wrong_counts(own: CollectedStudy) -> list[int]:
+    return list(dict.fromkeys(getattr(spec, "wrong_anchors", 0) for spec in own.specs))
+
+
+def comparison(found: Collected) -> list[ComparisonLine]:
+    """Each metric with only correct and with only wrong anchors, with the paper's."""
+    own = found.studies["e07"]
+    ends = [pick(own.runs, wrong_anchors=wrong) for wrong in (0, max(_wrong_counts(own), default=0))]
+    paper = [STUDY.published[0].numbers[wrong] for wrong in ("0", "8")]
+    return [
+        ComparisonLine(
+            what=f"{name}, all anchors right / all wrong (%)",
+            measured=joined([over_seeds(end, metric) for end in ends]),
+            published=joined_numbers([values[column] for values in paper]),
+        )
+        for column, (name, metric) in enumerate(COLUMNS.items())
+    ]
+
+
+STUDY = Study(
+    name="e07",
+    title="Anchor composition",
+    question="How does anchor composition affect preservation?",
+    paper="Table 4; App. E.4",
+    runs=runs,
+    summary=summary,
+    published=(
+        Published(
+            where="Table 4, wrong anchors of 8: Retention, Correction, overall on CSQA after MedQA",
+            numbers={
+                "0": (83.49, 13.42, 40.15),
+                "2": (81.34, 21.24, 44.16),
+                "4": (80.62, 23.16, 45.07),
+                "6": (80.38, 20.80, 43.52),
+                "8": (80.86, 23.45, 45.35),
+            },
+        ),
+        Published(
+            where="Table 4, accuracy on the eight supplied anchors, every row", numbers={"supplied anchors": 100.0}
+        ),
+    ),
+    tables=(tab_anchor_composition,),
+    comparison=comparison,
+)

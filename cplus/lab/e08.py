@@ -1,0 +1,119 @@
+"""E8: does CPLUS remain effective under an aggressive update schedule?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cplus.lab.drawing import compare_methods, joined_names, method_name, rows_by_method, seed_count
+from cplus.lab.records import RunResult
+from cplus.lab.scales import Scale
+from cplus.lab.study import Collected, ComparisonLine, Published, Result, Study, Summary, Table, run_results
+from cplus.lab.summaries import above, learned, margin, over_seeds, pick, retained, shown, table
+from cplus.training.settings import RunSpec
+
+METHODS = ("sft", "replay", "cpl", "cplus")
+
+
+def runs(scale: Scale) -> list[RunSpec]:
+    """One large learning rate for a fixed number of epochs, evaluated after the last one."""
+    lr, epochs = scale.aggressive_schedule
+    return [scale.at(method=m, lr=lr, epochs=epochs, seed=s) for m in METHODS for s in range(scale.seeds_where_one)]
+
+
+def overall(result: RunResult) -> float:
+    """Accuracy over past and new rows together."""
+    past, new = result.counts["asked"], result.counts["new"]
+    return (result.retention * past + result.acquisition * new) / (past + new)
+
+
+def summary(results: Sequence[Result]) -> Summary:
+    """Acquisition, Retention and overall accuracy by method."""
+    mine = run_results(results)
+    ours = pick(mine, method="cplus")
+    claims = (
+        *(
+            above(
+                f"CPLUS keeps more than {name} under the aggressive schedule",
+                ours,
+                pick(mine, method=name),
+                paper="App. E.5; Table 5",
+            )
+            for name in METHODS[:-1]
+        ),
+        above(
+            "CPLUS learns more than cpl under the aggressive schedule",
+            ours,
+            pick(mine, method="cpl"),
+            learned,
+            paper="App. E.5; Table 5",
+        ),
+    )
+    gaps = {name: shown(margin(ours, pick(mine, method=name)), sign=True) for name in METHODS[:-1]}
+    answer = (
+        f"Under the aggressive schedule CPLUS keeps {shown(over_seeds(ours, retained))} % at "
+        f"{shown(over_seeds(ours, learned))} % Acquisition; its Retention minus SFT's is {gaps['sft']} points, minus "
+        f"CPL's {gaps['cpl']}."
+    )
+    rows = table(mine, ("method",), {"acquisition": learned, "retention": retained, "overall": overall})
+    return Summary(rows=rows, answer=answer, claims=claims)
+
+
+# E8, aggressive schedule: Acquisition, Retention and accuracy under one large learning rate (Table 5).
+
+
+def tab_fixed_aggressive_update(found: Collected) -> Table:
+    """Acquisition, Retention and overall accuracy under one large learning rate.
+
+    Paper: Table 5.
+    """
+    names = {method: (method_name(method),) for method in METHODS}
+    metrics = (learned, retained, overall)
+    rows, drawn = rows_by_method(found.studies["e08"].runs, names, metrics, STUDY.published[0].numbers)
+    lr, epochs = found.scale.aggressive_schedule
+    return Table(
+        label="tab:fixed-aggressive-update",
+        paper="Table 5",
+        caption=(
+            f"Learning rate {lr:g} for {epochs} epochs, {seed_count(drawn)}. Published: 1e-05 for 10 epochs, seed 0."
+        ),
+        columns=("Method", "Acquisition (%)", "Retention (%)", "Overall accuracy (%)"),
+        rows=rows,
+    )
+
+
+def comparison(found: Collected) -> list[ComparisonLine]:
+    """Retention and Acquisition by method, with the paper's."""
+    runs, paper = found.studies["e08"].runs, STUDY.published[0].numbers
+    return [
+        compare_methods(
+            f"{name}, {joined_names(METHODS)} (%)",
+            runs,
+            METHODS,
+            {method: values[column] for method, values in paper.items()},
+            metric,
+        )
+        for name, column, metric in (("Retention", 1, retained), ("Acquisition", 0, learned))
+    ]
+
+
+STUDY = Study(
+    name="e08",
+    title="Aggressive schedule",
+    question="Does CPLUS remain effective under an aggressive update schedule?",
+    paper="Table 5; App. E.5",
+    runs=runs,
+    summary=summary,
+    published=(
+        Published(
+            where="Table 5: Acquisition, Retention, overall; lr 1e-5, 10 epochs, seed 0",
+            numbers={
+                "sft": (98.97, 21.77, 69.53),
+                "replay": (100.0, 12.68, 66.70),
+                "cpl": (42.63, 9.57, 30.02),
+                "cplus": (98.97, 39.0, 76.09),
+            },
+        ),
+    ),
+    tables=(tab_fixed_aggressive_update,),
+    comparison=comparison,
+)

@@ -1,0 +1,308 @@
+"""E10: how does the learned mask relate to full-data and layer-wise references?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cplus.evaluation.statistics import Estimate, estimate
+from cplus.lab.drawing import (
+    Points,
+    budget_axis,
+    by_budget,
+    estimates_of,
+    heat_map,
+    joined,
+    legend,
+    line,
+    lines,
+    mark_not_run,
+    panels,
+    seed_count,
+)
+from cplus.lab.records import RunResult
+from cplus.lab.scales import Scale
+from cplus.lab.study import (
+    Claim,
+    Collected,
+    ComparisonLine,
+    Picture,
+    Published,
+    Result,
+    Study,
+    Summary,
+    SummaryRow,
+    run_results,
+)
+from cplus.lab.summaries import KEPT_AND_LEARNED, Seed, above, difference, pick, shown, table
+from cplus.training.settings import RunSpec
+
+KINDS = {"cpl": "CPL with full-data CPL", "cplus": "CPLUS with full-data CPLUS", "cross": "CPLUS with full-data CPL"}
+
+
+def runs(scale: Scale) -> list[RunSpec]:
+    """One audit per seed, over all budgets and layers; the Retention is from E1's runs."""
+    first = scale.grid[0]
+    return [
+        *(scale.at(external=(), diagnose=("audit", "coordinates"), seed=seed) for seed in range(scale.seeds_where_one)),
+        *(
+            scale.at(model=first.model, task=first.task, lr=first.lr, method=method, num_anchors=budget, seed=seed)
+            for budget in first.budgets
+            for method in ("cpl", "cplus")
+            for seed in range(scale.seeds_where_five)
+        ),
+    ]
+
+
+def summary(results: Sequence[Result]) -> Summary:
+    """Update-weighted agreement by budget and layer, and Retention."""
+    audits = [result for result in run_results(results) if "audit" in result.diagnostics]
+    plain = [result for result in run_results(results) if not result.spec.diagnose]
+    rows = (*_by_budget(audits), *_by_layer(audits), *table(plain, ("method", "num_anchors"), KEPT_AND_LEARNED))
+    agrees: dict[str, dict[Seed, float]] = {
+        kind: {a.spec.seed: _mean(a.diagnostics["audit"][kind]) for a in audits} for kind in KINDS
+    }
+    claims = (
+        Claim(
+            says="CPL agrees more with its full-data mask than CPLUS with its own, in percent of update energy",
+            margin=difference(agrees["cpl"], agrees["cplus"]),
+            paper="App. E.8; Fig. 14",
+        ),
+        above(
+            "nevertheless CPLUS keeps more than CPL, mean over budgets",
+            pick(plain, method="cplus"),
+            pick(plain, method="cpl"),
+            paper="App. E.8; Fig. 14",
+        ),
+        *(
+            Claim(
+                says=f"{name} agrees more with its full-data mask at the most anchors than at the fewest, in percent",
+                margin=difference(_at(audits, kind, -1), _at(audits, kind, 0)),
+                paper="App. E.11; Fig. 17",
+            )
+            for kind, name in (("cpl", "CPL"), ("cplus", "CPLUS"))
+        ),
+    )
+    means = {kind: estimate(list(own.values())) if own else None for kind, own in agrees.items()}
+    answer = (
+        f"Over all budgets CPL's mask agrees with its full-data mask on {shown(means['cpl'])} % of the update energy "
+        f"and CPLUS's with its own on {shown(means['cplus'])} %, a difference of {shown(claims[0].margin, sign=True)} "
+        f"points; CPLUS's agrees with full-data CPL's on {shown(means['cross'])} %."
+    )
+    return Summary(rows=rows, answer=answer, claims=claims)
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    found = [100.0 * value for value in values if value is not None]
+    return sum(found) / len(found)
+
+
+def _at(audits: Sequence[RunResult], kind: str, index: int) -> dict[Seed, float]:
+    """Each seed's agreement at one of the budgets."""
+    return {result.spec.seed: _mean([result.diagnostics["audit"][kind][index]]) for result in audits}
+
+
+def _by_budget(audits: Sequence[RunResult]) -> list[SummaryRow]:
+    budgets = list(dict.fromkeys(b for result in audits for b in result.diagnostics["audit"]["budgets"]))
+    rows = []
+    for index, budget in enumerate(budgets):
+        own = [result.diagnostics["audit"] for result in audits]
+        figures = {KINDS[kind]: estimate([_mean([found[kind][index]]) for found in own]) for kind in KINDS}
+        rows.append(SummaryRow(at={"num_anchors": budget}, figures=figures))
+    return rows
+
+
+def _by_layer(audits: Sequence[RunResult]) -> list[SummaryRow]:
+    layers: dict[str, list[dict[str, Any]]] = {}
+    for result in audits:
+        for layer in result.diagnostics["audit"]["layers"]:
+            layers.setdefault(layer["layer"], []).append(layer)
+    return [
+        SummaryRow(
+            at={"layer": name}, figures={KINDS[kind]: estimate([_mean(one[kind]) for one in own]) for kind in KINDS}
+        )
+        for name, own in layers.items()
+    ]
+
+
+# E10, mask references and layers: agreement with the masks of all past rows (Figs. 14, 15, 17, 18).
+
+
+def fig_mask_analysis(found: Collected) -> Picture:
+    """Each method's agreement with its own full-data mask, and its Retention.
+
+    Paper: Fig. 14.
+    """
+    figure, (left, right) = panels(2, width=3.8, height=2.8)
+    drawn = _agreements(left, _audits(found))
+    left.set_title("agreement")
+    plain = [result for result in found.studies["e10"].runs if not result.spec.diagnose]
+    lines(right, {method: by_budget(plain, method) for method in ("cpl", "cplus")})
+    budget_axis(right, (result.spec.num_anchors for result in plain))
+    right.set(title="Retention", ylabel="Retention (%)")
+    legend(figure)
+    caption = (
+        "Left: update-weighted agreement of each method's mask with that of all past rows, over the same proposals at "
+        f"fixed weights, {seed_count(drawn)}. Right: Retention of the runs of E1 at the same budgets. Error bars are "
+        "standard errors."
+    )
+    return Picture(label="fig:mask-analysis", paper="Fig. 14", caption=caption, figure=figure)
+
+
+def fig_mask_analysis_coordinates(found: Collected) -> Picture:
+    """CPLUS's mean mask at 512 coordinates by budget, and each method's agreement.
+
+    Paper: Fig. 15.
+    """
+    audits = _audits(found)
+    figure, (left, right) = panels(2, width=4.6, height=2.8)
+    if audits:
+        own = audits[0]["coordinates"]["cplus"]
+        rows = [*sorted((key for key in own if key != "past"), key=int), "past"]
+        values = [[float(value) for value in own[key].split()] for key in rows]
+        names = [f"A = {key}" if key != "past" else f"Full ({audits[0]['past']:,})" for key in rows]
+        image = heat_map(left, values, names, [])
+        left.set_xlabel(f"{len(values[0])} coordinates of {audits[0]['coordinates']['tensor']}", fontsize=7)
+        figure.colorbar(image, ax=left, label="mean coefficient", location="top", shrink=0.5)
+    else:
+        mark_not_run(left)
+    drawn = _agreements(right, audits)
+    legend(figure)
+    updates = f"the same {audits[0]['updates']:,} proposed updates" if audits else "the same proposed updates"
+    caption = (
+        f"Left: CPLUS's update-weighted mean mask over {updates}, at the coordinates with the most update energy, in "
+        "one order in every row (first seed). Right: agreement with each method's own full-data mask; 1 is identical. "
+        f"Error bars are standard errors, {seed_count(drawn)}."
+    )
+    return Picture(label="fig:mask-analysis-coordinates", paper="Fig. 15", caption=caption, figure=figure)
+
+
+def _audits(found: Collected) -> list[dict[str, Any]]:
+    return [r.diagnostics["audit"] for r in found.studies["e10"].runs if "audit" in r.diagnostics]
+
+
+def _agreements(axis: Any, audits: Sequence[dict[str, Any]]) -> list[Estimate]:
+    """Each method's agreement by budget over the seeds."""
+    budgets = audits[0]["budgets"] if audits else ()
+    series = {
+        kind: [(budget, estimate([audit[kind][i] for audit in audits])) for i, budget in enumerate(budgets)]
+        for kind in ("cpl", "cplus")
+    }
+    lines(axis, series)
+    budget_axis(axis, budgets)
+    axis.set_ylabel("agreement with own reference")
+    return estimates_of(series)
+
+
+def fig_mask_agreement_all_layers(found: Collected) -> Picture:
+    """Each method's agreement with its own full-data mask by layer and budget.
+
+    Paper: Fig. 17.
+    """
+    audits = _audits(found)
+    figure, axes = panels(2, width=4.2, height=_layers_height(audits))
+    images = [_layer_panel(axis, audits, kind) for axis, kind in zip(axes, ("cpl", "cplus"), strict=True)]
+    if images[-1] is not None:
+        figure.colorbar(images[-1], ax=axes, label="agreement")
+    caption = (
+        f"Update-weighted agreement by layer and number of anchors; one colour scale from 0 to 1. Mean over the seeds, "
+        f"n = {len(audits)}."
+        if audits
+        else "Not run."
+    )
+    return Picture(label="fig:mask-agreement-all-layers", paper="Fig. 17", caption=caption, figure=figure)
+
+
+def fig_mask_cross_reference(found: Collected) -> Picture:
+    """CPLUS's agreement with the full-data mask of CPL, in one layer and in all.
+
+    Paper: Fig. 18.
+    """
+    audits = _audits(found)
+    figure, (left, right) = panels(2, width=4.2, height=_layers_height(audits))
+    layer, points = _recorded_layer(audits)
+    line(left, points, "CPLUS with full-data CPL", "#0072B2", "o")
+    budget_axis(left, audits[0]["budgets"] if audits else ())
+    left.set(title=f"(a) {layer}", ylabel="agreement", ylim=(0.0, 1.0))
+    if not points:
+        mark_not_run(left)
+    image = _layer_panel(right, audits, "cross")
+    right.set_title("(b) all layers")
+    if image is not None:
+        figure.colorbar(image, ax=right, label="agreement")
+    caption = (
+        f"CPLUS's masks against the mask that CPL makes of all past rows, a reference it does not aim at. (a) The "
+        f"layer of the recorded coordinates, with standard errors. (b) All layers, means. "
+        f"{seed_count(e for _, e in points)}."
+    )
+    return Picture(label="fig:mask-cross-reference", paper="Fig. 18", caption=caption, figure=figure)
+
+
+def _layers_height(audits: Sequence[dict[str, Any]]) -> float:
+    return max(2.8, 0.2 * len(audits[0]["layers"]) + 1.0) if audits else 2.8
+
+
+def _layer_panel(axis: Any, audits: Sequence[dict[str, Any]], kind: str) -> Any:
+    """Agreement by layer and budget, the mean over the seeds; NaN for a layer without updates."""
+    axis.set(title=KINDS[kind], xlabel="anchors A (rows)", ylabel="layer")
+    if not audits:
+        mark_not_run(axis)
+        return None
+    budgets = audits[0]["budgets"]
+    names = [layer["layer"] for layer in audits[0]["layers"]]
+    values = [
+        [_mean_line([audit["layers"][layer][kind][i] for audit in audits]) for i in range(len(budgets))]
+        for layer in range(len(names))
+    ]
+    return heat_map(axis, values, names, [str(budget) for budget in budgets])
+
+
+def _mean_line(values: Sequence[float | None]) -> float:
+    found = [value for value in values if value is not None]
+    return sum(found) / len(found) if found else float("nan")
+
+
+def _recorded_layer(audits: Sequence[dict[str, Any]]) -> tuple[str, Points]:
+    """The layer that holds the recorded coordinates, and CPLUS's agreement with full-data CPL there."""
+    if not audits:
+        return "not run", []
+    tensor = audits[0]["coordinates"]["tensor"]
+    index = next(i for i, layer in enumerate(audits[0]["layers"]) if layer["layer"].split()[-1] in tensor.split("."))
+    own, budgets = [audit["layers"][index] for audit in audits], audits[0]["budgets"]
+    values = [[layer["cross"][i] for layer in own if layer["cross"][i] is not None] for i in range(len(budgets))]
+    return own[0]["layer"], [(a, estimate(found)) for a, found in zip(budgets, values, strict=True) if found]
+
+
+def comparison(found: Collected) -> list[ComparisonLine]:
+    """The agreement at the largest budget, with the paper's."""
+    rows = [r for r in found.studies["e10"].summary.rows if KINDS["cpl"] in r.figures and "num_anchors" in r.at]
+    last = max(rows, key=lambda row: int(row.at["num_anchors"]), default=None)
+    at = f"at A = {last.at['num_anchors']}" if last else "at the largest budget"
+    audits = [run.diagnostics["audit"]["updates"] for run in found.studies["e10"].runs if "audit" in run.diagnostics]
+    over = f"over {max(audits, default=0)} updates (the paper: 678)"
+    paper = STUDY.published[0].numbers
+    return [
+        ComparisonLine(
+            what=f"agreement with the own full-data mask {at}, {over}, CPL / CPLUS (% of update energy)",
+            measured=joined([last.figures[KINDS[kind]] if last else None for kind in ("cpl", "cplus")]),
+            published=" / ".join(f"{100 * paper[kind]:.0f}" for kind in ("cpl", "cplus")),
+        )
+    ]
+
+
+STUDY = Study(
+    name="e10",
+    title="Mask references and layers",
+    question="How does the learned mask relate to full-data and layer-wise references?",
+    paper="Figs. 14, 15, 17, 18; App. E.8, E.11",
+    runs=runs,
+    summary=summary,
+    published=(
+        Published(
+            where="App. E.8, update-weighted agreement with the own full-data mask at A=128",
+            numbers={"cpl": 0.95, "cplus": 0.89},
+        ),
+    ),
+    figures=(fig_mask_analysis, fig_mask_analysis_coordinates, fig_mask_agreement_all_layers, fig_mask_cross_reference),
+    comparison=comparison,
+)

@@ -1,0 +1,132 @@
+"""E11: how much of forgetting is a moved prior over answers?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cplus.evaluation.statistics import Estimate
+from cplus.lab.drawing import ADDED_HERE, PALETTE, joined, legend, line, mark_not_run, method_name, panels, seed_count
+from cplus.lab.records import RunResult
+from cplus.lab.scales import Scale
+from cplus.lab.study import Collected, ComparisonLine, Picture, Published, Result, Study, Summary, run_results
+from cplus.lab.summaries import Metric, above, learned, over_seeds, pick, retained, shown, table
+from cplus.training.settings import RunSpec
+
+METHODS = ("sft", "replay", "cpl", "constant-label", "balanced-label", "cplus")
+
+
+def runs(scale: Scale) -> list[RunSpec]:
+    """Methods and label controls with Retention by answer; with lettered options also with permuted options."""
+    taps = ("prior", "permuted") if scale.base.interface == "letter" else ("prior",)
+    return [
+        scale.at(method=m, external=(), diagnose=taps, seed=s) for m in METHODS for s in range(scale.seeds_where_one)
+    ]
+
+
+def prior(name: str) -> Metric:
+    """One number of the answer-prior diagnostic."""
+    return lambda result: result.diagnostics.get("prior", {}).get(name)
+
+
+def explained(result: RunResult) -> float | None:
+    """The percentage of forgetting that is undone by removing each answer's mean change of score."""
+    corrected, kept = prior("corrected")(result), prior("retention")(result)
+    if corrected is None or kept is None or kept >= 100.0:
+        return None
+    return 100.0 * (corrected - kept) / (100.0 - kept)
+
+
+def consistent(result: RunResult) -> float | None:
+    """The share of questions answered with the same option in every order of the options."""
+    found = result.diagnostics.get("permuted")
+    return None if found is None else float(found["consistent"]["percent"])
+
+
+METRICS = {
+    "retention": retained,
+    "macro": prior("macro"),
+    "corrected": prior("corrected"),
+    "explained": explained,
+    "moved": prior("moved"),
+    "consistent": consistent,
+    "acquisition": learned,
+}
+
+
+def summary(results: Sequence[Result]) -> Summary:
+    """Retention, macro-averaged over answers and corrected for the prior; CPLUS against banks with other labels."""
+    mine = run_results(results)
+    ours = pick(mine, method="cplus")
+    claims = (
+        above("CPLUS keeps more than with one constant label", ours, pick(mine, method="constant-label")),
+        above("a balanced bank keeps more than the bank as it came", pick(mine, method="balanced-label"), ours),
+    )
+    shares = [shown(over_seeds(pick(mine, method=name), explained)) for name in ("sft", "cplus")]
+    constant, own = (over_seeds(pick(mine, method=m), retained) for m in ("constant-label", "cplus"))
+    answer = (
+        f"Removing each answer's mean change of score undoes {shares[0]} % of SFT's forgetting and {shares[1]} % of "
+        f"CPLUS's; with one constant label CPLUS keeps {shown(constant)} %, with the bank's own labels {shown(own)} %."
+    )
+    return Summary(rows=table(mine, ("method",), METRICS), answer=answer, claims=claims)
+
+
+# E11, answer prior: how much of forgetting is a moved prior over answers; not in the paper.
+
+
+def fig_answer_prior(found: Collected) -> Picture:
+    """Retention, its mean over answers, and Retention with each answer's mean change of score removed."""
+    own = found.studies["e11"].runs
+    figure, (axis,) = panels(1, width=6.4, height=3.0)
+    kinds = {"retention": "as asked", "macro": "averaged over answers", "corrected": "prior taken off"}
+    drawn: list[Estimate] = []
+    for number, (kind, name) in enumerate(kinds.items()):
+        each = ((x, over_seeds(pick(own, method=m), METRICS[kind])) for x, m in enumerate(METHODS))
+        points = [(x + 0.18 * (number - 1), estimate) for x, estimate in each if estimate is not None]
+        line(axis, points, name, PALETTE[number], "os^"[number], linestyle="none")
+        drawn += [estimate for _, estimate in points]
+    axis.set_xticks(range(len(METHODS)), [method_name(method) for method in METHODS])
+    axis.set_ylabel("Retention (%)")
+    if not drawn:
+        mark_not_run(axis)
+    legend(figure)
+    caption = (
+        "How much of forgetting is a moved prior over answers: Retention, the mean over answers of their Retention, "
+        f"and Retention after each answer's mean change of score is taken off. Means and standard errors, "
+        f"{seed_count(drawn)}."
+    )
+    return Picture(label="fig:answer-prior", paper="Added here", caption=caption, figure=figure)
+
+
+def comparison(found: Collected) -> list[ComparisonLine]:
+    """The share of forgetting that is a moved prior, and Retention by the labels of the bank."""
+    own, banks = found.studies["e11"].runs, ("constant-label", "cplus", "balanced-label")
+    return [
+        ComparisonLine(
+            what="forgetting that is a moved prior, SFT / CPLUS (%)",
+            measured=joined([over_seeds(pick(own, method=method), explained) for method in ("sft", "cplus")]),
+            published=ADDED_HERE,
+        ),
+        ComparisonLine(
+            what="Retention, one constant label / as it came / balanced (%)",
+            measured=joined([over_seeds(pick(own, method=method), retained) for method in banks]),
+            published=ADDED_HERE,
+        ),
+    ]
+
+
+STUDY = Study(
+    name="e11",
+    title="Answer prior",
+    question="How much of forgetting is a flip of the prior over answers?",
+    paper="added here; docs/studies.md",
+    runs=runs,
+    summary=summary,
+    published=(
+        Published(
+            where="a model that never answers A, Qwen3-0.6B on CSQA, Retention",
+            numbers={"never A": 35.8},
+        ),
+    ),
+    figures=(fig_answer_prior,),
+    comparison=comparison,
+)

@@ -1,0 +1,178 @@
+"""E12: what is the best use of a fixed budget of evidence?"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from cplus.lab.drawing import ADDED_HERE, colour_and_marker, joined, mark_not_run, panels, seed_count
+from cplus.lab.records import RunResult
+from cplus.lab.scales import Scale
+from cplus.lab.study import Collected, ComparisonLine, Picture, Published, Result, Study, Summary, run_results
+from cplus.lab.summaries import (
+    KEPT_AND_LEARNED,
+    Metric,
+    above,
+    by_seed,
+    margin,
+    over_seeds,
+    pick,
+    retained,
+    shown,
+    strongest,
+    table,
+)
+from cplus.receipts.figures import OTHER
+from cplus.training.settings import RunSpec
+
+FIELDS = ("num_probes", "parts", "refresh", "memory")
+TOLERANCE = 1.05
+
+
+def runs(scale: Scale) -> list[RunSpec]:
+    """Uses of one budget of evidence, half of the seeds for selection and half for confirmation; two dearer uses."""
+    few, large = scale.base.num_probes, scale.large_bank
+    parts = large // few
+    equal: list[dict[str, float | int | None]] = [
+        {"num_probes": few},
+        {"num_probes": 2 * few, "parts": 2},
+        {"num_probes": large, "parts": parts},
+        {"num_probes": large, "parts": parts, "memory": 0.5},
+        {"num_probes": large, "parts": parts, "memory": 0.8},
+        {"num_probes": few, "memory": 0.5},
+    ]
+    dearer: list[dict[str, float | int | None]] = [{"num_probes": large}]
+    if scale.base.num_new is not None:
+        steps = math.ceil(scale.base.num_new / scale.base.batch_size)
+        equal += [
+            {"num_probes": 3 * large, "parts": 3 * parts},
+            {"num_probes": large, "refresh": parts * steps},
+            {"num_probes": few, "parts": steps, "refresh": 1},
+            {"num_probes": large, "parts": parts * steps, "refresh": 1},
+        ]
+        dearer += [{"num_probes": few, "refresh": 1}]
+    return [
+        *(scale.at(**setting, seed=seed) for setting in equal for seed in range(2 * scale.seeds_where_five)),
+        *(scale.at(**setting, seed=seed) for setting in dearer for seed in range(scale.seeds_where_five)),
+    ]
+
+
+def cost(result: RunResult) -> float:
+    """Rows of evidence over the whole run."""
+    return float(result.cost["preservation_rows"])
+
+
+def setting_name(result: RunResult) -> str:
+    """A run's use of evidence in words."""
+    spec = result.spec
+    when = "epoch" if spec.refresh is None else "step" if spec.refresh == 1 else f"{spec.refresh} steps"
+    seen = f"1/{spec.parts} of {spec.num_probes}" if spec.parts > 1 else f"all {spec.num_probes}"
+    return f"{seen} every {when}" + (f", memory {spec.memory}" if spec.memory else "")
+
+
+def by_setting(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
+    """The runs of each use of evidence."""
+    groups: dict[str, list[RunResult]] = {}
+    for result in results:
+        groups.setdefault(setting_name(result), []).append(result)
+    return groups
+
+
+def summary(results: Sequence[Result]) -> Summary:
+    """Retention by use of evidence; the best one within the fixed bank's budget against the fixed bank."""
+    mine = run_results(results)
+    columns: dict[str, Metric] = {**KEPT_AND_LEARNED, "evidence rows": cost}
+    rows = table(mine, FIELDS, columns)
+    few = min((result.spec.num_probes for result in mine), default=0)
+    fixed = pick(mine, num_probes=few, parts=1, refresh=None, memory=0.0)
+    if not fixed:
+        return Summary(rows=rows, answer="The fixed bank was not run.", claims=())
+    budget = TOLERANCE * max(by_seed(fixed, cost).values())
+    within = {label: own for label, own in by_setting(mine).items() if max(by_seed(own, cost).values()) <= budget}
+    first, fresh = halves(fixed)
+    best = strongest({label: of_seeds(own, first) for label, own in within.items()}) or setting_name(fixed[0])
+    claims = tuple(
+        above(f"{label} keeps more than the fixed bank, on fresh seeds", of_seeds(own, fresh), of_seeds(fixed, fresh))
+        for label, own in within.items()
+        if label != setting_name(fixed[0])
+    )
+    gain = shown(margin(of_seeds(within[best], fresh), of_seeds(fixed, fresh)), sign=True)
+    answer = (
+        f"Of {len(within)} uses at the cost of {few} probes per epoch the best on {len(first)} seeds is {best}; on "
+        f"{len(fresh)} fresh seeds it keeps {gain} points more than the fixed bank."
+    )
+    return Summary(rows=rows, answer=answer, claims=claims)
+
+
+def halves(results: Sequence[RunResult]) -> tuple[set[int], set[int]]:
+    """The seeds for selection and the fresh ones for confirmation."""
+    seeds = sorted({result.spec.seed for result in results})
+    return set(seeds[: (len(seeds) + 1) // 2]), set(seeds[(len(seeds) + 1) // 2 :])
+
+
+def of_seeds(results: Sequence[RunResult], seeds: set[int]) -> list[RunResult]:
+    """The results of these seeds."""
+    return [result for result in results if result.spec.seed in seeds]
+
+
+# E12, rotating evidence: Retention of every use of a refresh budget; not in the paper.
+
+
+def fig_rotating_evidence(found: Collected) -> Picture:
+    """Retention of every use of a refresh budget, and its rows of evidence."""
+    groups = by_setting(found.studies["e12"].runs)
+    means = {name: (over_seeds(own, retained), over_seeds(own, cost)) for name, own in groups.items()}
+    order = sorted(groups, key=lambda name: statistics.fmean(result.retention for result in groups[name]))
+    figure, (axis,) = panels(1, width=7.0, height=max(2.6, 0.3 * len(order) + 0.8))
+    axis.grid(visible=True, axis="x")
+    base = f"all {found.scale.base.num_probes} every epoch"
+    for y, name in enumerate(order):
+        kept, rows = means[name]
+        if kept is not None and rows is not None:
+            colour = colour_and_marker("cplus")[0] if name == base else OTHER
+            axis.errorbar([kept.mean], [y], xerr=[kept.error or 0.0], color=colour, marker="o", capsize=2)
+            axis.annotate(
+                f"{rows.mean:,.0f} rows", (1.0, y), xycoords=("axes fraction", "data"), va="center", fontsize=7
+            )
+    axis.set_yticks(range(len(order)), order)
+    axis.set_xlabel("Retention (%)")
+    if not order:
+        mark_not_run(axis)
+    caption = (
+        "Uses of evidence by Retention, with the rows of evidence of a whole run at the right; the dark point is the "
+        f"fixed bank. Means and standard errors, {seed_count(kept for kept, _ in means.values())}."
+    )
+    return Picture(label="fig:rotating-evidence", paper="Added here", caption=caption, figure=figure)
+
+
+def comparison(found: Collected) -> list[ComparisonLine]:
+    """Retention with the small bank, with parts of the large one, and with all of it."""
+    groups = by_setting(found.studies["e12"].runs)
+    few, large = found.scale.base.num_probes, found.scale.large_bank
+    names = (f"all {few} every epoch", f"1/{large // few} of {large} every epoch", f"all {large} every epoch")
+    return [
+        ComparisonLine(
+            what=f"Retention, {few} probes / {large} in {large // few} parts by turns / all {large} (%)",
+            measured=joined([over_seeds(groups.get(name, ()), retained) for name in names]),
+            published=ADDED_HERE,
+        )
+    ]
+
+
+STUDY = Study(
+    name="e12",
+    title="Rotating evidence",
+    question="What is the best use of a fixed refresh budget?",
+    paper="added here; docs/studies.md",
+    runs=runs,
+    summary=summary,
+    published=(
+        Published(
+            where="a draft on an earlier toy world, Retention",
+            numbers={"all 128 every epoch": 90.4, "1/4 of 512 every epoch": 93.5, "all 512 every epoch": 94.3},
+        ),
+    ),
+    figures=(fig_rotating_evidence,),
+    comparison=comparison,
+)

@@ -1,0 +1,163 @@
+"""E13: how much forgetting does a gentle start avoid, and what does CPLUS add to it?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cplus.evaluation.statistics import Estimate, LossPoint, common_level, crossing
+from cplus.lab.drawing import (
+    ADDED_HERE,
+    colour_and_marker,
+    joined,
+    joined_names,
+    legend,
+    method_name,
+    panels,
+    seed_count,
+)
+from cplus.lab.e06 import draw_path
+from cplus.lab.records import RunResult
+from cplus.lab.scales import Scale
+from cplus.lab.study import Collected, ComparisonLine, Picture, Result, Study, Summary, run_results
+from cplus.lab.summaries import Metric, above, margin, over_seeds, pick, retained, shown, table
+from cplus.training.settings import RunSpec
+
+METHODS = ("sft", "replay", "cpl", "cplus")
+SHARE = 0.5
+LEARNED = 99.0
+
+
+def runs(scale: Scale) -> list[RunSpec]:
+    """Four methods, evaluated after every epoch, at a constant rate and at one that rises over half of the updates."""
+    return [
+        scale.at(method=method, warmup=warmup, evaluate_every=1, external=(), seed=seed)
+        for warmup in (0.0, SHARE)
+        for method in METHODS
+        for seed in range(scale.seeds_where_three)
+    ]
+
+
+def path(result: RunResult) -> list[LossPoint]:
+    """The percentages not yet learned and lost after each epoch, starting with the base model."""
+    after = [(100.0 - point["acquisition"], 100.0 - point["retention"]) for point in result.curve]
+    return [(100.0, 0.0), *after]
+
+
+def level(results: Sequence[RunResult]) -> float:
+    """The Acquisition at which runs are compared: 99 %, or the highest that every run reaches if that is lower."""
+    return min(LEARNED, 100.0 - common_level(map(path, results))) if results else LEARNED
+
+
+def kept_at(acquisition: float) -> Metric:
+    """Retention where a run first reaches this Acquisition, interpolated linearly between epochs."""
+    return lambda result: 100.0 - crossing(path(result), 100.0 - acquisition) if result.curve else None
+
+
+def with_warmup(results: Sequence[RunResult], warm: bool) -> list[RunResult]:
+    """The runs with a warm-up, or those without."""
+    return [result for result in results if bool(result.spec.warmup) == warm]
+
+
+def epochs_to_learn(result: RunResult) -> float | None:
+    """The first epoch with 99 % Acquisition; None if there is none."""
+    return next((point["epoch"] for point in result.curve if point["acquisition"] >= LEARNED), None)
+
+
+def summary(results: Sequence[Result]) -> Summary:
+    """Retention when the new rows are first learned, and at the end, by schedule and method."""
+    mine = [result for result in run_results(results) if result.curve]
+    gentle, constant = with_warmup(mine, True), with_warmup(mine, False)
+    common = level(mine)
+    kept, ours = kept_at(common), pick(gentle, method="cplus")
+    columns: dict[str, Metric] = {
+        "retention when learned": kept,
+        "epochs to learn": epochs_to_learn,
+        "final retention": retained,
+    }
+    claims = (
+        *(
+            above(f"{m}: a gentle start keeps more", pick(gentle, method=m), pick(constant, method=m), kept)
+            for m in METHODS
+        ),
+        *(
+            above(f"with a gentle start CPLUS keeps more than {m}", ours, pick(gentle, method=m), kept)
+            for m in METHODS[:-1]
+        ),
+    )
+    kept_by = {
+        (warm, m): shown(over_seeds(pick(own, method=m), kept))
+        for warm, own in (("gentle", gentle), ("constant", constant))
+        for m in ("sft", "cplus")
+    }
+    lead = shown(margin(ours, pick(gentle, method="sft"), kept), sign=True)
+    answer = (
+        f"Where {common:.0f} % of the new rows are first known, SFT has kept {kept_by['constant', 'sft']} % at a "
+        f"constant rate and {kept_by['gentle', 'sft']} % with a gentle start, CPLUS {kept_by['constant', 'cplus']} % "
+        f"and {kept_by['gentle', 'cplus']} %: with a gentle start CPLUS still keeps {lead} points more than SFT."
+    )
+    return Summary(rows=table(mine, ("warmup", "method"), columns), answer=answer, claims=claims)
+
+
+# E13, a gentle start: Acquisition and Retention at a constant rate and with a warm-up; not in the paper.
+
+
+SCHEDULES = {"constant rate": False, "gentle start": True}
+
+
+def fig_gentle_start(found: Collected) -> Picture:
+    """The path of Acquisition and Retention at a constant rate and with a warm-up."""
+    own = found.studies["e13"]
+    figure, axes = panels(2, width=4.0, height=2.9, share=True)
+    for axis, (title, warm) in zip(axes, SCHEDULES.items(), strict=True):
+        draw_path(axis, with_warmup(own.runs, warm))
+        axis.set(title=title)
+    axes[1].set_ylabel("")
+    for method in METHODS:
+        colour, marker = colour_and_marker(method)
+        axes[0].plot([], [], color=colour, marker=marker, label=method_name(method))
+    legend(figure)
+    drawn = [row.figures["final retention"] for row in own.summary.rows]
+    caption = (
+        f"The path of Acquisition and Retention, epoch by epoch, at a constant learning rate and at one that rises "
+        f"over {SHARE:.0%} of the updates. Large markers are the first epoch with full Acquisition. Means, "
+        f"{seed_count(drawn)}."
+    )
+    return Picture(label="fig:gentle-start", paper="Added here", caption=caption, figure=figure)
+
+
+def comparison(found: Collected) -> list[ComparisonLine]:
+    """Retention at equal Acquisition by schedule: SFT and CPLUS, then every method."""
+    runs = found.studies["e13"].runs
+    common = level([result for result in runs if result.curve])
+
+    def kept(method: str, warm: bool) -> Estimate | None:
+        return over_seeds(with_warmup(pick(runs, method=method), warm), kept_at(common))
+
+    return [
+        ComparisonLine(
+            what=f"Retention where {common:.0f} % are learned, constant rate / gentle start, SFT and CPLUS (%)",
+            measured=" and ".join(joined([kept(m, warm) for warm in (False, True)]) for m in ("sft", "cplus")),
+            published=ADDED_HERE,
+        ),
+        *(
+            ComparisonLine(
+                what=f"the same, {title}, {joined_names(METHODS)} (%)",
+                measured=joined([kept(method, warm) for method in METHODS]),
+                published=ADDED_HERE,
+            )
+            for title, warm in SCHEDULES.items()
+        ),
+    ]
+
+
+STUDY = Study(
+    name="e13",
+    title="A gentle start",
+    question="How much forgetting does a warm-up avoid, and what does CPLUS add to it?",
+    paper="added here; docs/studies.md",
+    runs=runs,
+    summary=summary,
+    published=(),
+    figures=(fig_gentle_start,),
+    comparison=comparison,
+)

@@ -1,0 +1,304 @@
+"""The paper's four categorical sets: which rows they hold, as hashes, and how they are selected from a public source.
+
+The rows themselves are not part of this package. `paper_sets.json` has for each row, in order, a hash of its question,
+of each option and of its exact text, and the index of the right option; `tools/paper_sets.py` wrote it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from cplus.base import files
+from cplus.data import readers
+from cplus.data.examples import Choice, Example, fingerprint, lines
+from cplus.data.readers import read_file
+from cplus.data.tasks import cached, folder_of
+
+QUESTION, OPTION, TEXT = 10, 4, 6
+"""Hexadecimal digits of the hashes."""
+OPTIONS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowKey:
+    """One row as hashes: the question and the options without regard to blanks and case, and the exact text."""
+
+    question: str
+    options: tuple[str, ...]
+    answer: int
+    text: str
+
+    def packed(self) -> str:
+        """The hashes as one word."""
+        return f"{self.question}{''.join(self.options)}{self.text}{self.answer}"
+
+    @staticmethod
+    def unpacked(word: str) -> RowKey:
+        """The hashes of one word."""
+        options = [word[QUESTION + OPTION * i : QUESTION + OPTION * (i + 1)] for i in range(OPTIONS)]
+        return RowKey(question=word[:QUESTION], options=tuple(options), answer=int(word[-1]), text=word[-TEXT - 1 : -1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperSet:
+    """A set: its rows as hashes, in order, and the SHA-256 of its content (`cplus.data.examples.fingerprint`)."""
+
+    name: str
+    rows: tuple[RowKey, ...]
+    sha256: str
+
+
+@cache
+def paper_sets() -> Mapping[str, PaperSet]:
+    """The four sets by name."""
+    raw = json.loads(Path(__file__).with_suffix(".json").read_text())
+    return {
+        name: PaperSet(name=name, rows=tuple(map(RowKey.unpacked, own["rows"].split())), sha256=own["sha256"])
+        for name, own in raw.items()
+    }
+
+
+def key_of(example: Choice) -> RowKey:
+    """A row as hashes."""
+    return RowKey(
+        question=_short(_plain(example.question), QUESTION),
+        options=tuple(_short(_plain(choice), OPTION) for choice in example.choices),
+        answer=example.answer,
+        text=_short("\n".join((example.question, *example.choices)), TEXT),
+    )
+
+
+def _plain(text: str) -> str:
+    """A text without regard to blanks and case, in which copies of one benchmark differ."""
+    return " ".join(text.split()).casefold()
+
+
+def _short(text: str, digits: int) -> str:
+    return sha256(text.encode()).hexdigest()[:digits]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """What differs between the rows of a source and the paper's set; counts of rows."""
+
+    name: str
+    expected: int
+    found: int
+    missing: int = 0
+    extra: int = 0
+    changed_answers: int = 0
+    other_options: int = 0
+    other_text: int = 0
+    reordered: bool = False
+
+    @property
+    def same(self) -> bool:
+        """Whether the rows are the paper's, to the letter and in order."""
+        return not self.parts and self.expected == self.found
+
+    @property
+    def parts(self) -> list[str]:
+        """Each kind of difference in words."""
+        counts = {
+            "missing": self.missing,
+            "extra": self.extra,
+            "with another answer": self.changed_answers,
+            f"with other than {OPTIONS} options": self.other_options,
+            "with other options or another spelling": self.other_text,
+        }
+        words = [f"{count:,} {what}" for what, count in counts.items() if count]
+        return words + (["in another order"] if self.reordered else [])
+
+    def __str__(self) -> str:
+        if self.same:
+            return f"{self.name}: {self.found:,} rows, the paper's"
+        return f"{self.name}: {self.found:,} rows, not the paper's {self.expected:,}: {', '.join(self.parts)}"
+
+    def row(self) -> dict[str, Any]:
+        """The JSON object."""
+        names = ("missing", "extra", "changed_answers", "other_options", "other_text", "reordered")
+        return {"same": self.same, "expected": self.expected, "found": self.found} | {
+            n: getattr(self, n) for n in names
+        }
+
+
+def compare(name: str, examples: Sequence[Example]) -> Difference:
+    """Hold the rows of a source against the paper's set of this name."""
+    wanted = paper_sets()[name]
+    if fingerprint(examples) == wanted.sha256:
+        return Difference(name=name, expected=len(wanted.rows), found=len(examples))
+    places = _by_question(examples)
+    taken: dict[int, RowKey] = {}
+    order: list[int] = []
+    counts = dict.fromkeys(("missing", "changed_answers", "other_options", "other_text"), 0)
+    for key in wanted.rows:
+        at = _best(key, [(i, own) for i, own in places.get(key.question, ()) if i not in taken])
+        if at is None:
+            counts["missing"] += 1
+            continue
+        index, own = at
+        taken[index] = own
+        order.append(index)
+        kind = _kind(key, own)
+        if kind:
+            counts[kind] += 1
+    extra = len(examples) - len(taken)
+    return Difference(
+        name=name,
+        expected=len(wanted.rows),
+        found=len(examples),
+        extra=extra,
+        reordered=order != sorted(order),
+        **counts,
+    )
+
+
+def _kind(key: RowKey, own: RowKey) -> str | None:
+    """How a row differs from the paper's; None if it does not."""
+    if len(own.options) != OPTIONS:
+        return "other_options"
+    if set(own.options) == set(key.options) and own.options[own.answer] != key.options[key.answer]:
+        return "changed_answers"
+    return "other_text" if own != key else None
+
+
+def _by_question(examples: Iterable[Example]) -> dict[str, list[tuple[int, RowKey]]]:
+    found: dict[str, list[tuple[int, RowKey]]] = {}
+    for index, example in enumerate(examples):
+        if isinstance(example, Choice):
+            own = key_of(example)
+            found.setdefault(own.question, []).append((index, own))
+    return found
+
+
+def _best(key: RowKey, some: Sequence[tuple[int, RowKey]]) -> tuple[int, RowKey] | None:
+    """Of the rows with this question, the one that shares most with the key."""
+
+    def likeness(own: RowKey) -> tuple[int, bool, bool]:
+        return len(set(own.options) & set(key.options)), own.text == key.text, own.answer == key.answer
+
+    return max(some, key=lambda pair: likeness(pair[1]), default=None)
+
+
+def select(name: str, examples: Sequence[Example]) -> list[Choice]:
+    """The paper's rows among those of a source, with its options and its order; rows that are not there are left out.
+
+    A source may hold more rows, more options and another order of either: the original splits do.
+    """
+    places, taken, found = _by_question(examples), set(), []
+    for number, key in enumerate(paper_sets()[name].rows, start=1):
+        at = _best(key, [(i, own) for i, own in places.get(key.question, ()) if i not in taken])
+        source = None if at is None else examples[at[0]]
+        if at is None or not isinstance(source, Choice) or (chosen := _options(key, at[1])) is None:
+            continue
+        taken.add(at[0])
+        texts = tuple(source.choices[i].strip() for i in chosen)
+        row_id = f"{name}-{number:04d}"
+        answer = next((i for i, at_source in enumerate(chosen) if at_source == source.answer), key.answer)
+        found.append(Choice(id=row_id, question=source.question.strip(), choices=texts, answer=answer))
+    return found
+
+
+def _options(key: RowKey, own: RowKey) -> list[int] | None:
+    """Where the key's options are in a source's row, each used once; None if one of them is not there.
+
+    An option that occurs twice is taken in the source's order, the right one last where the key says so.
+    """
+    free, chosen = list(range(len(own.options))), []
+    for wanted in key.options:
+        at = next((i for i in free if own.options[i] == wanted), None)
+        if at is None:
+            return None
+        free.remove(at)
+        chosen.append(at)
+    if own.answer in chosen and chosen.index(own.answer) != key.answer:
+        if own.options[own.answer] != key.options[key.answer]:
+            return chosen  # another answer: said by `compare`
+        here = chosen.index(own.answer)
+        chosen[here], chosen[key.answer] = chosen[key.answer], chosen[here]
+    return chosen
+
+
+# The paper's four sets at hand: selected from a folder or the hub, checked, and kept in the cache.
+
+
+SPLITS: dict[str, tuple[str, ...]] = {
+    "csqa": ("train", "validation"),
+    "arc_c": ("train", "validation", "test"),
+    "mmlu": ("test", "validation", "dev"),
+    "medqa": ("train", "test"),
+}
+"""The splits of the hub's copies that the four sets were drawn from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetAtHand:
+    """One of the four sets: where its rows are, and how they differ from the paper's."""
+
+    name: str
+    where: Path | None
+    difference: Difference | None
+
+    @property
+    def same(self) -> bool:
+        """Whether the rows at hand are the paper's."""
+        return self.difference is not None and self.difference.same
+
+    def __str__(self) -> str:
+        if self.difference is None:
+            return f"{self.name}: not at hand; 'cplus data build {self.name}' selects its rows from a folder or the hub"
+        return f"{self.difference} ({self.where})"
+
+    def row(self) -> dict[str, Any]:
+        """The JSON object."""
+        found = {} if self.difference is None else self.difference.row()
+        known = paper_sets()[self.name]
+        return {
+            "name": self.name,
+            "rows": len(known.rows),
+            "sha256": known.sha256,
+            "where": None if self.where is None else str(self.where),
+            "same": self.same,
+            **found,
+        }
+
+
+def at_hand(name: str, data_dir: Path | None = None) -> SetAtHand:
+    """The rows that a run would read: those of the folder, else those of the cache; the hub is not asked."""
+    folder = folder_of(data_dir)
+    path = cached(name) if folder is None else folder / f"{name}.jsonl"
+    if not path.is_file():
+        return SetAtHand(name=name, where=None, difference=None)
+    return SetAtHand(name=name, where=path, difference=compare(name, read_file(path)))
+
+
+def build(name: str, data_dir: Path | None = None) -> SetAtHand:
+    """Select the paper's rows from a folder's file or from the hub, check them and write them into the cache.
+
+    Rows that are missing or have another answer or number of options are an error, and nothing is written.
+    """
+    source, rows = _source(name, folder_of(data_dir))
+    found = select(name, rows)
+    difference = compare(name, found)
+    if difference.missing or difference.changed_answers or difference.other_options:
+        raise ValueError(
+            f"{source}: {difference}; nothing was written: give the folder of another copy with --data-dir"
+        )
+    path = cached(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_text(path, lines(found))
+    return SetAtHand(name=name, where=path, difference=difference)
+
+
+def _source(name: str, folder: Path | None) -> tuple[str, tuple[Example, ...]]:
+    if folder is not None:
+        path = folder / f"{name}.jsonl"
+        return str(path), tuple(read_file(path))
+    place = readers.BENCHMARKS[name]
+    parts = (readers.read_hub(replace(place, split=split), name=f"{name}-{split}") for split in SPLITS[name])
+    return place.path, tuple(example for part in parts for example in part.examples)

@@ -1,0 +1,128 @@
+"""Records of studies: a run's or a sequence's figures beside its settings, one sealed JSON file each; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from cplus.base.files import check_seal, read_json, sealed, write_json
+from cplus.training.settings import RunSpec, SequenceSpec
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """A run's figures, with the spec and the environment that produced them; percentages are 0-100.
+
+    `external` holds for each external task the accuracy before and after and the share of right answers kept.
+    `cost` holds FLOPs of training and of recurring preservation passes, rows and tokens; `overlap` counts the past
+    questions that are also in the bank, and `retention_uncovered` leaves them out. Only where anchors are of another
+    task: `correction`, the share of wrong past-task rows, never trained on, that came right, and `anchors_right`, the
+    share of the anchors themselves that are right. `past_nll` and `new_nll` are the mean token losses of past and new
+    answers in nats, of free text only; its `curve` begins with the base model, at epoch 0. `repair` is what a method's
+    repair after training undid, or why it was `refused`; records written before it was kept have None.
+    """
+
+    spec: RunSpec
+    retention: float
+    retention_uncovered: float
+    acquisition: float
+    external: dict[str, dict[str, float]]
+    counts: dict[str, int]
+    cost: dict[str, int]
+    seconds: float
+    extra_bytes: int
+    curve: list[dict[str, float]] = field(default_factory=list)
+    correction: float | None = None
+    anchors_right: float | None = None
+    past_nll: float | None = None
+    new_nll: float | None = None
+    repair: dict[str, Any] | None = None
+    diagnostics: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def external_kept(self) -> float | None:
+        """The mean over external tasks of the share of right answers kept; None where there is no such task."""
+        kept = [task["kept"] for task in self.external.values()]
+        return sum(kept) / len(kept) if kept else None
+
+
+def result_name(spec: RunSpec) -> str:
+    """The name of a run's file."""
+    return f"{spec.method.replace(':', '.')}-{spec.seed}-{spec.key()}.json"
+
+
+def save_result(result: RunResult, folder: Path) -> Path:
+    """Write the result under its spec's name."""
+    path = folder / result_name(result.spec)
+    write_json(path, sealed({"schema": SCHEMA, **asdict(result)}))
+    return path
+
+
+def load_result(path: Path) -> RunResult:
+    """Read a result; one of another schema, with other fields or altered since it was written is refused."""
+    raw = read_json(path)
+    if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: expected a run record of schema {SCHEMA}; it was written by another version")
+    check_seal(path, raw)
+    del raw["schema"], raw["sha256"]
+    try:
+        spec = raw.pop("spec")
+        for name in ("external", "diagnose"):
+            spec[name] = tuple(spec.get(name, ()))
+        return RunResult(spec=RunSpec(**spec), **raw)
+    except (KeyError, TypeError, ValueError) as error:
+        names = ", ".join(f.name for f in fields(RunResult))
+        raise ValueError(f"{path}: expected the fields {names}; {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceResult:
+    """A sequence's figures, with the spec and the environment that produced them; percentages are 0-100.
+
+    `accuracy` has one line per stage, the base model's first, with every task's accuracy in the spec's order; `sizes`
+    counts each task's rows. `stages` has for each stage its task, its new rows, Acquisition, Retention of the rows of
+    earlier tasks that were right before it (None at the first) and of its own task's, and its repair. `survival` is the
+    share of learned rows still right after 0, 1, ... further stages.
+    """
+
+    spec: SequenceSpec
+    accuracy: list[list[float]]
+    sizes: dict[str, int]
+    stages: list[dict[str, Any]]
+    survival: list[float]
+    counts: dict[str, int]
+    cost: dict[str, int]
+    seconds: float
+    environment: dict[str, Any] = field(default_factory=dict)
+
+
+def sequence_name(spec: SequenceSpec) -> str:
+    """The name of a sequence's file."""
+    return f"sequence-{spec.method.replace(':', '.')}-{spec.seed}-{spec.key()}.json"
+
+
+def save_sequence(result: SequenceResult, folder: Path) -> Path:
+    """Write the result under its spec's name."""
+    path = folder / sequence_name(result.spec)
+    write_json(path, sealed({"schema": SCHEMA, "kind": "sequence", **asdict(result)}))
+    return path
+
+
+def load_sequence(path: Path) -> SequenceResult:
+    """Read a sequence's result; one of another schema or kind, with other fields or altered since is refused."""
+    raw = read_json(path)
+    if not isinstance(raw, dict) or (raw.get("schema"), raw.get("kind")) != (SCHEMA, "sequence"):
+        raise ValueError(f"{path}: expected a sequence's record of schema {SCHEMA}; it was written by another version")
+    check_seal(path, raw)
+    del raw["schema"], raw["kind"], raw["sha256"]
+    try:
+        spec = raw.pop("spec")
+        spec["tasks"] = tuple(spec["tasks"])
+        return SequenceResult(spec=SequenceSpec(**spec), **raw)
+    except (KeyError, TypeError, ValueError) as error:
+        names = ", ".join(f.name for f in fields(SequenceResult))
+        raise ValueError(f"{path}: expected the fields {names}; {error}") from error

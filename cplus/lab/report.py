@@ -1,0 +1,310 @@
+"""The report of all studies: records read by study, one self-contained page, and a table for the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from cplus.base.files import write_text
+from cplus.lab import SCALES, STUDIES, Result, Spec, SummaryRow, runs_of
+from cplus.lab.drawing import CARD, INK, SOFT, draw, inline_svg, method_name, panels
+from cplus.lab.runner import load, path_of
+from cplus.lab.study import Collected, CollectedStudy, ComparisonLine, Picture, Table, run_title
+from cplus.lab.summaries import shown
+from cplus.receipts.page import cost, environment, policy, scaled
+
+# The report of all studies as one self-contained page.
+
+
+PAGE = "index.html"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageFigure:
+    """A figure on the page, and its files."""
+
+    picture: Picture
+    svg: Markup
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """The part of the page about one study."""
+
+    own: CollectedStudy
+    command: str
+    comparison: Sequence[ComparisonLine]
+    figures: Sequence[PageFigure]
+    tables: Sequence[Table]
+    all_figures: Sequence[tuple[tuple[str, ...], list[list[str]]]]
+    missing: Sequence[str]
+    seeds: str
+    costs: Sequence[tuple[str, str]]
+
+
+def write_report(found: Collected, folder: Path) -> dict[str, Any]:
+    """Write the page and its figures into a folder, and return its content as a JSON object."""
+    opening = _page_figure(fig_method_overview, found, folder)
+    sections = {name: _section(name, found, folder) for name in found.studies}
+    pages = environment()
+    pages.filters |= {"shown": shown, "method": method_name}
+    text = pages.get_template("studies.html").render(
+        found=found,
+        sections=sections,
+        overview=opening,
+        index=tab_experiment_index(found),
+        made=_environments(found),
+        policy=policy(),
+    )
+    write_text(folder / PAGE, text)
+    return {
+        "page": str(folder / PAGE),
+        "scale": found.scale.name,
+        "figures": [
+            *opening.files,
+            *(file for each in sections.values() for one in each.figures for file in one.files),
+        ],
+        "refused": list(found.refused),
+        "unknown_files": found.unknown_files,
+        "verdict": found.verdict,
+        "studies": {name: _row(section) for name, section in sections.items()},
+    }
+
+
+def _page_figure(make: Callable[[Collected], Picture], found: Collected, folder: Path) -> PageFigure:
+    picture, paths = draw(make, found, folder / "figures")
+    svg = inline_svg(paths[0].read_text(encoding="utf-8"), paths[0].stem)
+    files = tuple(str(path.relative_to(folder)) for path in paths)
+    return PageFigure(picture=picture, svg=Markup(svg), files=files)  # drawn here; its texts are paths or escaped
+
+
+def _section(name: str, found: Collected, folder: Path) -> Section:
+    own = found.studies[name]
+    return Section(
+        own=own,
+        command=found.command(name),
+        comparison=own.study.comparison(found),
+        figures=[_page_figure(make, found, folder) for make in own.study.figures],
+        tables=[make(found) for make in own.study.tables],
+        all_figures=all_figures(own.summary.rows),
+        missing=[run_title(spec) for spec in own.missing],
+        seeds=", ".join(str(seed) for seed in sorted({result.spec.seed for result in own.results})) or "none",
+        costs=_costs(own),
+    )
+
+
+def _row(section: Section) -> dict[str, Any]:
+    """The section as a JSON object."""
+    own = section.own
+    return {
+        "question": own.study.question,
+        "verdict": own.verdict,
+        **own.summary.row(),
+        "comparison": [asdict(line) for line in section.comparison],
+        "runs": len(own.specs),
+        "there": len(own.results),
+        "command": section.command,
+    }
+
+
+def all_figures(rows: Sequence[SummaryRow]) -> list[tuple[tuple[str, ...], list[list[str]]]]:
+    """All measured figures as tables, one per set of columns; a missing figure is shown as not run."""
+    groups: dict[tuple[str, ...], list[SummaryRow]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.at), []).append(row)
+    tables = []
+    for fields, own in groups.items():
+        figures = list(dict.fromkeys(name for row in own for name in row.figures))
+        lines = [[*(str(row.at[f]) for f in fields), *(_precise(row, name) for name in figures)] for row in own]
+        tables.append(((*(field.replace("num_", "") for field in fields), *figures), lines))
+    return tables
+
+
+def _precise(row: SummaryRow, name: str) -> str:
+    """A figure with three decimals if it is a share, else with two; always with its number of seeds."""
+    found = row.figures.get(name)
+    if found is None:
+        return "not run"
+    if abs(found.mean) <= 1 and (found.error or 0.0) < 0.05:
+        return f"{found.mean:.3f}" + ("" if found.error is None else f" ± {found.error:.3f}") + f" (n={found.count})"
+    return f"{found.mean:,.2f}" + ("" if found.error is None else f" ± {found.error:.2f}") + f" (n={found.count})"
+
+
+def _costs(own: CollectedStudy) -> list[tuple[str, str]]:
+    """Time and FLOPs of the study's runs, including those shared with other studies."""
+    if not own.results:
+        return []
+    sums: dict[str, int] = {}
+    for result in own.results:
+        for name, value in result.cost.items():
+            sums[name] = sums.get(name, 0) + value
+    wall = sum(float(result.environment.get("wall_seconds", result.seconds)) for result in own.results)
+    return [
+        ("time of all runs, one after another", cost("wall_seconds", wall)),
+        ("training", scaled(sums["training_flops"], "FLOP")),
+        ("preservation", scaled(sums["preservation_flops"], "FLOP")),
+        ("rows trained on", f"{sums['training_rows']:,}"),
+        ("rows of evidence", f"{sums['preservation_rows']:,}"),
+    ]
+
+
+def _environments(found: Collected) -> list[tuple[str, str]]:
+    """The environments of the results; several values where they differ."""
+    seen: dict[str, set[str]] = {}
+    for own in found.studies.values():
+        for result in own.results:
+            made: Mapping[str, Any] = result.environment
+            plain = {**{k: v for k, v in made.items() if k != "wall_seconds"}, **made.get("versions", {})}
+            for name, value in plain.items():
+                if not isinstance(value, Mapping) and value is not None:
+                    seen.setdefault(name, set()).add(str(value))
+    return [(name, ", ".join(sorted(values))) for name, values in sorted(seen.items())]
+
+
+# The summary of all studies as a Markdown table, for the README.
+
+
+COLUMNS = ("study", "question", "verdict", "measured", "published", "command")
+
+
+def markdown(found: Collected) -> str:
+    """One line per study: question, verdicts, the first measured and published number, command; then a line for all."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    for name, own in found.studies.items():
+        first = own.study.comparison(found)[0]
+        cells = (
+            name,
+            own.study.question,
+            own.verdict,
+            f"{first.what}: {first.measured}",
+            first.published,
+            f"`{found.command(name)}`",
+        )
+        lines.append(_line(cells))
+    lines.append(_line(("all", "", found.verdict, "", "", f"`{found.command('all')}`")))
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+# The records of a folder by study; a damaged record is reported and left out.
+
+
+def collect(folder: Path) -> Collected:
+    """Read every study's results from a folder named after their scale."""
+    scale = SCALES.get(folder.resolve().name)
+    if scale is None or not folder.is_dir():
+        raise ValueError(
+            f"{folder}: expected a folder of results named after their scale ({', '.join(SCALES)}), such as "
+            "results/desk; 'cplus study all' writes one"
+        )
+    specs = {name: tuple(runs_of(study, scale)) for name, study in STUDIES.items()}
+    found, refused = _read(dict.fromkeys(spec for own in specs.values() for spec in own), folder)
+    if not found and not refused:
+        raise ValueError(f"{folder}: no result of scale {scale.name} was found; 'cplus study all' computes them")
+    studies = {}
+    for name, study in STUDIES.items():
+        if not specs[name] and study.paper.startswith("added here"):
+            continue  # a place is kept for what the paper has, not for what was added and this scale does not run
+        own = tuple(found[spec] for spec in specs[name] if spec in found)
+        studies[name] = CollectedStudy(study=study, specs=specs[name], results=own, summary=study.summary(own))
+    known = {path_of(spec, folder).name for own in specs.values() for spec in own}
+    unknown_files = sum(path.name not in known for path in folder.glob("*.json"))
+    return Collected(scale=scale, folder=folder, studies=studies, refused=tuple(refused), unknown_files=unknown_files)
+
+
+def _read(specs: Mapping[Spec, None], folder: Path) -> tuple[dict[Spec, Result], list[str]]:
+    """Read each result once, however many studies share it; errors name the file without its folder."""
+    found, refused = {}, []
+    for spec in specs:
+        try:
+            result = load(spec, folder)
+        except ValueError as error:
+            path = path_of(spec, folder)
+            refused.append(f"{error}".replace(str(path), path.name))
+            continue
+        if result is not None:
+            found[spec] = result
+    return found, refused
+
+
+# The overview of the method (Fig. 2) and the index of the experiments (Table 2), which belong to no one study.
+
+
+# Centre, width and text of each box; then the arrows between boxes.
+_BOXES = {
+    "new": (1.6, 3.3, 2.6, "new data"),
+    "propose": (1.6, 2.0, 2.6, "optimizer proposes\n$\\delta$"),
+    "past": (5.4, 3.3, 3.6, "anchors + self-probes\nof the frozen model"),
+    "gradient": (5.4, 2.0, 3.6, "gradient $\\hat g$ of past behaviour,\nonce an epoch"),
+    "gate": (
+        3.5,
+        0.75,
+        6.4,
+        "gate: $m_i = [\\,\\hat g_i\\,\\delta_i \\leq 0\\,]$, smoothed over steps to $\\alpha_i \\in [0, 1]$",
+    ),
+    "apply": (9.3, 0.75, 2.8, "apply\n$\\theta_i \\leftarrow \\theta_i + \\alpha_i\\,\\delta_i$"),
+}
+_ARROWS = (("new", "propose"), ("past", "gradient"), ("propose", "gate"), ("gradient", "gate"), ("gate", "apply"))
+_HALF = 0.36
+
+
+def fig_method_overview(found: Collected) -> Picture:
+    """The method as a drawing; it has no data.
+
+    Paper: Fig. 2.
+    """
+    figure, (axis,) = panels(1, width=8.2, height=3.0)
+    axis.set_axis_off()
+    axis.set(xlim=(0, 11), ylim=(0.1, 3.9))
+    for x, y, width, words in _BOXES.values():
+        _box(axis, x, y, width, words)
+    for start, end in _ARROWS:
+        _arrow(axis, start, end)
+    caption = (
+        "CPLUS. The optimizer proposes an update from new data alone; gradients of anchors and self-probes decide, "
+        "coordinate by coordinate, how much of it is applied. Nothing is replayed, nothing added or reversed."
+    )
+    return Picture(label="fig:method-overview", paper="Fig. 2", caption=caption, figure=figure)
+
+
+def _box(axis: Any, x: float, y: float, width: float, words: str) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    corner = (x - width / 2, y - _HALF)
+    axis.add_patch(
+        FancyBboxPatch(corner, width, 2 * _HALF, boxstyle="round,pad=0.02,rounding_size=0.12", ec="#0072B2", fc=CARD)
+    )
+    axis.text(x, y, words, ha="center", va="center", color=INK)
+
+
+def _arrow(axis: Any, start: str, end: str) -> None:
+    (x, y, width, _), (to_x, to_y, to_width, _) = _BOXES[start], _BOXES[end]
+    if y == to_y:
+        tail, tip = (x + width / 2, y), (to_x - to_width / 2, to_y)
+    else:
+        tail, tip = (x, y - _HALF), (x, to_y + _HALF)
+    axis.annotate("", tip, tail, arrowprops={"arrowstyle": "-|>", "color": SOFT, "shrinkA": 3, "shrinkB": 3})
+
+
+def tab_experiment_index(found: Collected) -> Table:
+    """The experiments with their questions, their places in the paper and their commands.
+
+    Paper: Table 2.
+    """
+    return Table(
+        label="tab:experiment-index",
+        paper="Table 2",
+        caption="Experiment index; e11 to e13 are added here.",
+        columns=("ID", "Question", "Location", "Command"),
+        rows=tuple(
+            (name, each.study.question, each.study.paper, found.command(name)) for name, each in found.studies.items()
+        ),
+    )

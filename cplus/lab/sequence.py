@@ -1,0 +1,220 @@
+"""Tasks learned one after another: each stage starts from the last stage's model and protects every earlier task."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cplus import models
+from cplus.base.cost import Work, cost_row
+from cplus.base.environment import environment
+from cplus.data import interfaces
+from cplus.data.examples import Example, Prediction
+from cplus.data.interfaces import Interface
+from cplus.data.tasks import Split, draw_anchors, load_task, split, stack
+from cplus.evaluation.changes import Flip, acquisition, flips, percent, retention
+from cplus.evaluation.statistics import average_accuracy, backward_transfer, survival
+from cplus.lab.records import SequenceResult
+from cplus.lab.runs import bank, new_rows
+from cplus.methods.repair import repair_row
+from cplus.models.scoring import predict
+from cplus.training.driver import begin
+from cplus.training.loop import Event
+from cplus.training.rows import Group, PastTask
+from cplus.training.settings import RunSpec, SequenceSpec
+
+__all__ = ["average_accuracy", "backward_transfer", "first_stage", "run_sequence", "survival"]
+
+StageWatch = Callable[[int, Event], None]
+"""Receives the loop's events with the number of their stage."""
+TaskAnswers = tuple[tuple[Prediction, ...], ...]
+"""Every task's answers, in the order of the tasks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceTask:
+    """A task of the sequence: its rows and their interface."""
+
+    name: str
+    interface: Interface
+    examples: tuple[Example, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """The model after a stage, with its answers to every task and the stage's cost."""
+
+    current: models.Loaded
+    answers: TaskAnswers
+    figures: dict[str, Any]
+    training: Work
+    preservation: Work
+    seconds: float
+
+
+def run_sequence(
+    spec: SequenceSpec,
+    base: models.Loaded,
+    banks: Path,
+    *,
+    first: Stage | None = None,
+    watch: StageWatch = lambda stage, event: None,
+) -> SequenceResult:
+    """Learn the spec's tasks in order from a copy of the base model, evaluating all tasks after every stage.
+
+    `first` is what `first_stage` returned for a spec that differs in the method alone; with it the first task
+    is learned once for all methods.
+
+    Paper: App. E.9 (E5).
+    """
+    tasks = bind_tasks(spec, base)
+    before = answer_all(base, tasks, spec.compute_dtype)
+    stages = [first or first_stage(spec, base, watch=watch)]
+    kept: list[PastTask] = []
+    for number in range(2, len(tasks) + 1):
+        last = stages[-1]
+        kept.append(past_task(spec.stage(number), last, tasks[number - 2], number - 2, banks))
+        stages.append(run_stage(spec, number, last.current, last.answers, tasks, kept, watch))
+    return build_result(spec, base, tasks, before, stages)
+
+
+def first_stage(spec: SequenceSpec, base: models.Loaded, *, watch: StageWatch = lambda stage, event: None) -> Stage:
+    """The checkpoint that all methods share: the first task, before which there is nothing to protect."""
+    tasks = bind_tasks(spec, base)
+    return run_stage(spec, 1, base, answer_all(base, tasks, spec.compute_dtype), tasks, [], watch)
+
+
+def bind_tasks(spec: SequenceSpec, base: models.Loaded) -> tuple[SequenceTask, ...]:
+    """The tasks bound to the model's tokenizer, each cut to at most `num_rows` rows in their own order."""
+    found = []
+    for name in spec.tasks:
+        task = load_task(name)
+        rows = task.examples
+        if spec.num_rows is not None and spec.num_rows < len(rows):
+            chosen = sorted(random.Random(f"{spec.seed}/{name}").sample(range(len(rows)), spec.num_rows))
+            rows = tuple(rows[i] for i in chosen)
+        bound = interfaces.build(spec.interface, base.tokenizer, wording=task.wording)
+        found.append(SequenceTask(name=name, interface=bound, examples=rows))
+    return tuple(found)
+
+
+def answer_all(current: models.Loaded, tasks: Sequence[SequenceTask], compute_dtype: str = "float32") -> TaskAnswers:
+    """The model's answers, task by task."""
+    with models.computing(compute_dtype, current.device):
+        return tuple(tuple(predict(current.model, task.interface, task.examples, what=task.name)) for task in tasks)
+
+
+def run_stage(
+    spec: SequenceSpec,
+    number: int,
+    last: models.Loaded,
+    before: TaskAnswers,
+    tasks: Sequence[SequenceTask],
+    kept: Sequence[PastTask],
+    watch: StageWatch,
+) -> Stage:
+    """One stage: a copy of the last model learns the rows of the task that this model answers incorrectly."""
+    run, task = spec.stage(number), tasks[number - 1]
+    new = new_rows(split_by_answers(task, before[number - 1], last, spec.compute_dtype), run)
+    copied = dataclasses.replace(last, model=copy.deepcopy(last.model))
+    learned = Group(name=task.name, part="acquisition", interface=task.interface, examples=tuple(new))
+    training = begin(run.settings, copied, learned, kept)
+    for event in training.run():
+        watch(number, event)
+    model = training.finish()
+    current = dataclasses.replace(
+        last, name=f"{spec.model} after {task.name}", model=model, fingerprint=models.fingerprint(model)
+    )
+    answers = answer_all(current, tasks, spec.compute_dtype)
+    return Stage(
+        current=current,
+        answers=answers,
+        figures={**figures(number, task, new, before, answers), "repair": repair_row(training.repaired)},
+        training=training.log.training,
+        preservation=training.log.preservation,
+        seconds=training.log.seconds,
+    )
+
+
+def split_by_answers(
+    task: SequenceTask, answers: Sequence[Prediction], current: models.Loaded, compute_dtype: str = "float32"
+) -> Split:
+    """The task's rows split into those a model answers correctly and incorrectly."""
+    return split(
+        task.examples,
+        answers,
+        model_fingerprint=current.fingerprint,
+        interface=task.interface.name,
+        stack=stack(device=str(current.device), compute_dtype=compute_dtype),
+    )
+
+
+def past_task(run: RunSpec, last: Stage, task: SequenceTask, index: int, banks: Path) -> PastTask:
+    """A task just learned: anchors drawn from the rows now correct, and probes written by the current model.
+
+    Paper: App. E.9: a separate past-example set and self-probe bank for each preceding task.
+    """
+    found = split_by_answers(task, last.answers[index], last.current, run.compute_dtype)
+    anchors = draw_anchors(found, run.num_anchors, run.seed)
+    wanted = anchors and run.num_probes and run.settings.row.needs_bank
+    written = bank(run, last.current, task.interface, anchors, banks).examples if wanted else ()
+    return PastTask(
+        name=task.name,
+        interface=task.interface,
+        anchors=anchors,
+        probes=written,
+        written_by=last.current.fingerprint,
+    )
+
+
+def figures(
+    number: int, task: SequenceTask, new: Sequence[Example], before: TaskAnswers, after: TaskAnswers
+) -> dict[str, Any]:
+    """What a stage learned and lost: of its new rows, of earlier tasks, of its own task's rows that were right."""
+    tables = [flips(was, now) for was, now in zip(before, after, strict=True)]
+    ids = {example.id for example in new}
+    earlier = [flip for table in tables[: number - 1] for flip in table]
+    return {
+        "task": task.name,
+        "new": len(new),
+        "acquisition": acquisition([flip for flip in tables[number - 1] if flip.id in ids]).percent,
+        "retention": _kept(earlier),
+        "own_retention": _kept(tables[number - 1]),
+    }
+
+
+def _kept(table: Sequence[Flip]) -> float | None:
+    return retention(table).percent if any(flip.kind in ("kept", "lost") for flip in table) else None
+
+
+def build_result(
+    spec: SequenceSpec, base: models.Loaded, tasks: Sequence[SequenceTask], before: TaskAnswers, stages: Sequence[Stage]
+) -> SequenceResult:
+    """The sequence's record."""
+    evaluations = [before, *(stage.answers for stage in stages)]
+    training = sum((stage.training for stage in stages), Work())
+    preservation = sum((stage.preservation for stage in stages), Work())
+    parameters = sum(p.numel() for p in base.model.parameters())
+    histories = [
+        [answers[index][row].right for answers in evaluations[index + 1 :]]
+        for index, task in enumerate(tasks)
+        for row in range(len(task.examples))
+    ]
+    return SequenceResult(
+        spec=spec,
+        accuracy=[[percent(own) for own in answers] for answers in evaluations],
+        sizes={task.name: len(task.examples) for task in tasks},
+        stages=[stage.figures for stage in stages],
+        survival=survival(histories),
+        counts={"parameters": parameters},
+        cost=cost_row(parameters, training=training, preservation=preservation),
+        seconds=sum(stage.seconds for stage in stages),
+        environment=environment(threads=torch.get_num_threads(), device=str(base.device)),
+    )

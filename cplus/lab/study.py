@@ -1,0 +1,253 @@
+"""A study: a question, the runs that answer it, the answer computed from them, and the published numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from cplus.evaluation.statistics import Estimate
+from cplus.lab.records import RunResult, SequenceResult
+from cplus.lab.scales import Scale
+from cplus.training.settings import RunSpec, SequenceSpec
+
+Spec: TypeAlias = RunSpec | SequenceSpec
+Result: TypeAlias = RunResult | SequenceResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummaryRow:
+    """One row of a study's table: its settings, and its figures over the seeds."""
+
+    at: Mapping[str, Any]
+    figures: Mapping[str, Estimate]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A statement as a difference that should be above 0, paired over the seeds; the margin is None if it was not run.
+
+    `paper` is the place where the paper makes the statement; None if it is our own.
+    """
+
+    says: str
+    margin: Estimate | None
+    paper: str | None = None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The difference's 95 % interval by Student's t; None for fewer than two seeds."""
+        return None if self.margin is None else self.margin.interval
+
+    @property
+    def verdict(self) -> str:
+        """`holds` or `fails` if the interval excludes 0, else `unclear`; `not run` if a side is missing.
+
+        >>> Claim(says="", margin=Estimate(3.0, 0.5, 5)).verdict
+        'holds'
+        """
+        if self.margin is None:
+            return "not run"
+        if self.interval is None or self.interval[0] <= 0 <= self.interval[1]:
+            return "unclear"
+        return "holds" if self.margin.mean > 0 else "fails"
+
+    def row(self) -> dict[str, Any]:
+        """The JSON row."""
+        margin = None if self.margin is None else asdict(self.margin)
+        return {
+            "says": self.says,
+            "paper": self.paper,
+            "margin": margin,
+            "interval": self.interval,
+            "verdict": self.verdict,
+        }
+
+
+VERDICTS = ("holds", "fails", "unclear", "not run")
+
+
+def tally(claims: Iterable[Claim]) -> dict[str, dict[str, int]]:
+    """The number of claims with each verdict, separately for the paper's and our own.
+
+    >>> tally([Claim(says="", margin=None, paper="Fig. 5")])["paper"]["not run"]
+    1
+    """
+    counts = {whose: dict.fromkeys(VERDICTS, 0) for whose in ("paper", "ours")}
+    for claim in claims:
+        counts["ours" if claim.paper is None else "paper"][claim.verdict] += 1
+    return counts
+
+
+def judged(claims: Iterable[Claim]) -> str:
+    """The verdicts in one phrase, the paper's claims first and then our own.
+
+    >>> made = Claim(says="", margin=Estimate(3.0, 0.5, 5), paper="Fig. 5"), Claim(says="", margin=None)
+    >>> judged(made)
+    "1 of 1 of the paper's comparisons holds; 0 of 1 of our own, 1 not run"
+    """
+    whose = {"paper": "of the paper's comparisons", "ours": "of our own"}
+    parts: list[str] = []
+    for name, counts in tally(claims).items():
+        if total := sum(counts.values()):
+            hold = "holds" if total == 1 else "hold"
+            rest = [f"{counts[v]} {'fail' if v == 'fails' and counts[v] > 1 else v}" for v in VERDICTS[1:] if counts[v]]
+            first = f"{counts['holds']} of {total} {whose[name]}"
+            parts.append(", ".join([first if parts else f"{first} {hold}", *rest]))
+    return "; ".join(parts) or "no comparison"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A study's table, its claims, and the answer in one sentence."""
+
+    rows: tuple[SummaryRow, ...]
+    answer: str
+    claims: tuple[Claim, ...] = ()
+
+    def row(self) -> dict[str, Any]:
+        """The JSON object."""
+        return {
+            "answer": self.answer,
+            "verdicts": tally(self.claims),
+            "claims": [claim.row() for claim in self.claims],
+            "rows": [
+                {"at": dict(row.at), "figures": {name: asdict(found) for name, found in row.figures.items()}}
+                for row in self.rows
+            ],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """The published numbers of one table or figure by name."""
+
+    where: str
+    numbers: Mapping[str, Any]
+
+
+def run_results(results: Iterable[Result]) -> list[RunResult]:
+    """The results of runs on one task."""
+    return [result for result in results if isinstance(result, RunResult)]
+
+
+def sequence_results(results: Iterable[Result]) -> list[SequenceResult]:
+    """The results of task sequences."""
+    return [result for result in results if isinstance(result, SequenceResult)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A figure with its label in the paper, or one of our own, and its caption."""
+
+    label: str
+    paper: str
+    caption: str
+    figure: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A measured number as text, and the paper's where it has one."""
+
+    measured: str
+    published: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table with its label in the paper; the first column names the row."""
+
+    label: str
+    paper: str
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str | Cell, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonLine:
+    """One line of a study's comparison with the paper: what is compared, measured, published."""
+
+    what: str
+    measured: str
+    published: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """One experiment: of the paper, or added here in the same form."""
+
+    name: str
+    title: str
+    question: str
+    paper: str
+    runs: Callable[[Scale], Sequence[Spec]]
+    summary: Callable[[Sequence[Result]], Summary]
+    published: tuple[Published, ...] = ()
+    figures: tuple[Callable[[Collected], Picture], ...] = ()
+    tables: tuple[Callable[[Collected], Table], ...] = ()
+    comparison: Callable[[Collected], list[ComparisonLine]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectedStudy:
+    """A study with its runs at the scale, the results that exist, and their summary."""
+
+    study: Study
+    specs: tuple[Spec, ...]
+    results: tuple[Result, ...]
+    summary: Summary
+
+    @property
+    def runs(self) -> list[RunResult]:
+        """The results of runs on one task."""
+        return run_results(self.results)
+
+    @property
+    def sequences(self) -> list[SequenceResult]:
+        """The results of task sequences."""
+        return sequence_results(self.results)
+
+    @property
+    def missing(self) -> list[Spec]:
+        """The runs without a result."""
+        done = {result.spec for result in self.results}
+        return [spec for spec in self.specs if spec not in done]
+
+    @property
+    def verdict(self) -> str:
+        """The verdicts on the claims in one phrase; `not run` if no claim was run."""
+        claims = self.summary.claims
+        return judged(claims) if any(claim.verdict != "not run" for claim in claims) else "not run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """All studies of one folder.
+
+    `refused` are the errors of damaged records; `unknown_files` counts JSON files that belong to no run of the scale.
+    """
+
+    scale: Scale
+    folder: Path
+    studies: Mapping[str, CollectedStudy]
+    refused: tuple[str, ...]
+    unknown_files: int
+
+    @property
+    def verdict(self) -> str:
+        """The verdicts on the claims of all studies in one phrase."""
+        return judged(claim for own in self.studies.values() for claim in own.summary.claims)
+
+    def command(self, name: str) -> str:
+        """The command that computes a study's results."""
+        line = f"cplus study {name} --scale {self.scale.name}"
+        return line if self.folder == Path("results") / self.scale.name else f"{line} --out {self.folder.parent}"
+
+
+def run_title(spec: Spec) -> str:
+    """A run in words, for lists and progress bars."""
+    where = spec.task if isinstance(spec, RunSpec) else " > ".join(spec.tasks)
+    return f"{spec.method} {spec.model} {where} A={spec.num_anchors} N={spec.num_probes} seed {spec.seed}"

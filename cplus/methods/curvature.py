@@ -1,0 +1,209 @@
+"""Gates measured once at the base model: by curvature, and by columns that past rows depend on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from cplus.base.cost import Work
+from cplus.core.evidence import Losses, Reference, Source, borrowed_gradients, check_finite, named, refuse_unreached
+from cplus.core.gates import Proposal
+from cplus.core.losses import answer_losses, last_logits, left_padded
+from cplus.core.passes import Turn
+from cplus.core.rows import batched, measured
+from cplus.core.shards import Layout, layout, local
+
+# The curvature gate: a coordinate moves the less, the more past rows depend on it at the base model.
+
+
+VALUES = 1 << 15
+"""The number of bfloat16 values that are not negative; their bits count upwards with the value."""
+
+
+def attenuation(squares: Tensor, damping: float) -> Tensor:
+    """The share of each coordinate of the proposal that is applied; 1 where past rows do not depend on it.
+
+    c = d / (d + F)
+
+    >>> attenuation(torch.tensor([0.0, 1.0, 3.0]), 1.0)
+    tensor([1.0000, 0.5000, 0.2500])
+    """
+    return damping / (damping + squares)
+
+
+def damping(squares: Sequence[Tensor], share: float, where: Layout) -> float:
+    """The d with which the mean of d / (d + F) over all coordinates with F > 0 is `share`; 1 if there are none.
+
+    F is rounded to bfloat16 here and counted by value, so that shards add up to the same counts bit for bit.
+
+    >>> round(damping([torch.tensor([0.0, 1.0, 1.0])], 0.5, Layout()), 6)
+    1.0
+    """
+    counts = torch.zeros(VALUES, dtype=torch.float64, device=squares[0].device)
+    for own in squares:
+        bits = own.detach().bfloat16().view(torch.int16).flatten().int()
+        counts += torch.bincount(bits, minlength=VALUES)[:VALUES]
+    counts = (where.sum(counts) if where.sharded else counts).cpu()
+    values = torch.arange(VALUES, dtype=torch.int16).view(torch.bfloat16).double()
+    used = (counts > 0) & (values > 0) & values.isfinite()
+    counts, values = counts[used], values[used]
+    if not len(values):
+        return 1.0
+    low, high = math.log(float(values[0])) - 40.0, math.log(float(values[-1])) + 40.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        found = float((counts * attenuation(values, math.exp(middle))).sum() / counts.sum())
+        low, high = (middle, high) if found < share else (low, middle)
+    return math.exp((low + high) / 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curvature:
+    """Evidence that is the coefficients themselves, in bfloat16: two bytes per parameter.
+
+        F = sum_s w_s * mean_{i in s} (d loss_i / d theta)^2,    c = d / (d + F),    mean of c over F > 0: `share`
+
+    F is the diagonal of the empirical Fisher information of anchors and probes, the second order of what a change of a
+    coordinate costs past rows. One damping d for all tensors: whole layers that matter more move less.
+    """
+
+    model: nn.Module
+    sources: tuple[Source, ...]
+    share: float
+    losses: Losses = answer_losses
+
+    def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
+        """One backward pass per row at the current parameters."""
+        where = layout(params, named(self.model))
+        for source in self.sources:
+            where.check_alike(source.at(refresh), source.name, params[0].device)
+        squares, totals, work = self._squares(params, refresh, where)
+        means = {s.name: total / len(s.at(refresh)) for s, total in zip(self.sources, totals, strict=True)}
+        check_finite(self.model, params, squares, means, where)
+        strength = damping(squares, self.share, where)
+        total = sum(float(own.double().sum()) for own in squares)
+        total = where.sums([total], squares[0].device)[0] if where.sharded else total
+        coefficients = [attenuation(own, strength).bfloat16() for own in squares]
+        return Reference(vectors=[coefficients], losses=means, work=work, norm=math.sqrt(total))
+
+    def _squares(
+        self, params: Sequence[nn.Parameter], refresh: int, where: Layout
+    ) -> tuple[list[Tensor], list[float], Work]:
+        """F, each source's summed loss, and the passes. Shards see every row; whole copies share the rows."""
+        seen = [
+            (i, source.weight / len(source.at(refresh)), row)
+            for i, source in enumerate(self.sources)
+            for row in source.at(refresh)
+        ]
+        own = seen if where.sharded else where.rows(seen)
+        squares = [torch.zeros_like(local(p), dtype=torch.float32) for p in params]
+        totals = [0.0] * len(self.sources)
+        with borrowed_gradients(self.model, params) as passes:
+            for i, weight, row in own:
+                loss = self.losses(self.model, [row]).sum()
+                passes.backward(loss, Turn(alone=True))
+                totals[i] += float(loss.detach())
+                for square, gradient in zip(squares, passes.take(), strict=True):
+                    if gradient is not None:
+                        square.addcmul_(gradient.float(), gradient.float(), value=weight)
+            if own:
+                refuse_unreached(self.model, passes.trained, passes.unreached())
+        if not where.sharded:
+            squares = [where.sum(square) for square in squares]
+            totals = where.sums(totals, squares[0].device)
+        return squares, totals, sum((measured([row]) for _, _, row in seen), Work())
+
+
+# Source-shielded updates: the columns that matter most to past rows are frozen, chosen once at the base model.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnShield:
+    """Evidence that is 1 in the frozen columns of every linear layer and 0 elsewhere.
+
+    Source: Yamaguchi et al. 2025, SSU; the score of a weight is Wanda's (Sun et al. 2024, Eq. 1).
+
+        score_j = sum_i |W_ij| * sqrt(mean of x_j^2 over the sources' tokens), the largest `share` of columns frozen
+
+    Embeddings, head, norms and biases are not frozen.
+    """
+
+    model: nn.Module
+    sources: tuple[Source, ...]
+    share: float
+
+    def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
+        """One forward pass over every source at the current parameters."""
+        if layout(params, named(self.model)).sharded:
+            raise ValueError("source-shielded updates compare whole columns, but the weights are sharded; use one rank")
+        layers = shielded_layers(self.model, params)
+        squares, work = self._squares(layers, refresh)
+        found = {id(layer.weight): frozen_columns(layer.weight, squares[layer], self.share) for layer in layers}
+        return Reference(vectors=[[found.get(id(p), torch.zeros_like(p)) for p in params]], work=work)
+
+    @torch.no_grad()
+    def _squares(self, layers: Sequence[nn.Linear], refresh: int) -> tuple[dict[nn.Linear, Tensor], Work]:
+        """The weighted mean over tokens of each layer's squared inputs, and the passes."""
+        squares = {layer: layer.weight.new_zeros(layer.in_features, dtype=torch.float32) for layer in layers}
+        factor, inside = 0.0, torch.ones(1)
+
+        def see(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            assert isinstance(layer, nn.Linear)
+            x = inputs[0].float().flatten(0, -2) * inside
+            squares[layer] += factor * x.square().sum(0)
+
+        hooks, training, work = [layer.register_forward_pre_hook(see) for layer in layers], self.model.training, Work()
+        self.model.eval()
+        try:
+            for source in self.sources:
+                rows = source.at(refresh)
+                factor = source.weight / sum(map(len, rows))
+                for part in batched(rows):
+                    texts = [(*row.prompt, *row.target) for row in part]
+                    batch = left_padded(texts, next(self.model.parameters()).device)
+                    inside = batch["attention_mask"].flatten().unsqueeze(-1)
+                    last_logits(self.model, batch, 1)
+                    work += Work(rows=len(part), forward=measured(part).padded)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self.model.train(training)
+        return squares, work
+
+
+def shielded_layers(model: nn.Module, params: Sequence[nn.Parameter]) -> list[nn.Linear]:
+    """The linear layers that train, without embeddings and head."""
+    trained = {id(p) for p in params}
+    outer = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    outer |= {id(head.weight)} if isinstance(head, nn.Linear) else set()
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and id(m.weight) in trained - outer]
+    if not layers:
+        raise ValueError(
+            "source-shielded updates freeze columns of linear layers, but no torch.nn.Linear besides the head trains; "
+            "choose another method"
+        )
+    return layers
+
+
+def frozen_columns(weight: Tensor, squares: Tensor, share: float) -> Tensor:
+    """1 in the `share` of columns with the largest score, else 0.
+
+    >>> frozen_columns(torch.tensor([[1.0, -3.0], [1.0, 0.0]]), torch.tensor([4.0, 1.0]), 0.5)
+    tensor([[1., 0.],
+            [1., 0.]])
+    """
+    scores = weight.detach().float().abs().sum(0) * squares.sqrt()
+    chosen = scores.topk(round(share * len(scores))).indices
+    frozen = torch.zeros_like(weight.detach())
+    frozen[:, chosen] = 1
+    return frozen
+
+
+def shielded(proposal: Proposal) -> Tensor:
+    """0 in the frozen columns, else 1."""
+    return (proposal.sign <= 0).to(torch.float32)

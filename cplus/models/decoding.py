@@ -1,0 +1,543 @@
+"""Sampling from many prompts at once, with a key-value cache that rows join and leave."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+# A key-value cache for many rows: prompts are computed once, and rows can join and leave at any step.
+
+
+_GROUPED = "cplus_grouped"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a prompt: each layer's keys and values, and the logits after its last token."""
+
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    logits: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens it covers."""
+        return int(self.layers[0][0].shape[-2])
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory it uses."""
+        return sum(t.nbytes for pair in self.layers for t in pair) + self.logits.nbytes
+
+
+def chunk_ends(pieces: Sequence[str], *, shortest: int = 16, longest: int = 128) -> list[int]:
+    """Where a prompt is split: after blank lines, which separate demonstrations, and at the latest after `longest`.
+
+    The split depends only on the prompt, so prompts with a common prefix share its chunks in any order of computation.
+
+    >>> chunk_ends(["a", "\\n\\n", "b", "c", "\\n", "\\n", "d", "e"], shortest=2)
+    [2, 6, 8]
+    """
+    ends, begun, before = [], 0, ""
+    for end, piece in enumerate(pieces, 1):
+        blank = "\n\n" in piece or (piece.endswith("\n") and before.endswith("\n"))
+        # A short remainder is not worth a separate pass.
+        fits = end - begun >= shortest and len(pieces) - end >= shortest
+        if end - begun >= longest or (blank and fits):
+            ends.append(end)
+            begun = end
+        before = piece
+    return ends if begun == len(pieces) else [*ends, len(pieces)]
+
+
+class Prefixes:
+    """Prompts computed once and continued many times, within a memory budget."""
+
+    def __init__(self, model: Any, ends: Callable[[tuple[int, ...]], list[int]], *, max_bytes: int) -> None:
+        self._model, self._ends, self._max_bytes = model, ends, max_bytes
+        self._chunks: OrderedDict[tuple[int, tuple[int, ...]], Chunk] = OrderedDict()
+        self._bytes = 0
+
+    def chunks(self, prompt: tuple[int, ...]) -> list[Chunk]:
+        """The prompt's chunks in order, cached ones from memory."""
+        found: list[Chunk] = []
+        begin = 0
+        for end in self._ends(prompt):
+            # The key includes the chunk's start: split differently, the same tokens differ in the last bit.
+            key = (begin, prompt[:end])
+            chunk = self._chunks.pop(key, None)
+            if chunk is None:
+                chunk = self._compute(prompt[begin:end], found)
+                self._bytes += chunk.num_bytes
+            self._chunks[key] = chunk
+            found.append(chunk)
+            begin = end
+        while self._bytes > self._max_bytes:
+            self._bytes -= self._chunks.popitem(last=False)[1].num_bytes
+        return found
+
+    def _compute(self, tokens: tuple[int, ...], before: Sequence[Chunk]) -> Chunk:
+        cache, begin = DynamicCache(), sum(chunk.num_tokens for chunk in before)
+        for layer, parts in enumerate(zip(*(chunk.layers for chunk in before), strict=True)):
+            keys, values = (torch.cat(tensors, dim=-2) for tensors in zip(*parts, strict=True))
+            cache.update(keys, values, layer)
+        device = self._model.device
+        logits = self._model(
+            input_ids=torch.tensor([tokens], device=device),
+            position_ids=torch.arange(begin, begin + len(tokens), device=device).unsqueeze(0),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[0, -1]
+        layers = tuple((layer.keys[:, :, begin:].clone(), layer.values[:, :, begin:].clone()) for layer in cache.layers)
+        return Chunk(layers, logits.float().clone())
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of `Slots`, as the model sees it."""
+
+    is_sliding = False
+
+    def __init__(self, slots: Slots, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self.is_initialized = keys, values, True
+        self._slots = slots
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the memory is allocated at construction."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        rows, end = self._slots.rows, self._slots.end
+        self.keys[:rows, :, end : end + 1] = key_states
+        self.values[:rows, :, end : end + 1] = value_states
+        seen = slice(self._slots.first, end + 1)
+        return self.keys[:rows, :, seen], self.values[:rows, :, seen]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._slots.end - self._slots.first
+
+    def get_max_length(self) -> int:
+        return int(self.keys.shape[-2])
+
+
+class Slots:
+    """Rows of different lengths that end at the same column and grow together; rows can join or leave at any step."""
+
+    def __init__(self, like: Chunk, *, rows: int, longest: int, columns: int) -> None:
+        self.rows, self.end = 0, longest
+        self.starts: list[int] = []
+        buffers = [[t.new_zeros(rows, t.shape[1], columns, t.shape[-1]) for t in pair] for pair in like.layers]
+        # Zeros, not garbage: a masked column has weight 0, and 0 times NaN is NaN.
+        self.cache = Cache(layers=[_Layer(self, keys, values) for keys, values in buffers])
+        self._columns = columns
+
+    @property
+    def first(self) -> int:
+        """The first column that any row uses."""
+        return min(self.starts, default=self.end)
+
+    def put(self, row: int, chunks: Sequence[Chunk]) -> None:
+        """Write a prompt into a row, with its last token at the last used column."""
+        start = self.end - sum(chunk.num_tokens for chunk in chunks)
+        assert 0 <= row <= self.rows
+        assert start >= 0
+        self.rows = max(self.rows, row + 1)
+        self.starts[row : row + 1] = [start]
+        for chunk in chunks:
+            columns = slice(start, start + chunk.num_tokens)
+            for layer, (keys, values) in zip(self.cache.layers, chunk.layers, strict=True):
+                layer.keys[row, :, columns], layer.values[row, :, columns] = keys[0], values[0]
+            start = columns.stop
+
+    def drop(self, row: int) -> None:
+        """Remove a row; the last row takes its place."""
+        self.rows -= 1
+        last = self.starts.pop()
+        if row == self.rows:
+            return
+        self.starts[row] = last
+        for layer in self.cache.layers:
+            for buffer in (layer.keys, layer.values):
+                buffer[row, :, last : self.end] = buffer[self.rows, :, last : self.end]
+
+    def step(self, model: Any, tokens: Sequence[int]) -> Tensor:
+        """Append one token to each row and return the logits after it."""
+        if self.end == self._columns:
+            self._shift()
+        device, first = model.device, self.first
+        starts = torch.tensor(self.starts, device=device).unsqueeze(1)
+        seen = torch.arange(first, self.end + 1, device=device).unsqueeze(0) >= starts
+        logits: Tensor = model(
+            input_ids=torch.tensor(tokens, device=device).unsqueeze(1),
+            attention_mask=seen.long(),
+            position_ids=self.end - starts,
+            past_key_values=self.cache,
+            use_cache=True,
+        ).logits[:, -1]
+        self.end += 1
+        return logits.float()
+
+    def _shift(self) -> None:
+        by = self.first
+        for layer in self.cache.layers:
+            for buffer in (layer.keys, layer.values):
+                buffer[: self.rows, :, : self.end - by] = buffer[: self.rows, :, by : self.end].clone()
+        self.starts = [start - by for start in self.starts]
+        self.end -= by
+
+
+@contextmanager
+def grouped_attention(model: Any) -> Iterator[None]:
+    """Make the decoding steps of a model with grouped-query attention read shared key heads without copying them."""
+    before = model.config._attn_implementation
+    if before != "sdpa":  # the model needs another implementation, for instance for soft-capped scores
+        yield
+        return
+    AttentionInterface.register(_GROUPED, _attend)
+    AttentionMaskInterface.register(_GROUPED, sdpa_mask)
+    model.set_attn_implementation(_GROUPED)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    rows, heads, length, width = query.shape
+    groups = heads // key.shape[1]
+    if length > 1 or groups == 1:
+        plain: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return plain
+    # One query per head: heads that share keys become the queries of one head.
+    shared = query.reshape(rows, key.shape[1], groups, width)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        shared, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+    )
+    return out.reshape(rows, 1, heads, value.shape[-1]), None
+
+
+# The interface of sampling engines: their requests and their samples.
+
+
+End: TypeAlias = Literal["stop", "end of text", "limit"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Tokens to continue; all randomness of the continuation comes from `seed`."""
+
+    index: int
+    prompt: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How continuations are sampled, the same for every request.
+
+    Paper: T in App. C.1.
+    """
+
+    temperature: float
+    max_new_tokens: int
+    stop: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be above 0, got {self.temperature}")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not all(self.stop):
+            raise ValueError(f"expected non-empty stop texts, got {self.stop!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """The continuation of one request, up to and including the stop text; `tokens` is the number of sampled tokens.
+
+    `end` is what ended it: a stop text, the model's own end of text, or the token limit.
+    """
+
+    index: int
+    text: str
+    tokens: int
+    end: End
+
+
+class Engine(Protocol):
+    """Continues requests; the same list of requests always gives the same samples, whatever order they finish in."""
+
+    def describe(self) -> dict[str, Any]:
+        """The description of the engine in a bank's manifest."""
+        ...
+
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
+        """Yield each request's sample when it is finished."""
+        ...
+
+
+def request_seed(seed: int, index: int) -> int:
+    """The seed of one request, which depends only on the bank's seed and the request's index.
+
+    >>> request_seed(0, 1) == request_seed(0, 1) != request_seed(1, 0)
+    True
+    """
+    digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def pick(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
+    """One token per row, drawn at `temperature` by inverting the distribution at a number in [0, 1).
+
+    Each token uses one number, so a row's tokens do not depend on the other rows of the batch.
+
+    >>> pick(torch.tensor([[0.0, 9.0], [0.0, 0.0]]), torch.tensor([0.5, 0.4]), 0.8).tolist()
+    [1, 0]
+    """
+    cumulative = (logits.float() / temperature).softmax(-1).cumsum(-1, dtype=torch.float64)
+    threshold = uniforms.to(cumulative).unsqueeze(-1) * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+    return drawn.clamp_(max=logits.shape[-1] - 1)
+
+
+def cut(text: str, stop: Sequence[str]) -> str | None:
+    """The text up to and including the first stop text, or None if there is none.
+
+    >>> cut("Why?\\nAnswer: x", ["x", "\\nAnswer:"])
+    'Why?\\nAnswer:'
+    """
+    ends = [(at, at + len(mark)) for mark in stop if (at := text.find(mark)) >= 0]
+    return text[: min(ends)[1]] if ends else None
+
+
+class Reader:
+    """Decodes tokens; it decodes a whole row only after a token that can complete a stop text."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]) -> None:
+        self._decode, self._stop = decode, tuple(stop)
+        self._last = {mark[-1] for mark in stop}
+        self._may_end: dict[int, bool] = {}
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of a row."""
+        return self._decode(tokens)
+
+    def stopped(self, tokens: Sequence[int]) -> str | None:
+        """The row's text up to and including its stop text, or None while there is none."""
+        token = tokens[-1]
+        if token not in self._may_end:
+            piece = self._decode([token])
+            # Part of a character decodes to a replacement character, which may hide anything.
+            self._may_end[token] = "\ufffd" in piece or any(mark in piece for mark in self._last)
+        return cut(self._decode(tokens), self._stop) if self._may_end[token] else None
+
+
+# The default engine: any causal language model of transformers, on the CPU or a GPU, decoding many rows at once.
+
+
+ROWS = 64
+"""Rows decoded at once, unless told otherwise."""
+_SPARE_COLUMNS = 32
+
+
+@dataclass(slots=True)
+class DecodingRow:
+    """One continuation while it is decoded, and what ended it."""
+
+    index: int
+    prompt: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    end: End | None = None
+
+
+Choose: TypeAlias = Callable[[Tensor, Sequence[DecodingRow]], list[int]]
+"""The next token of each row, from its logits."""
+
+
+class LocalEngine:
+    """Finished rows are replaced immediately; common prefixes of prompts are computed once."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, rows: int = ROWS, prefix_bytes: int = 1 << 30) -> None:
+        if rows < 1:
+            raise ValueError(f"expected at least one row, got {rows}")
+        self._model, self._tokenizer, self._rows = model, tokenizer, rows
+        self._pieces: dict[int, str] = {}
+        self._prefixes = Prefixes(model, self._ends, max_bytes=prefix_bytes)
+        self._eos = _end_tokens(model, tokenizer)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process's engine computes its own prefixes."""
+        return LocalEngine._rebuilt, (self._model, self._tokenizer, self._rows)
+
+    @staticmethod
+    def _rebuilt(model: Any, tokenizer: Any, rows: int) -> LocalEngine:
+        return LocalEngine(model, tokenizer, rows=rows)
+
+    def describe(self) -> dict[str, Any]:
+        """Everything that affects the last bit of a float and so, rarely, a token."""
+        return {
+            "name": "transformers",
+            "rows": self._rows,
+            "device": self._model.device.type,
+            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
+        """Yield each request's sample when it is finished."""
+        limit = sampling.max_new_tokens
+        drawn = {request.index: _uniforms(request.seed, limit) for request in requests}
+
+        def draw(logits: Tensor, rows: Sequence[DecodingRow]) -> list[int]:
+            uniforms = torch.tensor([drawn[row.index][len(row.tokens)] for row in rows], dtype=torch.float64)
+            tokens: list[int] = pick(logits, uniforms, sampling.temperature).tolist()
+            return tokens
+
+        rows = [DecodingRow(request.index, request.prompt) for request in requests]
+        for row in self._continued(rows, draw, limit, sampling.stop):
+            assert row.end is not None
+            yield Sample(index=row.index, text=row.text, tokens=len(row.tokens), end=row.end)
+
+    def greedy(
+        self, prompts: Sequence[tuple[int, ...]], *, max_new_tokens: int, stop: Sequence[str]
+    ) -> list[DecodingRow]:
+        """The most likely token at every position; the first must be text, so that no answer is empty."""
+
+        def most_likely(logits: Tensor, rows: Sequence[DecodingRow]) -> list[int]:
+            if not rows[0].tokens:  # first tokens are chosen one row at a time
+                logits = logits.index_fill(1, self._blank.to(logits.device), -torch.inf)
+            tokens: list[int] = logits.argmax(-1).tolist()
+            return tokens
+
+        rows = [DecodingRow(index, prompt) for index, prompt in enumerate(prompts)]
+        return sorted(self._continued(rows, most_likely, max_new_tokens, stop), key=lambda row: row.index)
+
+    def _continued(
+        self, rows: Sequence[DecodingRow], choose: Choose, limit: int, stop: Sequence[str]
+    ) -> Iterator[DecodingRow]:
+        """Yield each row when it is finished."""
+        if not rows:
+            return
+        longest = max(len(row.prompt) for row in rows)
+        self._check_window(longest + limit)
+        # Long prompts first, so that the number of used columns shrinks with the queue.
+        queue = deque(sorted(rows, key=lambda row: (-len(row.prompt), row.index)))
+        reader = Reader(self._decode, stop)
+        with torch.inference_mode(), grouped_attention(self._model):
+            like = self._prefixes.chunks(queue[0].prompt)[0]
+        slots = Slots(like, rows=min(self._rows, len(rows)), longest=longest, columns=longest + limit + _SPARE_COLUMNS)
+        live: list[DecodingRow] = []
+        while queue or live:
+            finished: list[DecodingRow] = []
+            with torch.inference_mode(), grouped_attention(self._model):
+                while (queue or live) and not finished:
+                    while queue and len(live) < self._rows:
+                        finished += self._begin(queue.popleft(), slots, live, choose, reader, limit)
+                    if live:
+                        finished += self._step(slots, live, choose, reader, limit)
+            yield from finished
+
+    def _begin(
+        self, row: DecodingRow, slots: Slots, live: list[DecodingRow], choose: Choose, reader: Reader, limit: int
+    ) -> list[DecodingRow]:
+        """Assign a slot and the first token to a row, which may already end it."""
+        chunks = self._prefixes.chunks(row.prompt)
+        if self._take(row, choose(chunks[-1].logits.unsqueeze(0), [row])[0], reader, limit):
+            return [row]
+        slots.put(len(live), chunks)
+        live.append(row)
+        return []
+
+    def _step(
+        self, slots: Slots, live: list[DecodingRow], choose: Choose, reader: Reader, limit: int
+    ) -> list[DecodingRow]:
+        """One more token for every row; finished rows free their slots."""
+        chosen = choose(slots.step(self._model, [row.tokens[-1] for row in live]), live)
+        finished = []
+        for at in reversed(range(len(live))):
+            if self._take(live[at], chosen[at], reader, limit):
+                finished.append(live[at])
+                slots.drop(at)
+                live[at] = live[-1]
+                live.pop()
+        return finished
+
+    def _take(self, row: DecodingRow, token: int, reader: Reader, limit: int) -> bool:
+        """Add a token to a row and return whether that ends it."""
+        row.tokens.append(token)
+        if token in self._eos:
+            row.text, row.end = reader.text(row.tokens[:-1]), "end of text"
+        elif (stopped := reader.stopped(row.tokens)) is not None:
+            row.text, row.end = stopped, "stop"
+        elif len(row.tokens) == limit:
+            row.text, row.end = reader.text(row.tokens), "limit"
+        return row.end is not None
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _piece(self, token: int) -> str:
+        if token not in self._pieces:
+            self._pieces[token] = self._decode([token])
+        return self._pieces[token]
+
+    def _ends(self, prompt: tuple[int, ...]) -> list[int]:
+        return chunk_ends([self._piece(token) for token in prompt])
+
+    @cached_property
+    def _blank(self) -> Tensor:
+        """The tokens that cannot begin an answer: blanks, line breaks and special tokens."""
+        marks = {*self._eos, *self._tokenizer.all_special_ids}
+        texts = {token: self._piece(token).lstrip(" ") for token in range(len(self._tokenizer))}
+        return torch.tensor([t for t, text in texts.items() if t in marks or not text.strip() or text[0] == "\n"])
+
+    def _check_window(self, needed: int) -> None:
+        window = getattr(self._model.config, "max_position_embeddings", None)
+        if window is not None and needed > window:
+            raise ValueError(
+                f"the longest request and its continuation take {needed} tokens, but the model's window is {window}; "
+                "use shorter anchors, fewer shots or a lower --max-new-tokens"
+            )
+
+
+def _uniforms(seed: int, count: int) -> list[float]:
+    """The random numbers of one request, one for each token it may draw."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers: list[float] = torch.rand(count, generator=generator, dtype=torch.float64).tolist()
+    return numbers
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    config = getattr(model, "generation_config", None)
+    ids = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
+    flat = [token for entry in ids for token in (entry if isinstance(entry, list) else [entry])]
+    return frozenset(token for token in flat if token is not None)

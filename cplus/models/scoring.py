@@ -1,0 +1,496 @@
+"""A model's answers: log-likelihoods of candidates and greedy decoding, in batches bounded by memory."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from cplus.base.terminal import progress
+from cplus.core.losses import left_padded, target_logits
+from cplus.core.rows import Encoded, fit, length_sorted_batches, shared_prefix
+from cplus.data.examples import Choice, Example, FreeForm, Prediction
+from cplus.data.interfaces import Interface, longest_row, shortened
+from cplus.models import window
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# Batches of rows of similar length, as large as the device and the memory for logits allow.
+
+
+_MAX_ROWS = 256
+_MAX_LOGITS = 2**28
+# Scoring is compute-bound: on a CPU, batches larger than the caches are slower.
+_SCORED_TOKENS = {"cpu": 512, "mps": 4096, "cuda": 16384}
+# Decoding reads all weights for each token of a batch, so a batch is as large as the key-value cache allows.
+_DECODED_TOKENS = {"cpu": 8192, "mps": 8192, "cuda": 65536}
+
+
+def scored(model: nn.Module, lengths: Sequence[int], kept: Sequence[int], what: str) -> Iterator[list[int]]:
+    """Indices of rows to score together; `kept` is the number of positions at which each row needs logits."""
+    if not lengths:
+        return iter(())
+    share = max(positions / length for positions, length in zip(kept, lengths, strict=True))
+    within_memory = int(_MAX_LOGITS / (vocabulary(model) * share))
+    return _batches(lengths, min(_SCORED_TOKENS[_device(model)], within_memory), what)
+
+
+def decoded(model: nn.Module, lengths: Sequence[int], what: str) -> Iterator[list[int]]:
+    """Indices of rows to decode together; the lengths include the tokens to be generated."""
+    return _batches(lengths, _DECODED_TOKENS[_device(model)], what)
+
+
+def _batches(lengths: Sequence[int], max_tokens: int, what: str) -> Iterator[list[int]]:
+    """Batches of similar length, with a progress bar."""
+    with progress() as bars:
+        task = bars.add_task(what, total=len(lengths))
+        for batch in length_sorted_batches(lengths, max_tokens=max_tokens, max_rows=_MAX_ROWS):
+            yield batch
+            bars.advance(task, len(batch))
+
+
+def _device(model: nn.Module) -> str:
+    kind = next(model.parameters()).device.type
+    return kind if kind in _SCORED_TOKENS else "cpu"
+
+
+def bare(model: nn.Module) -> Any:
+    """The transformers model inside a PEFT wrapper: it includes the adapters, and its forward has named arguments."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def vocabulary(model: nn.Module) -> int:
+    """The number of logits per position."""
+    return int(bare(model).config.get_text_config().vocab_size)
+
+
+def check_window(model: nn.Module, lengths: Sequence[int]) -> None:
+    """Refuse rows with more tokens than the model's window."""
+    limit = window(bare(model))
+    over = [length for length in lengths if length > limit]
+    if over:
+        raise ValueError(
+            f"{len(over)} of {len(lengths)} rows are longer than the model's window of {limit} tokens "
+            f"(the longest has {max(over)}); shorten or exclude them"
+        )
+
+
+# A prompt and all its candidates packed into one row: the prompt and the common prefix are processed once.
+
+
+Tokens = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """A prompt followed by its candidates; the last token of each candidate is only predicted, not an input."""
+
+    prompt: tuple[int, ...]
+    candidates: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.prompt or not self.candidates or not all(self.candidates):
+            raise ValueError(f"expected a prompt and candidates of at least one token each, got {self}")
+
+    @property
+    def kept(self) -> int:
+        """The number of positions that need logits: the prompt's last, and all of a candidate's but its last."""
+        return 1 + sum(len(candidate) - 1 for candidate in self.candidates)
+
+    def __len__(self) -> int:
+        return len(self.prompt) + self.kept - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The position of each token: `segments` is 0 for a prompt, 1, 2, ... for its candidates, -1 for padding."""
+
+    ids: Tensor
+    positions: Tensor
+    segments: Tensor
+    where: list[tuple[int, int, int]]
+
+
+def packed_scores(model: Any, rows: Sequence[PackedRow], offset: int, prefix: Any | None) -> list[list[float]]:
+    """Each candidate's summed log-likelihood; `prefix` is the key-value cache of `offset` tokens before all rows."""
+    device = next(model.parameters()).device
+    layout = _lay_out(rows, offset)
+    past = copy.deepcopy(prefix)
+    if past is not None:
+        past.batch_repeat_interleave(len(rows))
+    logits = model(
+        input_ids=layout.ids.to(device),
+        attention_mask=_block_mask(model, layout.segments.to(device), offset),
+        position_ids=layout.positions.to(device),
+        past_key_values=past,
+        use_cache=past is not None,
+        logits_to_keep=max(row.kept for row in rows),
+    ).logits.float()
+    row, column, token = torch.tensor(layout.where, device=device).unbind(1)
+    chosen = iter((logits[row, column, token] - logits.logsumexp(2)[row, column]).tolist())
+    return [[sum(next(chosen) for _ in candidate) for candidate in row.candidates] for row in rows]
+
+
+def read_prefix(model: Any, prefix: Tokens) -> Any | None:
+    """The key-value cache of the common prefix."""
+    if not prefix:
+        return None
+    ids = torch.tensor([prefix], device=next(model.parameters()).device)
+    return model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+
+
+def takes_block_masks(model: Any, longest: int) -> bool:
+    """Whether the model's attention accepts a custom mask for rows of up to `longest` tokens."""
+    config = model.config
+    arguments = inspect.signature(type(model).forward).parameters
+    sliding = getattr(config, "sliding_window", None)
+    return (
+        {"position_ids", "past_key_values", "logits_to_keep"} <= set(arguments)
+        and config._attn_implementation in ("sdpa", "eager")
+        and not getattr(model, "_is_stateful", False)
+        and not getattr(config, "alibi", False)
+        # A block mask has no sliding window, so no row may be longer than it.
+        and (sliding is None or longest <= sliding)
+    )
+
+
+def _lay_out(rows: Sequence[PackedRow], offset: int) -> _Layout:
+    """Left-padded rows; `where` lists (row, column among the kept, token) for every token to be predicted."""
+    width, keep = max(map(len, rows)), max(row.kept for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    layout = _Layout(ids, torch.zeros_like(ids), torch.full_like(ids, -1), [])
+    for i, row in enumerate(rows):
+        column = width - len(row)
+        last = column + len(row.prompt) - 1
+        _put(layout, i, column, row.prompt, position=offset, segment=0)
+        column = last + 1
+        for j, candidate in enumerate(row.candidates, start=1):
+            _put(layout, i, column, candidate[:-1], position=offset + len(row.prompt), segment=j)
+            columns = (last, *range(column, column + len(candidate) - 1))
+            layout.where.extend((i, at - (width - keep), token) for at, token in zip(columns, candidate, strict=True))
+            column += len(candidate) - 1
+    return layout
+
+
+def _put(layout: _Layout, row: int, column: int, tokens: Tokens, *, position: int, segment: int) -> None:
+    cells = slice(column, column + len(tokens))
+    layout.ids[row, cells] = torch.tensor(tokens, dtype=torch.long)
+    layout.positions[row, cells] = torch.arange(position, position + len(tokens))
+    layout.segments[row, cells] = segment
+
+
+def _block_mask(model: Any, segments: Tensor, offset: int) -> Tensor:
+    """The causal attention mask: every token sees the prefix and the prompt, a candidate otherwise only itself."""
+    rows, width = segments.shape
+    own = segments[:, :, None] == segments[:, None, :]
+    seen = (own | (segments[:, None, :] == 0)).tril()
+    seen = torch.cat([seen.new_ones(rows, width, offset), seen], dim=2)[:, None]
+    if model.config._attn_implementation == "sdpa":
+        return seen
+    # Eager attention adds the mask to its scores.
+    return torch.zeros_like(seen, dtype=model.dtype).masked_fill_(~seen, torch.finfo(model.dtype).min)
+
+
+# Log-likelihoods of answers: each prompt is processed once for all its candidates, with logits at answers only.
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One answer's log-likelihood: the sum over its tokens, and their number."""
+
+    total: float
+    num_tokens: int
+
+    @property
+    def mean(self) -> float:
+        """The mean token log-likelihood, which allows comparing answers of different lengths."""
+        return self.total / self.num_tokens
+
+
+@torch.inference_mode()
+def score_candidates(
+    model: nn.Module, prompts: Sequence[Tokens], candidates: Sequence[Sequence[Tokens]], *, what: str = "scoring"
+) -> list[tuple[Score, ...]]:
+    """The scores of every candidate after its prompt."""
+    rows = [PackedRow(tuple(p), tuple(map(tuple, own))) for p, own in zip(prompts, candidates, strict=True)]
+    check_window(model, [len(row.prompt) + max(map(len, row.candidates)) - 1 for row in rows])
+    if not takes_block_masks(bare(model), max(map(len, rows), default=0)):
+        return _scores_separately(model, rows, what)
+    prefix = shared_prefix(prompts)
+    rows = [PackedRow(row.prompt[len(prefix) :], row.candidates) for row in rows]
+    past = read_prefix(bare(model), prefix)
+    scores: list[tuple[Score, ...]] = [()] * len(rows)
+    for batch in scored(model, [len(row) for row in rows], [row.kept for row in rows], what):
+        totals = packed_scores(bare(model), [rows[i] for i in batch], len(prefix), past)
+        for index, own in zip(batch, totals, strict=True):
+            lengths = map(len, rows[index].candidates)
+            scores[index] = tuple(Score(total, length) for total, length in zip(own, lengths, strict=True))
+    return scores
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A target after its prompt: its score, and whether each of its tokens is the most likely one at its position."""
+
+    score: Score
+    likeliest: bool
+
+
+def log_likelihoods(model: nn.Module, rows: Sequence[Encoded], *, what: str = "scoring") -> list[Score]:
+    """The score of each row's target."""
+    return [reading.score for reading in read_targets(model, rows, what=what)]
+
+
+@torch.inference_mode()
+def read_targets(model: nn.Module, rows: Sequence[Encoded], *, what: str = "scoring") -> list[Reading]:
+    """Each row's target in one pass; if every token is the most likely one, greedy decoding gives this target."""
+    check_window(model, [len(row) - 1 for row in rows])
+    readings = [Reading(Score(0.0, 1), False)] * len(rows)
+    for batch in scored(model, [len(row) for row in rows], [len(row.target) for row in rows], what):
+        logits, labels = target_logits(bare(model), [rows[i] for i in batch])
+        tokens = logits.gather(2, labels.clamp(min=0)[..., None])[..., 0] - logits.logsumexp(2)
+        totals = tokens.masked_fill(labels < 0, 0.0).sum(1).tolist()
+        likeliest = ((logits.argmax(2) == labels) | (labels < 0)).all(1).tolist()
+        for index, total, repeats in zip(batch, totals, likeliest, strict=True):
+            readings[index] = Reading(Score(total, rows[index].num_scored), repeats)
+    return readings
+
+
+def _scores_separately(model: nn.Module, rows: Sequence[PackedRow], what: str) -> list[tuple[Score, ...]]:
+    """Every candidate as a separate row, for attention that accepts no custom mask."""
+    separate = [Encoded(row.prompt, candidate) for row in rows for candidate in row.candidates]
+    scores = iter(log_likelihoods(model, separate, what=what))
+    return [tuple(next(scores) for _ in row.candidates) for row in rows]
+
+
+# Batched greedy decoding.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """The generated text, its tokens including the end token, and whether the model ended it before the limit."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finished: bool
+
+
+@torch.inference_mode()
+def greedy(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stop: Sequence[str] = (),
+    what: str = "answering",
+) -> list[Generation]:
+    """The greedy continuation of each prompt, up to a stop text, the end of text or the limit."""
+    check_window(model, [len(prompt) + max_new_tokens - 1 for prompt in prompts])
+    plain: Any = bare(model)
+    ends = _end_tokens(plain, tokenizer)
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        repetition_penalty=1.0,
+        eos_token_id=ends,
+        pad_token_id=ends[0],
+    )
+    generated: list[Generation] = [Generation(text="", tokens=(), finished=False)] * len(prompts)
+    lengths = [len(prompt) + max_new_tokens for prompt in prompts]
+    for batch in decoded(model, lengths, what):
+        inputs = left_padded([prompts[i] for i in batch], next(plain.parameters()).device)
+        width = inputs["input_ids"].shape[1]
+        stopping = StoppingCriteriaList([_StopTexts(tokenizer, tuple(stop), width)])
+        # generate() computes positions from the mask itself.
+        rows = plain.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            generation_config=config,
+            stopping_criteria=stopping,
+        )
+        for index, row in zip(batch, rows[:, width:].tolist(), strict=True):
+            generated[index] = _read(tokenizer, row, ends, stop)
+    return generated
+
+
+class _StopTexts(StoppingCriteria):  # type: ignore[misc]
+    """Ends a row whose new text contains a stop text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], width: int) -> None:
+        self._tokenizer, self._stop, self._width = tokenizer, stop, width
+        # A token has at least one byte, and a character at most four.
+        self._reach = 4 * max(map(len, stop), default=0)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor | None, **_: Any) -> Tensor:
+        tails = input_ids[:, max(self._width, input_ids.shape[1] - self._reach) :].tolist() if self._stop else []
+        texts = self._tokenizer.batch_decode(tails, skip_special_tokens=False)
+        done = [any(mark in text for mark in self._stop) for text in texts] or [False] * len(input_ids)
+        return torch.tensor(done, device=input_ids.device)
+
+
+def _read(tokenizer: PreTrainedTokenizerBase, row: list[int], ends: list[int], stop: Sequence[str]) -> Generation:
+    """The new tokens of one row as text, up to the stop text or the end of text, whichever comes first."""
+    ended = next((i for i, token in enumerate(row) if token in ends), None)
+    text = str(tokenizer.decode(row[:ended], skip_special_tokens=False))
+    cut = min((text.index(mark) for mark in stop if mark in text), default=None)
+    if cut is not None:
+        # After a stop text there is only padding, which is a token of `ends`.
+        return Generation(text=text[:cut], tokens=tuple(row[:ended]), finished=True)
+    tokens = row if ended is None else row[: ended + 1]
+    return Generation(text=text, tokens=tuple(tokens), finished=ended is not None)
+
+
+def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end a text, according to the tokenizer or to the model's generation settings."""
+    own = model.generation_config.eos_token_id
+    known = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
+    ends = sorted({token for token in known if token is not None})
+    if not ends:
+        raise ValueError("expected a tokenizer or a model with an end-of-text token, found none in either")
+    return ends
+
+
+# A model's answers, example by example, through an interface.
+
+
+Judge: TypeAlias = Callable[[str, Example], bool]
+"""Whether a free-text answer to an example is right."""
+Policy: TypeAlias = Literal["refuse", "exclude", "truncate"]
+
+
+def predict(
+    model: nn.Module,
+    interface: Interface,
+    examples: Sequence[Example],
+    *,
+    judge: Judge | None = None,
+    max_new_tokens: int = 256,
+    what: str = "predicting",
+) -> list[Prediction]:
+    """The model's answers in the order of the examples: the most likely candidate, or greedy text if there are none.
+
+    Paper: h_theta in App. C.1; protocol section 1.
+    """
+    candidates = [interface.candidates(example) for example in examples]
+    closed = [i for i, own in enumerate(candidates) if own]
+    open_ = [i for i, own in enumerate(candidates) if not own]
+    prompts = [interface.prompt(examples[i]) for i in closed]
+    scores = score_candidates(model, prompts, [candidates[i] for i in closed], what=what)
+    found = {i: chosen(examples[i], own) for i, own in zip(closed, scores, strict=True)}
+    if open_:
+        questions = [examples[i] for i in open_]
+        texts = _written(model, interface, questions, judge=judge, max_new_tokens=max_new_tokens, what=what)
+        found.update(zip(open_, texts, strict=True))
+    return [found[i] for i in range(len(examples))]
+
+
+def repeated(
+    model: nn.Module, interface: Interface, examples: Sequence[Example], *, what: str = "predicting"
+) -> list[Prediction]:
+    """Whether the model's greedy answer equals each row's response, token for token, from one pass without decoding.
+
+    The answer is the response if they are equal, otherwise empty, because the model's own text is not known. The score
+    is the response's mean token log-likelihood.
+    """
+    readings = read_targets(model, [interface.encode(example) for example in examples], what=what)
+    return [
+        Prediction(
+            id=example.id,
+            answer=example.response if reading.likeliest and isinstance(example, FreeForm) else "",
+            correct=reading.likeliest,
+            confidence=math.exp(reading.score.mean),
+            scores=(reading.score.mean,),
+            num_tokens=(reading.score.num_tokens,),
+        )
+        for example, reading in zip(examples, readings, strict=True)
+    ]
+
+
+def fitting(interface: Interface, examples: Sequence[Example], window: int, policy: Policy) -> list[Example]:
+    """The examples that fit the window with their longest answer; longer ones are refused, excluded or truncated."""
+    if policy == "truncate":
+        return [_truncated(interface, example, window) for example in examples]
+    rows = [longest_row(interface, example) for example in examples]
+    return [examples[i] for i in fit(rows, window, policy).kept]
+
+
+def _truncated(interface: Interface, example: Example, window: int) -> Example:
+    if (found := shortened(interface, example, window)) is None:
+        raise ValueError(
+            f"{example.id}: expected a row that fits {window} tokens once its prompt is cut, but what may not be cut "
+            f"is longer (the whole row has {len(longest_row(interface, example)) - 1}); shorten its answer, or exclude "
+            "rows that are too long"
+        )
+    return found
+
+
+def chosen(example: Example, scores: tuple[Score, ...]) -> Prediction:
+    """The candidate with the highest mean token log-likelihood; the first one if several are equal."""
+    assert isinstance(example, Choice)
+    means = [score.mean for score in scores]
+    best = max(range(len(means)), key=means.__getitem__)
+    return Prediction(
+        id=example.id,
+        answer=best,
+        correct=best == example.answer,
+        confidence=1 / sum(math.exp(mean - means[best]) for mean in means),
+        scores=tuple(means),
+        num_tokens=tuple(score.num_tokens for score in scores),
+    )
+
+
+def _written(
+    model: nn.Module,
+    interface: Interface,
+    examples: Sequence[Example],
+    *,
+    judge: Judge | None,
+    max_new_tokens: int,
+    what: str,
+) -> list[Prediction]:
+    """Greedy free-text answers, each with the mean log-likelihood of its own tokens."""
+    prompts = [interface.prompt(example) for example in examples]
+    generated = greedy(
+        model, interface.tokenizer, prompts, max_new_tokens=max_new_tokens, stop=interface.answer_stop, what=what
+    )
+    rows = [Encoded(prompt, answer.tokens) for prompt, answer in zip(prompts, generated, strict=True)]
+    scores = log_likelihoods(model, rows, what=f"{what}: scoring")
+    return [
+        Prediction(
+            id=example.id,
+            answer=answer.text.strip(),
+            correct=None if judge is None else judge(answer.text.strip(), example),
+            confidence=math.exp(score.mean),
+            scores=(score.mean,),
+            num_tokens=(score.num_tokens,),
+        )
+        for example, answer, score in zip(examples, generated, scores, strict=True)
+    ]
+
+
+# Likelihoods of given answers, greedy decoding, and a model's predictions.
+
+
+__all__ = [
+    "Generation",
+    "Judge",
+    "Reading",
+    "Score",
+    "fitting",
+    "greedy",
+    "log_likelihoods",
+    "predict",
+    "read_targets",
+    "repeated",
+    "score_candidates",
+]

@@ -1,0 +1,153 @@
+"""The frozen model's own answers to its probes and to a user's requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from torch import nn
+
+from cplus.base import files
+from cplus.base.files import cache_folder
+from cplus.core.rows import Encoded
+from cplus.data.examples import Example, FreeForm, fingerprint, from_row, to_row
+from cplus.data.interfaces import Interface, Rejected
+from cplus.models import Loaded
+from cplus.models.decoding import DecodingRow, LocalEngine
+from cplus.models.scoring import log_likelihoods, predict
+
+# The frozen model's own answers, by the fixed rule of the interface.
+
+
+MAX_ANSWER_TOKENS = {"letter": 1, "cloze": 48, "freeform": 256}
+"""Maximum length of a free-text answer, by interface."""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """An example with the frozen model's answer as its target, and the model's confidence in it."""
+
+    example: Example
+    confidence: float
+
+
+Labeller: TypeAlias = Callable[[Sequence[Example]], list[Label | Rejected]]
+
+
+def label(
+    model: nn.Module,
+    engine: LocalEngine,
+    interface: Interface,
+    examples: Sequence[Example],
+    *,
+    max_tokens: int | None = None,
+    cut: bool = False,
+) -> list[Label | Rejected]:
+    """The most likely candidate if there are candidates, otherwise greedily decoded text.
+
+    Paper: y_j = h_theta0(x_j) in App. C.1. Confidence is the softmax over the candidates, or the geometric mean
+    probability of the text's tokens. `max_tokens` replaces the interface's limit on the length of a text; `cut` keeps
+    an answer that reaches it. A plain text is its own answer.
+    """
+    closed = [example for example in examples if interface.candidates(example)]
+    chosen = iter(predict(model, interface, closed, what="labelling"))
+    texts = [example for example in examples if _is_text(example)]
+    own = iter(log_likelihoods(model, [interface.encode(text) for text in texts], what="scoring"))
+    asked = [example for example in examples if not interface.candidates(example) and not _is_text(example)]
+    written = iter(_written(model, engine, interface, asked, max_tokens, cut=cut))
+    labels: list[Label | Rejected] = []
+    for example in examples:
+        if _is_text(example):
+            labels.append(Label(example, math.exp(next(own).mean)))
+        elif interface.candidates(example):
+            prediction = next(chosen)
+            labels.append(Label(interface.with_answer(example, prediction.answer), prediction.confidence))
+        else:
+            labels.append(next(written))
+    return labels
+
+
+def _written(
+    model: nn.Module,
+    engine: LocalEngine,
+    interface: Interface,
+    examples: Sequence[Example],
+    max_tokens: int | None,
+    *,
+    cut: bool,
+) -> list[Label | Rejected]:
+    prompts = [interface.prompt(example) for example in examples]
+    limit = max_tokens or MAX_ANSWER_TOKENS[interface.name]
+    rows = engine.greedy(prompts, max_new_tokens=limit, stop=interface.answer_stop)
+    scores = log_likelihoods(model, [Encoded(row.prompt, tuple(row.tokens)) for row in rows], what="scoring")
+    return [
+        _judged(example, row, math.exp(score.mean), interface, cut=cut)
+        for example, row, score in zip(examples, rows, scores, strict=True)
+    ]
+
+
+def without_stop(text: str, stop: Sequence[str]) -> str:
+    """A decoded answer without the text that ended it."""
+    for mark in stop:
+        text = text.removesuffix(mark)
+    return text.strip()
+
+
+def _is_text(example: Example) -> bool:
+    return isinstance(example, FreeForm) and example.is_text
+
+
+def _judged(
+    example: Example, row: DecodingRow, confidence: float, interface: Interface, *, cut: bool
+) -> Label | Rejected:
+    text = without_stop(row.text, interface.answer_stop)
+    if row.end == "limit" and not cut:
+        return Rejected("answer without end")
+    if not any(character.isalnum() for character in text):
+        return Rejected("empty answer")
+    if text.endswith(":") and row.end != "limit":
+        return Rejected("answer breaks off")
+    answered = interface.with_answer(example, text)
+    if row.end == "limit" and isinstance(answered, FreeForm):
+        answered = replace(answered, cut=True)
+    return Label(answered, confidence)
+
+
+# The base model's own answers, for users who have requests to preserve but no recorded answers.
+
+
+LONGER = 4
+"""How many times the usual limit an answer may have that did not end within it, if the model's window admits it."""
+
+
+def own_answers(base: Loaded, interface: Interface, examples: Sequence[Example], *, name: str) -> tuple[Example, ...]:
+    """The rows with the base model's greedy answers as responses, cached on disk; errors call the rows `name`.
+
+    A row whose answer reaches the token limit is omitted: its end is not known.
+    """
+    # The tokens of the first prompt identify the prompt format, chat or plain text.
+    prompt = list(interface.prompt(examples[0]))
+    key = files.fingerprint([base.fingerprint, interface.name, prompt, fingerprint(examples)])
+    path = cache_folder() / "answers" / f"own-{key[:24]}.json"
+    if not path.is_file():
+        files.write_json(path, [None if own is None else to_row(own) for own in _answered(base, interface, examples)])
+    rows = [row for row in files.read_json(path) if row is not None]
+    if not rows:
+        raise ValueError(
+            f"none of the {len(examples)} {name} rows was answered before the token limit; supply other rows"
+        )
+    return tuple(from_row(row, where=f"{path}: {row['id']}", id=row["id"]) for row in rows)
+
+
+def _answered(base: Loaded, interface: Interface, examples: Sequence[Example]) -> list[Example | None]:
+    engine = LocalEngine(base.model, base.tokenizer)
+    labels: list[Label | Rejected] = label(base.model, engine, interface, examples)
+    open_ended = [i for i, own in enumerate(labels) if isinstance(own, Rejected) and own.reason == "answer without end"]
+    longest = max((len(interface.prompt(examples[i])) for i in open_ended), default=0)
+    limit = min(LONGER * MAX_ANSWER_TOKENS[interface.name], base.window - longest)
+    again = label(base.model, engine, interface, [examples[i] for i in open_ended], max_tokens=limit)
+    for i, own in zip(open_ended, again, strict=True):
+        labels[i] = own
+    return [own.example if isinstance(own, Label) else None for own in labels]

@@ -1,0 +1,412 @@
+"""From anchors to probes: sample, parse, remove copies and label until there are enough."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from typing import Protocol
+
+from cplus.data.examples import Choice, Example, FreeForm
+from cplus.data.interfaces import Interface, Rejected
+from cplus.distributed import processes
+from cplus.models import Loaded
+from cplus.models.decoding import Engine, LocalEngine, Request, Sample, Sampling, request_seed
+from cplus.probes import settings as probe_settings
+from cplus.probes.abilities import SelfWritten, ability, answer_flaw, near
+from cplus.probes.bank import Probe
+from cplus.probes.labels import Label, Labeller, label
+from cplus.probes.settings import (
+    BLOCK,
+    MAX_NEW_TOKENS,
+    ProbeSettings,
+    RequestPlan,
+    domain_test,
+    input_key,
+    input_text,
+    words,
+)
+
+# What the frozen model is shown so that it writes new inputs, and how its texts are read.
+
+
+LONGER, STEP = 1.25, 64
+"""A new question may have this many times the tokens of the longest anchor's prompt, rounded up to whole steps."""
+
+
+class Writer(Protocol):
+    """Plans, writes and reads the requests of one bank; `block` of them are sampled together."""
+
+    @property
+    def block(self) -> int: ...
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def stop(self) -> tuple[str, ...]: ...
+    def plan(self, index: int) -> RequestPlan: ...
+    def request(self, plan: RequestPlan) -> tuple[int, ...]: ...
+    def parse(self, text: str, plan: RequestPlan) -> Example | Rejected: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromAnchors:
+    """Each request shows a few anchors, in the interface's own words.
+
+    Paper: App. C.1.
+    """
+
+    interface: Interface
+    anchors: Sequence[Example]
+    settings: ProbeSettings
+    block: int = BLOCK
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Maximum length of an input: more where an anchor's own is long, as MedQA's case descriptions are."""
+        least = MAX_NEW_TOKENS[self.interface.name]
+        if self.interface.name == "freeform":
+            return least
+        longest = max((len(self.interface.prompt(anchor)) for anchor in self.anchors), default=0)
+        return max(least, STEP * ceil(LONGER * longest / STEP))
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Texts that may end an input."""
+        return self.interface.stop(self.anchors)
+
+    def plan(self, index: int) -> RequestPlan:
+        """The anchors and the topic of a request."""
+        return probe_settings.plan(index, self.anchors, self.settings)
+
+    def request(self, plan: RequestPlan) -> tuple[int, ...]:
+        """The tokens that the model continues."""
+        return self.interface.request(plan.shots, plan.topic)
+
+    def parse(self, text: str, plan: RequestPlan) -> Example | Rejected:
+        """The input that was written."""
+        return self.interface.parse(text, plan.shots)
+
+
+def writer(interface: Interface, anchors: Sequence[Example], settings: ProbeSettings) -> Writer:
+    """The writer of these settings: from anchors, or from nothing where they name an ability."""
+    if settings.ability is None:
+        return FromAnchors(interface=interface, anchors=anchors, settings=settings)
+    return SelfWritten.of(interface, settings)
+
+
+_PATIENCE = 2
+_CUT_OFF = "cut off at the token limit"
+_UNFINISHED = ("no options", "wrong number of options", "empty option")
+"""Reasons that a question has which was cut off; the limit is then what to change."""
+
+
+class TooFewProbes(ValueError):
+    """The model produces too few valid probes to continue."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """A request was completed; `reason` is why its text cannot become a probe, if that is already known."""
+
+    index: int
+    text: str
+    reason: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOutcome:
+    """The final result of one request: a probe, or the reason why there is none."""
+
+    index: int
+    result: Probe | Rejected
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """The outcomes of consecutive requests."""
+
+    outcomes: tuple[RequestOutcome, ...]
+
+    @property
+    def probes(self) -> list[Probe]:
+        """The accepted probes."""
+        return [outcome.result for outcome in self.outcomes if isinstance(outcome.result, Probe)]
+
+
+class Tally:
+    """The probes accepted so far, and the rules for accepting more."""
+
+    def __init__(self, anchors: Sequence[Example], interface: Interface, settings: ProbeSettings) -> None:
+        self._settings = settings
+        self._options = interface.name == "letter"
+        self._in_domain = domain_test(settings.domain) if settings.domain else None
+        self._anchors = {self._key(anchor) for anchor in anchors}
+        self._keys: set[str] = set()
+        self._words: list[frozenset[str]] = []
+        self._answers: Counter[int] = Counter()
+        self._quota = _quota(anchors, interface, settings)
+        self.blocks: list[Block] = []
+        self.probes: list[Probe] = []
+
+    def new_input(self, example: Example) -> Rejected | None:
+        """The reason to reject an input before it is labelled, or None; an accepted input is remembered."""
+        key = self._key(example)
+        if key in self._anchors:
+            return Rejected("copy of an anchor")
+        if key in self._keys:
+            return Rejected("duplicate")
+        if self._in_domain is not None and not self._in_domain(example):
+            return Rejected("outside the domain")
+        if self._settings.ability is not None:
+            spoken = words(input_text(example, options=False))
+            if any(near(spoken, other) for other in self._words):
+                return Rejected("near duplicate")
+            self._words.append(spoken)
+        self._keys.add(key)
+        return None
+
+    def new_label(self, labelled: Label | Rejected) -> Label | Rejected:
+        """The label, unless the settings reject it."""
+        if isinstance(labelled, Rejected):
+            return labelled
+        if labelled.confidence < self._settings.confidence_floor:
+            return Rejected("low confidence")
+        if self._settings.ability is not None and isinstance(labelled.example, FreeForm):
+            reason = answer_flaw(self._settings.ability, labelled.example)
+            if reason is not None:
+                return Rejected(reason)
+        if self._quota is not None and isinstance(labelled.example, Choice):
+            if self._answers[labelled.example.answer] >= self._quota:
+                return Rejected("enough of this label")
+            self._answers[labelled.example.answer] += 1
+        return labelled
+
+    def add(self, block: Block) -> None:
+        """Add a block, new or from a journal."""
+        self.blocks.append(block)
+        self.probes += block.probes
+        self._keys = {self._key(probe.example) for probe in self.probes}
+        if self._settings.ability is not None:
+            self._words = [words(input_text(probe.example, options=False)) for probe in self.probes]
+        self._answers = Counter(probe.example.answer for probe in self.probes if isinstance(probe.example, Choice))
+
+    def trial(self) -> Tally:
+        """A copy whose accepted inputs this one does not remember."""
+        trial = copy.copy(self)
+        trial._keys, trial._words = set(self._keys), list(self._words)
+        return trial
+
+    @property
+    def full(self) -> bool:
+        """Whether the bank is complete."""
+        return len(self.probes) >= self._settings.num_probes
+
+    def check_yield(self) -> None:
+        """Stop if the last requests gave almost no probes, so that generation always ends."""
+        recent = self.blocks[-_PATIENCE:]
+        requests = sum(len(block.outcomes) for block in recent)
+        gained = sum(len(block.probes) for block in recent)
+        if self.full or len(recent) < _PATIENCE or gained >= self._settings.min_yield * requests:
+            return
+        outcomes = [outcome for block in self.blocks for outcome in block.outcomes]
+        counts = rejections(outcomes)
+        reasons = ", ".join(f"{reason} {count}" for reason, count in counts.most_common())
+        remedy = "Use other anchors, another interface or fewer probes"
+        if counts and counts.most_common(1)[0][0] == _CUT_OFF:
+            remedy = "Give new questions more room with --max-new-tokens"
+        if self._settings.ability is not None:
+            remedy = f"It cannot show by itself what to keep ({self._settings.ability}): give rows with --anchors FILE"
+        raise TooFewProbes(
+            f"the model gave {len(self.probes)} of {self._settings.num_probes} probes in {len(outcomes)} requests and "
+            f"{gained} in the last {requests}, below {self._settings.min_yield:.0%}; rejected: {reasons}. {remedy}"
+        )
+
+    def _key(self, example: Example) -> str:
+        return input_key(example, options=self._options)
+
+
+def rejections(outcomes: Iterable[RequestOutcome]) -> Counter[str]:
+    """The number of rejections for each reason."""
+    return Counter(outcome.result.reason for outcome in outcomes if isinstance(outcome.result, Rejected))
+
+
+def generate(
+    engine: Engine,
+    labeller: Labeller,
+    interface: Interface,
+    anchors: Sequence[Example],
+    settings: ProbeSettings,
+    tally: Tally,
+    *,
+    block: int | None = None,
+) -> Iterator[Sampled | Block]:
+    """Continue from the tally's last block until it is full; a block is added to the tally before it is yielded.
+
+    `block` is another number of requests per block, for a trial.
+
+    Paper: Algorithm 1, line 1; App. C.1, construction of the bank S_A.
+    """
+    written = writer(interface, anchors, settings)
+    sampling = Sampling(
+        temperature=settings.temperature,
+        max_new_tokens=settings.max_new_tokens or written.max_new_tokens,
+        stop=written.stop,
+    )
+    while not tally.full:
+        tally.check_yield()
+        planned = _planned(written, tally, block or written.block)
+        read: list[dict[int, Example | Rejected]] = []
+        for plans, samples in zip(planned, _samples(engine, written, planned, sampling, settings.seed), strict=True):
+            read.append({})
+            for sampled, parsed in _parsed(written, plans, samples, sampling):
+                read[-1][sampled.index] = parsed
+                yield sampled
+        labellers = _labellers(planned, read, labeller, tally)
+        for plans, own, labelled in zip(planned, read, labellers, strict=True):
+            if tally.full:
+                break
+            tally.check_yield()
+            judged = _judged(plans, own, labelled, tally)
+            tally.add(judged)
+            yield judged
+
+
+def write_probes(
+    base: Loaded, interface: Interface, anchors: Sequence[Example], settings: ProbeSettings
+) -> list[Probe]:
+    """The probes that a model writes from its anchors, in memory and without a seal."""
+    tally = Tally(anchors, interface, settings)
+    engine = LocalEngine(base.model, base.tokenizer)
+    for _ in generate(engine, labeller_of(base, engine, interface, settings), interface, anchors, settings, tally):
+        pass
+    return tally.probes[: settings.num_probes]
+
+
+def labeller_of(base: Loaded, engine: LocalEngine, interface: Interface, settings: ProbeSettings) -> Labeller:
+    """The frozen model as it answers its own inputs; for an ability, answers may be cut off at its limit."""
+    if settings.ability is None:
+        return partial(label, base.model, engine, interface)
+    own = ability(settings.ability)
+    limit = settings.answer_tokens or own.answer_tokens
+    return partial(label, base.model, engine, interface, max_tokens=limit, cut=own.cut)
+
+
+def _planned(written: Writer, tally: Tally, size: int) -> list[list[RequestPlan]]:
+    """The next block's requests, and those of as many blocks after it as other processes help with."""
+    first = sum(len(block.outcomes) for block in tally.blocks)
+    starts = range(first, first + processes.count() * size, size)
+    return [[written.plan(index) for index in range(start, start + size)] for start in starts]
+
+
+def _samples(
+    engine: Engine, written: Writer, planned: Sequence[Sequence[RequestPlan]], sampling: Sampling, seed: int
+) -> Sequence[Iterable[Sample]]:
+    """The samples of each block; a process samples whole blocks, so that its batches are those of one process."""
+    blocks = [
+        [Request(index=p.index, prompt=written.request(p), seed=request_seed(seed, p.index)) for p in plans]
+        for plans in planned
+    ]
+    if len(blocks) == 1:
+        return [engine.sample(blocks[0], sampling)]
+    return processes.divided(_drawn, [(engine, requests, sampling) for requests in blocks])
+
+
+def _drawn(engine: Engine, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
+    return list(engine.sample(requests, sampling))
+
+
+def _parsed(
+    written: Writer, plans: Sequence[RequestPlan], samples: Iterable[Sample], sampling: Sampling
+) -> Iterator[tuple[Sampled, Example | Rejected]]:
+    planned_at = {planned.index: planned for planned in plans}
+    for sample in samples:
+        parsed = written.parse(_ended(sample, sampling), planned_at[sample.index])
+        if sample.end == "limit" and isinstance(parsed, Rejected) and parsed.reason in _UNFINISHED:
+            parsed = Rejected(_CUT_OFF)
+        reason = parsed.reason if isinstance(parsed, Rejected) else None
+        yield Sampled(index=sample.index, text=sample.text, reason=reason), parsed
+
+
+def _labellers(
+    planned: Sequence[Sequence[RequestPlan]],
+    read: Sequence[dict[int, Example | Rejected]],
+    labeller: Labeller,
+    tally: Tally,
+) -> list[Labeller]:
+    """The labeller of each block; with several processes it knows what they labelled at the same time.
+
+    Which inputs of a block are labelled depends on the probes of the blocks before it. Each process labels those that
+    remain if every input before them becomes a probe; where one does not, and that matters, the block is labelled anew.
+    """
+    if len(planned) == 1:
+        return [labeller]
+    trial = tally.trial()
+    expected: list[list[Example]] = []
+    for plans, own in zip(planned, read, strict=True):
+        inputs = [own[planned.index] for planned in plans]
+        expected.append([x for x in inputs if not isinstance(x, Rejected) and trial.new_input(x) is None])
+    found = processes.divided(labeller, [(examples,) for examples in expected])
+
+    def known(inputs: list[Example], labels: list[Label | Rejected]) -> Labeller:
+        return lambda examples: labels if list(examples) == inputs else labeller(examples)
+
+    return [known(inputs, labels) for inputs, labels in zip(expected, found, strict=True)]
+
+
+def _ended(sample: Sample, sampling: Sampling) -> str:
+    """The text of a sample: with a stop text if the model ended it, without its last line if the limit did."""
+    if not sampling.stop:
+        return sample.text
+    if sample.end == "end of text":
+        return sample.text + sampling.stop[0]
+    lines, newline, _ = sample.text.rpartition("\n")
+    return lines if sample.end == "limit" and newline else sample.text
+
+
+def _judged(
+    plans: Sequence[RequestPlan], read: dict[int, Example | Rejected], labeller: Labeller, tally: Tally
+) -> Block:
+    """The outcomes in the order of the requests, whatever order they finished in."""
+    inputs: dict[int, Example] = {}
+    outcomes: dict[int, Probe | Rejected] = {}
+    for planned in plans:
+        parsed = read[planned.index]
+        rejected = parsed if isinstance(parsed, Rejected) else tally.new_input(parsed)
+        if rejected is not None:
+            outcomes[planned.index] = rejected
+        elif not isinstance(parsed, Rejected):
+            inputs[planned.index] = parsed
+    labels = dict(zip(inputs, labeller(list(inputs.values())), strict=True))
+    for planned in plans:
+        if planned.index in labels:
+            outcomes[planned.index] = _probe(planned, tally.new_label(labels[planned.index]))
+    return Block(outcomes=tuple(RequestOutcome(index=p.index, result=outcomes[p.index]) for p in plans))
+
+
+def _probe(planned: RequestPlan, labelled: Label | Rejected) -> Probe | Rejected:
+    if isinstance(labelled, Rejected):
+        return labelled
+    return Probe(
+        example=labelled.example,
+        # Six digits: more would make a bank's bytes depend on the last bit of a sum.
+        confidence=round(labelled.confidence, 6),
+        request=planned.index,
+        shots=tuple(shot.id for shot in planned.shots),
+        topic=planned.topic,
+    )
+
+
+def _quota(anchors: Sequence[Example], interface: Interface, settings: ProbeSettings) -> int | None:
+    """The maximum number of probes with the same label, if labels are to be balanced."""
+    if not settings.label_balanced:
+        return None
+    counts = {len(anchor.choices) for anchor in anchors if isinstance(anchor, Choice)}
+    if interface.name != "letter" or len(counts) != 1:
+        raise ValueError(
+            "label-balanced banks need one fixed set of answers: the letter interface and anchors with the same "
+            f"number of choices; got the {interface.name} interface and {sorted(counts) or 'no'} choices"
+        )
+    return ceil(settings.num_probes / counts.pop())
