@@ -31,8 +31,8 @@ from cplus.jobs.checkpoint import index_of
 from cplus.jobs.folder import Folder
 from cplus.toy import rows
 
-SETTINGS = ["--interface", "cloze", "--lr", "1e-3", "--epochs", "3", "--checkpoint-steps", "1", "--stop", "never"]
-SETTINGS += ["--micro-batches", "4"]
+SETTINGS = ["--interface", "cloze", "--lr", "1e-3", "--epochs", "3", "--set", "checkpoint_steps=1", "--stop", "never"]
+SETTINGS += ["--set", "micro_batches=4"]
 RESUMED_BY = (2, 1, 4)
 MINUTE = 60.0
 ROUNDING = 1e-6

@@ -198,7 +198,7 @@ def measure_memory(folder: Path, known: Path) -> dict[str, Any]:
     What is in the file `known` is not measured again.
     """
     settings = ["--lr", "1e-5", "--epochs", "1", "--batch-size", "4", "--num-probes", "8", "--stop", "never"]
-    arguments = ["smollm2-135m", *rows(folder, 8, 4), "--bank", str(bank(folder)), *settings]
+    arguments = ["smollm2-135m", *rows(folder, 8, 4), "--set", f"bank={bank(folder)}", *settings]
     found: dict[str, list[dict[str, float]]] = json.loads(known.read_text(encoding="utf-8")) if known.is_file() else {}
     for size in (1, 2):
         if str(size) not in found:

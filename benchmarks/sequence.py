@@ -23,7 +23,7 @@ from cplus import models
 from cplus.base.files import write_text
 from cplus.data.examples import lines
 from cplus.evaluation.statistics import average_accuracy, backward_transfer, estimate
-from cplus.lab.records import SequenceResult, save_sequence
+from cplus.lab.records import SequenceResult, save_result
 from cplus.lab.sequence import first_stage, run_sequence
 from cplus.toy import world
 from cplus.training.settings import SequenceSpec
@@ -71,7 +71,7 @@ def compare(spec: SequenceSpec, methods: Sequence[str], seeds: int, out: Path) -
             for method in methods:
                 own = replace(spec, method=method, seed=seed)
                 results.append(run_sequence(own, base, Path("banks"), first=first))
-                save_sequence(results[-1], Path("records"))
+                save_result(results[-1], Path("records"))
                 print(line(results[-1]), file=sys.stderr, flush=True)
     return results
 

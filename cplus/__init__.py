@@ -64,6 +64,8 @@ _ALIASES = {
     "cplus.data.encoded": "cplus.core.rows",
     "cplus.gates": "cplus.core.gates",
     "cplus.integrations.distributed": "cplus.distributed.checkpoint",
+    "cplus.integrations.jax_loop": "cplus.integrations.optax",
+    "cplus.integrations.peft": "cplus.integrations.transformers",
     "cplus.interfaces": "cplus.data.interfaces",
     "cplus.job": "cplus.jobs",
     "cplus.job.plan": "cplus.jobs.plan",

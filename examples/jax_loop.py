@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cplus.integrations.jax_loop import Loop, restore, save
+from cplus.integrations.optax import Loop, restore, save
 
 
 def loss(theta: Any, batch: jax.Array) -> jax.Array:

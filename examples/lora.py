@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 import cplus
 from cplus.core.losses import answer_losses
-from cplus.integrations.peft import scope
+from cplus.integrations.transformers import scope
 
 
 def main() -> dict[str, float]:

@@ -202,7 +202,7 @@ def here(tmp_path: Path) -> Path:
 def smoke_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """All studies' results at smoke scale and their cache; test processes share the runs out among them."""
     from cplus.lab import SCALES, STUDIES, runs_of
-    from cplus.lab.runner import in_this_process, perform
+    from cplus.lab.runner import finished, in_this_process, perform
 
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
@@ -214,7 +214,7 @@ def smoke_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
         patch.setenv("CPLUS_CACHE", str(cache))
         assert [ended.failed for ended in perform(specs, out / "smoke", in_this_process) if ended.failed] == []
     torch.set_num_threads(threads)
-    assert len(list((out / "smoke").glob("*.json"))) == len(specs)
+    assert len(finished(specs, out / "smoke")) == len(specs)
     return out, cache
 
 

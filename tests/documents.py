@@ -24,16 +24,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cplus.cli.app import app, register
+from cplus.cli.app import app
 
 ROOT = Path(__file__).parent.parent
 RUN = ("python", "bash", "diff")
 SHOWN = ("text", "json", "bibtex")
 COMMAND = re.compile(r"^\s*(?:\$ )?(?:cplus|pip|python|make|torchrun|accelerate|sbatch) ")
 MARK = re.compile(r"^ *<!-- (not run|run|exit code): (.+) -->$")
-
-if not app.registered_commands:
-    register()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +120,7 @@ def run(block: Block, names: dict[str, Any]) -> None:
 def simple(command: str) -> bool:
     """Whether a line is one call of ours, which need not import torch again in another process.
 
-    >>> simple("cplus adapt toy --require 'retention>=0.9'  # one call"), simple("cplus config > a.yaml")
+    >>> simple("cplus adapt toy --require 'retention>=0.9'  # one call"), simple("cplus methods > a.txt")
     (True, False)
     """
     words = list(shlex.shlex(command, posix=True, punctuation_chars=True))

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from cplus.integrations.jax_loop import Loop, State, restore, save
+from cplus.integrations.optax import Loop, State, restore, save
 
 MESH = Mesh(np.array(jax.devices()), ("all",))
 ROWS, WHOLE = NamedSharding(MESH, PartitionSpec("all")), NamedSharding(MESH, PartitionSpec())

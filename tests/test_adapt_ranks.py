@@ -19,7 +19,7 @@ from toyjob import asked, same, write_files, written
 from typer.testing import CliRunner
 
 from cplus.base.terminal import console, output
-from cplus.cli.app import app, register
+from cplus.cli.app import app
 from cplus.distributed import processes
 from cplus.jobs import choices, prepare
 from cplus.jobs.adapt import adapt, resume
@@ -27,9 +27,6 @@ from cplus.jobs.settings import AdaptConfig
 from cplus.models import resolve
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "cache"), pytest.mark.timeout(900)]
-
-if not app.registered_commands:
-    register()
 
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]

@@ -11,11 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cplus import models
-from cplus.cli.app import app, register
+from cplus.cli.app import app
 from cplus.data.readers import read_rows
-
-if not app.registered_commands:
-    register()
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cache")
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
@@ -44,7 +41,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory, make_tiny: Any) -> Path:
         ("chat", [{"instruction": "a", "output": "b"}, EMPTY], "new.jsonl:2: output: expected a non-empty string"),
         ("chat", [GOOD, FIRST], r"new.*2: the chat template refuses this conversation of assistant, user, assistant"),
         ("chat", [GOOD, BROKEN], "new.jsonl:2: turn 1: tool call 0: arguments: expected JSON"),
-        ("base", [GOOD], "expected a tokenizer with a chat template, but .* has none; .*--plain"),
+        ("base", [GOOD], "expected a tokenizer with a chat template, but .* has none; .*--set plain=true"),
         ("chat", [GOOD], r"below 25%; rejected: .*\(general\): give rows with --anchors FILE"),
     ],
     ids=["no format", "empty field", "assistant first", "no JSON", "no template", "only rubbish"],

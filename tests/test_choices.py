@@ -23,7 +23,6 @@ from cplus.jobs.choices import Rung, choose, rate_by_size
 from cplus.jobs.folder import Folder
 from cplus.jobs.memory import Footprint, ModelSize
 from cplus.jobs.outputs import card
-from cplus.jobs.plan import plan
 from cplus.jobs.rows import read
 from cplus.jobs.settings import CHOSEN, AdaptConfig, settings
 from cplus.methods.table import METHODS
@@ -134,16 +133,6 @@ def test_adapters_are_removed_after_the_test(tmp_path: Path, monkeypatch: pytest
     lr = done.record["settings"]["lr"]
     cplus.adapt(unset(tmp_path, lr=lr, out=tmp_path / "plain", **config))
     assert same(written(tmp_path / "out"), written(tmp_path / "plain"))
-
-
-@pytest.mark.long
-def test_the_plan_tests_rates_and_shows_what_it_found(tmp_path: Path) -> None:
-    write_files(tmp_path)
-    seen = plan(unset(tmp_path, lr="auto", epochs=60))
-    assert any(line.startswith("chosen     lr ") and "updates at 10 times" in line for line in seen.lines())
-    assert seen.config.lr == seen.row()["chosen"][0]["value"]
-    spent, whole = seen.seconds["choosing the rate"], seen.total
-    assert spent.high < 0.2 * whole.high
 
 
 def test_a_job_too_short_for_a_test_uses_the_rule_and_says_so(tmp_path: Path) -> None:

@@ -15,16 +15,12 @@ from typer.testing import CliRunner
 
 from cplus import __version__
 from cplus.cli import options
-from cplus.cli.app import app, register
-from cplus.cli.options import SETTINGS
+from cplus.cli.app import app
 from cplus.jobs.settings import OTHER_NAMES, AdaptConfig, settings
 from cplus.methods.table import METHODS
 
 SURFACE = Path(__file__).parent / "data" / "cli.txt"
 SECONDS = 10  # importing torch and transformers alone takes five idle seconds here; a refusal takes less than one
-
-if not app.registered_commands:
-    register()
 
 
 def surface() -> str:
@@ -52,30 +48,28 @@ def test_version() -> None:
     ("command", "sentence"),
     [
         ("adapt toyy --new harbours --anchors harbours", "unknown model 'toyy'; did you mean toy"),
-        ("adapt toy --split harbors", "unknown task 'harbors'; did you mean harbours?"),
-        ("adapt toy --new harbours --external arc_eazy", "unknown task 'arc_eazy'; did you mean arc_easy or"),
+        ("adapt toy --set split=harbors", "unknown task 'harbors'; did you mean harbours?"),
+        ("adapt toy --new harbours --set external=arc_eazy", "unknown task 'arc_eazy'; did you mean arc_easy or"),
         ("adapt toy --new harbours --past nothere.jsonl", "nothere.jsonl"),
-        ("adapt toy --split harbours --method cpluss", "unknown method 'cpluss'; did you mean cplus"),
-        ("adapt toy --split harbours --interface leter", "'leter' is not one of 'letter', 'cloze', 'freeform'"),
-        ("adapt toy --split harbours --preset paper --method cpluss", "unknown method 'cpluss'"),
-        ("adapt toy --split harbours --chat-template no.jinja", "no.jinja: expected a file with a chat template"),
-        ("adapt toy --split harbours --chat-template bad.jinja", "bad.jinja:2: expected a chat template in Jinja"),
-        ("adapt toy --split harbours --chat-template run.yaml", "run.yaml: expected a chat template, but it never"),
+        ("adapt toy --set split=harbours --method cpluss", "unknown method 'cpluss'; did you mean cplus"),
+        ("adapt toy --set split=harbours --interface leter", "'leter' is not one of 'letter', 'cloze', 'freeform'"),
+        ("adapt toy --set split=harbours --set preset=paper --method cpluss", "unknown method 'cpluss'"),
+        ("adapt toy --new harbours --set chat_template=no.jinja", "no.jinja: expected a file with a chat template"),
+        ("adapt toy --new harbours --set chat_template=bad.jinja", "bad.jinja:2: expected a chat template in Jinja"),
+        ("adapt toy --new harbours --set chat_template=run.yaml", "run.yaml: expected a chat template, but it never"),
         ("adapt --config run.yaml", "unknown method 'slt'; did you mean stm, sft"),
         ("update ledger --model toyy --new harbours", "unknown model 'toyy'"),
         ("evaluate toy --task harbors", "unknown task 'harbors'; did you mean harbours?"),
         ("evaluate toyy --task harbours", "unknown model 'toyy'"),
         ("evaluate toy --task harbours --interface leter", "'leter' is not one of"),
-        ("split toyy --task harbours", "unknown model 'toyy'"),
         ("repair toyy toy --new harbours --anchors harbours", "unknown model 'toyy'"),
         ("repair toy ./nothere --new harbours --anchors harbours", "./nothere: there is no such model folder"),
         ("repair toy toy-l --new harbors --anchors harbours", "unknown task 'harbors'; did you mean harbours?"),
-        ("repair toy toy-l --new harbours --keep none", "a repair needs rows the base model should keep"),
-        ("split ./nothere --task harbours", "./nothere: there is no such model folder"),
-        ("preview toy --split harbors", "unknown task 'harbors'"),
+        ("repair toy toy-l --new harbours --set keep=none", "a repair needs rows the base model should keep"),
+        ("evaluate ./nothere --task harbours", "./nothere: there is no such model folder"),
         ("probe toy --task harbors", "unknown task 'harbors'"),
         ("probe nothere.gguf --task harbours", "there is no such GGUF file"),
-        ("audit bank --against harbors", "unknown task 'harbors'"),
+        ("probe audit bank --against harbors", "unknown task 'harbors'"),
         ("methods --costs toyy", "unknown model 'toyy'"),
         ("demo --methods sft,cpluss", "unknown method 'cpluss'"),
     ],
@@ -114,11 +108,10 @@ def test_a_misspelt_name_is_refused_before_torch_is_imported(command: str, sente
         ("adapt --model-name-or-path toy", "give the model as an argument"),
         ("adapt --model toy", "give the model as an argument"),
         ("adapt --resume-from-checkpoint out", "did you mean --resume?"),
-        ("update ledger --learning-rate 1", "did you mean --lr?"),
+        ("update ledger --learning-rate 1", "--learning-rate is set by: --set lr=VALUE"),
         ("update ledger --base-model toy", "did you mean --model?"),
-        ("preview toy --learning-rate 1", "did you mean --lr?"),
         ("evaluate --model toy", "give the model as an argument"),
-        ("split toy --learning-rate 1", "No such option: --learning-rate"),  # it has no such setting
+        ("evaluate toy --learning-rate 1", "No such option: --learning-rate"),  # it has no such setting
     ],
 )
 def test_other_trainers_options_are_answered_with_ours(command: str, hint: str) -> None:
@@ -143,21 +136,96 @@ def completed(*words: str) -> set[str]:
 
 def test_the_shell_completes_methods_tasks_and_models() -> None:
     assert completed("cplus", "adapt", "toy", "--method", "cplus") == {m for m in METHODS if m.startswith("cplus")}
-    assert completed("cplus", "adapt", "toy", "--split", "harb") == {"harbours"}
-    assert completed("cplus", "adapt", "toy", "--external", "arc_e") == {"arc_easy", "arc_easy_train"}
+    assert completed("cplus", "adapt", "toy", "--new", "harb") == {"harbours"}
+    assert completed("cplus", "probe", "toy", "--task", "gsm") == {"gsm8k"}
     assert completed("cplus", "evaluate", "toy", "--task", "gsm") == {"gsm8k"}
     assert completed("cplus", "evaluate", "smol") == {"smollm2-135m"}
-    assert completed("cplus", "split", "toy", "--interface", "cl") == {"cloze"}
-    assert set(options.COMPLETIONS) - {"model", "task"} <= set(SETTINGS)
+    assert completed("cplus", "evaluate", "toy", "--interface", "cl") == {"cloze"}
+    assert set(options.COMPLETIONS) - {"task"} <= set(AdaptConfig.model_fields)
 
 
-def test_shared_options_have_the_defaults_of_the_settings() -> None:
-    defaults = {name: field.default for name, field in AdaptConfig.model_fields.items()}
-    shared = ("max_new_tokens", "too_long", "device", "compute_dtype", "plain", "interface", "data_dir")
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    for command in ("evaluate", "split"):
-        own = {parameter.name: parameter.default for parameter in commands[command].params}
-        assert {name: own[name] for name in shared} == {name: defaults[name] for name in shared}
+def test_the_shell_completes_names_and_values_of_settings() -> None:
+    assert completed("cplus", "adapt", "toy", "--set", "micro") == {"micro_batches="}
+    assert completed("cplus", "adapt", "toy", "--set", "external=arc_e") == {
+        "external=arc_easy",
+        "external=arc_easy_train",
+    }
+    assert completed("cplus", "repair", "toy", "toy", "--set", "save_dtype=b") == {"save_dtype=bfloat16"}
+    assert completed("cplus", "evaluate", "toy", "--set", "plain=") == {"plain=true", "plain=false"}
+    assert completed("cplus", "evaluate", "toy", "--set", "micro") == set()
+    assert completed("cplus", "update", "led", "--set", "out") == set()  # an update sets it itself
+
+
+def chosen(*words: str) -> dict[str, Any]:
+    """The settings that a job would have."""
+    found: dict[str, Any] = {}
+
+    @options.with_settings(("new", "lr", "repair"), AdaptConfig.model_fields)
+    def command(**given: Any) -> None:
+        found.update(options.given(given))
+
+    only = typer.Typer()
+    only.command(cls=options.Command)(command)
+    done = CliRunner().invoke(only, list(words), catch_exceptions=False, env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.stderr
+    return found
+
+
+def test_set_takes_every_setting_as_its_own_option_would() -> None:
+    assert chosen("--set", "lr=auto", "--set", "repair=true") == chosen("--lr", "auto", "--repair")
+    assert chosen("--set", "new=a", "--set", "new=b=0.5", "--new", "c") == {"new": ["c", "a", "b=0.5"]}
+    assert chosen("--set", "columns=prompt=q,response=a") == {"columns": "prompt=q,response=a"}
+    asked = settings({"model": "toy", "new": "a", **chosen("--set", "micro_batches=4", "--set", "external=b")})
+    assert (asked.micro_batches, asked.external) == (4, ("b",))
+
+
+@pytest.mark.parametrize(
+    ("word", "problem"),
+    [
+        ("micro_batch=4", r"'micro_batch' is not a setting; did you mean micro_batches\?"),
+        ("learning_rate=1", r"'learning_rate' is not a setting; did you mean lr\?"),
+        ("xyz=1", "'xyz' is not a setting; 'cplus adapt --schema' lists all settings"),
+        ("plain", "expected NAME=VALUE, as in --set micro_batches=4, got --set plain"),
+        ("lr=2", "expected one value of lr, got 1 and 2"),
+    ],
+)
+def test_a_setting_that_set_cannot_read_is_refused_in_one_sentence(word: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        chosen("--lr", "1", "--set", word)
+
+
+def test_a_value_given_by_set_is_refused_by_the_schema() -> None:
+    done = CliRunner().invoke(app, ["adapt", "toy", "--new", "harbours", "--set", "micro_batches=0"])
+    assert str(done.exception).startswith("settings: micro_batches must be greater than or equal to 1, got '0'")
+    done = CliRunner().invoke(app, ["evaluate", "toy", "--task", "harbours", "--set", "epochs=1"])
+    assert str(done.exception).startswith("'epochs' is not a setting")
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("adapt toy --micro-batches 4", "--micro-batches is set by: --set micro_batches=4"),
+        ("adapt toy --micro-batches=4", "--micro-batches is set by: --set micro_batches=4"),
+        ("adapt toy --plain --new a", "--plain is set by: --set plain=true"),
+        ("adapt toy --no-plain", "--no-plain is set by: --set plain=false"),
+        ("repair toy toy --rounds 2", "--rounds is set by: --set rounds=2"),
+        ("probe toy --domain harbours", "--domain is set by: --set domain=harbours"),
+        ("probe --verify bank", "any more; use cplus probe audit BANK"),
+        ("study run e01 --executor slurm", "there is no option --executor any more; --slurm NAME=VALUE"),
+        ("audit bank", "any more; use cplus probe audit BANK"),
+        ("split toy", "any more; use cplus evaluate MODEL --task TASK --split FILE"),
+        ("config --schema", "any more; use cplus adapt --schema"),
+        ("ledger show led", "any more; use cplus update LEDGER, with --show"),
+        ("report", "any more; use cplus study report"),
+        ("data list", "any more; use cplus study data"),
+        ("preview toy", "use cplus adapt --plan"),
+        ("study e03 --scale smoke", "any more; use cplus study run e03"),
+    ],
+)
+def test_an_old_spelling_is_answered_with_the_new_one(command: str, sentence: str) -> None:
+    done = CliRunner().invoke(app, command.split(), env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert sentence in done.stderr
 
 
 WAITING = """
@@ -177,7 +245,7 @@ main()
 @pytest.mark.parametrize("module", ["typer", "cplus.cli.update", "cplus.methods.table", "torch"])
 def test_an_early_interruption_is_one_word_and_exit_code_130(module: str) -> None:
     """Ctrl-C arrives while this module is being imported."""
-    command = [sys.executable, "-c", WAITING.format(module=module), "split", "toy", "--task", "harbours"]
+    command = [sys.executable, "-c", WAITING.format(module=module), "evaluate", "toy", "--task", "harbours"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
@@ -191,7 +259,7 @@ def test_an_interruption_while_reading_leaves_no_traceback(tmp_path: Path) -> No
         "signal.signal(signal.SIGINT, signal.default_int_handler);"
         "tasks.read_rows = lambda path, **_: os.kill(os.getpid(), signal.SIGINT); main()"
     )
-    command = [sys.executable, "-c", code, "split", "toy", "--task", str(tmp_path / "rows.jsonl")]
+    command = [sys.executable, "-c", code, "evaluate", "toy", "--task", str(tmp_path / "rows.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
@@ -199,6 +267,7 @@ def test_an_interruption_while_reading_leaves_no_traceback(tmp_path: Path) -> No
 
 def test_a_locale_without_utf_8_prints_what_it_can_and_escapes_the_rest() -> None:
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment["COLUMNS"] = "40"  # too narrow for some words, which end in an ellipsis then
     command = [sys.executable, "-m", "cplus", "adapt", "--help"]
     done = subprocess.run(command, capture_output=True, env=environment, check=False)
     assert done.returncode == 0

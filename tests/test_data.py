@@ -10,14 +10,13 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from cplus import models
 from cplus.base import locks
-from cplus.cli.split import split as command
+from cplus.cli.app import app
 from cplus.core.rows import Encoded, fit, length_sorted_batches
 from cplus.data import readers
 from cplus.data.examples import Choice, FreeForm, Message, Prediction, from_row, lines, to_row
@@ -258,10 +257,10 @@ def test_requests_for_json_are_built_in_and_right(tmp_path):
 
 
 def test_missing_and_unknown_tasks(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"csqa\.jsonl: task 'csqa' is not there.*--data-dir or CPLUS_DATA.*hub"):
+    with pytest.raises(ValueError, match=r"csqa\.jsonl: task 'csqa' is not there.*data_dir or CPLUS_DATA.*hub"):
         load_task("csqa", tmp_path)
     monkeypatch.delenv("CPLUS_DATA", raising=False)
-    with pytest.raises(ValueError, match=r"'instruct' is not on the hub.*instruct\.jsonl with --data-dir"):
+    with pytest.raises(ValueError, match=r"'instruct' is not on the hub.*instruct\.jsonl with data_dir"):
         load_task("instruct")
     with pytest.raises(ValueError, match="unknown task 'cqsa'; did you mean csqa"):
         load_task("cqsa")
@@ -495,21 +494,20 @@ def test_qwen3_split_and_the_model_that_never_says_a(data_dir):
     assert sum(example.answer == 0 for example in made.new) == 9
 
 
-def test_split_command(tiny_llama, tmp_path):
+def test_the_command_stores_a_split(tiny_llama, tmp_path):
     models.save(tiny_llama.model, tiny_llama.tokenizer, tmp_path / "m")
     long = {**ROW, "id": "long", "question": "why " * 600}
     rows = write(
         tmp_path, *(line(id=f"q{i}", question=f"Is it {i}?", answer=i % 2) for i in range(12)), json.dumps(long)
     )
-    app = typer.Typer()
-    app.command()(command)
-    arguments = [str(tmp_path / "m"), "--task", str(rows), "--out", str(tmp_path / "split.json"), "--device", "cpu"]
+    arguments = ["evaluate", str(tmp_path / "m"), "--task", str(rows), "--split", str(tmp_path / "split.json")]
     refused = CliRunner().invoke(app, arguments)
     assert "1 of 13 rows are longer than the limit of 512" in str(refused.exception)
     assert not (tmp_path / "split.json").exists()
-    done = CliRunner().invoke(app, [*arguments, "--too-long", "exclude", "--json"])
-    report = json.loads(done.stdout)
-    assert (report["past"] + report["new"], report["excluded"], report["interface"]) == (12, 1, "letter")
+    done = CliRunner().invoke(app, [*arguments, "--set", "too_long=exclude", "--json"])
+    [found] = json.loads(done.stdout)["tasks"]
+    report = found["split"]
+    assert (report["past"] + report["new"], found["excluded"], found["interface"]) == (12, 1, "letter")
     stored = load_split(
         tmp_path / "split.json", read_file(rows)[:-1], model_fingerprint=models.load(tmp_path / "m").fingerprint
     )

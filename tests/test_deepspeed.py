@@ -32,7 +32,7 @@ from cplus.core.guard import Guard, protect
 from cplus.core.losses import answer_losses
 from cplus.core.shards import Layout
 from cplus.distributed import checkpoint
-from cplus.integrations.peft import scope
+from cplus.integrations.transformers import scope
 from cplus.methods.curvature import Curvature
 
 STAGES, EPOCHS = (1, 2, 3), 17

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import math
 import re
-import shlex
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,13 +19,10 @@ from quadratic import Bag, PastEvidence, new_gradient
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from toyjob import write_files
-from typer.testing import CliRunner
 
 from cplus import models
-from cplus.cli.app import app, register
 from cplus.core import kernels
-from cplus.core.evidence import MeanGradient, Reference, Source, example_losses
+from cplus.core.evidence import MeanGradient, Reference, Source
 from cplus.core.gates import Collaborative
 from cplus.core.guard import Guard
 from cplus.core.losses import answer_losses
@@ -52,13 +47,11 @@ from cplus.lab.diagnostics import (
     replay,
     scratch_bytes,
 )
-from cplus.lab.preview import preview
 from cplus.lab.records import load_result, save_result
 from cplus.lab.runs import Comparison, set_up
 from cplus.methods.objectives import mean_backward
 from cplus.methods.table import METHODS
 from cplus.models.scoring import predict
-from cplus.toy.rows import write as write_rows
 from cplus.training import gateshares
 from cplus.training.gateshares import layer_of, layer_shares
 from cplus.training.loop import Prepared, Schedule, adapt, epoch_batches, prepare
@@ -532,37 +525,7 @@ def test_the_audits_coordinates_are_the_update_weighted_mean_masks() -> None:
     assert set(view["cplus"]) == {"4", "past"}
 
 
-@pytest.mark.usefixtures("small_blocks")
-def test_the_preview_is_the_flat_calculation_and_predicts_the_loss() -> None:
-    model = tiny.lm().double()
-    anchors, probes = PAST[:4], tiny.rows(6, seed=2)
-    optimizer = AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
-    found = preview(model, optimizer, new=MATERIAL.new, anchors=anchors, probes=probes, anchor_weight=0.25)
-    assert same(model, tiny.lm().double())
-    assert not optimizer.state
-
-    g_anchor = gradient(model, anchors)
-    g_hat = 0.25 * g_anchor + 0.75 * gradient(model, probes)
-    theta, before = flat(model.parameters()), float(np.mean(example_losses(model, anchors)))
-    mean_backward(model, MATERIAL.new, answer_losses)
-    optimizer.step()
-    d = flat(model.parameters()) - theta
-    m = mask(g_hat, d)
-    rows = {forecast.name: forecast for forecast in found.layers} | {"whole": found.whole}
-    for name, at in {**layer_slices(), "whole": slice(None)}.items():
-        row = rows[name]
-        assert row.coordinates == m[at].size
-        assert row.conflict == pytest.approx(1 - m[at].mean(), abs=1e-9)
-        assert row.conflicting_energy == pytest.approx(((1 - m) * d * d)[at].sum() / (d * d)[at].sum(), rel=1e-6)
-        assert row.change == pytest.approx((g_anchor * d)[at].sum(), rel=1e-6)
-        assert row.gated_change == pytest.approx((g_anchor * m * d)[at].sum(), rel=1e-6)
-    assert [row.change for row in found.layers] == sorted((row.change for row in found.layers), reverse=True)
-    assert found.loss == pytest.approx(before, rel=1e-6)
-    after = float(np.mean(example_losses(model, anchors)))
-    assert found.whole.change == pytest.approx(after - before, rel=0.05)
-
-
-# --- from a spec, and from the command line ---
+# --- from a spec ---
 
 
 @pytest.fixture(scope="module")
@@ -620,51 +583,12 @@ def test_what_cannot_be_observed_is_refused(setting: tuple[RunSpec, Comparison])
         Evidences(anchors={4: PAST[:4]}, num_anchors=4, probes=(), past=PAST)
 
 
-def invoke(*arguments: str) -> Any:
-    if not app.registered_commands:
-        register()
-    return CliRunner().invoke(app, ["preview", *arguments])
-
-
-def test_the_command_previews_the_toy_model(tmp_path: Path) -> None:
-    write_files(tmp_path)
-    files = ("--new", str(tmp_path / "new.jsonl"), "--anchors", str(tmp_path / "keep.jsonl"), "--interface", "cloze")
-    done = invoke("toy", *files, "--lr", "1e-4", "--device", "cpu", "--json")
-    assert done.exit_code == 0, done.output
-    report = json.loads(done.stdout)
-    assert report["counts"] == {"new": 12, "anchors": 4, "probes": 0}
-    assert report["whole"]["gated_change"] < 0
-    assert report["whole"]["coordinates"] == sum(layer["coordinates"] for layer in report["layers"])
-    assert math.isclose(report["whole"]["change"], sum(layer["change"] for layer in report["layers"]), rel_tol=1e-9)
-    table = invoke("toy", *files, "--device", "cpu")
-    assert "SFT will hurt here" in table.stdout
-    assert "layer 0" in table.stdout
-
-
-def test_the_command_refuses_what_it_cannot_use(tmp_path: Path) -> None:
-    write_files(tmp_path)
-    new = ("--new", str(tmp_path / "new.jsonl"))
-    assert "needs anchors" in str(invoke("toy", *new, "--keep", "none").exception)
-    assert "either new" in str(invoke("toy", "--anchors", "keep.jsonl").exception)
-    files = (*new, "--anchors", str(tmp_path / "keep.jsonl"), "--interface", "cloze", "--device", "cpu")
-    assert "expected a sealed bank" in str(invoke("toy", *files, "--bank", str(tmp_path)).exception)
-
-
 @pytest.mark.long
 def test_the_page_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parent.parent / "docs" / "diagnostics.md").read_text()
     names: dict[str, Any] = {}
-    blocks = re.findall(r"```(python|bash)\n(.*?)```", page, re.DOTALL)
-    assert [kind for kind, _ in blocks] == ["bash", "python", "python"]
-    for kind, text in blocks:
-        if kind == "python":
-            exec(compile(text, "docs/diagnostics.md", "exec"), names)
-            continue
-        first, second = text.splitlines()
-        assert first.startswith("python -m cplus.toy.rows")
-        write_rows(Path())
-        done = invoke(*shlex.split(second, comments=True)[2:])
-        assert done.exit_code == 0, done.output
+    for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(text, "docs/diagnostics.md", "exec"), names)
     assert set(names["found"]) == {"admission", "reference"}
     assert names["tap"].report()["epochs"][0]["mask"]["coordinates"] > 0

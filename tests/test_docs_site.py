@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -14,16 +15,13 @@ import pytest
 import yaml
 from browser import browser, executable
 
-from cplus.cli.app import app, register
-from cplus.jobs.settings import AdaptConfig
+from cplus.jobs.settings import AdaptConfig, RepairConfig
+from cplus.probes.settings import ProbeSettings
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 from docs_hooks import ROOT_PAGES, outside, rewritten, shown  # noqa: E402
 from docs_reference import API, PAGES, RECORDS  # noqa: E402
-
-if not app.registered_commands:
-    register()
 
 
 def pages(nav: Any) -> list[str]:
@@ -144,7 +142,12 @@ def test_a_notebook_is_shown_cell_by_cell() -> None:
 
 
 def test_every_option_that_the_page_of_adapt_names_exists() -> None:
-    known = {name.replace("_", "-") for name in AdaptConfig.model_fields}
-    known |= {"config", "resume", "finish", "validate", "force", "plan", "json"}
     page = (ROOT / "docs" / "adapt.md").read_text()
-    assert set(re.findall(r"--([a-z][a-z-]+)", page)) - {"example", "schema", "dtype", "clock"} <= known
+    known = set(re.findall(r"cplus adapt --([a-z-]+)", (ROOT / "tests" / "data" / "cli.txt").read_text()))
+    assert set(re.findall(r"--([a-z][a-z-]+)", page)) - {"dtype", "clock"} <= known
+
+
+def test_every_setting_that_a_page_sets_exists() -> None:
+    known = {*RepairConfig.model_fields, *(field.name for field in dataclasses.fields(ProbeSettings))}
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        assert set(re.findall(r"--set ([a-z_]+)=", page.read_text())) <= known, page

@@ -15,9 +15,6 @@ from typer.testing import CliRunner
 from cplus.cli import app, doctor
 from cplus.core import kernels
 
-if not app.app.registered_commands:
-    app.register()
-
 
 def run(*options: str) -> tuple[int, str]:
     done = CliRunner().invoke(app.app, ["doctor", *options])

@@ -482,7 +482,7 @@ def test_the_command_reports_tasks_permutations_and_changes(saved: Path, tmp_pat
 
     text = run(saved, "--task", task, "--against", before)["text"]
     assert "retention 100.0" in text
-    with pytest.raises(ValueError, match="leave out --against"):
+    with pytest.raises(ValueError, match="leave out --split, --against"):
         run(saved, "--task", task, "--through", "lm-eval", "--against", before)
     with pytest.raises(ValueError, match="one task"):
         run(saved, "--task", task, "--task", task, "--against", before)
@@ -496,14 +496,25 @@ def test_the_command_scores_free_text_and_several_tasks(saved: Path, tmp_path: P
     free = written(tmp_path / "free.jsonl", [{"prompt": f"Say {i}.", "response": f"{i}."} for i in range(3)])
     choice = written(tmp_path / "choice.jsonl", [{"question": "q", "choices": ["w", "x"], "answer": 0}])
     report = run(
-        saved, "--task", free, "--task", choice, "--judge", "regex:.", "--max-new-tokens", 4, "--limit", 2, "--json"
+        saved,
+        "--task",
+        free,
+        "--task",
+        choice,
+        "--judge",
+        "regex:.",
+        "--set",
+        "max_new_tokens=4",
+        "--limit",
+        2,
+        "--json",
     )
     first, second = report["tasks"]
     assert (first["interface"], first["rows"], second["interface"]) == ("freeform", 2, "letter")
     assert first["responses"]["log_likelihood_per_token"] < 0
     accuracies = [first["accuracy"]["percent"], second["accuracy"]["percent"]]
     assert report["average"] == pytest.approx(sum(accuracies) / 2)
-    assert "nats per token" in run(saved, "--task", free, "--max-new-tokens", 4)["text"]
+    assert "nats per token" in run(saved, "--task", free, "--set", "max_new_tokens=4")["text"]
 
 
 def test_names_of_models_and_tasks_are_no_markup(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,7 +541,7 @@ def test_the_command_counts_rows_that_are_too_long(saved: Path, tmp_path: Path) 
     task = written(tmp_path / "long.jsonl", rows)
     with pytest.raises(ValueError, match="1 of 2 rows"):
         run(saved, "--task", task, "--json")
-    assert run(saved, "--task", task, "--too-long", "exclude", "--json")["tasks"][0]["excluded"] == 1
+    assert run(saved, "--task", task, "--set", "too_long=exclude", "--json")["tasks"][0]["excluded"] == 1
 
 
 EIGHT = tuple(

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedTokenizerFa
 from typer.testing import CliRunner
 
 from cplus import models as cplus_models
-from cplus.cli.app import app, register
+from cplus.cli.app import app
 from cplus.models import exporting, gguf
 from cplus.models.names import PACKAGED
 
@@ -99,7 +99,6 @@ def test_float16_changes_logits_by_its_rounding_alone(make_tiny: Callable[[str],
 def test_the_command_exports_a_jobs_model_and_replaces_nothing_unasked(
     make_tiny: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    register()
     folder_of(make_tiny, "llama", tmp_path / "out" / "model")
     done = CliRunner().invoke(app, ["export", str(tmp_path / "out"), "--json"])
     assert done.exit_code == 0, done.output
@@ -143,7 +142,6 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(
 
 
 def test_an_export_reads_models_like_every_command(make_tiny: Callable[[str], Any], tmp_path: Path) -> None:
-    register()
 
     def refused(name: str) -> str:
         done = CliRunner().invoke(app, ["export", str(tmp_path / name)], input="y\n")

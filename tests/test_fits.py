@@ -46,15 +46,15 @@ def test_the_papers_large_models_fit_where_the_table_says(name: str, tmp_path: P
     plan = device_plan(job(folder), METHODS["cplus"], folder, 8, reason="no weights here")
     assert plan.size.parameters == pytest.approx(size, rel=0.01)
     where = {(fit.devices, fit.gigabytes): fit for fit in plan.devices}
-    assert where[1, 24].settings == "--gradient-checkpointing --lora r=16"  # 16 GB of float32 weights stay
-    assert where[1, 80].settings == "--gradient-checkpointing --ema uint8 --optimizer adamw8bit"
+    assert where[1, 24].settings == "--set gradient_checkpointing=true --lora r=16"  # 16 GB of float32 weights stay
+    assert where[1, 80].settings == "--set gradient_checkpointing=true --set ema=uint8 --set optimizer=adamw8bit"
     assert where[2, 80].settings == ""
     assert where[8, 80].settings == ""
     assert where[8, 80].parts.total < where[2, 80].parts.total < plan.parts.total
     for fit in plan.devices:
         assert (fit.settings is not None) == (fit.parts.total <= 0.94 * fit.gigabytes * 1e9)
     shown = "\n".join(plan.lines())
-    assert "devices    1 x 24 GB: --gradient-checkpointing --lora r=16, " in shown
+    assert "devices    1 x 24 GB: --set gradient_checkpointing=true --lora r=16, " in shown
     assert "per parameter: weights 4.00, gradients 4.00, optimizer 8.00, gate " in shown
     assert plan.row()["devices"][0]["devices"] == 1
 
@@ -74,7 +74,7 @@ def test_a_machine_on_which_nothing_fits_is_told_the_least(tmp_path: Path) -> No
     )  # fmt: skip
     folder = saved(large, tmp_path)
     found = device_plan(job(folder), METHODS["cplus"], folder, 8, reason="no weights here").devices
-    packed = "--gradient-checkpointing --lora r=16 --load 4bit"  # which cannot be sharded
+    packed = "--set gradient_checkpointing=true --lora r=16 --set load=4bit"  # which cannot be sharded
     assert [fit.settings for fit in found] == [None, None, packed, None, None]
     assert "1 x 24 GB: no, the least is" in str(found[0])
 
@@ -122,9 +122,8 @@ def _copies(config: AdaptConfig, method: str, said: Parts) -> float:
 def test_the_plan_of_a_model_without_weights_says_what_fits_where(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    from cplus.cli.app import app, register
+    from cplus.cli.app import app
 
-    register()
     folder = saved(QWEN3_4B, tmp_path / "qwen")
     new = tmp_path / "new.jsonl"
     new.write_text('{"prompt": "Why?", "response": "Because."}\n')

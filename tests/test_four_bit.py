@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import cplus
-from cplus.cli.app import app, register
+from cplus.cli.app import app
 from cplus.jobs.adapt import finish, resume
 from cplus.jobs.plan import plan
 from cplus.jobs.prepare import preflight
@@ -23,10 +23,6 @@ from cplus.methods.adapters import lora, merged
 from cplus.models import fingerprint, load, loading
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cache")
-
-
-if not app.registered_commands:
-    register()
 
 
 def four(here: Path, **changes: Any) -> cplus.AdaptConfig:

@@ -26,9 +26,10 @@ from cplus.lab.chat import fig_chat, tab_chat
 from cplus.lab.drawing import draw
 from cplus.lab.records import RunResult, load_result, save_result
 from cplus.lab.report import collect
-from cplus.lab.runs import Comparison, begun, external_task, new_rows, run, set_up, split_kept_task, split_task
+from cplus.lab.runs import Comparison, begun, external_task, new_rows, run, set_up, split_task
 from cplus.lab.summaries import margin, matched_rise, over_seeds, pick, retention_measure
-from cplus.models.scoring import greedy, log_likelihoods, read_targets, repeated
+from cplus.models.decoding import LocalEngine
+from cplus.models.scoring import log_likelihoods, read_targets, repeated
 from cplus.training.settings import RunSpec, SequenceSpec
 
 WORDS = ("tin", "oak", "rye", "ash", "elm", "fig", "hay", "ivy")
@@ -77,23 +78,24 @@ def spec(world: Path) -> RunSpec:
 @pytest.fixture(scope="module")
 def given(spec: RunSpec, tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     base = models.load(spec.model, device="cpu")
-    kept = split_kept_task(base, spec.anchor_task, "freeform")
+    kept = split_task(base, spec.anchor_task, "freeform", kept=True)
     return set_up(spec, base, split_task(base, spec.task, "freeform"), tmp_path_factory.mktemp("banks"), kept=kept)
 
 
 def test_one_pass_says_what_greedy_decoding_says(tiny: Any) -> None:
     prompts = [build("freeform", tiny.tokenizer).prompt(conversation(request)) for request in REQUESTS[:4]]
-    said = greedy(tiny.model, tiny.tokenizer, prompts, max_new_tokens=5)
-    rows = [Encoded(prompt, own.tokens) for prompt, own in zip(prompts, said, strict=True)]
+    engine = LocalEngine(tiny.model, tiny.tokenizer)
+
+    def greedy(prompts: Any, count: int) -> list[tuple[int, ...]]:
+        return [tuple(row.tokens) for row in engine.greedy(prompts, max_new_tokens=count, word_first=False)]
+
+    rows = [Encoded(prompt, own) for prompt, own in zip(prompts, greedy(prompts, 5), strict=True)]
     for place in range(3):  # and one token of each answer another
         rows += [
             Encoded(row.prompt, tuple(t ^ 1 if i == place else t for i, t in enumerate(row.target)))
             for row in rows[: len(prompts)]
         ]
-    again = [
-        greedy(tiny.model, tiny.tokenizer, [row.prompt], max_new_tokens=len(row.target))[0].tokens == row.target
-        for row in rows
-    ]
+    again = [greedy([row.prompt], len(row.target))[0] == row.target for row in rows]
     readings = read_targets(tiny.model, rows)
     assert [reading.likeliest for reading in readings] == again == [True] * 4 + [False] * 12
     assert [reading.score for reading in readings] == log_likelihoods(tiny.model, rows)
@@ -128,7 +130,7 @@ def test_a_request_without_an_end_is_left_out(
     monkeypatch.setattr(labels, "LONGER", 1)
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match=r"none of the 8 .*keep\.jsonl rows was answered before the token limit"):
-        split_kept_task(models.load(spec.model, device="cpu"), spec.anchor_task, "freeform")
+        split_task(models.load(spec.model, device="cpu"), spec.anchor_task, "freeform", kept=True)
 
 
 def test_a_run_knows_both_losses_from_the_base_model_on(given: Comparison, spec: RunSpec, tmp_path: Path) -> None:
@@ -337,7 +339,7 @@ def test_rows_written_from_nothing_take_the_place_of_anchors_or_stand_beside_the
         return SimpleNamespace(examples=tuple(rows))
 
     monkeypatch.setattr(runs, "cached_bank", written)
-    kept = split_kept_task(given.base, spec.anchor_task, "freeform")
+    kept = split_task(given.base, spec.anchor_task, "freeform", kept=True)
     learned = split_task(given.base, spec.task, "freeform")
     own = replace(spec, method="cplus", num_probes=6)
     none = set_up(replace(own, keep="general"), given.base, learned, tmp_path, kept=kept)

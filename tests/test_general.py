@@ -120,7 +120,7 @@ def test_the_topic_line_is_no_part_of_a_request_and_the_opener_is(tiny_llama: An
 def test_an_ability_that_the_model_cannot_show_is_refused_with_a_remedy(tiny_llama: Any) -> None:
     with pytest.raises(ValueError, match=r"keeping json needs a chat template.* keep general"):
         writer(tiny_llama.tokenizer, replace(SETTINGS, ability="json"), chat=False)
-    with pytest.raises(ValueError, match="add --thinking keep"):
+    with pytest.raises(ValueError, match="add --set thinking=keep"):
         writer(tiny_llama.tokenizer, replace(SETTINGS, ability="thinking"))
     with pytest.raises(ValueError, match="expected an ability of general, json, style, thinking, tools, got 'wit'"):
         writer(tiny_llama.tokenizer, replace(SETTINGS, ability="wit"))

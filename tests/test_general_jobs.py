@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import chatty
 import pytest
 import torch
 from toyjob import asked, write_files
@@ -15,15 +16,11 @@ from typer.testing import CliRunner
 
 import cplus
 from cplus import models
-from cplus.cli.app import app, register
+from cplus.cli.app import app
 from cplus.data.readers import read_file
 from cplus.probes.bank import Bank
 from cplus.probes.settings import input_key
 from cplus.receipts.page import read_receipt
-
-if not app.registered_commands:
-    register()
-
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,6 +51,18 @@ def test_a_job_with_nothing_but_new_rows_keeps_what_the_model_writes(cache: Path
     # A later job protects the self-written anchors like any others.
     later = cplus.adapt(alone(tmp_path, kept=(out,), out=tmp_path / "later", keep=("general",)))
     assert any("1 earlier past tasks are protected" in note for note in later.record["notes"])
+
+
+def test_a_job_that_moves_no_weight_changes_no_answer_and_no_loss(cache: Path, tmp_path: Path) -> None:
+    chatty.write(tmp_path / "chatty")
+    rows = [{"prompt": f"What is {i} plus 2?", "response": f"It is {i + 2}."} for i in range(8)]
+    (tmp_path / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"model": str(tmp_path / "chatty"), "new": str(tmp_path / "talk.jsonl"), "interface": None, "plain": False}
+    figures = cplus.adapt(alone(tmp_path, **given, lr=1e-30)).record["figures"]
+    past = figures["free"]["past"]
+    assert past["answers"] == {"same": 40, "changed": 0}
+    assert (past["loss"]["rise"], past["effect"]) == (0.0, "kept")
+    assert figures["free"]["new"]["loss"]["rise"] == 0.0
 
 
 def test_nothing_to_keep_is_refused_unless_the_method_needs_nothing(cache: Path, tmp_path: Path) -> None:

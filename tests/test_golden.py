@@ -147,13 +147,14 @@ def figures() -> dict[str, Any]:
     command("adapt", "toy", *toy, "--lr", 1e-3, "--out", "adapt")
     command("adapt", "chatty", "--new", "free-new.jsonl", "--lr", 1e-3, "--epochs", 2, "--out", "chat")
     command("repair", "toy", "adapt/model", *toy, "--out", "repair")
-    command("update", "ledger", "--model", "toy", *toy, "--lr", 1e-3, "--epochs", 2)
+    own = ("--set", "past=past.jsonl", "--set", "interface=cloze", "--set", "lr=1e-3", "--set", "epochs=2")
+    command("update", "ledger", "--model", "toy", *files[:4], *own)
     found = {
-        "update": command("update", "ledger", "--new", "few-past.jsonl", "--epochs", 1),
+        "update": command("update", "ledger", "--new", "few-past.jsonl", "--set", "epochs=1"),
         "check": command("check", "toy", "adapt/model", "--num-probes", 8),
         "check of chat": command("check", "chatty", "chat/model", "--num-probes", 8),
-        "study": command("study", "e03", *study, "num_anchors=4"),
-        "sequence": command("study", "e05", *study, "method=cplus"),
+        "study": command("study", "run", "e03", *study, "num_anchors=4"),
+        "sequence": command("study", "run", "e05", *study, "method=cplus"),
     }
     for folder in ("adapt", "chat", "repair", "ledger/stages/002/job"):
         record = json.loads(Path(folder, "record.json").read_text())

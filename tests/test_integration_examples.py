@@ -118,7 +118,7 @@ def test_a_row_of_ones_own_runs_in_a_job(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_row_of_ones_own_runs_in_the_workers_of_a_study(tmp_path: Path) -> None:
     shutil.copy(EXAMPLES / "own_method.py", tmp_path)
-    command = [*CPLUS, "study", "e03", "--scale", "smoke", "--workers", "2", "--json", "--out", "results"]
+    command = [*CPLUS, "study", "run", "e03", "--scale", "smoke", "--workers", "2", "--json", "--out", "results"]
     options = {"cwd": tmp_path, "env": {**os.environ, "CPLUS_CACHE": str(tmp_path / "cache")}, "text": True}
     done = subprocess.run([*command, "--also", "python:own_method:SOFT"], check=True, capture_output=True, **options)  # type: ignore[call-overload]
     report = json.loads(done.stdout)

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 
-from cplus.integrations.jax_loop import Loop, State, restore, save
+from cplus.integrations.optax import Loop, State, restore, save
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 

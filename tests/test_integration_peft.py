@@ -22,8 +22,7 @@ from trl import SFTConfig, SFTTrainer
 
 from cplus.core.guard import Guard, protect
 from cplus.core.losses import answer_losses
-from cplus.integrations.peft import scope
-from cplus.integrations.transformers import preserve
+from cplus.integrations.transformers import preserve, scope
 from cplus.jobs.prepare import row_of
 from cplus.jobs.settings import AdaptConfig
 from cplus.methods.adapters import Lora

@@ -137,7 +137,7 @@ def test_letters_of_real_tokenizers(alias: str, packaged_folder: Callable[[str],
 
 def test_no_chat_template_says_what_to_do_and_plain_text_works() -> None:
     tokenizer = build_tokenizer()
-    with pytest.raises(ValueError, match=r"chat template.*chat=False, or --plain"):
+    with pytest.raises(ValueError, match=r"chat template.*chat=False, or --set plain=true"):
         build("letter", tokenizer)
     encoded = build("freeform", tokenizer, chat=False).encode(HELLO)
     assert tokenizer.decode(encoded.prompt) == "User: Say hello.\n\nAssistant:"

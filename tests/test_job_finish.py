@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import cplus
-from cplus.cli.app import app, register
+from cplus.cli.app import app
 from cplus.data.interfaces import Rejected
 from cplus.data.prompts import read_template
 from cplus.jobs.adapt import finish, resume
@@ -38,9 +38,6 @@ TEMPLATE = (
 CONSTANT = {"lr_schedule": "constant", "evaluate_every": 0}
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cache")
-
-if not app.registered_commands:
-    register()
 
 
 def prepared(config: cplus.AdaptConfig) -> Job:

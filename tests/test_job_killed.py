@@ -16,13 +16,10 @@ from toyjob import same, written
 from typer.testing import CliRunner
 
 from cplus.base.files import sha256_file
-from cplus.cli.app import app, register
+from cplus.cli.app import app
 from cplus.receipts.page import read_receipt
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cache")
-
-if not app.registered_commands:
-    register()
 
 
 def killed(script: str, *arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:

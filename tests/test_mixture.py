@@ -13,7 +13,7 @@ from toyjob import asked, same, stop_at, write_rows, written
 from typer.testing import CliRunner
 
 import cplus
-from cplus.cli.app import app, register
+from cplus.cli.app import app
 from cplus.data.readers import weighted
 from cplus.jobs.folder import Folder
 from cplus.jobs.plan import plan
@@ -23,9 +23,6 @@ from cplus.training.rows import Rows
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cache")
 QUICK = {"method": "sft", "epochs": 2, "evaluate_every": 0}
-
-if not app.registered_commands:
-    register()
 
 
 @pytest.fixture

@@ -20,8 +20,7 @@ from cplus.core.gates import Collaborative, Proposal
 from cplus.core.guard import Guard, RowChoice, protect, runs_here
 from cplus.core.losses import answer_losses
 from cplus.core.shards import Fragment
-from cplus.integrations.peft import scope
-from cplus.integrations.transformers import preserve
+from cplus.integrations.transformers import preserve, scope
 
 EMBEDDING = "model.embed_tokens.weight"
 ROWS = {"weights.0": [3, 1], "weights.1": [0, 4]}  # of four rows of three coordinates, and of five coordinates

@@ -23,8 +23,7 @@ from cplus.data.examples import Choice, lines
 from cplus.jobs.memory import guard_bytes
 from cplus.jobs.settings import AdaptConfig
 from cplus.lab import SCALES, STUDIES, matching, runner, runs_of
-from cplus.lab.estimate import WHOLE, Machine, can_be_sharded, gate_bytes, place
-from cplus.lab.records import result_name
+from cplus.lab.estimate import WHOLE, can_be_sharded, described, parts, width
 from cplus.lab.runner import in_this_process, load
 from cplus.methods.table import METHODS
 from cplus.models.names import Preset
@@ -37,9 +36,7 @@ ALL = list(dict.fromkeys(spec for study in STUDIES.values() for spec in runs_of(
 
 
 def command(*arguments: str) -> Any:
-    if not app.app.registered_commands:
-        app.register()
-    return CliRunner().invoke(app.app, ["study", *arguments])
+    return CliRunner().invoke(app.app, ["study", "run", *arguments])
 
 
 def test_the_papers_settings_are_on() -> None:
@@ -61,7 +58,7 @@ def test_the_papers_settings_are_on() -> None:
 
 def test_settings_that_are_off_keep_the_old_names() -> None:
     spec = SCALES["desk"].at()
-    assert (ROOT / "results" / "desk" / result_name(spec)).is_file()  # committed before these settings existed
+    assert load(spec, ROOT / "results" / "desk") is not None  # committed before these settings existed
     assert (spec.topics, spec.compute_dtype, spec.all_anchors) == (False, "float32", False)
 
 
@@ -74,11 +71,8 @@ def test_every_run_has_a_place_on_eight_devices_of_80_gb() -> None:
         each["devices"] in (1, 2) and each["bytes"] < 0.94 * 80e9 and each["seconds"] > 0 for each in report["missing"]
     )
     assert "stated and not measured" in report["speed"]
-    runs = {each["run"]: each for each in report["missing"]}
-    ogd = {title.split()[1]: each["on_host"] for title, each in runs.items() if title.startswith("ogd ")}
-    assert ogd["qwen3-0.6b"] == 0.0  # its basis fits beside the training, at 4 B it is in the host's memory
-    assert ogd["qwen3-4b"] == 2 * 8 * 4.02e9
-    assert {each["devices"] for title, each in runs.items() if title.startswith("cplus qwen3-4b")} == {2}
+    taken = {" ".join(each["run"].split()[:2]): each["devices"] for each in report["missing"]}
+    assert [taken[run] for run in ("cplus qwen3-4b", "cplus gemma-2-2b-it", "ogd qwen3-4b")] == [2, 1, 1]
 
 
 def test_without_finished_runs_times_are_by_the_speed_measured_here(tmp_path: Path) -> None:
@@ -91,12 +85,12 @@ def test_without_finished_runs_times_are_by_the_speed_measured_here(tmp_path: Pa
 def test_a_machine_that_is_too_small_and_bad_words_are_named() -> None:
     spec = PAPER.at(model="qwen3-4b", method="cplus")
     with pytest.raises(
-        ValueError, match=r"cplus of qwen3-4b needs .* GB on each of 1 devices, and those of 24 GB offer"
+        ValueError, match=r"cplus qwen3-4b csqa .*: needs 99 GB on each of 1 devices, and the largest has 23 GB"
     ):
-        place(spec, Machine(devices=1, gigabytes=24.0))
+        width(spec, described("1x24"))
     for text in ("80", "0x80", "8x0", "eight"):
         with pytest.raises(ValueError, match="--machine must be DEVICESxGIGABYTES like 8x80"):
-            Machine.read(text)
+            described(text)
     assert "add --dry-run" in str(command("e08", "--scale", "smoke", "--machine", "8x80").exception)
 
 
@@ -105,7 +99,7 @@ def test_the_gates_bytes_and_what_can_be_sharded_are_those_of_the_engine() -> No
     for name, row in METHODS.items():
         if row.projection is None and row.guarded:
             kept, step = guard_bytes(config, row, 8, 10**9, copies=True)
-            assert gate_bytes(row) == pytest.approx(kept + step, abs=0.01), name
+            assert parts(PAPER.at(method=name))["gate"] == pytest.approx(kept + step, abs=0.01), name
         gate = row.build_gate(0)
         if gate is not None and row.projection is None and not row.memory:
             assert (name in WHOLE) == gate.whole, name
@@ -149,7 +143,7 @@ def passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[bool, 
     monkeypatch.setenv("CPLUS_DATA", str(tmp_path))
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(runner, "CACHE", runner.ProcessCache())
-    monkeypatch.setattr(study_command, "_executor", lambda *_, **__: in_this_process)
+    monkeypatch.setattr(study_command, "Processes", lambda **_: in_this_process)
     seen: list[tuple[bool, int]] = []
     load_model = models.load
 

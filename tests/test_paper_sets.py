@@ -39,9 +39,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def command(*arguments: str) -> Any:
-    if not app.app.registered_commands:
-        app.register()
-    return CliRunner().invoke(app.app, ["data", *arguments])
+    return CliRunner().invoke(app.app, ["study", "data", *arguments])
 
 
 def test_the_committed_hashes_are_of_as_many_rows_as_the_paper_uses() -> None:

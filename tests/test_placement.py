@@ -40,20 +40,20 @@ def names(places: list[tuple[Device, ...]]) -> list[str]:
 
 def test_workers_get_devices_of_their_own_and_share_them_as_far_as_memory_suffices() -> None:
     assert names(assign(TWO, 2, spec("toy"))) == ["0", "1"]
-    assert names(assign(TWO, 3, spec("qwen3-1.7b"))) == ["0", "1", "0"]
-    assert names(assign(TWO, 8, spec("qwen3-1.7b"))) == ["0", "1", "0", "1"]  # 38 GB each
-    assert names(assign(TWO, 8, spec("gemma-2-2b-it"))) == ["0", "1"]
+    assert names(assign(TWO, 3, spec("qwen3-1.7b"))) == ["0", "1"]
+    assert names(assign(TWO, 3, spec("qwen3-1.7b", method="sft"))) == ["0", "1", "0"]  # 30 GB each
+    assert names(assign(TWO, 8, spec("qwen3-1.7b", method="sft"))) == ["0", "1", "0", "1"]
 
 
 def test_a_run_that_does_not_fit_one_device_takes_as_many_as_it_needs() -> None:
     assert names(assign(TWO, 2, spec("qwen3-4b"))) == ["0+1"]
-    eight = [Device(name=str(i), memory=40e9) for i in range(8)]
+    eight = [Device(name=str(i), memory=45e9) for i in range(8)]
     assert width(spec("qwen3-4b"), eight) == 4
     assert names(assign(eight, 8, spec("qwen3-4b"))) == ["0+1+2+3", "4+5+6+7"]
     assert {wide: len(own) for wide, own in by_width([spec("toy"), spec("qwen3-4b")], TWO).items()} == {1: 1, 2: 1}
     small = [Device(name="0", memory=80e9), Device(name="1", memory=8e9)]
-    assert names(assign(small, 4, spec("qwen3-1.7b"))) == ["0", "0"]  # nothing on the small one
-    with pytest.raises(ValueError, match=r"needs 60 GB on each of 2 devices, and the largest has 24 GB free; use"):
+    assert names(assign(small, 4, spec("qwen3-1.7b", method="sft"))) == ["0", "0"]  # nothing on the small one
+    with pytest.raises(ValueError, match=r"needs 67 GB on each of 2 devices, and the largest has 24 GB free; use"):
         width(spec("qwen3-4b"), [Device(name=name, memory=24e9) for name in "01"])
     about: dict[str, Any] = {"interface": "letter", "method": "cplus", "seed": 0, "num_anchors": 8, "num_probes": 8}
     sequence = SequenceSpec(model="qwen3-4b", tasks=("csqa", "medqa"), **about)
@@ -108,11 +108,25 @@ def test_slurm_jobs_have_as_many_tasks_and_devices_as_a_run_needs(
 @pytest.mark.long
 def test_a_study_on_two_simulated_devices(cache: Path, tmp_path: Path) -> None:
     places = {DEVICES: "0:24,1:24", "CPLUS_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
-    command = ["-m", "cplus", "study", "e03", "--scale", "smoke", "--workers", "2", "--out", str(tmp_path), "--json"]
+    command = [
+        "-m",
+        "cplus",
+        "study",
+        "run",
+        "e03",
+        "--scale",
+        "smoke",
+        "--workers",
+        "2",
+        "--out",
+        str(tmp_path),
+        "--json",
+    ]
     done = subprocess.run([sys.executable, *command], env={**os.environ, **places}, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["failed"] == []
-    used = {json.loads(path.read_text())["environment"]["placed_on"] for path in (tmp_path / "smoke").glob("*.json")}
+    found = runner.finished(runs_of(STUDIES["e03"], scale_named("smoke")), tmp_path / "smoke")
+    used = {result.environment["placed_on"] for result in found}
     assert used == {"0", "1"}
 
 

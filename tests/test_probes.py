@@ -388,7 +388,7 @@ def test_long_questions_get_enough_tokens_and_a_cut_question_is_named_as_such(ma
     settings = ProbeSettings(num_probes=2)
     tally, never = Tally(short, interface, settings), yes(interface)
     asked = generate(Cut(lambda i: f"Question: Is it {i} or\nOptions:\nA: k"), never, interface, short, settings, tally)
-    with pytest.raises(TooFewProbes, match=r"rejected: cut off at the token limit 256. Give .* with --max-new-tokens"):
+    with pytest.raises(TooFewProbes, match=r"rejected: cut off at the token limit 256. Give .* max_new_tokens=N"):
         list(asked)
 
 

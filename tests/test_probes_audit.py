@@ -17,10 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cplus.data.examples import Choice, to_row
-from cplus.models.decoding import Request, Sampling
+from cplus.models.decoding import Request, Sampling, ServerEngine
 from cplus.probes import audit
 from cplus.probes.bank import Bank, Probe, anchors_hash
-from cplus.probes.server import ServerEngine
 from cplus.probes.settings import words
 from cplus.receipts.page import render_audit
 
@@ -146,16 +145,16 @@ def test_generated_text_is_escaped_and_the_page_needs_nothing_else() -> None:
 
 
 def test_the_command_prints_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from cplus.cli.audit import audit as command
+    from cplus.cli.probe import audit as command
     from cplus.probes.bank import seal
 
     seal(tmp_path / "bank", PLANTED.probes, PLANTED.manifest)
     rows = tmp_path / "evaluation.jsonl"
     rows.write_text("".join(json.dumps(to_row(row)) + "\n" for row in EVALUATION))
-    command([tmp_path / "bank"], [str(rows)], None, tmp_path / "page.html", True)
+    command([tmp_path / "bank"], [str(rows)], tmp_path / "page.html", True)
     assert json.loads(capsys.readouterr().out)["unique"] == 4
     assert "&lt;script&gt;" in (tmp_path / "page.html").read_text()
-    command([tmp_path / "bank"], [str(rows)], None, None, False)
+    command([tmp_path / "bank"], [str(rows)], None, False)
     told = capsys.readouterr().out
     assert "4 of 5" in told
     assert "1 exact (20.00%), 2 near (40.00%)" in told
@@ -165,7 +164,7 @@ def test_the_command_prints_one_object(tmp_path: Path, capsys: pytest.CaptureFix
 def test_several_banks_are_audited_side_by_side_and_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from cplus.cli.audit import audit as command
+    from cplus.cli.probe import audit as command
     from cplus.probes.bank import seal
 
     rows = tmp_path / "evaluation.jsonl"
@@ -173,7 +172,7 @@ def test_several_banks_are_audited_side_by_side_and_together(
     seal(tmp_path / "one", PLANTED.probes, PLANTED.manifest)
     seal(tmp_path / "two", PLANTED.probes[:3], PLANTED.manifest)
     both = [tmp_path / "one", tmp_path / "two"]
-    command(both, [str(rows)], None, None, True)
+    command(both, [str(rows)], None, True)
     report = json.loads(capsys.readouterr().out)
     assert [(own["probes"], own["unique"], own["against"]["exact"]) for own in report["banks"]] == [
         (5, 4, 1),
@@ -182,18 +181,18 @@ def test_several_banks_are_audited_side_by_side_and_together(
     whole = report["together"]
     assert (whole["probes"], whole["unique"], whole["exact"]) == (8, 4, 2)  # the second bank is a part of the first
     assert whole["mean"] == pytest.approx((sum(n / 5 for n in range(1, 6)) + (1 + 2 + 3) / 5) / 8, abs=1e-3)
-    command(both, [str(rows)], None, None, False)
+    command(both, [str(rows)], None, False)
     assert "together" in capsys.readouterr().out
     with pytest.raises(ValueError, match="a page shows one bank, got 2; leave --html out"):
-        command(both, [], None, tmp_path / "page.html", False)
+        command(both, [], tmp_path / "page.html", False)
 
 
 def test_the_command_finds_the_anchors_beside_the_bank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from cplus.cli.audit import audit as command
+    from cplus.cli.probe import audit as command
     from cplus.probes.bank import seal
 
     def report() -> dict[str, Any]:
-        command([tmp_path / "bank"], None, None, None, True)
+        command([tmp_path / "bank"], None, None, True)
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
         return found
 

@@ -9,15 +9,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
 from cplus import models
-from cplus.cli.probe import probe
+from cplus.cli.app import app
 from cplus.data import interfaces
 from cplus.data.examples import to_row
 from cplus.probes.bank import Bank, journal_path
@@ -49,20 +47,13 @@ def base() -> Iterator[models.Loaded]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture
-def command() -> typer.Typer:
-    app = typer.Typer()
-    app.command()(probe)
-    return app
-
-
 def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.long
 def test_a_killed_bank_goes_on_and_equals_an_uninterrupted_one(
-    tmp_path: Path, base: models.Loaded, command: typer.Typer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, base: models.Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     anchors = taught("harbours")[::97][:8]
     (tmp_path / "anchors.jsonl").write_text("".join(json.dumps(to_row(fact)) + "\n" for fact in anchors))
@@ -79,7 +70,7 @@ def test_a_killed_bank_goes_on_and_equals_an_uninterrupted_one(
     assert not (tmp_path / "killed").exists()
     assert journal.read_bytes().count(b'"probe"') > 0
     flags = ["--anchors", "anchors.jsonl", "--interface", "cloze", "--num-probes", str(NUM_PROBES), "--out", "killed"]
-    resumed = CliRunner().invoke(command, ["toy", *flags, "--json", "--device", "cpu"], catch_exceptions=False)
+    resumed = CliRunner().invoke(app, ["probe", "toy", *flags, "--json"], catch_exceptions=False)
     assert json.loads(resumed.stdout)["probes"] == NUM_PROBES
     build(
         tmp_path / "whole",
@@ -115,18 +106,18 @@ def test_two_seeds_write_two_banks(base: models.Loaded) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": None}, "expected a model to probe"),
-        ({"model": "toy", "anchors": "8"}, "expected a task to draw 8 anchors from"),
-        ({"model": "toy", "anchors": "99999", "task": "harbours", "limit": "40"}, "asked for 99999"),
+        (["--anchors", "8"], "expected a task to draw 8 anchors from"),
+        (["--anchors", "99999", "--task", "harbours"], "asked for 99999"),
+        (["--task", "harbours", "--set", "min_yield=0"], "min_yield must be above 0"),
+        (["--task", "harbours", "--set", "min_yield=much"], "min_yield must be a valid number"),
+        (["--task", "harbours", "--set", "min_yeild=1"], "'min_yeild' is not a setting; did you mean min_yield?"),
     ],
 )
 def test_the_command_refuses_what_it_cannot_do(
-    arguments: dict[str, Any], message: str, tmp_path: Path, command: typer.Typer, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
-    flags = [part for key, value in arguments.items() if key != "model" for part in (f"--{key}", value)]
-    model = [arguments["model"]] if arguments["model"] else []
-    result = CliRunner().invoke(command, [*model, *flags, "--out", str(tmp_path / "bank")])
+    result = CliRunner().invoke(app, ["probe", "toy", *arguments, "--out", str(tmp_path / "bank")])
     assert isinstance(result.exception, ValueError)
     assert message in str(result.exception)
     assert not (tmp_path / "bank").exists()

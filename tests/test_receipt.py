@@ -588,7 +588,7 @@ def test_the_command_compares_any_two_models(two_models: tuple[str, str], tmp_pa
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = [option for name in ("asked", "spoken") for option in ("--data", str(tmp_path / f"{name}.jsonl"))]
     out = str(tmp_path / "out")
-    done = run(*two_models, *data, "--out", out, "--max-new-tokens", "4", "--json")
+    done = run(*two_models, *data, "--out", out, "--set", "max_new_tokens=4", "--json")
     assert done.exit_code == 0, done.output
     printed = json.loads(done.stdout)
     made = read_receipt(tmp_path / "out")
@@ -604,7 +604,7 @@ def test_the_command_compares_any_two_models(two_models: tuple[str, str], tmp_pa
     verified = run("--verify", out)
     assert verified.exit_code == 0
     assert "receipt.html" in verified.stdout
-    unmet = run(*two_models, *data, "--out", out, "--max-new-tokens", "4", "--require", "acquisition>=0.7")
+    unmet = run(*two_models, *data, "--out", out, "--set", "max_new_tokens=4", "--require", "acquisition>=0.7")
     assert unmet.exit_code == 2
     assert "NOT MET: acquisition at least 0.7" in unmet.stdout
 
@@ -615,14 +615,14 @@ def test_the_command_measures_free_text_by_loss_unless_a_judge_is_chosen(
     spoken = [{"id": f"s{i}", "prompt": f"Say {i}", "response": f"{i}."} for i in range(4)]
     (tmp_path / "spoken.jsonl").write_text("".join(json.dumps(line) + "\n" for line in spoken))
     asked = (*two_models, "--data", str(tmp_path / "spoken.jsonl"), "--out", str(tmp_path / "out"))
-    done = run(*asked, "--max-new-tokens", "4", "--require", "past-loss<=+9", "--require", "new-loss<=0.001")
+    done = run(*asked, "--set", "max_new_tokens=4", "--require", "past-loss<=+9", "--require", "new-loss<=0.001")
     assert done.exit_code == 2, done.output
     assert "Met: past-loss at most +9" in done.stdout
     assert "NOT MET: new-loss at most 0.001" in done.stdout
     (own,) = read_receipt(tmp_path / "out").sets
     assert (own.judge, own.judged, {row.kind for row in own.rows}) == (None, False, {None})
     assert all(row.answer_nll_before is not None or not row.before for row in own.rows)
-    judged = run(*asked, "--max-new-tokens", "4", "--judge", "contains", "--json")
+    judged = run(*asked, "--set", "max_new_tokens=4", "--judge", "contains", "--json")
     assert json.loads(judged.stdout)["figures"]["acquisition"]["total"] == 4
     assert read_receipt(tmp_path / "out").sets[0].judge == "contains"
 

@@ -55,7 +55,7 @@ def report(results: Path) -> Path:
     """The report, written by a process in which torch cannot be imported; test processes share one."""
     out = results.parent.with_name("smoke-report")
     code = "import sys; sys.modules['torch'] = None; sys.argv[0] = 'cplus'; from cplus.cli.app import main; main()"
-    line = [sys.executable, "-c", code, "report", "--results", str(results), "--out", str(out), "--json"]
+    line = [sys.executable, "-c", code, "study", "report", "--results", str(results), "--out", str(out), "--json"]
     with holding(out.with_suffix(".lock"), wait=280):
         if not (out / "said.json").exists():
             done = subprocess.run(line, capture_output=True, text=True, check=False)
@@ -68,9 +68,8 @@ def report(results: Path) -> Path:
 def spoiled(results: Path, tmp_path: Path) -> Path:
     """A copy of the results to damage."""
     folder = tmp_path / "smoke"
-    folder.mkdir()
-    for path in results.glob("*.json"):
-        (folder / path.name).write_bytes(path.read_bytes())
+    for result in runner.stored(results)[0].values():
+        runner.save(result, folder)
     return folder
 
 
@@ -82,9 +81,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(*arguments: str) -> Any:
-    if not app.app.registered_commands:
-        app.register()
-    return CliRunner().invoke(app.app, ["report", *arguments])
+    return CliRunner().invoke(app.app, ["study", "report", *arguments])
 
 
 def test_every_figure_and_table_of_the_paper_has_its_function() -> None:
@@ -197,14 +194,12 @@ def test_the_page_is_the_same_again_and_speaks_of_every_study(results: Path, rep
 
 def test_what_was_not_run_says_so(results: Path, tmp_path: Path) -> None:
     folder, [spec, *_] = tmp_path / "smoke", runs_of(STUDIES["e08"], SMOKE)
-    folder.mkdir()
-    path = runner.path_of(spec, results)
-    (folder / path.name).write_bytes(path.read_bytes())
+    runner.save(runner.load(spec, results), folder)
     (folder / "cplus-0-of-another-version.json").write_text("{}")
     record = json.loads(command("--results", str(folder), "--out", str(tmp_path / "out"), "--json").stdout)
     assert record["studies"]["e05"]["verdict"] == "not run"
     assert record["studies"]["e08"]["there"] == 1
-    assert record["unknown_files"] == 1
+    assert record["unknown_records"] == 1
     [stress] = [make(collect(folder)) for make in STUDIES["e08"].tables]
     cells = [cell for row in stress.rows for cell in row if not isinstance(cell, str)]
     assert [cell.measured for cell in cells].count("not run") == 9
@@ -255,6 +250,13 @@ def test_text_of_a_record_is_escaped(spoiled: Path, tmp_path: Path) -> None:
     assert HOSTILE not in page
     assert "&lt;script&gt;" in page
     assert "<script" not in page
+
+
+@pytest.mark.parametrize("scale", ["desk", "desk-real"])
+def test_every_table_of_the_committed_results_is_made(scale: str) -> None:
+    found = collect(ROOT / "results" / scale)
+    made = [make(found) for own in found.studies.values() for make in own.study.tables]
+    assert all(len(row) == len(table.columns) for table in made for row in table.rows)
 
 
 def test_error_bars_are_standard_errors() -> None:

@@ -16,7 +16,8 @@ from cplus.data.examples import Choice, FreeForm, Message
 from cplus.data.interfaces import build
 from cplus.data.readers import read_file
 from cplus.models import load, scoring
-from cplus.models.scoring import fitting, greedy, log_likelihoods, predict, score_candidates, takes_block_masks
+from cplus.models.decoding import LocalEngine
+from cplus.models.scoring import fitting, log_likelihoods, predict, score_candidates, takes_block_masks
 
 Tokens = tuple[int, ...]
 TOLERANCE = 1e-4
@@ -116,24 +117,13 @@ def argmax_loop(model: Any, prompt: Sequence[int], steps: int, ends: set[int]) -
 
 def test_greedy_is_the_argmax_of_each_step(tiny: Any) -> None:
     prompts, _ = rows(5, longest=15, seed=3)
-    made = greedy(tiny.model, tiny.tokenizer, prompts, max_new_tokens=12)
+    engine = LocalEngine(tiny.model, tiny.tokenizer)
+    made = engine.greedy([tuple(prompt) for prompt in prompts], max_new_tokens=12, word_first=False)
     ends = {tiny.tokenizer.eos_token_id}
     for prompt, answer in zip(prompts, made, strict=True):
         expected = argmax_loop(tiny.model, prompt, 12, ends)
-        assert list(answer.tokens) == expected
-        assert answer.finished == (expected[-1] in ends)
-
-
-def test_greedy_stops_at_a_text_and_leaves_it_out(tiny_llama: Any) -> None:
-    prompts, _ = rows(4, longest=15, seed=3)
-    free = greedy(tiny_llama.model, tiny_llama.tokenizer, prompts, max_new_tokens=12)
-    stop = free[0].text[5:8]
-    made = greedy(tiny_llama.model, tiny_llama.tokenizer, prompts, max_new_tokens=12, stop=(stop,))
-    for before, after in zip(free, made, strict=True):
-        assert after.text == before.text.partition(stop)[0]
-        assert after.finished == (before.finished or stop in before.text)
-        assert after.tokens == before.tokens[: len(after.tokens)]
-    assert len(made[0].tokens) < len(free[0].tokens)
+        assert answer.tokens == expected
+        assert (answer.end == "end of text") == (expected[-1] in ends)
 
 
 def test_predict_by_letter_is_the_argmax_over_the_letters_logits(tiny: Any) -> None:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import cplus
 from cplus import models
 from cplus.base import files, terminal
-from cplus.cli.app import app, register
+from cplus.cli.app import app
 from cplus.core.evidence import MeanGradient
 from cplus.core.guard import Guard
 from cplus.distributed import checkpoint
@@ -30,9 +30,6 @@ from cplus.models import gguf
 from cplus.receipts.page import environment, render, to_json
 from cplus.training import sharding
 from cplus.training.sharding import Held
-
-if not app.registered_commands:
-    register()
 
 PACKAGE = Path(cplus.__file__).parent
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x1b[2J\x1b]0;t\x07\u202e../../etc/passwd"
@@ -168,10 +165,10 @@ def test_remote_code_is_off_until_it_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("command", "name", "value", "option"),
     [
-        ("adapt --resume", "method", "python:hostile:ROW", "--method python:hostile:ROW"),
-        ("adapt --finish", "judge", "python:hostile:function", "--judge python:hostile:function"),
-        ("adapt --finish", "trust_remote_code", True, "--trust-remote-code"),
-        ("repair --resume", "trust_remote_code", True, "--trust-remote-code"),
+        ("adapt --resume", "method", "python:hostile:ROW", "--set method=python:hostile:ROW"),
+        ("adapt --finish", "judge", "python:hostile:function", "--set judge=python:hostile:function"),
+        ("adapt --finish", "trust_remote_code", True, "--set trust_remote_code=true"),
+        ("repair --resume", "trust_remote_code", True, "--set trust_remote_code=true"),
     ],
 )
 def test_what_a_folders_settings_would_run_must_be_repeated(

@@ -21,13 +21,13 @@ from typer.testing import CliRunner
 
 from cplus import models
 from cplus.base.files import read_json, sha256_file, write_json
-from cplus.cli.app import app, register
+from cplus.cli.app import app
 from cplus.core.gates import Proposal
 from cplus.evaluation.changes import percent
 from cplus.evaluation.statistics import average_accuracy, backward_transfer, survival
 from cplus.jobs.update import Ledger, append, problems, read
 from cplus.lab import sequence
-from cplus.lab.records import load_sequence, save_sequence
+from cplus.lab.records import load_result, save_result
 from cplus.lab.sequence import Stage, bind_tasks, first_stage, run_sequence
 from cplus.methods.table import METHODS
 from cplus.toy import world
@@ -35,9 +35,6 @@ from cplus.training import driver
 from cplus.training.loop import Refreshed
 from cplus.training.rows import Group, PastTask, material, mean_states, refined, typical
 from cplus.training.settings import SequenceSpec
-
-if not app.registered_commands:
-    register()
 
 TASKS = ("harbours", "craftsmen", "plants")
 
@@ -101,7 +98,7 @@ def test_a_sequence_is_its_stages_and_its_record_reads_back(base: models.Loaded,
     names = {2: ["anchors", "probes"], 3: [f"{t} {k}" for t in TASKS[:2] for k in ("anchors", "probes")]}
     assert told == [(stage, names[stage]) for stage in (2, 2, 2, 3, 3, 3)]
     assert [stage["retention"] is None for stage in result.stages] == [True, False, False]
-    assert load_sequence(save_sequence(result, tmp_path)) == result
+    assert load_result(save_result(result, tmp_path)) == result
     plain = run_sequence(spec(method="sft", num_anchors=0, num_probes=0), base, tmp_path, first=first)
     assert plain.accuracy[:2] == result.accuracy[:2]
     assert plain.cost["preservation_rows"] == 0
@@ -256,8 +253,9 @@ def test_the_benchmark_compares_methods_from_one_checkpoint(tmp_path: Path, monk
 # The ledger
 
 OPTIONS = [
-    "--interface", "cloze", "--num-probes", "8", "--num-anchors", "4", "--epochs", "3", "--batch-size", "4", "--lr",
-    "1e-3", "--stop", "never", "--evaluate-rows", "8", "--device", "cpu", "--checkpoint-steps", "1",
+    "--set", "interface=cloze", "--set", "num_probes=8", "--set", "num_anchors=4", "--set", "epochs=3",
+    "--set", "batch_size=4", "--set", "lr=1e-3", "--set", "stop=never", "--set", "evaluate_rows=8",
+    "--set", "device=cpu", "--set", "checkpoint_steps=1",
 ]  # fmt: skip
 
 
@@ -275,7 +273,7 @@ def write_tasks(folder: Path) -> None:
 
 
 def begin(folder: Path) -> None:
-    past = ["--anchors", "keep.jsonl", "--past", "held.jsonl"]
+    past = ["--anchors", "keep.jsonl", "--set", "past=held.jsonl"]
     run("update", folder, "--model", "toy", "--new", "harbours.jsonl", *past, *OPTIONS)
 
 
@@ -296,7 +294,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_ledger_tells_every_task_after_every_stage(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(made)
-    told = json.loads(run("ledger", "show", "led", "--json").stdout)
+    told = json.loads(run("update", "led", "--show", "--json").stdout)
     matrix = told["accuracy"]
     asked_of = [[cell is not None for cell in line] for line in matrix]
     assert asked_of == [[True, False, False], [True, True, False], [True, True, True], [True, True, True]]
@@ -308,7 +306,7 @@ def test_a_ledger_tells_every_task_after_every_stage(made: Path, monkeypatch: py
     for stage in told["stages"]:
         for lost_at in stage["lost"].values():
             assert stage["stage"] < lost_at <= 3
-    assert "backward transfer" in run("ledger", "show", "led").stdout
+    assert "backward transfer" in run("update", "led", "--show").stdout
 
 
 def test_free_text_in_a_ledger_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +316,8 @@ def test_free_text_in_a_ledger_is_judged(tmp_path: Path, monkeypatch: pytest.Mon
     for name, facts in rows.items():
         lines = [json.dumps({"prompt": row.question, "response": row.right}) for row in facts]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    options = ["--plain", "--method", "cpl", "--epochs", 1, "--max-new-tokens", 4, "--device", "cpu"]
+    chosen = ("plain=true", "method=cpl", "epochs=1", "max_new_tokens=4", "device=cpu")
+    options = [word for text in chosen for word in ("--set", text)]
     run("update", "led", "--model", "toy-s", "--new", "new.jsonl", "--anchors", "keep.jsonl", *options)
     record = json.loads((tmp_path / "led" / "stages" / "001" / "job" / "record.json").read_text())
     assert record["settings"]["judge"] == "exact"
@@ -357,7 +356,7 @@ def test_a_stage_is_a_job_that_keeps_every_task_before_it(made: Path) -> None:
 def test_a_tampered_stage_is_detected(made: Path, tmp_path: Path, damage: str, sentence: str) -> None:
     root = tmp_path / "led"
     shutil.copytree(made / "led", root)
-    run("ledger", "verify", root)
+    run("update", root, "--verify")
     stages, book = root / "stages", root / "ledger.json"
     raw = json.loads(book.read_text())
     if damage in ("weights", "bank"):
@@ -372,7 +371,7 @@ def test_a_tampered_stage_is_detected(made: Path, tmp_path: Path, damage: str, s
     else:
         raw["stages"][1 if damage == "entry" else 2]["task"] = "another"
     book.write_text(json.dumps(raw))
-    told = json.loads(run("ledger", "verify", root, "--json", code=2).stdout)
+    told = json.loads(run("update", root, "--verify", "--json", code=2).stdout)
     assert any(line.startswith(sentence) for line in told["problems"]), told["problems"]
     if damage != "weights":
         failed = CliRunner().invoke(app, ["update", str(root), "--new", str(made / "plants.jsonl")])
@@ -383,13 +382,28 @@ def test_a_tampered_stage_is_detected(made: Path, tmp_path: Path, damage: str, s
 def test_any_stage_can_be_restored(made: Path, tmp_path: Path) -> None:
     ledger = read(made / "led")
     for entry in ledger.entries:
-        run("ledger", "restore", ledger.root, entry.stage, "--out", tmp_path / str(entry.stage))
+        run("update", ledger.root, "--restore", entry.stage, "--out", tmp_path / str(entry.stage))
         assert models.load(tmp_path / str(entry.stage), device="cpu").fingerprint == entry.after
     for stage, out, words in ((4, "x", "from 1 to 3, got 4"), (1, "1", "is not overwritten")):
         failed = CliRunner().invoke(
-            app, ["ledger", "restore", str(ledger.root), str(stage), "--out", str(tmp_path / out)]
+            app, ["update", str(ledger.root), "--restore", str(stage), "--out", str(tmp_path / out)]
         )
         assert words in str(failed.exception)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--show", "--new", "a.jsonl"], "--show stands alone"),
+        (["--verify", "--restore", "1", "--out", "b"], "--verify stands alone"),
+        (["--restore", "1"], "--restore STAGE and --out FOLDER belong together"),
+        (["--new", "a.jsonl", "--out", "b"], "--restore STAGE and --out FOLDER belong together"),
+        (["--set", "new=plants", "--set", "out=b"], "an update sets 'out' itself; leave it out"),
+    ],
+)
+def test_looking_at_a_ledger_and_updating_it_are_kept_apart(given: list[str], words: str) -> None:
+    failed = CliRunner().invoke(app, ["update", "led", *given])
+    assert words in str(failed.exception)
 
 
 KILLED = """
@@ -467,7 +481,7 @@ def test_what_a_ledger_would_run_must_be_repeated(made: Path, monkeypatch: pytes
     append(Ledger(root=ledger.root), task=entry.task, before=entry.before, after=entry.after, created=entry.created)
     refused = CliRunner().invoke(app, ["update", "received", "--new", "craftsmen.jsonl"])
     assert "received: expected what can run code to be repeated" in str(refused.exception)
-    assert "add --method python:hostile:ROW if you trust it" in str(refused.exception)
+    assert "add --set method=python:hostile:ROW if you trust it" in str(refused.exception)
     assert not ledger.place(2).root.exists()
 
 
@@ -476,8 +490,8 @@ def test_what_a_ledger_would_run_must_be_repeated(made: Path, monkeypatch: pytes
     [
         (["--new", "harbours.jsonl"], "the model to start from"),
         (["--model", "toy"], "expected new"),
-        (["--model", "toy", "--new", "harbours.jsonl", "--interface", "cloze"], "needs anchors"),
-        (["--model", "toy", "--new", "harbours.jsonl", "--lora", "r=4,merge=false"], "leave out merge=false"),
+        (["--model", "toy", "--new", "harbours.jsonl", "--set", "interface=cloze"], "needs anchors"),
+        (["--model", "toy", "--new", "harbours.jsonl", "--set", "lora=r=4,merge=false"], "leave out merge=false"),
     ],
 )
 def test_a_first_update_that_cannot_work_says_so(
@@ -511,6 +525,6 @@ def test_the_walk_through_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.M
     exec(compile(code, "docs/sequences.md", "exec"), {})
     for line in commands.splitlines():
         run(*shlex.split(line)[1:])
-    told = json.loads(run("ledger", "show", "ledger", "--json").stdout)
+    told = json.loads(run("update", "ledger", "--show", "--json").stdout)
     assert [told["accuracy"][k][k - 1] for k in (1, 2, 3)] == [100.0, 100.0, 100.0]
     assert models.load("second", device="cpu").fingerprint == told["stages"][1]["model"]

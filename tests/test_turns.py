@@ -305,7 +305,7 @@ def test_plain_text_learns_each_turn_and_ends_the_last(make_tiny: Callable[[str]
         (
             "gemma2",
             talk(("system", "Be brief."), ("user", "a"), ("assistant", "b"), id="row-7"),
-            r"row-7: the chat template refuses this conversation of system, user.*: System role not .*--plain",
+            r"row-7: the chat template refuses this conversation of system, user.*: System role not .*--set plain=true",
         ),
         (
             "gemma2",

@@ -26,7 +26,7 @@ API = {
     ),
     "Several processes": ("cplus.distributed.checkpoint.save", "cplus.distributed.checkpoint.load"),
     "JAX": (
-        "cplus.integrations.jax_loop.Loop", "cplus.integrations.jax_loop.save", "cplus.integrations.jax_loop.restore",
+        "cplus.integrations.optax.Loop", "cplus.integrations.optax.save", "cplus.integrations.optax.restore",
         "cplus.integrations.optax.collaborative", "cplus.integrations.optax.blend",
     ),
     "Algorithm 1": (
@@ -41,7 +41,7 @@ RECORDS = {
         "cplus.receipts.contents.Receipt", "cplus.receipts.contents.RowSet", "cplus.receipts.contents.RowComparison",
         "cplus.receipts.contents.Point",
     ),
-    "A study's run: `results/<scale>/<method>-<seed>-<hash>.json`": ("cplus.lab.records.RunResult",),
+    "A study's run: a line of `results/<scale>/<study>.jsonl`": ("cplus.lab.records.RunResult",),
     "A study's sequence of tasks": ("cplus.lab.records.SequenceResult",),
     "A bank of self-probes": ("cplus.probes.bank.Bank",),
 }  # fmt: skip
@@ -51,10 +51,8 @@ def commands() -> str:
     """Every command with its arguments and options."""
     import typer
 
-    from cplus.cli.app import app, register
+    from cplus.cli.app import app
 
-    if not app.registered_commands:
-        register()
     lines = [
         "# Commands",
         "",
@@ -85,9 +83,9 @@ def settings() -> str:
         "# Settings",
         "",
         "The settings of `cplus adapt`, made from their schema. One name everywhere: `batch_size` in YAML and in",
-        "`cplus.AdaptConfig`, `--batch-size` on the command line (`validation` is `--validate` there). An unknown name",
-        "or a wrong value is refused in one sentence. `cplus config --example` prints a YAML file with every setting,",
-        "`cplus config --schema` the JSON Schema.",
+        "`cplus.AdaptConfig`, `--set batch_size=8` on the command line; the most used ones have an option there too,",
+        "`--batch-size 8` (`validation` is `--validate`). An unknown name or a wrong value is refused in one sentence.",
+        "`examples/adapt.yaml` is a file with every setting, `cplus adapt --schema` prints the JSON Schema.",
         "",
     ]
     for group, names in {"The model": ("model",), **GROUPS}.items():

@@ -193,7 +193,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
     return dict(raw)
 
 
-def check_seal(path: Path, raw: Any) -> None:
+def check_seal(path: Path | str, raw: Any) -> None:
     """Refuse a record whose content does not match its hash."""
     if not isinstance(raw, dict) or "sha256" not in raw:
         raise ValueError(f"{path}: expected a record with its hash, got none; it was written by another version")

@@ -7,56 +7,47 @@ from typing import Annotated, Any
 
 import typer
 
-from cplus.cli import options
-from cplus.cli.options import Device, Json, Plain
+from cplus.base.terminal import clean, output, print_json
+from cplus.cli import options as names
+from cplus.cli.options import Device, Json, Require, given, with_settings
+from cplus.evaluation.requirements import parse, sentence
+from cplus.jobs.settings import settings
+from cplus.receipts.page import to_json, write_receipt
+from cplus.receipts.verdict import lead, sentences
+
+_SETTINGS = ("plain", "seed")
 
 
+@with_settings((), _SETTINGS)
 def check(
     base: Annotated[str, typer.Argument(help="The model before fine-tuning: alias, hub id, folder or GGUF file.")],
     tuned: Annotated[str, typer.Argument(help="The fine-tuned model, by whichever trainer.")],
     num_probes: Annotated[int, typer.Option(min=2, help="Number of requests that the base model writes.")] = 24,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer.")] = 48,
-    require: Annotated[
-        list[str] | None, typer.Option(help="Such as past-loss<=+0.05: exit code 2 if its 95 % bound misses it.")
-    ] = None,
+    require: Require = None,
     out: Annotated[Path | None, typer.Option(help="Folder for receipt.html and receipt.json; none by default.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed of the requests.")] = 0,
-    plain: Plain = False,
     device: Device = "auto",
     json: Json = False,
+    **options: Any,
 ) -> None:
     """Compare a fine-tuned model with its base on requests that the base model writes itself; no data is needed.
 
     Exit code 0: done, every requirement met. 2: a requirement not met. 1: an error.
     """
-    options.check({"model": base})
-    options.check({"model": tuned})
+    config = settings({"new": tuned, **given(options, _SETTINGS), "model": base})
+    names.check({"model": base})
+    names.check({"model": tuned})
 
-    from cplus.evaluation.requirements import parse
-    from cplus.jobs.check import Checking
-    from cplus.jobs.check import check as compare
-    from cplus.receipts.page import to_json, write_receipt
+    from cplus.jobs import check as comparing
 
-    asked = Checking(
+    asked = comparing.Checking(
         num_probes=num_probes,
-        answer_tokens=answer_tokens,
-        seed=seed,
-        plain=plain,
+        seed=config.seed,
+        plain=config.plain,
         device=device,
         requirements=tuple(parse(text) for text in require or ()),
     )
-    found = compare(base, tuned, asked)
+    found = comparing.check(base, tuned, asked)
     record = to_json(found) if out is None else write_receipt(found, out)
-    _show(record, json=json)
-    if not all(one["met"] for one in record["figures"]["requirements"]):
-        raise typer.Exit(2)
-
-
-def _show(record: dict[str, Any], *, json: bool) -> None:
-    from cplus.base.terminal import clean, output, print_json
-    from cplus.evaluation.requirements import sentence
-    from cplus.receipts.verdict import lead, sentences
-
     figures = record["figures"]
     said = [*lead(figures), *sentences(figures), *record["notes"]]
     if json:
@@ -72,6 +63,8 @@ def _show(record: dict[str, Any], *, json: bool) -> None:
                 "changed": [{key: row[key] for key in ("id", "input", "before", "after")} for row in changed],
             }
         )
-        return
-    for text in (*said, *(sentence(one) for one in figures["requirements"])):
-        output.print(clean(text).replace("\u00a0", " "), markup=False, soft_wrap=True)
+    else:
+        for text in (*said, *(sentence(one) for one in figures["requirements"])):
+            output.print(clean(text).replace("\u00a0", " "), soft_wrap=True)
+    if not all(one["met"] for one in figures["requirements"]):
+        raise typer.Exit(2)

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import typer
+from rich.table import Table
 
+from cplus import models
+from cplus.base.files import write_json
+from cplus.base.terminal import console, output, print_json, progress
 from cplus.cli.options import Json
-
-if TYPE_CHECKING:
-    from cplus.lab.records import RunResult
-    from cplus.training.settings import RunSpec
-
+from cplus.evaluation.statistics import estimate
+from cplus.lab import SCALES
+from cplus.lab.frontier import CHOSEN, run_of
+from cplus.lab.records import RunResult, save_result
+from cplus.methods.table import METHODS
+from cplus.methods.table import method as method_row
+from cplus.receipts.figures import label, retention_bars
+from cplus.toy.world import DOMAINS
+from cplus.training.settings import RunSpec
 
 Summary: TypeAlias = dict[str, dict[str, dict[str, float]]]
 """`mean` and, for more than one seed, `se` by row (`sft`, `sft, tuned`) and metric."""
@@ -32,10 +41,6 @@ def demo(
     json: Json = False,
 ) -> None:
     """Adapt the built-in language model with several methods and show what each learned and lost."""
-    from cplus.base.files import write_json
-    from cplus.base.terminal import console, print_json
-    from cplus.receipts.figures import retention_bars
-
     results = compare(named(methods), seeds, out, tuned=named_tuned(tuned))
     table = summary(results)
     report = {"rows": [row(result) for result in results], "summary": table}
@@ -45,14 +50,11 @@ def demo(
         print_json(report)
     else:
         show(results, table)
-    console.print(f"records and figure: {out}/demo.json, {pictures[1]}", markup=False)
+    console.print(f"records and figure: {out}/demo.json, {pictures[1]}")
 
 
 def base_spec(method: str, seed: int) -> RunSpec:
     """The demo's settings: the first domain's unknown facts are new rows, its known facts are past rows."""
-    from cplus.toy.world import DOMAINS
-    from cplus.training.settings import RunSpec
-
     domain, *others = DOMAINS
     return RunSpec(
         model="toy",
@@ -75,11 +77,6 @@ def base_spec(method: str, seed: int) -> RunSpec:
 
 def tuned_spec(method: str, seed: int) -> RunSpec:
     """The same rows at the rate and schedule that the frontier chose for the method, until everything is learned."""
-    from dataclasses import replace
-
-    from cplus.lab import SCALES
-    from cplus.lab.frontier import CHOSEN, run_of
-
     plain = base_spec(method, seed)
     return replace(
         run_of(SCALES["desk"], method, CHOSEN[method], seed),
@@ -91,10 +88,7 @@ def tuned_spec(method: str, seed: int) -> RunSpec:
 
 def named_tuned(methods: str) -> list[str]:
     """The methods to show at their own best rate."""
-    from cplus.lab.frontier import CHOSEN
-    from cplus.methods.table import method
-
-    asked = [] if methods == "none" else [method(name.strip()).name for name in methods.split(",")]
+    asked = [] if methods == "none" else [method_row(name.strip()).name for name in methods.split(",")]
     if unknown := [name for name in asked if name not in CHOSEN]:
         raise ValueError(f"no rate was chosen for {unknown[0]}; expected some of {', '.join(CHOSEN)}, or none")
     return asked
@@ -107,11 +101,9 @@ def entry(spec: RunSpec) -> str:
 
 def named(methods: str) -> list[str]:
     """The chosen methods; SFT and CPLUS are always included, because the verdict compares them."""
-    from cplus.methods.table import METHODS, method
-
     if methods == "all":
         return list(METHODS)
-    asked = [method(name.strip()).name for name in methods.split(",")]
+    asked = [method_row(name.strip()).name for name in methods.split(",")]
     return list(dict.fromkeys(["sft", *asked, "cplus"]))
 
 
@@ -119,10 +111,7 @@ def compare(methods: Sequence[str], seeds: int, out: Path, tuned: Sequence[str] 
     """Every method on the same split, anchors, bank and seeds, with progress; each run is saved when it ends."""
     import torch
 
-    from cplus import models
-    from cplus.base.terminal import console, progress
     from cplus.lab import runs
-    from cplus.lab.records import save_result
 
     torch.set_num_threads(1)  # threads waiting for each other cost a model this small more than they gain
     base = models.load("toy")
@@ -161,8 +150,6 @@ def row(result: RunResult) -> dict[str, Any]:
 
 def summary(results: Sequence[RunResult]) -> Summary:
     """Mean and standard error over the seeds; one seed has no error."""
-    from cplus.evaluation.statistics import estimate
-
     table: Summary = {}
     for method in dict.fromkeys(entry(result.spec) for result in results):
         mine = [row(result) for result in results if entry(result.spec) == method]
@@ -175,12 +162,6 @@ def summary(results: Sequence[RunResult]) -> Summary:
 
 def show(results: Sequence[RunResult], table: Summary) -> None:
     """Print the table and the verdict."""
-    from rich.table import Table
-
-    from cplus.base.terminal import output
-    from cplus.evaluation.statistics import estimate
-    from cplus.receipts.figures import label
-
     grid = Table(box=None, header_style="bold")
     for column in ("method", "Retention %", "learned %", "others %", "updates", "s", "bytes"):
         grid.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)

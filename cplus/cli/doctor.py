@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shutil
+import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Any, Literal, TypeAlias
 
+import psutil  # type: ignore[import-untyped]
 import typer
+from huggingface_hub import constants
+from packaging.requirements import Requirement
+from rich.table import Table
+from rich.text import Text
 
+from cplus import models
+from cplus.base.files import cache_folder
+from cplus.base.terminal import clean, output, print_json
 from cplus.cli.options import Json
+from cplus.core.rows import Encoded
 
 State: TypeAlias = Literal["good", "note", "absent", "bad"]
 _MARKS: dict[State, tuple[str, str]] = {
@@ -39,8 +58,6 @@ def doctor(json: Json = False) -> None:
 
     Exit code 0: everything required works. 1: something does not, and its line says what to do.
     """
-    from cplus.base.terminal import print_json
-
     checks = (packages, devices, kernels, storage, hub, optional, training)
     found = [finding for check in checks for finding in _guarded(check)]
     good = not any(one.state == "bad" for one in found)
@@ -60,8 +77,6 @@ def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
 
 def packages() -> Iterator[Finding]:
     """Python and every required package against its version range."""
-    import platform
-
     system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     yield Finding("packages", "cplus", "good", f"{_installed('cplus')} on {system}")
     for need in _requirements(""):
@@ -75,17 +90,11 @@ def packages() -> Iterator[Finding]:
 
 def _requirements(extra: str) -> list[Any]:
     """What the package requires, or what this extra adds to it."""
-    from importlib.metadata import requires
-
-    from packaging.requirements import Requirement
-
     wanted = [Requirement(text) for text in requires("cplus") or ()]
     return [n for n in wanted if (n.marker.evaluate({"extra": extra}) if n.marker else not extra)]
 
 
 def _installed(name: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         return version(name)
     except PackageNotFoundError:
@@ -99,9 +108,6 @@ def _fits(need: Any) -> bool:
 
 def devices() -> Iterator[Finding]:
     """Processor and accelerators, with their free memory."""
-    import os
-
-    import psutil  # type: ignore[import-untyped]
     import torch
 
     free = psutil.virtual_memory().available / 1e9
@@ -120,10 +126,9 @@ def devices() -> Iterator[Finding]:
 
 def kernels() -> Iterator[Finding]:
     """Whether the gate compiles, and what its AdamW step costs compared with torch's fused one."""
-    from cplus.core import kernels
     from cplus.core import kernels as native
 
-    if not kernels.can_compile("cpu"):
+    if not native.can_compile("cpu"):
         says = "not compiled; the plain gate gives the same numbers, more slowly"
         yield Finding("kernels", "gated step", "note", says, "install a C++ compiler, e.g. g++")
         return
@@ -134,9 +139,6 @@ def kernels() -> Iterator[Finding]:
 
 def _ratio(rounds: int = 7) -> float:
     """Median over rounds in which both steps run, one after the other; the first round warms up."""
-    from statistics import median
-    from time import perf_counter
-
     import torch
 
     from cplus.core import kernels, optim
@@ -160,12 +162,6 @@ def _ratio(rounds: int = 7) -> float:
 
 def storage() -> Iterator[Finding]:
     """Free disk space here and in the cache, and whether the cache is writable."""
-    import shutil
-    import tempfile
-    from pathlib import Path
-
-    from cplus.base.files import cache_folder
-
     cache = cache_folder()
     there = next(place for place in (cache, *cache.parents) if place.exists())
     for name, shown, place in (("here", Path.cwd(), Path.cwd()), ("cache", cache, there)):
@@ -181,18 +177,13 @@ def storage() -> Iterator[Finding]:
 
 def hub() -> Iterator[Finding]:
     """Whether models and data can be fetched; without the hub, local files and the cache still work."""
-    from urllib.error import HTTPError
-    from urllib.request import Request, urlopen
-
-    from huggingface_hub import constants
-
     do = "use a folder, a GGUF file or what is cached"
     if constants.HF_HUB_OFFLINE:
         yield Finding("hub", "offline", "note", "HF_HUB_OFFLINE is set", do)
         return
     try:
-        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=5).close()
-    except HTTPError:
+        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=5).close()
+    except urllib.error.HTTPError:
         pass  # an answer, if not the page
     except OSError as error:
         says = f"{constants.ENDPOINT} is not reachable: {getattr(error, 'reason', error)}"
@@ -203,8 +194,6 @@ def hub() -> Iterator[Finding]:
 
 def optional() -> Iterator[Finding]:
     """The optional parts, each with the command that installs it."""
-    from importlib.metadata import metadata
-
     extras = sorted(set(metadata("cplus").get_all("Provides-Extra") or ()) - {"dev", "fuzz"})
     lacking = {f"cplus[{extra}]": [n.name for n in _requirements(extra) if not _fits(n)] for extra in extras}
     lacking |= {name: [] if _installed(name) else [name] for name in _OPTIONAL}
@@ -220,9 +209,7 @@ def training() -> Iterator[Finding]:
     """One protected step on the built-in model, the shortest proof that the parts work together."""
     import torch
 
-    from cplus import models
     from cplus.core.guard import protect
-    from cplus.core.rows import Encoded
 
     loaded = models.load("toy-s", device="cpu")
     optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=1e-3)
@@ -235,11 +222,6 @@ def training() -> Iterator[Finding]:
 
 
 def _show(found: list[Finding], good: bool) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from cplus.base.terminal import clean, output
-
     table = Table("area", "name", "state", "says", box=None, show_header=False)
     for one in found:
         text = one.says + (f"  ->  {one.do}" if one.do else "")

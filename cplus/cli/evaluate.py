@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from rich.table import Table
 
-from cplus.cli import options
+from cplus import models
+from cplus.base.terminal import clean, output, print_json
+from cplus.cli import options as names
+from cplus.cli.options import EVALUATION, Json, Model, given, with_settings
+from cplus.data import interfaces
+from cplus.data.readers import PREFIX
+from cplus.data.tasks import load_task, save_split, stack
+from cplus.data.tasks import split as divide
+from cplus.evaluation import judges
+from cplus.evaluation.changes import average_task_accuracy
+from cplus.jobs.settings import settings
 
-if TYPE_CHECKING:
-    from cplus.evaluation.task import BoundTask
-    from cplus.models import Loaded
 
-
+@with_settings(("interface", "judge"), EVALUATION)
 def evaluate(
-    model: options.Model,
+    model: Model,
     task: Annotated[
         list[str],
         typer.Option(
-            help="A named task, a file, owner/name on the hub or lm-eval:NAME; repeatable.",
-            autocompletion=options.tasks,
+            help="A named task, a file, owner/name on the hub or lm-eval:NAME; repeatable.", autocompletion=names.tasks
         ),
     ],
-    interface: options.InterfaceName = None,
-    data_dir: options.DataDir = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first rows of each task.")] = None,
     permute_options: Annotated[
         bool, typer.Option("--permute-options", help="Letters: also evaluate every cyclic permutation of the options.")
     ] = False,
-    judge: options.Judge = "exact",
-    max_new_tokens: options.MaxNewTokens = 256,
+    split: Annotated[
+        Path | None, typer.Option(help="Write the rows answered correctly (past) and incorrectly (new) as JSON here.")
+    ] = None,
     against: Annotated[
-        Path | None, typer.Option(help="Predictions stored by 'cplus split': print what was kept, lost and gained.")
+        Path | None, typer.Option(help="A file of --split: print what was kept, lost and gained since.")
     ] = None,
     through: Annotated[
         Literal["cplus", "lm-eval"],
@@ -40,54 +46,71 @@ def evaluate(
             help="lm-eval: score cloze and letters with lm-evaluation-harness, and lm-eval:NAME with its own metrics."
         ),
     ] = "cplus",
-    plain: options.Plain = False,
-    too_long: options.TooLong = "refuse",
-    device: options.Device = "auto",
-    compute_dtype: options.ComputeDtype = "float32",
-    json: options.Json = False,
+    json: Json = False,
+    **options: Any,
 ) -> None:
     """Evaluate a model on one or more tasks: accuracy with intervals, answers given and changes."""
-    options.check({"model": model, "task": task})
+    config = settings({"judge": "exact", **given(options, EVALUATION), "model": model, "split": task[0]})
+    names.check({"model": model, "task": task})
+    if (against or split) and len(task) > 1:
+        raise ValueError(f"--split and --against are about the answers to one task, got {len(task)} tasks")
+    if through == "lm-eval" and (against or split or permute_options):
+        raise ValueError("--through lm-eval reports accuracies only; leave out --split, --against, --permute-options")
+    judged = judges.chosen(config.judge)
+    theirs = [name for name in task if through == "lm-eval" and name.startswith(PREFIX)]
+    found = [load_task(name, config.data_dir) for name in task if name not in theirs]
 
-    from cplus import models
-    from cplus.base.terminal import print_json
-    from cplus.data import interfaces, readers
-    from cplus.data.tasks import load_task
-    from cplus.evaluation import judges
-    from cplus.evaluation.changes import average_task_accuracy
-    from cplus.evaluation.task import BoundTask
+    from cplus.evaluation import task as evaluation
     from cplus.models.scoring import fitting
 
-    if against is not None and len(task) > 1:
-        raise ValueError(f"--against compares one task with stored predictions of it, got {len(task)} tasks")
-    if through == "lm-eval" and (against is not None or permute_options):
-        raise ValueError("--through lm-eval reports accuracies only; leave out --against and --permute-options")
-    judged = judges.chosen(judge)
-    own = [name for name in task if through == "lm-eval" and name.startswith(readers.PREFIX)]
-    found = [load_task(name, data_dir) for name in task if name not in own]
-    loaded = models.load(model, device=device)
+    loaded = models.load(model, device=config.device)
     summaries = []
-    with models.computing(compute_dtype, loaded.device):
+    with models.computing(config.compute_dtype, loaded.device):
         for each in found:
             bound = interfaces.build(
-                interface or each.interface, loaded.tokenizer, wording=each.wording, chat=not plain
+                config.interface or each.interface, loaded.tokenizer, wording=each.wording, chat=not config.plain
             )
             rows = each.examples[:limit]
-            kept = tuple(fitting(bound, rows, loaded.window, too_long))
+            kept = tuple(fitting(bound, rows, loaded.window, config.too_long))
             if not kept:
                 raise ValueError(
                     f"{each.name}: none of {len(rows)} rows fits the model's window of {loaded.window} tokens"
                 )
-            asked = BoundTask(name=each.name, interface=bound, examples=kept, judge=judged)
-            summary = _summary(loaded, asked, through, permute_options, against, max_new_tokens)
+            asked = evaluation.BoundTask(name=each.name, interface=bound, examples=kept, judge=judged)
+            if through == "lm-eval":
+                from cplus.integrations.lm_eval import evaluate_with_harness
+
+                summary = evaluate_with_harness(loaded.model, asked)[1]
+            else:
+                predictions, summary = evaluation.evaluate_task(
+                    loaded.model, asked, max_new_tokens=config.max_new_tokens
+                )
+                if permute_options:
+                    summary["permuted"] = evaluation.evaluate_permuted(loaded.model, asked)
+                if against is not None:
+                    summary["against"] = evaluation.against(against, asked, predictions)
+                if split is not None:
+                    made = divide(
+                        kept,
+                        predictions,
+                        model_fingerprint=loaded.fingerprint,
+                        interface=bound.name,
+                        stack=stack(device=loaded.device.type, compute_dtype=config.compute_dtype),
+                    )
+                    save_split(made, split)
+                    counts = {"past": len(made.past), "new": len(made.new)}
+                    summary["split"] = {**counts, "data_fingerprint": made.data_fingerprint, "out": str(split)}
             summaries.append({**summary, "excluded": len(rows) - len(kept)})
-        for name in own:
-            summaries.append(_asked_by_harness(loaded, name, limit))
+        for name in theirs:
+            from cplus.integrations.lm_eval import evaluate_harness_task
+
+            own = name.removeprefix(PREFIX)
+            summaries.append(evaluate_harness_task(loaded.model, loaded.tokenizer, own, limit=limit))
     accuracies = {each["task"]: each["accuracy"]["percent"] for each in summaries}
     report = {
         "model": model,
         "model_fingerprint": loaded.fingerprint,
-        "compute_dtype": compute_dtype,
+        "compute_dtype": config.compute_dtype,
         "scored_by": through,
         "tasks": summaries,
         "average": average_task_accuracy(accuracies),
@@ -95,35 +118,7 @@ def evaluate(
     print_json(report) if json else _show(report)
 
 
-def _asked_by_harness(loaded: Loaded, name: str, limit: int | None) -> dict[str, Any]:
-    from cplus.data.readers import PREFIX
-    from cplus.integrations.lm_eval import evaluate_harness_task
-
-    return evaluate_harness_task(loaded.model, loaded.tokenizer, name.removeprefix(PREFIX), limit=limit)
-
-
-def _summary(
-    loaded: Loaded, asked: BoundTask, through: str, permute: bool, before: Path | None, max_new_tokens: int
-) -> dict[str, Any]:
-    from cplus.evaluation.task import against, evaluate_permuted, evaluate_task
-
-    if through == "lm-eval":
-        from cplus.integrations.lm_eval import evaluate_with_harness
-
-        return evaluate_with_harness(loaded.model, asked)[1]
-    predictions, summary = evaluate_task(loaded.model, asked, max_new_tokens=max_new_tokens)
-    if permute:
-        summary["permuted"] = evaluate_permuted(loaded.model, asked)
-    if before is not None:
-        summary["against"] = against(before, asked, predictions)
-    return summary
-
-
 def _show(report: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    from cplus.base.terminal import clean, output
-
     table = Table(title=clean(report["model"]), title_justify="left")
     for column in ("task", "interface", "rows", "accuracy", "95 %", "macro", "answers"):
         table.add_column(column, justify="left" if column in ("task", "interface", "answers") else "right")
@@ -146,8 +141,6 @@ def _show(report: dict[str, Any]) -> None:
 
 
 def _show_details(each: dict[str, Any]) -> None:
-    from cplus.base.terminal import clean, output
-
     if "by_other_rules" in each:
         other = each["by_other_rules"]
         output.print(
@@ -169,7 +162,9 @@ def _show_details(each: dict[str, Any]) -> None:
     if "harness" in each:
         rules = {"acc": " (sum)", "acc_norm": " (per character)"} if each["interface"] == "cloze" else {}
         own = ", ".join(f"{key} {value:.1f}{rules.get(key, '')}" for key, value in each["harness"].items())
-        output.print(f"lm-evaluation-harness: {own}", markup=False)
+        output.print(f"lm-evaluation-harness: {own}")
+    if "split" in each:
+        output.print("past (correct) {past}, new (incorrect) {new}; written to {out}".format_map(each["split"]))
     if "against" in each:
         changed = each["against"]
         for name in ("retention", "acquisition"):
@@ -184,6 +179,4 @@ def _show_details(each: dict[str, Any]) -> None:
         output.print(f"{counts}; exact McNemar p = {changed['mcnemar_p']:.3g}")
         lost = [flip for flip in changed["flips"] if flip["kind"] == "lost"]
         for flip in lost[:10]:
-            output.print(
-                f"  lost {flip['id']}: {clean(str(flip['before']))} -> {clean(str(flip['after']))}", markup=False
-            )
+            output.print(f"  lost {flip['id']}: {clean(str(flip['before']))} -> {clean(str(flip['after']))}")

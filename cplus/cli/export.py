@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from cplus.base.terminal import console, print_json
 from cplus.cli.options import Json
 
 
@@ -15,16 +16,14 @@ def export(
     folder: Annotated[Path, typer.Argument(help="A model folder, or a job's folder: its model is exported.")],
     out: Annotated[Path | None, typer.Option(help="The file to write; model.gguf in the folder by default.")] = None,
     dtype: Annotated[Literal["float16", "float32"], typer.Option(help="How matrices are stored.")] = "float16",
-    force: Annotated[bool, typer.Option(help="Replace a file that exists.")] = False,
     json: Json = False,
 ) -> None:
     """Write a model as one GGUF file for llama.cpp, Ollama or LM Studio, with its tokenizer and chat template."""
     model = folder / "model" if (folder / "model" / "config.json").exists() else folder
     target = out or folder / "model.gguf"
-    if target.exists() and not force:
-        raise ValueError(f"{target} exists already; choose another --out, or add --force to replace it")
+    if target.exists():
+        raise ValueError(f"{target} exists already; choose another --out, or remove it")
 
-    from cplus.base.terminal import console, print_json
     from cplus.models.exporting import write_gguf
 
     found = write_gguf(model, target, dtype)
@@ -34,5 +33,4 @@ def export(
     console.print(
         f"{found.path}: {found.architecture}, {found.tensors} tensors in {dtype}, {found.bytes / 1e6:.1f} MB",
         soft_wrap=True,
-        markup=False,
     )

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
+from cplus import models
+from cplus.base.terminal import output, print_json
 from cplus.cli import options
 from cplus.cli.options import Json
+from cplus.core.rows import Encoded
+from cplus.methods.table import METHODS
 
 
 def methods(
@@ -24,12 +31,7 @@ def methods(
     """List every method: what it does, which rows it uses and which paper it is from."""
     options.check({"model": costs})
 
-    from rich.table import Table
-    from rich.text import Text
-
-    from cplus.base.terminal import output, print_json
     from cplus.lab.costs import rows_formula
-    from cplus.methods.table import METHODS
 
     if costs is not None:
         _costs(costs, json=json)
@@ -70,13 +72,6 @@ def methods(
 
 def _costs(model: str, *, json: bool) -> None:
     """Rows per epoch by formula; extra bytes per parameter as the method reports and as measured in a step."""
-    from dataclasses import asdict
-
-    from rich.table import Table
-
-    from cplus import models
-    from cplus.base.terminal import output, print_json
-    from cplus.core.rows import Encoded
     from cplus.lab import costs
 
     loaded = models.load(model)

@@ -1,124 +1,131 @@
-"""`cplus probe`: let a model write its own probes, and seal them in a bank."""
+"""`cplus probe`: let a model write its own probes, seal them in a bank, and report on what is in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import TypeAdapter, ValidationError
+from rich.table import Table
 
-from cplus.cli import options
-from cplus.cli.options import DataDir, Device, InterfaceName, Json, OptionalModel, Plain, setting
+from cplus import models
+from cplus.base.files import cache_folder, write_text
+from cplus.base.terminal import clean, console, output, print_json
+from cplus.cli import options as names
+from cplus.cli.options import Command, Group, Json, Model, given, with_settings
+from cplus.data import interfaces
+from cplus.data.examples import Example
+from cplus.data.interfaces import Interface
+from cplus.data.tasks import Task, cached_split, draw_anchors, load_task, stack
+from cplus.jobs.settings import sentences, settings
+from cplus.probes.abilities import MIN_YIELD
+from cplus.probes.bank import Bank
+from cplus.probes.settings import TOPICS, ProbeSettings
+from cplus.receipts.page import render_audit
 
 if TYPE_CHECKING:
-    from cplus.data.examples import Example
-    from cplus.data.interfaces import Interface
-    from cplus.data.tasks import Task
     from cplus.models import Loaded
-    from cplus.probes.bank import Bank
-    from cplus.probes.writing import Block, Sampled
 
 
-def probe(
-    model: OptionalModel = None,
+class Probing(Group):
+    """`probe MODEL` is short for `probe write MODEL`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments."""
+        if "--verify" in args:
+            raise typer.BadParameter("there is no option --verify any more; use cplus probe audit BANK")
+        short = args and args[0] not in (*self.commands, "--help")
+        return super().parse_args(ctx, ["write", *args] if short else args)
+
+
+probe = typer.Typer(
+    cls=Probing,
+    no_args_is_help=True,
+    help="Let a model write probes into a sealed bank ('cplus probe MODEL' is short for write), or audit a bank.",
+)
+
+_SETTINGS = ("shots", "temperature", "topics", "seed", "plain", "data_dir", "device")
+_BANK = ("domain", "label_balanced", "confidence_floor", "max_new_tokens", "min_yield")
+"""Settings of a bank that a job does not have."""
+
+
+@probe.command(cls=Command)
+@with_settings(("interface", "num_probes"), (*_SETTINGS, *_BANK))
+def write(
+    model: Model,
     out: Annotated[Path, typer.Option(help="Folder of the bank.")] = Path("bank"),
     anchors: Annotated[
-        str, setting("anchors", help="File of anchors, or the number of anchors to draw from the task.")
+        str,
+        typer.Option(
+            help="File of anchors, or the number of anchors to draw from the task.", autocompletion=names.tasks
+        ),
     ] = "8",
     task: Annotated[
-        str | None, typer.Option(help="Task to draw anchors from: a name or a file.", autocompletion=options.tasks)
+        str | None, typer.Option(help="Task to draw anchors from: a name or a file.", autocompletion=names.tasks)
     ] = None,
     keep: Annotated[
         str | None,
         typer.Option(help="No anchors: the model writes everything itself: general, json, style, thinking or tools."),
     ] = None,
-    interface: InterfaceName = None,
-    num_probes: Annotated[int, setting("num_probes", help="Number of probes in the bank (N).")] = 512,
-    shots: Annotated[int, setting("shots")] = 2,
-    temperature: Annotated[float, setting("temperature")] = 0.8,
-    topics: Annotated[
-        bool, typer.Option("--topics", help="Name one of 24 topics in each request for a probe.")
-    ] = False,
-    seed: Annotated[int, setting("seed", help="Random seed for drawing anchors and sampling probes.")] = 0,
-    domain: Annotated[
-        str | None, typer.Option(help="Keep only probes of a domain: of the toy world, or re:PATTERN.")
-    ] = None,
-    label_balanced: Annotated[
-        bool, typer.Option("--label-balanced", help="The same number of probes for each letter.")
-    ] = False,
-    confidence_floor: Annotated[
-        float, typer.Option(help="Drop probes that the model answers with less confidence.")
-    ] = 0.0,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens per probe.")] = None,
-    min_yield: Annotated[float, typer.Option(help="Stop if a smaller share of the requests succeeds.")] = 0.02,
-    rows: Annotated[int, typer.Option(help="Number of requests sampled at a time.")] = 64,
     vllm: Annotated[str | None, typer.Option(help="Address of a vLLM server to sample on.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Draw anchors from the task's first rows only.")] = None,
-    plain: Plain = False,
-    data_dir: DataDir = None,
-    device: Device = "auto",
-    verify: Annotated[Path | None, typer.Option(help="Only check the seal of this bank.")] = None,
     json: Json = False,
+    **options: Any,
 ) -> None:
-    """Build a sealed probe bank, resume an interrupted one, or verify one."""
-    options.check({"model": model, "task": task, "anchors": None if anchors.isdecimal() else anchors})
+    """Build a sealed probe bank, or resume an interrupted one."""
+    chosen = given(options, ("interface", "num_probes", *_SETTINGS, *_BANK))
+    bank_values = {name: chosen.pop(name) for name in _BANK if name in chosen}
+    config = settings({"num_probes": 512, **chosen, "model": model, "split": task or anchors})
+    same = {name: getattr(config, name) for name in ("num_probes", "shots", "temperature", "seed")}
+    values = {**same, "topics": TOPICS if config.topics or keep else (), "ability": keep, **bank_values}
+    try:
+        asked = TypeAdapter(ProbeSettings).validate_python(values)
+    except ValidationError as error:
+        raise ValueError(sentences(error, values)) from error
+    names.check({"model": model, "task": task, "anchors": None if anchors.isdecimal() else anchors})
+    source = None if keep else _source(anchors, task, asked.domain, config.data_dir)
 
-    import time
-
-    from cplus.probes.bank import Bank
-
-    if verify is not None:
-        _report(Bank.load(verify), verify, json=json)
-        return
-    if model is None:
-        raise ValueError("expected a model to probe, or --verify and a bank; see 'cplus probe --help'")
-
-    from dataclasses import replace
-
-    from cplus import models
-    from cplus.data import interfaces
-    from cplus.models.decoding import LocalEngine
-    from cplus.probes.abilities import MIN_YIELD
+    from cplus.jobs.progress import bank_view
+    from cplus.models.decoding import LocalEngine, ServerEngine
     from cplus.probes.build import build
-    from cplus.probes.server import ServerEngine
-    from cplus.probes.settings import TOPICS, ProbeSettings
 
-    settings = ProbeSettings(
-        num_probes=num_probes,
-        shots=shots,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        topics=TOPICS if topics else (),
-        seed=seed,
-        min_yield=min_yield,
-        label_balanced=label_balanced,
-        confidence_floor=confidence_floor,
-        domain=domain,
-    )
-    source = None if keep else _source(anchors, task, domain, data_dir)
-    base = models.load(model, device=device)
+    base = models.load(model, device=config.device)
+    shown: tuple[Example, ...] = ()
     if source is None:
-        settings = replace(settings, ability=keep, topics=TOPICS, min_yield=max(min_yield, MIN_YIELD))
-        chat = bool(getattr(base.tokenizer, "chat_template", None)) and not plain
+        asked = replace(asked, min_yield=max(asked.min_yield, MIN_YIELD))
+        chat = bool(getattr(base.tokenizer, "chat_template", None)) and not config.plain
         thinking = "keep" if keep == "thinking" else "off"
-        bound = interfaces.build(interface or "freeform", base.tokenizer, chat=chat, thinking=thinking)
-        shown: tuple[Example, ...] = ()
+        bound = interfaces.build(config.interface or "freeform", base.tokenizer, chat=chat, thinking=thinking)
     else:
-        bound = interfaces.build(interface or source.interface, base.tokenizer, wording=source.wording, chat=not plain)
-        shown = _anchors(anchors, source, base, bound, seed=seed, limit=limit)
-    engine = ServerEngine(vllm) if vllm else LocalEngine(base.model, base.tokenizer, rows=rows)
+        bound = interfaces.build(
+            config.interface or source.interface, base.tokenizer, wording=source.wording, chat=not config.plain
+        )
+        shown = _anchors(anchors, source, base, bound, seed=asked.seed)
+    engine = ServerEngine(vllm) if vllm else LocalEngine(base.model, base.tokenizer)
     begun = time.perf_counter()
-    with _progress(num_probes) as watch:
-        bank = build(out, base, bound, shown, settings, engine=engine, watch=watch)
-    _report(bank, out, json=json, seconds=time.perf_counter() - begun)
+    with bank_view(asked.num_probes) as watch:
+        bank = build(out, base, bound, shown, asked, engine=engine, watch=watch)
+    seconds, manifest = time.perf_counter() - begun, bank.manifest
+    if json:
+        print_json({"bank": str(out), "probes": len(bank.probes), "seconds": seconds, "manifest": dict(manifest)})
+        return
+    counts = manifest["counts"]
+    rejected = ", ".join(f"{reason} {n}" for reason, n in sorted(counts["rejected"].items(), key=lambda item: -item[1]))
+    output.print(
+        f"{out}: {len(bank.probes)} probes of {manifest['model']['name']} by {manifest['interface']}, "
+        f"sealed {manifest['probes_sha256'][:12]}; yield {manifest['yield']:.1%} of {counts['requests']} requests"
+        + (f" (rejected: {rejected})" if rejected else "")
+        + f"; {seconds:.0f} s",
+        soft_wrap=True,
+    )
 
 
 def _source(anchors: str, task: str | None, domain: str | None, data_dir: Path | None) -> Task:
     """The source of the anchors: their own file, the task, or a domain of the toy world."""
-    from cplus.data.tasks import load_task
-
     if not anchors.isdecimal():
         return load_task(anchors, data_dir)
     name = task or (domain if domain and not domain.startswith("re:") else None)
@@ -127,19 +134,13 @@ def _source(anchors: str, task: str | None, domain: str | None, data_dir: Path |
     return load_task(name, data_dir)
 
 
-def _anchors(
-    anchors: str, source: Task, base: Loaded, interface: Interface, *, seed: int, limit: int | None
-) -> tuple[Example, ...]:
+def _anchors(anchors: str, source: Task, base: Loaded, interface: Interface, *, seed: int) -> tuple[Example, ...]:
     """All rows of a file, or this number of rows that the model answers correctly; of free text, any rows."""
-    import random
-
-    from cplus.base.files import cache_folder
-    from cplus.data.tasks import cached_split, draw_anchors, stack
     from cplus.models.scoring import predict
 
     if not anchors.isdecimal():
         return source.examples
-    examples, count = source.examples[:limit], int(anchors)
+    examples, count = source.examples, int(anchors)
     if interface.name == "freeform":
         if count > len(examples):
             raise ValueError(f"asked for {count} anchors, but the task has {len(examples)} rows")
@@ -155,53 +156,96 @@ def _anchors(
     return draw_anchors(split, count, seed)
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[Sampled | Block], None]]:
-    """A bar of accepted probes with the reasons of rejections; requests count before their block is judged."""
-    from collections import Counter
+@probe.command(cls=Command)
+def audit(
+    banks: Annotated[list[Path], typer.Argument(metavar="BANK...", help="Folders of sealed banks.")],
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="File or task to search for copies, such as the evaluation set; repeatable.",
+            autocompletion=names.tasks,
+        ),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the audit as one HTML page.")] = None,
+    json: Json = False,
+) -> None:
+    """Check a bank's seal and report copies, leaks, confidence, labels, words, topics, yield; several side by side.
 
-    from cplus.base.terminal import clean, progress
-    from cplus.probes.writing import Block, rejections
-
-    with progress() as bars:
-        bar = bars.add_task("probes", total=total)
-        accepted = 0
-        rejected: Counter[str] = Counter()
-        pending: Counter[str | None] = Counter()
-
-        def watch(event: Sampled | Block) -> None:
-            nonlocal accepted
-            if isinstance(event, Block):
-                accepted += len(event.probes)
-                rejected.update(rejections(event.outcomes))
-                pending.clear()
-            else:
-                pending[event.reason] += 1
-            reasons = rejected + Counter({reason: n for reason, n in pending.items() if reason})
-            told = ", ".join(f"{reason} {n}" for reason, n in reasons.most_common(4))
-            bars.update(
-                bar,
-                completed=min(total, accepted + pending[None]),
-                description=clean(f"probes ({told})" if told else "probes"),
-            )
-
-        yield watch
-
-
-def _report(bank: Bank, folder: Path, *, json: bool, seconds: float | None = None) -> None:
-    from cplus.base.terminal import output, print_json
-
-    manifest = bank.manifest
-    if json:
-        print_json({"bank": str(folder), "probes": len(bank.probes), "seconds": seconds, "manifest": dict(manifest)})
+    The anchors are read from `anchors.jsonl` beside the bank, where 'cplus adapt' writes them.
+    """
+    names.check({"task": against})
+    if len(banks) > 1:
+        _side_by_side(banks, against or (), html=html, json=json)
         return
-    counts = manifest["counts"]
-    rejected = ", ".join(f"{reason} {n}" for reason, n in sorted(counts["rejected"].items(), key=lambda item: -item[1]))
-    output.print(
-        f"{folder}: {len(bank.probes)} probes of {manifest['model']['name']} by {manifest['interface']}, "
-        f"sealed {manifest['probes_sha256'][:12]}; yield {manifest['yield']:.1%} of {counts['requests']} requests"
-        + (f" (rejected: {rejected})" if rejected else "")
-        + (f"; {seconds:.0f} s" if seconds is not None else ""),
-        markup=False,
-        soft_wrap=True,
-    )
+
+    from cplus.probes import audit as figures
+
+    [folder] = banks
+    bank, beside = Bank.load(folder), folder.resolve().parent / "anchors.jsonl"
+    sources = [figures.ComparedRows(name=name, examples=load_task(name).examples) for name in against or ()]
+    if beside.is_file() and not figures.sealed_anchors(bank, sources):
+        anchors = figures.ComparedRows(name=beside.name, examples=load_task(str(beside)).examples)
+        sources += [anchors] if figures.sealed_anchors(bank, [anchors]) else []
+    found = figures.audit(bank, sources)
+    if html is not None:
+        write_text(html, render_audit(found, name=folder.name))
+        console.print(f"wrote {html}")
+    print_json(found) if json else _show(found)
+
+
+def _side_by_side(banks: Sequence[Path], against: Sequence[str], *, html: Path | None, json: bool) -> None:
+    """Several banks, one column each, and all of them together, as the paper reports its three.
+
+    Paper: App. C.2.
+    """
+    from cplus.probes.audit import short_audit, together
+
+    if html is not None:
+        raise ValueError(f"a page shows one bank, got {len(banks)}; leave --html out, or audit them one by one")
+    rows = [example for name in against for example in load_task(name).examples]
+    found = [short_audit(Bank.load(bank), rows) for bank in banks]
+    whole = together(found)
+    if json:
+        shown = [{"folder": str(bank), **own} for bank, own in zip(banks, found, strict=True)]
+        print_json({"banks": shown, "together": whole, "against": list(against)})
+        return
+    table = Table("", *(clean(bank.name) for bank in banks), "together", box=None, header_style="bold")
+    columns = [*(together([own]) for own in found), whole]
+    for key, words in TOGETHER.items():
+        values = (own[key] for own in columns)
+        table.add_row(words, *(f"{value:,}" if isinstance(value, int) else f"{value:.3f}" for value in values))
+    output.print(table)
+
+
+TOGETHER = {
+    "probes": "probes",
+    "unique": "unique inputs",
+    "mean": "confidence, mean",
+    "median": "confidence, median",
+    "p10": "confidence, p10",
+    "exact": "exact copies",
+    "near": "near copies",
+}
+
+
+def _show(found: dict[str, Any]) -> None:
+    confidence, labels, topics = found["confidence"], found["labels"], found["topics"]
+    rejected = ", ".join(f"{reason} {share:.1%}" for reason, share in found["rejected_shares"].items())
+    common = list(labels["shares"].items())[:6]
+    shares = ", ".join(f"{clean(answer)[:40]} {share:.0%}" for answer, share in common)
+    apart = "anchors not found" if labels["divergence"] is None else f"{labels['divergence']:.3f} bits from the anchors"
+    lines = {
+        "unique inputs": f"{found['unique']} of {found['probes']} ({found['distinct_share']:.1%})",
+        "confidence": "mean {mean:.3f}, median {median:.3f}, p10 {p10:.3f}".format_map(confidence),
+        "yield": f"{found['yield']:.1%} of {found['counts']['requests']} requests; rejected: {rejected or 'none'}",
+        "answers": f"{labels['distinct']} different ({shares}); {apart}",
+        "words": f"{found['lengths']['mean']} per input; {found['vocabulary']['distinct']} different",
+        "topics": f"{topics['covered']} of {topics['areas']}" if topics["areas"] else "no cue",
+    }
+    copies = "{exact} exact ({exact_share:.2%}), {near} near ({near_share:.2%})"
+    lines |= {clean(name): copies.format_map(one) for name, one in found["against"].items()}
+    for name, text in lines.items():
+        output.print(f"{name:14} {text}", soft_wrap=True)
+    for pair in found["nearest"][:5]:
+        own, row = (clean(" ".join(pair[name].split()))[:110] for name in ("probe_text", "row_text"))
+        output.print(f"{pair['jaccard']:.2f}  {own}\n      {row}", soft_wrap=True)

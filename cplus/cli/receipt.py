@@ -2,80 +2,75 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cplus import models
+from cplus.base.environment import environment
+from cplus.base.terminal import clean, console, output, print_json
+from cplus.cli import options as names
+from cplus.cli.options import EVALUATION, Json, Require, given, with_settings
+from cplus.data import interfaces
+from cplus.data.examples import Example, Prediction
+from cplus.data.readers import ENDINGS
+from cplus.data.tasks import Task, load_task
+from cplus.evaluation.judges import Judge
+from cplus.evaluation.judges import judge as judge_of
+from cplus.evaluation.requirements import Measured, Requirement, parse, possible, sentence
+from cplus.jobs.settings import AdaptConfig, settings
+from cplus.receipts.page import (
+    PAGE,
+    Losses,
+    ModelId,
+    Receipt,
+    RowSet,
+    read_receipt,
+    rows,
+    to_json,
+    write_receipt,
+)
+from cplus.receipts.verdict import lead, sentences
+
 if TYPE_CHECKING:
-    from cplus.data.examples import Example, Prediction
-    from cplus.data.tasks import Task
-    from cplus.evaluation.judges import Judge
     from cplus.models.scoring import Score
-    from cplus.receipts.page import Losses, ModelId, Receipt, Requirement, RowSet
 
 
+@with_settings(("judge",), EVALUATION)
 def receipt(
     before: Annotated[str | None, typer.Argument(help="The model before: hub id, folder, GGUF file or name.")] = None,
     after: Annotated[str | None, typer.Argument(help="The model after.")] = None,
     data: Annotated[
-        list[str] | None, typer.Option(help="Rows to evaluate both on: a file or a named task; repeatable.")
+        list[str] | None,
+        typer.Option(help="Rows to evaluate both on: a file or a named task; repeatable.", autocompletion=names.tasks),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for receipt.html and receipt.json.")] = Path("receipt"),
-    interface: Annotated[str | None, typer.Option(help="letter, cloze or freeform; the data's own by default.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows of each data set.")] = None,
-    judge: Annotated[
-        str,
-        typer.Option(
-            help="Free text: none, exact, normalised, contains, number, choice, json, schema:FILE, regex:PATTERN, "
-            "python:module:function or model:NAME."
-        ),
-    ] = "none",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Free text: where an answer is cut off.")] = 256,
-    require: Annotated[
-        list[str] | None, typer.Option(help="Such as retention>=0.9 or past-loss<=+0.05: exit code 2 if not met.")
-    ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Plain text, without a chat template.")] = False,
-    too_long: Annotated[
-        Literal["refuse", "exclude"], typer.Option(help="What to do with rows longer than a model's window.")
-    ] = "refuse",
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of the named tasks; else CPLUS_DATA.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cuda, mps or cpu.")] = "auto",
-    compute_dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    require: Require = None,
     verify: Annotated[Path | None, typer.Option(help="Check the receipt in a folder and do nothing else.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    json: Json = False,
+    **options: Any,
 ) -> None:
     """Evaluate two models on the same rows and write what changed as one page, or verify a receipt."""
-    from cplus.receipts.page import PAGE, read_receipt, to_json, write_receipt
-
     if verify is not None:
         _show(to_json(read_receipt(verify)), verify / PAGE, json=json)
         return
     if before is None or after is None or not data:
         raise ValueError("expected two models and --data, or --verify and a folder; see 'cplus receipt --help'")
-
-    from cplus.data.tasks import load_task
-    from cplus.evaluation.judges import judge as judge_of
-    from cplus.evaluation.requirements import parse
-
+    config = settings({"model": before, "split": data[0], **given(options, EVALUATION)})
     asking = Asking(
-        tasks=_named([load_task(name, data_dir) for name in data]),
-        interface=interface,
+        tasks=_named([load_task(name, config.data_dir) for name in data]),
         limit=limit,
-        judge=judge_of(judge),
-        judge_name=judge,
-        max_new_tokens=max_new_tokens,
-        plain=plain,
-        too_long=too_long,
-        device=device,
-        compute_dtype=compute_dtype,
+        judge=judge_of(config.judge),
+        config=config,
     )
     requirements = tuple(parse(text) for text in require or ())
     _check(requirements, asking)
-    made = _compare(before, after, asking, settings={"judge": judge}, requirements=requirements)
-    record = write_receipt(made, out)
+    record = write_receipt(_compare(before, after, asking, requirements), out)
     _show(record, out / PAGE, json=json)
     if not all(one["met"] for one in record["figures"]["requirements"]):
         raise typer.Exit(2)
@@ -86,19 +81,13 @@ class Asking:
     """The rows and how they are evaluated, the same for both models."""
 
     tasks: Sequence[Task]
-    interface: str | None
     limit: int | None
     judge: Judge | None
-    judge_name: str
-    max_new_tokens: int
-    plain: bool
-    too_long: Literal["refuse", "exclude"]
-    device: str
-    compute_dtype: str
+    config: AdaptConfig
 
     def interface_of(self, task: Task) -> str:
         """The name of a task's interface."""
-        return self.interface or task.interface
+        return self.config.interface or task.interface
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +104,6 @@ class Answered:
 
 def _named(tasks: Sequence[Task]) -> list[Task]:
     """The tasks under the names the page shows: a file's without its folder, where that tells them apart."""
-    from cplus.data.readers import ENDINGS
-
     given = [task.name for task in tasks]
     short = [Path(name).name if Path(name).suffix in ENDINGS else name for name in given]
     names = short if len(set(short)) == len(short) else given
@@ -125,21 +112,14 @@ def _named(tasks: Sequence[Task]) -> list[Task]:
     return [replace(task, name=name) for task, name in zip(tasks, names, strict=True)]
 
 
-def _compare(
-    before: str, after: str, asking: Asking, *, settings: dict[str, Any], requirements: tuple[Requirement, ...]
-) -> Receipt:
-    import datetime
-
+def _compare(before: str, after: str, asking: Asking, requirements: tuple[Requirement, ...]) -> Receipt:
     import torch
-
-    from cplus.base.environment import environment
-    from cplus.models import choose_device
-    from cplus.receipts.page import Receipt
 
     was_id, was = _ask(before, asking)  # one model at a time in memory
     now_id, now = _ask(after, asking, was)
     made = [_row_set(task, asking, *pair) for task, *pair in zip(asking.tasks, was, now, strict=True)]
-    names = ("interface", "limit", "max_new_tokens", "plain", "too_long", "compute_dtype")
+    device = str(models.choose_device(asking.config.device))
+    used = ("judge", "interface", "max_new_tokens", "plain", "too_long", "compute_dtype")
     return Receipt(
         title=f"{after} compared with {before}",
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -147,11 +127,11 @@ def _compare(
         after=now_id,
         sets=tuple(own for own, _ in made),
         settings={
-            **settings,
-            **{name: getattr(asking, name) for name in names},
+            **{name: getattr(asking.config, name) for name in used},
+            "limit": asking.limit,
             "data": {task.name: task.fingerprint for task in asking.tasks},
         },
-        environment=environment(threads=torch.get_num_threads(), device=str(choose_device(asking.device))),
+        environment=environment(threads=torch.get_num_threads(), device=device),
         requirements=requirements,
         notes=(
             *(["Both models have the same weights."] if was_id.fingerprint == now_id.fingerprint else []),
@@ -162,26 +142,23 @@ def _compare(
 
 def _ask(name: str, asking: Asking, before: Sequence[Answered] | None = None) -> tuple[ModelId, list[Answered]]:
     """Load a model and evaluate it on every task; `before` holds the answers of the model before, if this is not it."""
-    from cplus import models
-    from cplus.base.terminal import clean, console
-    from cplus.data import interfaces
     from cplus.evaluation.task import score_answers
     from cplus.models.scoring import fitting, log_likelihoods, predict
-    from cplus.receipts.page import ModelId
 
-    console.print(f"loading {clean(name)}", markup=False)
-    loaded = models.load(name, device=asking.device)
+    console.print(f"loading {clean(name)}")
+    config = asking.config
+    loaded = models.load(name, device=config.device)
     answers = []
     for place, task in enumerate(asking.tasks):
         bound = interfaces.build(
-            asking.interface_of(task), loaded.tokenizer, wording=task.wording, chat=not asking.plain
+            asking.interface_of(task), loaded.tokenizer, wording=task.wording, chat=not config.plain
         )
-        rows = fitting(bound, task.examples[: asking.limit], loaded.window, asking.too_long)
-        spoken = [row for row in rows if not bound.candidates(row)]
+        fit = fitting(bound, task.examples[: asking.limit], loaded.window, config.too_long)
+        spoken = [row for row in fit if not bound.candidates(row)]
         what = f"{name}: {task.name}"
-        with models.computing(asking.compute_dtype, loaded.device):
+        with models.computing(config.compute_dtype, loaded.device):
             said = predict(
-                loaded.model, bound, rows, judge=asking.judge, max_new_tokens=asking.max_new_tokens, what=what
+                loaded.model, bound, fit, judge=asking.judge, max_new_tokens=config.max_new_tokens, what=what
             )
             scores = log_likelihoods(loaded.model, [bound.encode(row) for row in spoken], what=f"{what}: responses")
             predictions = {prediction.id: prediction for prediction in said}
@@ -201,8 +178,6 @@ def _ask(name: str, asking: Asking, before: Sequence[Answered] | None = None) ->
 
 def _row_set(task: Task, asking: Asking, was: Answered, now: Answered) -> tuple[RowSet, list[str]]:
     """The rows that fit both models' windows, and notes on them."""
-    from cplus.receipts.page import RowSet, rows
-
     asked: Sequence[Example] = task.examples[: asking.limit]
     kept = [row for row in asked if row.id in was.predictions and row.id in now.predictions]
     if not kept:
@@ -220,7 +195,7 @@ def _row_set(task: Task, asking: Asking, was: Answered, now: Answered) -> tuple[
         kind="task",
         interface=asking.interface_of(task),
         rows=made,
-        judge=None if asking.judge is None else asking.judge_name,
+        judge=None if asking.judge is None else asking.config.judge,
     )
     notes = []
     if left := len(asked) - len(kept):
@@ -233,8 +208,6 @@ def _row_set(task: Task, asking: Asking, was: Answered, now: Answered) -> tuple[
 
 
 def _losses(was: Mapping[str, Score], now: Mapping[str, Score], id: str) -> Losses | None:
-    from cplus.receipts.page import Losses
-
     if id not in was or id not in now:
         return None
     # A likelihood of 1 may round to a loss below 0.
@@ -243,8 +216,6 @@ def _losses(was: Mapping[str, Score], now: Mapping[str, Score], id: str) -> Loss
 
 def _check(requirements: Sequence[Requirement], asking: Asking) -> None:
     """Refuse what these rows cannot measure before any model is loaded; at best every answer is right."""
-    from cplus.evaluation.requirements import Measured, possible
-
     for one in requirements:
         parts = []
         for task in asking.tasks:
@@ -258,15 +229,10 @@ def _check(requirements: Sequence[Requirement], asking: Asking) -> None:
 
 
 def _show(record: dict[str, Any], page: Path, *, json: bool) -> None:
-    from cplus.base.terminal import clean, output, print_json
-    from cplus.evaluation.requirements import sentence as required
-    from cplus.receipts.verdict import lead, sentences
-
     found = record["figures"]
     said = [*lead(found), *sentences(found), *record["notes"]]
     if json:
         print_json({"page": str(page), "sha256": record["sha256"], "verdict": said, "figures": found})
         return
-    said += [required(one) for one in found["requirements"]]
-    for sentence in (*said, str(page)):
-        output.print(clean(sentence).replace("\u00a0", " "), markup=False, soft_wrap=True)
+    for text in (*said, *(sentence(one) for one in found["requirements"]), str(page)):
+        output.print(clean(text).replace("\u00a0", " "), soft_wrap=True)

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from cplus.cli import options as names
-from cplus.cli.adapt import NOT_KEPT, interruptible, show_plan
-from cplus.cli.options import Json, OptionalModel, given, setting, with_settings
-from cplus.jobs.settings import RUN_CODE, SHARED, RepairConfig, repair_settings
-
-if TYPE_CHECKING:
-    from cplus.jobs.folder import FinishedJob
+from cplus.cli.adapt import conclude, interruptible, show_plan
+from cplus.cli.options import Json, OptionalModel, given, with_settings
+from cplus.jobs.settings import OWN, RUN_CODE, SHARED, RepairConfig, repair_settings
+from cplus.models.names import check_name as check_model
 
 
-@with_settings(SHARED)
+@with_settings(("new", "anchors", "past", "interface", "tolerance", "out", "require"), (*SHARED, *OWN), RepairConfig)
 def repair(
     base: OptionalModel = None,
     tuned: Annotated[
         str | None,
         typer.Argument(help="The fine-tuned model: alias, hub id, folder, or folder of a LoRA adapter."),
     ] = None,
-    tolerance: Annotated[float | None, setting("tolerance", RepairConfig)] = None,
-    rounds: Annotated[int | None, setting("rounds", RepairConfig)] = None,
-    max_rows: Annotated[int | None, setting("max_rows", RepairConfig)] = None,
     resume: Annotated[Path | None, typer.Option(help="Resume the interrupted repair in this folder.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the job in the output folder.")] = False,
     plan: Annotated[bool, typer.Option("--plan", help="Print what the repair will need, and stop.")] = False,
@@ -37,54 +31,28 @@ def repair(
 
     Exit code 0: done, every requirement met. 2: done, a requirement not met. 1: an error. 130, 143: stopped, saved.
     """
-    chosen = given(options, model=base, tuned=tuned, tolerance=tolerance, rounds=rounds, max_rows=max_rows)
+    chosen = given(options, RepairConfig.model_fields, model=base, tuned=tuned)
     if resume is None:
         asked = repair_settings(chosen)
         names.check({"model": asked.model, **{name: getattr(asked, name) for name in ("new", "anchors", "past")}})
-        names.check_tuned(asked.tuned)
+        path = Path(asked.tuned).expanduser()
+        if (path / "model" / "config.json").is_file() and not (path / "config.json").is_file():
+            raise ValueError(
+                f"{asked.tuned}: expected a model, got the folder of a job; did you mean {path / 'model'}?"
+            )
+        if not (path / "adapter_config.json").is_file():
+            check_model(asked.tuned)
     elif chosen.keys() - set(RUN_CODE) or force or plan:
         raise ValueError("--resume uses the settings the repair started with; leave out the others")
 
-    from cplus.base.terminal import print_json
-    from cplus.jobs import plan as planning
-    from cplus.jobs import repair as run
+    from cplus.jobs import repair as job
+    from cplus.jobs.plan import plan_repair
 
     with interruptible():
         if plan:
-            show_plan(planning.plan_repair(asked), json=json)
+            show_plan(plan_repair(asked), json=json)
             return
-        outcome = run.repair(asked, force=force) if resume is None else run.resume(resume, repeated=chosen)
-    print_json(_row(outcome)) if json else _show(outcome)
-    if not outcome.kept:
-        raise typer.Exit(NOT_KEPT)
-
-
-def _row(outcome: FinishedJob) -> dict[str, Any]:
-    record = outcome.record
-    figures = {
-        name: record["figures"][name] for name in ("retention", "acquisition", "validation", "free", "requirements")
-    }
-    return {
-        "out": str(outcome.folder),
-        "kept": outcome.kept,
-        **figures,
-        "models": record["figures"]["repair"]["rows"],
-        "helped": record["figures"]["repair"]["helped"],
-        **{name: record[name] for name in ("repair", "counts", "actual", "notes")},
-    }
-
-
-def _show(outcome: FinishedJob) -> None:
-    from cplus.base.terminal import clean, output
-    from cplus.evaluation.requirements import sentence
-    from cplus.receipts.figures import shown
-    from cplus.receipts.verdict import headline, sentences
-
-    figures: Mapping[str, Any] = outcome.record["figures"]
-    output.print(clean(headline(figures)), style="bold", markup=False, soft_wrap=True)
-    for row in figures["repair"]["rows"]:
-        values = ", ".join(f"{name} {shown(row, row[name])}" for name in ("base", "tuned", "repaired"))
-        output.print(clean(f"{row['name']}: {row['quantity']} {values}"), markup=False, soft_wrap=True)
-    for line in (*sentences(figures), *(sentence(one) for one in figures["requirements"])):
-        output.print(clean(line), markup=False, soft_wrap=True)
-    output.print(f"receipt: {outcome.folder / 'receipt.html'}", markup=False, soft_wrap=True)
+        outcome = job.repair(asked, force=force) if resume is None else job.resume(resume, repeated=chosen)
+    found = outcome.record["figures"]["repair"]
+    own = {name: outcome.record[name] for name in ("repair", "counts", "actual", "notes")}
+    conclude(outcome, {"models": found["rows"], "helped": found["helped"], **own}, json=json)

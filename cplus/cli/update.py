@@ -1,4 +1,4 @@
-"""`cplus update`: one more task for a model that is updated repeatedly."""
+"""`cplus update`: one more task for a model that is updated repeatedly, and the ledger of its stages."""
 
 from __future__ import annotations
 
@@ -6,23 +6,40 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
+from cplus.base.terminal import clean, console, output, print_json
 from cplus.cli import options as names
 from cplus.cli.adapt import NOT_KEPT, interruptible
-from cplus.cli.options import SETTINGS, Config, Json, given, setting, with_settings
-from cplus.jobs.settings import DECIDED
+from cplus.cli.options import Config, Json, given, with_settings
+from cplus.jobs.settings import DECIDED, AdaptConfig, read_yaml
+
+_CHANGED = 2
 
 
-@with_settings(name for name in SETTINGS if name not in DECIDED)
+@with_settings(("new", "anchors", "require"), [name for name in AdaptConfig.model_fields if name not in DECIDED])
 def update(
     ledger: Annotated[Path, typer.Argument(help="Folder of the ledger; the first update creates it.")],
     model: Annotated[
-        str | None, setting("model", help="First update: alias, hub id, folder or GGUF file to start from.")
+        str | None,
+        typer.Option(
+            help="First update: alias, hub id, folder or GGUF file to start from.", autocompletion=names.models
+        ),
     ] = None,
     config: Config = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace an update that was interrupted with other settings.")
     ] = False,
+    show: Annotated[bool, typer.Option("--show", help="Only print the accuracy of every task after every stage.")] = (
+        False
+    ),
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Only check every file and the chain of stages; exit code 2 if changed.")
+    ] = False,
+    restore: Annotated[
+        int | None, typer.Option(metavar="STAGE", help="Only copy the model of this stage, from 1, into --out.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="With --restore: a new folder for the stage's model.")] = None,
     json: Json = False,
     **options: Any,
 ) -> None:
@@ -31,29 +48,51 @@ def update(
     Settings that are not given stay as in the last stage. The same command resumes an interrupted update.
     Exit code 0: done. 2: done, a requirement not met. 1: an error. 130, 143: stopped, saved.
     """
-    from cplus.jobs.settings import read_yaml
-
-    asked = {**({} if config is None else read_yaml(config)), **given(options, model=model)}
+    chosen = given(options, model=model)
+    looks = [name for name, asked in (("show", show), ("verify", verify), ("restore", restore is not None)) if asked]
+    if len(looks) > 1 or (looks and (chosen or config or force)):
+        raise ValueError(f"--{looks[0]} stands alone: it changes no ledger; leave out the other options")
+    if (out is None) != (restore is None):
+        raise ValueError("--restore STAGE and --out FOLDER belong together; give both")
+    asked = {**({} if config is None else read_yaml(config)), **chosen}
     names.check({name: asked.get(name) for name in ("model", "method", "new")})
 
-    from cplus.base.terminal import print_json
-    from cplus.jobs.update import report
-    from cplus.jobs.update import update as append_stage
+    from cplus.jobs import update as stages
 
-    with interruptible():
-        done = append_stage(ledger, asked, force=force)
-    told = report(done.ledger)
-    print_json({**told, "kept": done.outcome.kept}) if json else show(told)
-    if not done.outcome.kept:
-        raise typer.Exit(NOT_KEPT)
+    if show:
+        told = stages.report(stages.read(ledger))
+        print_json(told) if json else _show(told)
+    elif verify:
+        _verify(ledger, json=json)
+    elif restore is not None and out is not None:
+        stages.restore(stages.read(ledger), restore, out)
+        console.print(f"stage {restore} is in {out}", soft_wrap=True)
+    else:
+        with interruptible():
+            done = stages.update(ledger, asked, force=force)
+        told = stages.report(done.ledger)
+        print_json({**told, "kept": done.outcome.kept}) if json else _show(told)
+        if not done.outcome.kept:
+            raise typer.Exit(NOT_KEPT)
 
 
-def show(told: dict[str, Any]) -> None:
-    """Print the table and its sentences."""
-    from rich.table import Table
+def _verify(root: Path, *, json: bool) -> None:
+    from cplus.jobs.update import problems, read
 
-    from cplus.base.terminal import clean, output
+    found = read(root)
+    wrong = problems(found)
+    if json:
+        print_json({"ledger": str(root), "stages": len(found.entries), "head": found.head, "problems": wrong})
+    else:
+        for sentence in wrong:
+            output.print(clean(sentence), soft_wrap=True)
+        state = f"{len(wrong)} problems" if wrong else "as it was sealed"
+        output.print(f"{len(found.entries)} stages, {state}; head {found.head}", soft_wrap=True)
+    if wrong:
+        raise typer.Exit(_CHANGED)
 
+
+def _show(told: dict[str, Any]) -> None:
     grid = Table(box=None, header_style="bold")
     grid.add_column("after", no_wrap=True)
     tasks = [f"{number} {clean(Path(task).stem)}" for number, task in enumerate(told["tasks"], start=1)]
@@ -68,4 +107,4 @@ def show(told: dict[str, Any]) -> None:
         output.print(f"backward transfer {told['backward_transfer']:+.1f} points")
     curve = " ".join(f"{share:.1f}" for share in told["survival"]["all"])
     output.print(f"of 100 rows correct once, still correct after 0, 1, ... further stages: {curve}")
-    output.print(f"head {told['head']}", markup=False, soft_wrap=True)
+    output.print(f"head {told['head']}", soft_wrap=True)

@@ -126,7 +126,7 @@ class Chat:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 f"expected a tokenizer with a chat template, but {tokenizer.name_or_path or 'this one'} has none; "
-                "use plain text instead: chat=False, or --plain on the command line"
+                "use plain text instead: chat=False, or --set plain=true on the command line"
             )
         self._tokenizer = tokenizer
         self.thinking = thinking
@@ -251,7 +251,7 @@ class Chat:
             roles = ", ".join(message.role for message in messages)
             raise ValueError(
                 f"the chat template refuses this conversation of {roles}: {error}; change or remove the turn it cannot "
-                "write, or use plain text: chat=False, or --plain on the command line"
+                "write, or use plain text: chat=False, or --set plain=true on the command line"
             ) from error
         return str(text)
 

@@ -329,7 +329,7 @@ def _known(name: str, data_dir: Path | None) -> Task:
 
 
 def _remedy(name: str) -> str:
-    give = f"Give the folder that holds {name}.jsonl with --data-dir or CPLUS_DATA"
+    give = f"Give the folder that holds {name}.jsonl with data_dir or CPLUS_DATA"
     return f"{give}, or neither to fetch it from the hub" if name in readers.BENCHMARKS else give
 
 

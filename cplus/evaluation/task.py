@@ -56,13 +56,15 @@ def evaluate_permuted(model: nn.Module, task: BoundTask) -> dict[str, Any]:
 
 
 def against(path: Path, task: BoundTask, after: Sequence[Prediction]) -> dict[str, Any]:
-    """The comparison with predictions stored by `cplus split` for the same rows and interface."""
+    """The comparison with predictions stored by `cplus evaluate --split` for the same rows and interface."""
     record = read_json(path)
     try:
         before = [stored.prediction_from_row(row) for row in record["predictions"]]
         known = {"interface": record["interface"], "data_fingerprint": record["data_fingerprint"]}
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{path}: expected predictions as 'cplus split' writes them; {error} is missing") from error
+        raise ValueError(
+            f"{path}: expected predictions as 'cplus evaluate --split' writes them; {error} is missing"
+        ) from error
     expected = {"interface": task.interface.name, "data_fingerprint": fingerprint(task.examples)}
     if known != expected:
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,14 @@ from cplus.jobs.checkpoint import Best, Checkpoints, LastGood, is_there
 from cplus.jobs.choices import (
     adapted_for_a_test,
     as_rows,
-    assumed_material,
     is_open,
     range_test,
     stored,
-    tokens_per_epoch,
     with_chosen,
 )
 from cplus.jobs.folder import FinishedJob, Folder, begin_folder, check_free, check_seen, claimed, read_settings, rewrite
 from cplus.jobs.keep import earlier_bank, job_bank, written_bank
 from cplus.jobs.outputs import Before, Finished, answer, base_answers, push, write_model, write_outputs
-from cplus.jobs.plan import Plan
 from cplus.jobs.prepare import Job, load, prepare, uses_bank
 from cplus.jobs.progress import PeakMemory, Tracker, record, recorded, recorded_seconds, say, tracker, training_view
 from cplus.jobs.repair import repair_groups
@@ -242,13 +239,10 @@ def _log(tracked: Tracker, training: Training, event: object, point: Mapping[str
 # A job from its settings to its folder: load, evaluate, build the bank, train, evaluate again, write.
 
 
-def adapt(
-    config: AdaptConfig, *, force: bool = False, planned: Plan | None = None, starting: float = 0.0
-) -> FinishedJob:
+def adapt(config: AdaptConfig, *, force: bool = False, starting: float = 0.0) -> FinishedJob:
     """Fine-tune a model on new rows, protect what it could do, and write model, bank, record, card and receipt.
 
-    `planned` is the job's plan, if there is one; the record then holds its times beside the measured ones. `starting`
-    is how long the program took to get here. Processes that torchrun or Accelerate started do the job together.
+    `starting` is how long the program took to get here. Processes that torchrun or Accelerate started work together.
     """
     folder, home = Folder(config.out), Path.cwd()
 
@@ -265,7 +259,7 @@ def adapt(
                 processes.shared(lambda: begun(job))
                 check_seen(folder)
                 record(folder.seconds, {"starting": starting} if starting else {})
-                return work(job, interruption, memory, planned=planned)
+                return work(job, interruption, memory)
 
 
 def work(
@@ -274,7 +268,6 @@ def work(
     memory: PeakMemory,
     *,
     train_on: bool = True,
-    planned: Plan | None = None,
 ) -> FinishedJob:
     """Everything after the job is prepared; without `train_on` the last checkpoint is the result."""
     config, folder = job.config, job.folder
@@ -293,7 +286,7 @@ def work(
             with recorded(folder.seconds, "choosing the rate"):
                 job = with_tested_rate(job, bank)
         training = train(job, before, bank, interruption, tracked, train_on=train_on)
-        outcome = _finish(job, before, bank, training, interruption, memory, planned)
+        outcome = _finish(job, before, bank, training, interruption, memory)
     except Interrupted as stop:
         raise Interrupted(
             stop.number,
@@ -350,7 +343,6 @@ def _finish(
     training: Training,
     interruption: Interruption,
     memory: PeakMemory,
-    planned: Plan | None,
 ) -> dict[str, Any]:
     """Evaluate again, then write; the record comes last, and then the work folder is removed."""
     config, folder = job.config, job.folder
@@ -395,7 +387,6 @@ def _finish(
             repaired=repaired,
             chosen=job.chosen,
             good_epoch=good,
-            planned=planned_usage(job, planned),
             actual=actual_usage(job, training.log, memory),
         )
         outcome = write_outputs(folder, done)
@@ -420,20 +411,6 @@ def _repaired(
     except Unrepairable as error:
         say(f"repair: {error}")
         return str(error)
-
-
-def planned_usage(job: Job, planned: Plan | None) -> dict[str, Any]:
-    """Tokens and bytes as computed from the rows before training; seconds only where the job was planned before."""
-    material, _ = assumed_material(job.config, job.method, job.rows, job.home)
-    tokens = tokens_per_epoch(job.config, job.method, material)
-    return {
-        "seconds": None if planned is None else {part: asdict(spent) for part, spent in planned.seconds.items()},
-        "total_seconds": None if planned is None else asdict(planned.total),
-        "training_tokens_per_epoch": tokens.training,
-        "evidence_tokens_per_epoch": tokens.evidence,
-        "held_bytes": job.need.held,
-        "peak_bytes": job.need.peak if planned is None else planned.peak,
-    }
 
 
 def actual_usage(job: Job, log: TrainingLog, memory: PeakMemory) -> dict[str, Any]:

@@ -241,10 +241,8 @@ def assumed_rows(config: AdaptConfig, tasks: Tasks, base: Loaded) -> tuple[Rows,
     return Rows(new=groups["new"], anchors=groups["anchors"], past=groups["past"], notes=notes), note
 
 
-def assumed_material(
-    config: AdaptConfig, method: Method, rows: Rows, home: Path, *, length: int = 1
-) -> tuple[Material, int]:
-    """Rows as tokens, and the number of probes; probes not yet written are `length` times as long as the anchors."""
+def assumed_material(config: AdaptConfig, method: Method, rows: Rows, home: Path) -> tuple[Material, int]:
+    """Rows as tokens, and the number of probes; probes not yet written are taken to be as long as the anchors."""
     anchors = [] if rows.anchors is None else rows.anchors.encoded()
     count = len(rows.new.examples)
     probes: list[Encoded] = []
@@ -253,8 +251,7 @@ def assumed_material(
             bank = Bank.load(Path(located(str(config.bank), home)))
             probes = [rows.anchors.interface.encode(example) for example in bank.examples]
         else:
-            longer = [replace(row, prompt=row.prompt + (length - 1) * (row.prompt + row.target)) for row in anchors]
-            probes = list(islice(cycle(longer), config.settings(count).num_probes))
+            probes = list(islice(cycle(anchors), config.settings(count).num_probes))
     past = [past_rows("past", anchors=anchors, probes=probes, synthetic=probes[:count])]
     for place, group in zip(config.kept, rows.kept, strict=True):
         wanted = method.needs_bank or config.repair

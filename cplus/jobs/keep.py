@@ -133,7 +133,7 @@ def split_up(
         if given.closed:
             raise ValueError(
                 "the anchors given are multiple choice, and self-written rows are free text; keep one of the two, or "
-                "protect the other by a job of its own and --kept"
+                "protect the other by a job of its own and kept"
             )
         anchors = [*given.examples, *anchors]
     limit = max(ability(portion.ability).answer_tokens for portion in asked)

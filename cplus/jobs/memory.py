@@ -303,18 +303,21 @@ def _tried(config: AdaptConfig) -> Iterator[tuple[str, AdaptConfig]]:
     yield "", config
     light = config.model_copy(update={"gradient_checkpointing": True})
     if not config.gradient_checkpointing:
-        yield "--gradient-checkpointing", light
+        yield "--set gradient_checkpointing=true", light
     if config.settings().row.beta is not None and config.ema is None:
         small = light.model_copy(update={"ema": "uint8"})
-        yield "--gradient-checkpointing --ema uint8", small
+        yield "--set gradient_checkpointing=true --set ema=uint8", small
         if config.optimizer == "adamw" and find_spec("bitsandbytes") is not None:
-            text = "--gradient-checkpointing --ema uint8 --optimizer adamw8bit"
+            text = "--set gradient_checkpointing=true --set ema=uint8 --set optimizer=adamw8bit"
             yield text, small.model_copy(update={"optimizer": "adamw8bit"})
     if config.lora is None and find_spec("peft") is not None:
         few = light.model_copy(update={"lora": Lora(r=16)})
-        yield "--gradient-checkpointing --lora r=16", few
+        yield "--set gradient_checkpointing=true --lora r=16", few
         if config.load != loading.NAME:
-            yield "--gradient-checkpointing --lora r=16 --load 4bit", few.model_copy(update={"load": loading.NAME})
+            yield (
+                "--set gradient_checkpointing=true --lora r=16 --set load=4bit",
+                few.model_copy(update={"load": loading.NAME}),
+            )
 
 
 def fits(config: AdaptConfig, method: Method, where: Path | str, size: ModelSize, num_anchors: int) -> list[Fit]:

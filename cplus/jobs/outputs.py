@@ -108,7 +108,9 @@ def _answer(
     elif group.by_base and when == "before" and judge(config.judge) is None:
         found = evaluate_texts(model, group, what=what)
     else:
-        limit = min(config.max_new_tokens, group.max_new_tokens or config.max_new_tokens)
+        # The base model's own answers were written with the limit of their ability.
+        limit = group.max_new_tokens if group.by_base else None
+        limit = limit or min(config.max_new_tokens, group.max_new_tokens or config.max_new_tokens)
         found = evaluate(model, group, judge=judge(config.judge), max_new_tokens=limit, what=what)
     if group.closed:
         return found
@@ -224,7 +226,6 @@ class Finished:
     comparisons: Mapping[str, ComparedRun]
     parameters: int
     trainable: int
-    planned: Mapping[str, Any]
     actual: Mapping[str, Any]
     best_epoch: int | None = None
     repaired: Repaired | str | None = None
@@ -279,7 +280,6 @@ def write_outputs(folder: Folder, done: Finished) -> dict[str, Any]:
         "sources": [dataclasses.asdict(source) for source in done.rows.sources],
         "tokens_by_role": tokens_by_role(done.rows.new.interface, done.rows.new.examples),
         "cost": done.cost,
-        "planned": dict(done.planned),
         "actual": dict(done.actual),
         "steps": done.log.cursor.step,
         "epochs": len(done.log.curve),

@@ -47,12 +47,17 @@ def sentences(error: ValidationError, names: Iterable[str]) -> str:
     return "; ".join(_fault(fault, known) for fault in error.errors())
 
 
+def unknown(name: str, names: list[str]) -> str:
+    """A name that is no setting, answered with the nearest that is one."""
+    near = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in names else difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else "'cplus adapt --schema' lists all settings"
+    return f"{name!r} is not a setting; {hint}"
+
+
 def _fault(fault: Mapping[str, Any], names: list[str]) -> str:
     name = ".".join(map(str, fault["loc"]))
     if fault["type"] == "extra_forbidden":
-        near = [OTHER_NAMES[name]] if name in OTHER_NAMES else difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]}?" if near else "'cplus config --schema' lists all settings"
-        return f"{name!r} is not a setting; {hint}"
+        return unknown(name, names)
     if fault["type"] == "missing":
         return f"{name} is missing"
     if fault["type"] == "value_error":  # our own sentences
@@ -605,10 +610,10 @@ def check_repeated(values: Mapping[str, Any], repeated: Mapping[str, Any], where
         value = values.get(name)
         runs = value not in (None, False) if name == "trust_remote_code" else str(value).startswith("python:")
         if (runs or name in repeated) and repeated.get(name) != value:
-            option = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
             raise ValueError(
                 f"{where}: expected what can run code to be repeated as it is there, got {name} "
-                f"{repeated.get(name, 'not given')}; add {option} if you trust it"
+                f"{repeated.get(name, 'not given')}; add "
+                f"--set {name}={'true' if value is True else value} if you trust it"
             )
 
 

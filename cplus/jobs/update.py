@@ -212,7 +212,7 @@ def restore(ledger: Ledger, stage: int, out: Path) -> Path:
     entry, place = ledger.entries[stage - 1], ledger.place(stage)
     wrong = [*_chain(ledger), *_files(place.root, entry, whole=True)]
     if wrong:
-        raise ValueError(f"{ledger.root}: {wrong[0]}; 'cplus ledger verify' lists all problems")
+        raise ValueError(f"{ledger.root}: {wrong[0]}; 'cplus update {ledger.root} --verify' lists all problems")
     with files.replacing_folder(out) as part:
         shutil.copytree(place.model, part, dirs_exist_ok=True)
     return out

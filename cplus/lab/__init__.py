@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from cplus.lab import chat, e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12, e13, e14, facts, frontier
+from cplus.lab.records import Result, Spec
 from cplus.lab.scales import SCALES, Scale, canonical, scale_named
-from cplus.lab.study import Claim, Published, Result, Spec, Study, Summary, SummaryRow, judged, tally
+from cplus.lab.study import Study, Summary
 from cplus.training.settings import RunSpec
 
 STUDIES: dict[str, Study] = {
@@ -69,19 +70,12 @@ def matching(specs: Sequence[Spec], texts: Sequence[str]) -> list[Spec]:
 __all__ = [
     "SCALES",
     "STUDIES",
-    "Claim",
-    "Published",
     "Result",
-    "Scale",
     "Spec",
-    "Study",
     "Summary",
-    "SummaryRow",
-    "judged",
     "matching",
     "runs_of",
     "scale_named",
     "studies_named",
-    "tally",
     "with_further_methods",
 ]

@@ -6,27 +6,17 @@ CPLUS has one rate, named before. The loss of a model's own answers also falls w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from cplus.evaluation.statistics import Estimate, estimate, rise
+from cplus.evaluation.statistics import Estimate, rise
 from cplus.lab.drawing import ADDED_HERE, cell, colour_and_marker, mark_not_run, method_name, panels
-from cplus.lab.records import RunResult
+from cplus.lab.records import Result, RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import (
-    Claim,
-    Collected,
-    ComparisonLine,
-    Picture,
-    Result,
-    Study,
-    Summary,
-    SummaryRow,
-    Table,
-    run_results,
-)
-from cplus.lab.summaries import pick, shown
+from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Study, Summary, SummaryRow, Table, run_results
+from cplus.lab.summaries import Metric, Seed, by_seed, mean_of, over_seeds, pick, shown
 from cplus.training.settings import RunSpec
 
 LEVEL = 0.85
@@ -146,26 +136,23 @@ def summary(results: Sequence[Result]) -> Summary:
         keys = dict.fromkeys((r.spec.method, r.spec.keep, r.spec.lr) for r in here)
         table = {key: pick(here, method=key[0], keep=key[1], lr=key[2]) for key in keys}
         best = {name: _best([own for key, own in table.items() if key[0] == name]) for name in neighbours}
-        ours = {keep: _by_seed(pick(here, method=OURS, keep=keep)) for keep in kept}
+        ours = {keep: by_seed(pick(here, method=OURS, keep=keep), risen) for keep in kept}
         rows += map(_row, table.values())
         claims += [
             Claim(
-                says=f"{where}: CPLUS ({WORDS[keep]}) loses at most half of what {name} loses at its best rate",
-                margin=_halved(theirs, own),
+                f"{where}: CPLUS ({WORDS[keep]}) loses at most half of what {name} loses at its best rate",
+                _halved(theirs, own),
             )
             for name, theirs in best.items()
             for keep, own in ours.items()
         ]
-        repaired = _by_seed(pick(here, method="sft-repair"))
+        repaired = by_seed(pick(here, method="sft-repair"), risen)
         claims.append(
-            Claim(
-                says=f"{where}: repair at least halves what sft loses at its best rate",
-                margin=_halved(best["sft"], repaired),
-            )
+            Claim(f"{where}: repair at least halves what sft loses at its best rate", _halved(best["sft"], repaired))
         )
         claims.append(_in_half_the_time(where, here))
-        others = ", ".join(f"{shown(_mean(own), digits=3)} with {name}" for name, own in best.items())
-        gated = ", ".join(f"{shown(_mean(own), digits=3)} with CPLUS ({WORDS[keep]})" for keep, own in ours.items())
+        others = ", ".join(f"{shown(mean_of(own), digits=3)} with {name}" for name, own in best.items())
+        gated = ", ".join(f"{shown(mean_of(own), digits=3)} with CPLUS ({WORDS[keep]})" for keep, own in ours.items())
         answers.append(f"{where}: {others} at its best rate, {gated}")
     longer = [result for result in mine if result.spec.num_new == MANY]
     rows += [_row(longer)] if longer else []
@@ -176,42 +163,35 @@ def summary(results: Sequence[Result]) -> Summary:
 
 
 def _in_half_the_time(where: str, results: Sequence[RunResult]) -> Claim:
-    spare = {r.spec.seed: 0.5 - found for r in results if (found := share_after_training(r)) is not None}
-    return Claim(says=f"{where}: repair takes at most half of the training's time", margin=_mean(spare))
+    spare = {seed: 0.5 - share for seed, share in by_seed(results, share_after_training).items()}
+    return Claim(f"{where}: repair takes at most half of the training's time", mean_of(spare))
 
 
-def _halved(theirs: Mapping[int, float], ours: Mapping[int, float]) -> Estimate | None:
+def _halved(theirs: Mapping[Seed, float], ours: Mapping[Seed, float]) -> Estimate | None:
     """How far our rise is below half of theirs, or below theirs where it is a fall, over the seeds of both."""
-    return _mean({seed: min(theirs[seed] / 2, theirs[seed]) - value for seed, value in ours.items() if seed in theirs})
+    return mean_of({seed: min(lost / 2, lost) - ours[seed] for seed, lost in theirs.items() if seed in ours})
 
 
-def _best(ladder: Sequence[Sequence[RunResult]]) -> dict[int, float]:
+def _best(ladder: Sequence[Sequence[RunResult]]) -> dict[Seed, float]:
     """The rung with the lowest mean rise, among those that reach the level on most seeds."""
-    reached = [found for own in ladder if (found := _by_seed(own))]
+    reached = [found for own in ladder if (found := by_seed(own, risen))]
     most = max((len(found) for found in reached), default=0)
     full = [found for found in reached if len(found) == most]
     return min(full, key=lambda found: sum(found.values()) / len(found), default={})
 
 
-def _by_seed(results: Sequence[RunResult]) -> dict[int, float]:
-    return {r.spec.seed: found for r in results if (found := risen(r)) is not None}
-
-
-def _mean(values: Mapping[int, float]) -> Estimate | None:
-    return estimate(list(values.values())) if values else None
+COLUMNS: Mapping[str, Metric] = {
+    "rise of past loss": risen,
+    "updates": updates,
+    "new loss at the end": lambda result: result.new_nll,
+    "seconds": lambda result: result.seconds,
+    "share after training": share_after_training,
+}
 
 
 def _row(own: Sequence[RunResult]) -> SummaryRow:
     first = own[0].spec
-    figures = {
-        "rise of past loss": _mean(_by_seed(own)),
-        "updates": _mean({r.spec.seed: found for r in own if (found := updates(r)) is not None}),
-        "new loss at the end": _mean({r.spec.seed: r.new_nll for r in own if r.new_nll is not None}),
-        "seconds": _mean({r.spec.seed: r.seconds for r in own}),
-        "share after training": _mean(
-            {r.spec.seed: found for r in own if (found := share_after_training(r)) is not None}
-        ),
-    }
+    figures = {name: over_seeds(own, metric) for name, metric in COLUMNS.items()}
     at = {
         "past": setting(first),
         "method": first.method,
@@ -276,10 +256,10 @@ def tab_chat(found: Collected) -> Table:
     """Every method and rate, the smallest rise of each setting first."""
     rows = found.studies["chat"].summary.rows
     rise = "rise of past loss"
-    order = {name: number for number, name in enumerate(TITLES)}
+    order = list(dict.fromkeys((*TITLES, *(row.at["past"] for row in rows))))
     ordered = sorted(
         rows,
-        key=lambda row: (order[row.at["past"]], row.figures[rise].mean if rise in row.figures else float("inf")),
+        key=lambda row: (order.index(row.at["past"]), row.figures[rise].mean if rise in row.figures else math.inf),
     )
     return Table(
         label="tab:chat",
@@ -311,9 +291,9 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     }
     return [
         ComparisonLine(
-            what=f"rise of the past loss at matched learning ({name}), {words}",
-            measured=" / ".join(shown(rows.get((name, *own)), digits=3) for own in wanted),
-            published=ADDED_HERE,
+            f"rise of the past loss at matched learning ({name}), {words}",
+            " / ".join(shown(rows.get((name, *own)), digits=3) for own in wanted),
+            ADDED_HERE,
         )
         for name, words, wanted in (
             ("style", "SFT / CPLUS with anchors / with none given / with both", _COMPARED),
@@ -332,7 +312,6 @@ STUDY = Study(
     paper="added here; docs/studies.md",
     runs=runs,
     summary=summary,
-    published=(),
     figures=(fig_chat,),
     tables=(tab_chat,),
     comparison=comparison,

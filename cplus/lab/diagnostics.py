@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import shutil
 import tempfile
@@ -27,7 +28,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -77,7 +77,7 @@ def propose(optimizer: Optimizer, p: nn.Parameter, *, advance: bool = False) -> 
         {
             "defaults": dict(optimizer.defaults),
             "param_groups": [{**group, "params": [copied]}],
-            "state": defaultdict(dict, {copied: state if advance else _cloned(state)} if state else {}),
+            "state": defaultdict(dict, {copied: state if advance else copy.deepcopy(state)} if state else {}),
         }
     )
     twin.step()
@@ -102,10 +102,6 @@ def proposals(
             yield p.detach(), proposed
 
 
-def _cloned(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-
-
 # Tensors stored where there is room, so that an observer needs little of the memory that training uses.
 
 
@@ -126,45 +122,44 @@ class Shelf:
                 "TMPDIR to a folder on a larger disk"
             )
         self._folder = tempfile.TemporaryDirectory(prefix="cplus-shelf-")
-        self._kinds: dict[str, tuple[np.dtype[np.generic], torch.Size]] = {}
         self._tensors: dict[str, Tensor] = {}
+        self._kinds: dict[str, tuple[torch.dtype, torch.Size]] = {}
 
     def put(self, key: str, tensor: Tensor) -> None:
         """Store a tensor, replacing any with the same key."""
         if self._device is not None:
             self._tensors[key] = tensor.detach().to(self._device, copy=True)
             return
-        values = tensor.detach().cpu().contiguous().numpy()
-        values.tofile(self._path(key))
-        self._kinds[key] = (values.dtype, tensor.shape)
+        if key in self._kinds:
+            self.remove(key)  # whoever still reads the old tensor keeps it
+        self._kinds[key] = tensor.dtype, tensor.shape
+        self._stored(key).copy_(tensor.detach())
 
     def get(self, key: str, device: torch.device) -> Tensor:
         """Read a tensor back; the caller does not change it."""
-        if self._device is not None:
-            return self._tensors[key].to(device)
-        kind, shape = self._kinds[key]
-        return torch.from_numpy(np.fromfile(self._path(key), dtype=kind)).view(shape).to(device)
+        return self._stored(key).to(device)
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
         """Some coordinates of the flat tensor."""
-        if self._device is not None:
-            return self._tensors[key].reshape(-1)[start:stop]
-        kind, shape = self._kinds[key]
-        count = min(stop, shape.numel()) - start
-        return torch.from_numpy(np.fromfile(self._path(key), dtype=kind, count=count, offset=start * kind.itemsize))
+        return self._stored(key).reshape(-1)[start:stop]
 
     def remove(self, key: str) -> None:
         """Give back the space of a tensor that is no longer needed."""
-        if self._device is not None:
-            del self._tensors[key]
-            return
-        self._path(key).unlink()
-        del self._kinds[key]
+        if self._tensors.pop(key, None) is None:
+            del self._kinds[key]
+            self._path(key).unlink()
 
     def close(self) -> None:
         """Remove everything."""
         self._folder.cleanup()
         self._kinds, self._tensors = {}, {}
+
+    def _stored(self, key: str) -> Tensor:
+        """The tensor on the device, or its file mapped into memory for as long as it is used."""
+        if self._device is not None:
+            return self._tensors[key]
+        dtype, shape = self._kinds[key]
+        return torch.from_file(str(self._path(key)), shared=True, size=shape.numel(), dtype=dtype).view(shape)
 
     def _path(self, key: str) -> Path:
         return Path(self._folder.name) / key
@@ -194,10 +189,15 @@ class Admission:
 
     def report(self) -> dict[str, Any]:
         """Shares by epoch and by layer."""
-        return {
-            "epochs": [{"epoch": epoch, **admitted(sums)} for epoch, sums in self.sums.epochs().items()],
-            "layers": [{"layer": layer, **admitted(sums)} for layer, sums in self.sums.by_layer().items()],
-        }
+        return by_epoch_and_layer(self.sums, admitted)
+
+
+def by_epoch_and_layer(found: LayerSums, figures: Callable[[Sums], Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures of the sums of each epoch and of each layer."""
+    return {
+        "epochs": [{"epoch": epoch, **figures(sums)} for epoch, sums in found.epochs().items()],
+        "layers": [{"layer": layer, **figures(sums)} for layer, sums in found.by_layer().items()],
+    }
 
 
 class References:
@@ -240,10 +240,7 @@ class References:
 
     def report(self) -> dict[str, Any]:
         """Masses and agreements by epoch and by layer."""
-        return {
-            "epochs": [{"epoch": epoch, **judged(sums)} for epoch, sums in self.sums.epochs().items()],
-            "layers": [{"layer": layer, **judged(sums)} for layer, sums in self.sums.by_layer().items()],
-        }
+        return by_epoch_and_layer(self.sums, judged)
 
 
 class Coordinates:

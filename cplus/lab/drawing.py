@@ -99,7 +99,7 @@ def mark_not_run(axis: Any) -> None:
     axis.text(0.5, 0.5, "not run", transform=axis.transAxes, ha="center", va="center", color=SOFT)
 
 
-def line(axis: Any, points: Points, name: str, colour: str, marker: str, **more: Any) -> None:
+def line(axis: Any, points: Points, name: str | None, colour: str, marker: str, **more: Any) -> None:
     """One line with its standard errors; a single seed has none."""
     if points:
         axis.errorbar(
@@ -109,10 +109,8 @@ def line(axis: Any, points: Points, name: str, colour: str, marker: str, **more:
             label=name,
             color=colour,
             marker=marker,
-            markersize=4.5,
-            linewidth=1.5,
             capsize=2,
-            **more,
+            **{"markersize": 4.5, "linewidth": 1.5, **more},
         )
 
 
@@ -179,12 +177,9 @@ def heat_map(axis: Any, values: Sequence[Sequence[float]], rows: Sequence[str], 
     if len(rows) * len(values[0]) <= 80:
         for y, own in enumerate(values):
             for x, value in enumerate(own):
-                axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color=_text_colour(value))
+                colour = "#000000" if value > 0.6 else "#fefefe"  # not pure white, which the page replaces in dark mode
+                axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color=colour)
     return image
-
-
-def _text_colour(value: float) -> str:
-    return "#000000" if value > 0.6 else "#fefefe"  # not pure white, which the page replaces in dark mode
 
 
 def model_size(model: str) -> float:
@@ -264,14 +259,14 @@ def compare_methods(
     what: str,
     results: Sequence[RunResult],
     methods: Sequence[str],
-    published: Mapping[str, object],
+    published: Mapping[str, object] | None,
     metric: Metric = retained,
 ) -> ComparisonLine:
-    """A metric of several methods in one line."""
+    """A metric of several methods in one line; without published numbers the comparison is added here."""
     return ComparisonLine(
-        what=what,
-        measured=joined([over_seeds(pick(results, method=method), metric) for method in methods]),
-        published=joined_numbers([published[method] for method in methods]),
+        what,
+        joined([over_seeds(pick(results, method=method), metric) for method in methods]),
+        ADDED_HERE if published is None else joined_numbers([published[method] for method in methods]),
     )
 
 

@@ -28,8 +28,7 @@ from cplus.lab.drawing import (
     seed_count,
 )
 from cplus.lab.e02 import draw_outside_changes
-from cplus.lab.estimate import PARAMETERS
-from cplus.lab.records import RunResult
+from cplus.lab.records import Result, RunResult
 from cplus.lab.scales import BASELINES, MAIN, SCARCE, Scale, family, same_family
 from cplus.lab.study import (
     Claim,
@@ -37,7 +36,6 @@ from cplus.lab.study import (
     ComparisonLine,
     Picture,
     Published,
-    Result,
     Study,
     Summary,
     SummaryRow,
@@ -51,8 +49,10 @@ from cplus.lab.summaries import (
     difference,
     differences,
     free_text,
+    leads,
     learned,
     margin,
+    mean_of,
     over_seeds,
     paired,
     pick,
@@ -109,8 +109,8 @@ def summary(results: Sequence[Result]) -> Summary:
     lead, (won, total), scales = gain(family(mine), kept.metric), wins(mine), recovered(family(mine))
     claims = [
         Claim(
-            says=f"CPLUS {kept.better_than} each setting's strongest baseline, mean over A = {listed}",
-            margin=lead,
+            f"CPLUS {kept.better_than} each setting's strongest baseline, mean over A = {listed}",
+            lead,
             paper=None if free else "Sec. 4.2",
         ),
         *(
@@ -154,7 +154,7 @@ def gain(results: Sequence[RunResult], metric: Metric) -> Estimate | None:
         if best is not None:
             for seed, own in differences(at_budgets(here, "cplus", (budget,)), rivals[best], metric).items():
                 found.setdefault(seed, []).extend(own)
-    return estimate([statistics.fmean(own) for own in found.values()]) if found else None
+    return mean_of({seed: statistics.fmean(own) for seed, own in found.items()})
 
 
 def _scarcity(results: Sequence[RunResult]) -> list[Claim]:
@@ -167,8 +167,8 @@ def _scarcity(results: Sequence[RunResult]) -> list[Claim]:
     if len(budgets) < 2:
         return []
     few, many = budgets[0], budgets[-1]
-    steps = {f"A={many}": pick(limited(here), num_anchors=many), "all past rows as anchors": with_all(here)}
     whole = with_all(here)
+    steps = {f"A={many}": pick(limited(here), num_anchors=many), "all past rows as anchors": whole}
     return [
         *(
             above(
@@ -180,15 +180,7 @@ def _scarcity(results: Sequence[RunResult]) -> list[Claim]:
             for words, more in steps.items()
             for name in ("replay", "cpl")
         ),
-        *(
-            above(
-                f"CPLUS keeps more than {name} with all past rows as anchors",
-                pick(whole, method="cplus"),
-                pick(whole, method=name),
-                paper="Fig. 1 (a)",
-            )
-            for name in ("replay", "cpl")
-        ),
+        *leads("CPLUS keeps more than {} with all past rows as anchors", whole, ("replay", "cpl"), paper="Fig. 1 (a)"),
     ]
 
 
@@ -207,19 +199,16 @@ def _by_size(results: Sequence[RunResult]) -> list[Claim]:
     shares, tasks = _shares(results), tuple(shared(results))
     few = pick(results, task=tasks, num_anchors=min(SCARCE))
     claims = []
-    for small, large in pairwise(sorted(shares, key=lambda model: PARAMETERS.get(model, 0.0))):
+    for small, large in pairwise(sorted(shares, key=model_size)):
         words = f"CPLUS recovers a larger share of SFT's forgetting for {large} than for {small}"
         lead = difference(shares[large], shares[small])
-        claims.append(Claim(says=words, margin=lead, paper="Sec. 4.2; Fig. 10"))
+        claims.append(Claim(words, lead, paper="Sec. 4.2; Fig. 10"))
         for method in ("cpl", "cplus"):
-            kept = [_macro_kept(pick(few, model=model, method=method), tasks) for model in (large, small)]
+            own = [pick(few, model=model, method=method) for model in (large, small)]
+            kept = [macro([by_seed(pick(runs, task=task), retained) for task in tasks]) for runs in own]
             words = f"{method} keeps more in {large} than in {small}, A={min(SCARCE)}"
-            claims.append(Claim(says=words, margin=difference(*kept), paper="App. E.1; Fig. 9"))
+            claims.append(Claim(words, difference(*kept), paper="App. E.1; Fig. 9"))
     return claims
-
-
-def _macro_kept(results: Sequence[RunResult], tasks: Sequence[str]) -> dict[Seed, float]:
-    return macro([by_seed(pick(results, task=task), retained) for task in tasks])
 
 
 def tried(results: Sequence[RunResult]) -> tuple[int, ...]:
@@ -252,8 +241,8 @@ def recovered(results: Sequence[RunResult]) -> tuple[SummaryRow, ...]:
     """
     shares = _shares(results)
     return tuple(
-        SummaryRow(at={"model": model}, figures={"recovery": estimate(list(own.values()))})
-        for model, own in sorted(shares.items(), key=lambda pair: PARAMETERS.get(pair[0], 0.0))
+        SummaryRow(at={"model": model}, figures={"recovery": estimate(list(shares[model].values()))})
+        for model in sorted(shares, key=model_size)
     )
 
 
@@ -384,7 +373,7 @@ def fig_model_scale_headline(found: Collected) -> Picture:
     drawn: list[Estimate] = []
     for axis, task in zip(axes, tasks, strict=True):
         here = pick(found.studies["e01"].runs, task=task, num_anchors=min(SCARCE))
-        series = {method: _by_model(here, models, method) for method in ("cpl", "cplus")}
+        series = {method: macro_line(pick(here, method=method), models, [task]) for method in ("cpl", "cplus")}
         lines(axis, series)
         for x, best in series["cplus"]:
             own = pick(here, model=models[int(x)])
@@ -410,11 +399,6 @@ def _models_and_shared_tasks(found: Collected) -> tuple[list[str], list[str]]:
     tasks = list(dict.fromkeys(cell.task for cell in grid))
     run = {(cell.model, cell.task) for cell in grid}
     return models, [task for task in tasks if all((model, task) in run for model in models)]
-
-
-def _by_model(results: Sequence[RunResult], models: Sequence[str], method: str) -> Points:
-    each = ((x, over_seeds(pick(results, model=model, method=method), retained)) for x, model in enumerate(models))
-    return [(x, found) for x, found in each if found is not None]
 
 
 def _model_axis(axis: Any, models: Sequence[str]) -> None:
@@ -477,9 +461,9 @@ def macro_line(results: Sequence[RunResult], models: Sequence[str], tasks: Seque
     """By model, the mean of the tasks' Retention, over the seeds that have every task."""
     points: list[tuple[float, Estimate]] = []
     for x, model in enumerate(models):
-        own = macro([by_seed(pick(results, model=model, task=task), retained) for task in tasks])
-        if own:
-            points.append((x, estimate(list(own.values()))))
+        found = mean_of(macro([by_seed(pick(results, model=model, task=task), retained) for task in tasks]))
+        if found is not None:
+            points.append((x, found))
     return points
 
 
@@ -487,29 +471,28 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     """Mean gain, settings led, share of forgetting recovered and Acquisition, with the paper's."""
     runs = limited(found.studies["e01"].runs)
     won, total = wins(runs)
-    rows = sorted(recovered(family(runs)), key=lambda row: model_size(row.at["model"]))
-    shares = {row.at["model"]: row.figures["recovery"] for row in rows}
+    shares = {row.at["model"]: row.figures["recovery"] for row in recovered(family(runs))}
     paper, paper_shares = STUDY.published[0].numbers, STUDY.published[1].numbers
     return [
         ComparisonLine(
-            what="CPLUS minus each setting's strongest baseline at A = 4 and 8 (points of Retention)",
-            measured=shown(gain(family(runs), retained), sign=True),
-            published=f"+{paper['mean gain at A in {4, 8}, Qwen3']:.2f}",
+            "CPLUS minus each setting's strongest baseline at A = 4 and 8 (points of Retention)",
+            shown(gain(family(runs), retained), sign=True),
+            f"+{paper['mean gain at A in {4, 8}, Qwen3']:.2f}",
         ),
         ComparisonLine(
-            what="settings in which CPLUS keeps most",
-            measured=f"{won} of {total}" if total else "not run",
-            published=f"{paper['settings led, Qwen3']} and {paper['settings led, Gemma and Phi']}",
+            "settings in which CPLUS keeps most",
+            f"{won} of {total}" if total else "not run",
+            f"{paper['settings led, Qwen3']} and {paper['settings led, Gemma and Phi']}",
         ),
         ComparisonLine(
-            what="SFT's forgetting recovered at A = 4 and 8 (%)",
-            measured=", ".join(f"{model} {shown(each)}" for model, each in shares.items()) or "not run",
-            published=", ".join(f"{model} {value}" for model, value in paper_shares.items()),
+            "SFT's forgetting recovered at A = 4 and 8 (%)",
+            ", ".join(f"{model} {shown(each)}" for model, each in shares.items()) or "not run",
+            ", ".join(f"{model} {value}" for model, value in paper_shares.items()),
         ),
         ComparisonLine(
-            what="Acquisition of CPLUS (%)",
-            measured=shown(over_seeds(pick(runs, method="cplus"), learned)),
-            published=f"{paper['acquisition']:g}",
+            "Acquisition of CPLUS (%)",
+            shown(over_seeds(pick(runs, method="cplus"), learned)),
+            f"{paper['acquisition']:g}",
         ),
     ]
 
@@ -523,8 +506,8 @@ STUDY = Study(
     summary=summary,
     published=(
         Published(
-            where="Sec. 4.2",
-            numbers={
+            "Sec. 4.2",
+            {
                 "settings led, Qwen3": "70 of 72",
                 "settings led at A in {4, 8}, Qwen3": "24 of 24",
                 "settings led, Gemma and Phi": "48 of 48",
@@ -533,8 +516,7 @@ STUDY = Study(
             },
         ),
         Published(
-            where="Fig. 10, share of SFT forgetting recovered",
-            numbers={"qwen3-0.6b": 46.6, "qwen3-1.7b": 50.6, "qwen3-4b": 69.4},
+            "Fig. 10, share of SFT forgetting recovered", {"qwen3-0.6b": 46.6, "qwen3-1.7b": 50.6, "qwen3-4b": 69.4}
         ),
     ),
     figures=(fig_main_results, fig_problem_motivation, fig_model_scale_headline, fig_model_scale),

@@ -7,11 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from cplus.evaluation.statistics import Estimate
-from cplus.lab.drawing import INK, colour_and_marker, joined, legend, mark_not_run, method_name, panels, seed_count
-from cplus.lab.records import RunResult
+from cplus.lab.drawing import (
+    INK,
+    colour_and_marker,
+    joined,
+    legend,
+    line,
+    mark_not_run,
+    method_name,
+    panels,
+    seed_count,
+)
+from cplus.lab.records import Result, RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Result, Study, Summary, run_results
-from cplus.lab.summaries import Metric, above, margin, over_seeds, pick, shown, table
+from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Study, Summary, run_results
+from cplus.lab.summaries import Metric, leads, margin, over_seeds, pick, shown, table
 from cplus.training.settings import RunSpec
 
 METHODS = ("sft", "replay", "cpl", "cplus")
@@ -58,20 +68,9 @@ def summary(results: Sequence[Result]) -> Summary:
     ours = pick(mine, method="cplus")
     claims = (
         Claim(
-            says="outside tasks: CPLUS's accuracy rises above the base model's",
-            margin=over_seeds(ours, change),
-            paper="Sec. 4.3",
+            "outside tasks: CPLUS's accuracy rises above the base model's", over_seeds(ours, change), paper="Sec. 4.3"
         ),
-        *(
-            above(
-                f"outside tasks: CPLUS loses less than {name}",
-                ours,
-                pick(mine, method=name),
-                change,
-                paper="Sec. 4.3; Figs. 1 (b), 4",
-            )
-            for name in METHODS[:-1]
-        ),
+        *leads("outside tasks: CPLUS loses less than {}", mine, METHODS[:-1], change, paper="Sec. 4.3; Figs. 1 (b), 4"),
     )
     moved = {name: shown(over_seeds(pick(mine, method=name), change), sign=True) for name in METHODS}
     gap = shown(margin(ours, pick(mine, method="cpl"), change), sign=True)
@@ -91,10 +90,19 @@ def draw_outside_changes(axis: Any, here: Sequence[RunResult]) -> list[Estimate]
     metrics = [*(change_on(task) for task in tasks), change]
     drawn = []
     for number, method in enumerate(METHODS):
-        own = pick(here, method=method)
+        own, (colour, marker) = pick(here, method=method), colour_and_marker(method)
         for x, metric in enumerate(metrics):
             if (found := over_seeds(own, metric)) is not None:
-                _point(axis, x + 0.14 * (number - 1.5), found, method, average=x == len(tasks))
+                average = x == len(tasks)
+                line(
+                    axis,
+                    [(x + 0.14 * (number - 1.5), found)],
+                    None if average else method_name(method),
+                    colour,
+                    "D" if average else marker,
+                    markersize=6 if average else 4.5,
+                    linestyle="none",
+                )
                 drawn.append(found)
     axis.axhline(0.0, color=INK, linewidth=0.8)
     axis.set_xticks(range(len(metrics)), [*tasks, "average"])
@@ -102,21 +110,6 @@ def draw_outside_changes(axis: Any, here: Sequence[RunResult]) -> list[Estimate]
     if not drawn:
         mark_not_run(axis)
     return drawn
-
-
-def _point(axis: Any, x: float, found: Estimate, method: str, *, average: bool) -> None:
-    colour, marker = colour_and_marker(method)
-    axis.errorbar(
-        [x],
-        [found.mean],
-        yerr=[found.error or 0.0],
-        label=None if average else method_name(method),
-        color=colour,
-        marker="D" if average else marker,
-        markersize=6 if average else 4.5,
-        linestyle="none",
-        capsize=2,
-    )
 
 
 def fig_medqa_broader_capability(found: Collected) -> Picture:
@@ -209,15 +202,15 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     tasks = dict.fromkeys(getattr(spec, "task", "") for spec in own.specs)
     return [
         ComparisonLine(
-            what="change on outside tasks, SFT / CPL / CPLUS (points)",
-            measured=joined([over_seeds(pick(own.runs, method=m), change) for m in ("sft", "cpl", "cplus")], sign=True),
-            published=f"CPLUS {changes}",
+            "change on outside tasks, SFT / CPL / CPLUS (points)",
+            joined([over_seeds(pick(own.runs, method=m), change) for m in ("sft", "cpl", "cplus")], sign=True),
+            f"CPLUS {changes}",
         ),
         *(
             ComparisonLine(
-                what=f"CPLUS after {task} (points)",
-                measured=shown(over_seeds(pick(own.runs, method="cplus", task=task), change), sign=True),
-                published=f"{paper[task]:+.2f}" if task in paper else "other tasks",
+                f"CPLUS after {task} (points)",
+                shown(over_seeds(pick(own.runs, method="cplus", task=task), change), sign=True),
+                f"{paper[task]:+.2f}" if task in paper else "other tasks",
             )
             for task in tasks
         ),
@@ -233,8 +226,7 @@ STUDY = Study(
     summary=summary,
     published=(
         Published(
-            where="Sec. 4.3, CPLUS's mean change on outside benchmarks, points",
-            numbers={"arc_c": 1.15, "mmlu": 0.88, "medqa": 0.14},
+            "Sec. 4.3, CPLUS's mean change on outside benchmarks, points", {"arc_c": 1.15, "mmlu": 0.88, "medqa": 0.14}
         ),
     ),
     figures=(fig_medqa_broader_capability, fig_broader_capability_appendix),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cplus.lab.drawing import budget_axis, by_budget, estimates_of, joined, legend, lines, panels, seed_count
+from cplus.lab.records import Result
 from cplus.lab.scales import Scale
-from cplus.lab.study import Collected, ComparisonLine, Picture, Published, Result, Study, Summary, judged, run_results
-from cplus.lab.summaries import above, free_text, margin, pick, retention_measure, shown, strongest, table
+from cplus.lab.study import Collected, ComparisonLine, Picture, Published, Study, Summary, judged, run_results
+from cplus.lab.summaries import free_text, leads, margin, pick, retention_measure, shown, strongest, table
 from cplus.training.settings import RunSpec
 
 METHODS = ("probe-replay", "anchor-probe-replay", "cplus")
@@ -31,22 +32,10 @@ def summary(results: Sequence[Result]) -> Summary:
     kept = retention_measure(mine)
     ours = pick(mine, method="cplus")
     paper = None if free_text(mine) else "Sec. 4.4; Fig. 5"
-    claims = [
-        above(f"CPLUS {kept.better_than} {name}, mean over budgets", ours, pick(mine, method=name), kept.metric)
-        for name in METHODS[:-1]
-    ]
+    claims = leads(f"CPLUS {kept.better_than} {{}}, mean over budgets", mine, METHODS[:-1], kept.metric)
     for budget in dict.fromkeys(result.spec.num_anchors for result in mine):
         here = pick(mine, num_anchors=budget)
-        claims += [
-            above(
-                f"CPLUS {kept.better_than} {name}, A={budget}",
-                pick(here, method="cplus"),
-                pick(here, method=name),
-                kept.metric,
-                paper=paper,
-            )
-            for name in METHODS[:-1]
-        ]
+        claims += leads(f"CPLUS {kept.better_than} {{}}, A={budget}", here, METHODS[:-1], kept.metric, paper=paper)
     gains = [shown(margin(ours, pick(mine, method=name), kept.metric), sign=True) for name in METHODS[:-1]]
     answer = (
         f"The same probes keep {gains[0]} points more as gradients than as replay, and {gains[1]} more than as replay "
@@ -96,14 +85,14 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     ours = pick(own.runs, method="cplus")
     return [
         ComparisonLine(
-            what="budgets at which gradients keep most",
-            measured=f"{led} of {total}" if total else "not run",
-            published=str(STUDY.published[0].numbers["budgets at which CPLUS is highest"]),
+            "budgets at which gradients keep most",
+            f"{led} of {total}" if total else "not run",
+            str(STUDY.published[0].numbers["budgets at which CPLUS is highest"]),
         ),
         ComparisonLine(
-            what="gradients minus replay of probes / of anchors and probes (points of Retention)",
-            measured=joined([margin(ours, pick(own.runs, method=method)) for method in METHODS[:-1]], sign=True),
-            published="in a figure only",
+            "gradients minus replay of probes / of anchors and probes (points of Retention)",
+            joined([margin(ours, pick(own.runs, method=method)) for method in METHODS[:-1]], sign=True),
+            "in a figure only",
         ),
     ]
 
@@ -115,7 +104,7 @@ STUDY = Study(
     paper="Sec. 4.4; Fig. 5; App. C.3",
     runs=runs,
     summary=summary,
-    published=(Published(where="Fig. 5", numbers={"budgets at which CPLUS is highest": "4 of 4"}),),
+    published=(Published("Fig. 5", {"budgets at which CPLUS is highest": "4 of 4"}),),
     figures=(fig_self_probe_role_anchor_scale,),
     comparison=comparison,
 )

@@ -18,20 +18,9 @@ from cplus.lab.drawing import (
     rows_by_method,
     seed_count,
 )
-from cplus.lab.records import RunResult
+from cplus.lab.records import Result, RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import (
-    Claim,
-    Collected,
-    ComparisonLine,
-    Picture,
-    Published,
-    Result,
-    Study,
-    Summary,
-    Table,
-    run_results,
-)
+from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Study, Summary, Table, run_results
 from cplus.lab.summaries import KEPT_AND_LEARNED, above, learned, margin, over_seeds, pick, retained, shown, table
 from cplus.training.settings import RunSpec
 
@@ -39,7 +28,7 @@ COMPONENTS = ("cplus-anchors", "cplus-probes", "cplus-no-ema", "cplus", "cplus-n
 REDUCTIONS = ("cplus-no-ema", "cplus", "cplus-cvar")
 ENDS = ("cplus-probes", "cplus")
 WEIGHTS = (0.0, 0.25, 0.5, 0.75)
-BETAS = (0.0, 0.5, 0.9, 0.99)
+BETAS = (0.5, 0.9, 0.99)
 BUDGETS = (4, 8, 16, 32)
 FIG_11 = "App. E.2; Fig. 11"
 FIELDS = ("method", "num_anchors", "anchor_weight", "beta", "shots", "temperature")
@@ -52,7 +41,8 @@ def runs(scale: Scale) -> list[RunSpec]:
         *(scale.at(method=method, seed=seed) for method in COMPONENTS for seed in more),
         *(_weighted(scale, w, a, s) for w in WEIGHTS for a in BUDGETS if a in scale.budgets for s in seeds),
         *(scale.at(method=m, num_anchors=a, seed=s) for m in ENDS for a in BUDGETS if a in scale.budgets for s in more),
-        *(_smoothed(scale, beta, seed) for beta in BETAS for seed in seeds),
+        *(scale.at(method="cplus-no-ema", seed=seed) for seed in seeds),
+        *(scale.at(beta=beta, seed=seed) for beta in BETAS for seed in seeds),
         *(
             scale.at(num_anchors=few, shots=shots, temperature=temperature, seed=seed)
             for shots in scale.shots
@@ -68,10 +58,6 @@ def _weighted(scale: Scale, weight: float, budget: int, seed: int) -> RunSpec:
     if weight == 0:
         return scale.at(method="cplus-probes", num_anchors=budget, seed=seed)
     return scale.at(anchor_weight=weight, num_anchors=budget, seed=seed)
-
-
-def _smoothed(scale: Scale, beta: float, seed: int) -> RunSpec:
-    return scale.at(method="cplus-no-ema", seed=seed) if beta == 0 else scale.at(beta=beta, seed=seed)
 
 
 def summary(results: Sequence[Result]) -> Summary:
@@ -287,8 +273,8 @@ STUDY = Study(
     summary=summary,
     published=(
         Published(
-            where="Table 1, Retention, Qwen3-0.6B, CSQA, A=8, one seed",
-            numbers={
+            "Table 1, Retention, Qwen3-0.6B, CSQA, A=8, one seed",
+            {
                 "cplus-anchors": 55.13,
                 "cplus-probes": 71.49,
                 "cplus-no-ema": 78.71,
@@ -297,8 +283,8 @@ STUDY = Study(
             },
         ),
         Published(
-            where="Table 3, Retention and standard error, A=64, three runs",
-            numbers={"cplus-no-ema": (81.11, 2.95), "cplus": (82.32, 0.64), "cplus-cvar": (77.40, 0.28)},
+            "Table 3, Retention and standard error, A=64, three runs",
+            {"cplus-no-ema": (81.11, 2.95), "cplus": (82.32, 0.64), "cplus-cvar": (77.40, 0.28)},
         ),
     ),
     figures=(fig_hyperparameters,),

@@ -20,7 +20,7 @@ from cplus.lab.drawing import (
     panels,
     seed_count,
 )
-from cplus.lab.records import SequenceResult
+from cplus.lab.records import Result, SequenceResult
 from cplus.lab.scales import Scale, seedless
 from cplus.lab.study import (
     Cell,
@@ -29,14 +29,13 @@ from cplus.lab.study import (
     ComparisonLine,
     Picture,
     Published,
-    Result,
     Study,
     Summary,
     SummaryRow,
     Table,
     sequence_results,
 )
-from cplus.lab.summaries import Seed, difference, seed_of, shown
+from cplus.lab.summaries import difference, mean_of, seed_of, shown
 from cplus.training.settings import SequenceSpec
 
 METHODS = ("sft", "replay", "cpl", "cplus")
@@ -86,12 +85,13 @@ def kept(result: SequenceResult) -> float:
 def summary(results: Sequence[Result]) -> Summary:
     """Average accuracy after each stage, final accuracy on every task, and CPLUS against the other methods."""
     mine = sequence_results(results)
-    rows = tuple(_row(method, own) for method in METHODS if (own := [r for r in mine if r.spec.method == method]))
-    ends = {method: _ends(mine, method) for method in METHODS}
-    stays = {method: {seed_of(r): kept(r) for r in mine if r.spec.method == method} for method in METHODS}
+    by_method = {method: [r for r in mine if r.spec.method == method] for method in METHODS}
+    ends = {m: {seed_of(r): average(r, len(r.spec.tasks)) for r in own} for m, own in by_method.items()}
+    stays = {m: {seed_of(r): kept(r) for r in own} for m, own in by_method.items()}
+    rows = tuple(_row(method, own) for method, own in by_method.items() if own)
     claims = (
         *(
-            Claim(says=says.format(name), margin=difference(by["cplus"], by[name]), paper=paper)
+            Claim(says.format(name), difference(by["cplus"], by[name]), paper=paper)
             for says, by, paper in (
                 ("CPLUS's average accuracy at the end is above {}'s", ends, "Sec. 4.5; Table 7"),
                 ("CPLUS keeps more of the earlier tasks' right rows than {}, mean over stages", stays, None),
@@ -106,8 +106,8 @@ def summary(results: Sequence[Result]) -> Summary:
     answer = (
         f"After the last task CPLUS answers {shown(finals.get('cplus'))} % of all tasks' rows correctly, the best "
         f"other method ({best}) {shown(finals.get(best or ''))} %: a difference of {shown(gain, sign=True)} points; "
-        f"each stage keeps {shown(_mean(stays['cplus']))} % of the correct answers to earlier tasks under CPLUS, "
-        f"{shown(_mean(stays['cpl']))} % under CPL."
+        f"each stage keeps {shown(mean_of(stays['cplus']))} % of the correct answers to earlier tasks under CPLUS, "
+        f"{shown(mean_of(stays['cpl']))} % under CPL."
     )
     return Summary(rows=rows, answer=answer, claims=claims)
 
@@ -121,16 +121,8 @@ def _each_task(results: Sequence[SequenceResult]) -> list[Claim]:
         best = max(others, key=others.__getitem__, default=None)
         lead = None if best is None else difference(last["cplus"], last[best])
         words = f"CPLUS's accuracy on {task} at the end is above the best other method's"
-        claims.append(Claim(says=words, margin=lead, paper="Sec. 4.5; Table 8"))
+        claims.append(Claim(words, lead, paper="Sec. 4.5; Table 8"))
     return claims
-
-
-def _mean(values: Mapping[Seed, float]) -> Estimate | None:
-    return estimate(list(values.values())) if values else None
-
-
-def _ends(results: Sequence[SequenceResult], method: str) -> dict[Seed, float]:
-    return {seed_of(r): average(r, len(r.spec.tasks)) for r in results if r.spec.method == method}
 
 
 def _row(method: str, own: Sequence[SequenceResult]) -> SummaryRow:
@@ -244,9 +236,9 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     last, measured = f"average after {found.scale.tasks[-1]}", _summary_figures(found)
     return [
         ComparisonLine(
-            what=f"average accuracy at the end, {joined_names(METHODS)} (%)",
-            measured=joined([measured.get(method, {}).get(last) for method in METHODS]),
-            published=joined_numbers([STUDY.published[0].numbers[method][-1] for method in METHODS]),
+            f"average accuracy at the end, {joined_names(METHODS)} (%)",
+            joined([measured.get(method, {}).get(last) for method in METHODS]),
+            joined_numbers([STUDY.published[0].numbers[method][-1] for method in METHODS]),
         )
     ]
 
@@ -260,8 +252,8 @@ STUDY = Study(
     summary=summary,
     published=(
         Published(
-            where="Table 7, average accuracy after arc_c, mmlu, medqa",
-            numbers={
+            "Table 7, average accuracy after arc_c, mmlu, medqa",
+            {
                 "sft": (66.81, 72.20, 61.21),
                 "replay": (72.04, 77.29, 69.73),
                 "cpl": (75.18, 70.77, 69.65),
@@ -269,8 +261,8 @@ STUDY = Study(
             },
         ),
         Published(
-            where="Table 8, final accuracy on csqa, arc_c, mmlu, medqa",
-            numbers={
+            "Table 8, final accuracy on csqa, arc_c, mmlu, medqa",
+            {
                 "sft": (36.04, 53.78, 74.82, 80.19),
                 "replay": (55.29, 63.86, 79.59, 80.19),
                 "cpl": (59.85, 62.60, 74.38, 81.77),

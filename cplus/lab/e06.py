@@ -12,6 +12,7 @@ from cplus.lab.drawing import (
     compare_methods,
     estimates_of,
     legend,
+    line,
     lines,
     mark_not_run,
     method_name,
@@ -19,7 +20,7 @@ from cplus.lab.drawing import (
     panels,
     seed_count,
 )
-from cplus.lab.records import RunResult
+from cplus.lab.records import Result, RunResult
 from cplus.lab.scales import Scale
 from cplus.lab.study import (
     Claim,
@@ -27,14 +28,13 @@ from cplus.lab.study import (
     ComparisonLine,
     Picture,
     Published,
-    Result,
     Study,
     Summary,
     SummaryRow,
     judged,
     run_results,
 )
-from cplus.lab.summaries import above, margin, over_seeds, pick, retained, seed_of, shown, table
+from cplus.lab.summaries import above, flops, leads, margin, over_seeds, pick, retained, seed_of, shown, table
 from cplus.training.settings import RunSpec
 
 CURVES = ("sft", "replay", "cpl", "cplus")
@@ -63,14 +63,6 @@ def runs(scale: Scale) -> list[RunSpec]:
     ]
 
 
-def flops(result: RunResult) -> float:
-    """FLOPs of training and of recurring preservation passes.
-
-    Paper: App. E.12, 2PL a forward pass and 6PL a forward and backward pass.
-    """
-    return float(result.cost["training_flops"] + result.cost["preservation_flops"])
-
-
 def first_full(result: RunResult) -> float | None:
     """The first epoch at full Acquisition; None if there is none."""
     return next((point["epoch"] for point in result.curve if point["acquisition"] >= 100.0), None)
@@ -91,17 +83,8 @@ def summary(results: Sequence[Result]) -> Summary:
         {"first full epoch": first_full, "lowest retention": lowest, "final retention": retained},
     )
     costs = tuple(row for model in dict.fromkeys(r.spec.model for r in ends) for row in _costs(pick(ends, model=model)))
-    ours = pick(ends, method="cplus")
-    claims = [
-        above(
-            f"with the small bank CPLUS keeps more than {name}",
-            ours,
-            pick(ends, method=name),
-            paper="Sec. 4.6; Fig. 7",
-        )
-        for name in COMPARED
-        if name != "cplus"
-    ] + _dynamics(curves)
+    words = "with the small bank CPLUS keeps more than {}"
+    claims = leads(words, ends, COMPARED[:-1], paper="Sec. 4.6; Fig. 7") + _dynamics(curves)
     full = {name: over_seeds(pick(curves, method=name), first_full) for name in ("cpl", "cplus")}
     ratio = [row.figures["cost"].mean for row in costs if row.at["method"] == "cplus"]
     times = " / ".join(f"{value:.2f}" for value in ratio) or "not run"
@@ -125,8 +108,8 @@ def _dynamics(curves: Sequence[RunResult]) -> list[Claim]:
         ),
         *(
             Claim(
-                says=f"from its full Acquisition on CPLUS is above {name} at every epoch",
-                margin=least_lead(own["cplus"], own[name]),
+                f"from its full Acquisition on CPLUS is above {name} at every epoch",
+                least_lead(own["cplus"], own[name]),
                 paper="Sec. 4.6; Figs. 8, 12",
             )
             for name in CURVES[:-1]
@@ -135,24 +118,19 @@ def _dynamics(curves: Sequence[RunResult]) -> list[Claim]:
             "after the first epoch replay has kept more than sft",
             own["replay"],
             own["sft"],
-            at_first,
+            lambda result: result.curve[0]["retention"],
             paper="Sec. 4.6; Fig. 8",
         ),
         above("at the end replay keeps more than sft", own["replay"], own["sft"], paper="Sec. 4.6; Fig. 8"),
         *(
             Claim(
-                says=f"{name}: Retention rises again after full Acquisition",
-                margin=over_seeds(own[name], recovered),
+                f"{name}: Retention rises again after full Acquisition",
+                over_seeds(own[name], recovered),
                 paper="Sec. 4.6; App. E.3; Figs. 8, 12",
             )
             for name in CURVES
         ),
     ]
-
-
-def at_first(result: RunResult) -> float:
-    """Retention after the first epoch."""
-    return result.curve[0]["retention"]
 
 
 def recovered(result: RunResult) -> float | None:
@@ -209,16 +187,8 @@ def fig_retention_compute(found: Collected) -> Picture:
         for row in here:
             gain, cost = row.figures["gain over SFT"], row.figures["cost"]
             colour, marker = colour_and_marker(row.at["method"])
-            axis.errorbar(
-                [cost.mean],
-                [gain.mean],
-                [gain.error or 0.0],
-                color=colour,
-                marker=marker,
-                capsize=2,
-                linestyle="none",
-                label=method_name(row.at["method"]),
-            )
+            name = method_name(row.at["method"])
+            line(axis, [(cost.mean, gain)], name, colour, marker, linestyle="none", markersize=6)
             drawn.append(gain)
         _cost_axis(axis, [row.figures["cost"].mean for row in here])
         axis.set(title=model, xlabel="training FLOPs (times SFT's, log scale)")
@@ -344,9 +314,9 @@ def comparison(found: Collected) -> list[ComparisonLine]:
             first_full,
         ),
         ComparisonLine(
-            what="FLOPs of CPLUS with the small bank, times SFT's, by model",
-            measured=" / ".join(f"{cost.mean:.2f}" for cost in costs) or "not run",
-            published="in a figure only",
+            "FLOPs of CPLUS with the small bank, times SFT's, by model",
+            " / ".join(f"{cost.mean:.2f}" for cost in costs) or "not run",
+            "in a figure only",
         ),
     ]
 
@@ -358,9 +328,7 @@ STUDY = Study(
     paper="Sec. 4.6; Figs. 7, 8, 12; App. E.3, E.12",
     runs=runs,
     summary=summary,
-    published=(
-        Published(where="Sec. 4.6, first epoch at 100 % Acquisition", numbers={"cplus": 5, "replay": 5, "cpl": 10}),
-    ),
+    published=(Published("Sec. 4.6, first epoch at 100 % Acquisition", {"cplus": 5, "replay": 5, "cpl": 10}),),
     figures=(fig_learning_dynamics, fig_retention_compute, fig_epoch_level_dynamics),
     comparison=comparison,
 )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cplus.evaluation.statistics import Estimate
 from cplus.lab.drawing import cell, joined, joined_numbers, seed_count
-from cplus.lab.records import RunResult
+from cplus.lab.records import Result, RunResult
 from cplus.lab.scales import Scale
 from cplus.lab.study import (
     Cell,
@@ -14,7 +14,6 @@ from cplus.lab.study import (
     CollectedStudy,
     ComparisonLine,
     Published,
-    Result,
     Study,
     Summary,
     Table,
@@ -134,9 +133,9 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     paper = [STUDY.published[0].numbers[wrong] for wrong in ("0", "8")]
     return [
         ComparisonLine(
-            what=f"{name}, all anchors right / all wrong (%)",
-            measured=joined([over_seeds(end, metric) for end in ends]),
-            published=joined_numbers([values[column] for values in paper]),
+            f"{name}, all anchors right / all wrong (%)",
+            joined([over_seeds(end, metric) for end in ends]),
+            joined_numbers([values[column] for values in paper]),
         )
         for column, (name, metric) in enumerate(COLUMNS.items())
     ]
@@ -151,8 +150,8 @@ STUDY = Study(
     summary=summary,
     published=(
         Published(
-            where="Table 4, wrong anchors of 8: Retention, Correction, overall on CSQA after MedQA",
-            numbers={
+            "Table 4, wrong anchors of 8: Retention, Correction, overall on CSQA after MedQA",
+            {
                 "0": (83.49, 13.42, 40.15),
                 "2": (81.34, 21.24, 44.16),
                 "4": (80.62, 23.16, 45.07),
@@ -160,9 +159,7 @@ STUDY = Study(
                 "8": (80.86, 23.45, 45.35),
             },
         ),
-        Published(
-            where="Table 4, accuracy on the eight supplied anchors, every row", numbers={"supplied anchors": 100.0}
-        ),
+        Published("Table 4, accuracy on the eight supplied anchors, every row", {"supplied anchors": 100.0}),
     ),
     tables=(tab_anchor_composition,),
     comparison=comparison,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cplus.lab.drawing import compare_methods, joined_names, method_name, rows_by_method, seed_count
-from cplus.lab.records import RunResult
+from cplus.lab.records import Result, RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Collected, ComparisonLine, Published, Result, Study, Summary, Table, run_results
-from cplus.lab.summaries import above, learned, margin, over_seeds, pick, retained, shown, table
+from cplus.lab.study import Collected, ComparisonLine, Published, Study, Summary, Table, run_results
+from cplus.lab.summaries import leads, learned, margin, over_seeds, pick, retained, shown, table
 from cplus.training.settings import RunSpec
 
 METHODS = ("sft", "replay", "cpl", "cplus")
+WHERE = "App. E.5; Table 5"
 
 
 def runs(scale: Scale) -> list[RunSpec]:
@@ -31,22 +32,8 @@ def summary(results: Sequence[Result]) -> Summary:
     mine = run_results(results)
     ours = pick(mine, method="cplus")
     claims = (
-        *(
-            above(
-                f"CPLUS keeps more than {name} under the aggressive schedule",
-                ours,
-                pick(mine, method=name),
-                paper="App. E.5; Table 5",
-            )
-            for name in METHODS[:-1]
-        ),
-        above(
-            "CPLUS learns more than cpl under the aggressive schedule",
-            ours,
-            pick(mine, method="cpl"),
-            learned,
-            paper="App. E.5; Table 5",
-        ),
+        *leads("CPLUS keeps more than {} under the aggressive schedule", mine, METHODS[:-1], paper=WHERE),
+        *leads("CPLUS learns more than {} under the aggressive schedule", mine, ["cpl"], learned, paper=WHERE),
     )
     gaps = {name: shown(margin(ours, pick(mine, method=name)), sign=True) for name in METHODS[:-1]}
     answer = (
@@ -105,8 +92,8 @@ STUDY = Study(
     summary=summary,
     published=(
         Published(
-            where="Table 5: Acquisition, Retention, overall; lr 1e-5, 10 epochs, seed 0",
-            numbers={
+            "Table 5: Acquisition, Retention, overall; lr 1e-5, 10 epochs, seed 0",
+            {
                 "sft": (98.97, 21.77, 69.53),
                 "replay": (100.0, 12.68, 66.70),
                 "cpl": (42.63, 9.57, 30.02),

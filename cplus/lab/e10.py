@@ -20,7 +20,7 @@ from cplus.lab.drawing import (
     panels,
     seed_count,
 )
-from cplus.lab.records import RunResult
+from cplus.lab.records import Result, RunResult
 from cplus.lab.scales import Scale
 from cplus.lab.study import (
     Claim,
@@ -28,7 +28,6 @@ from cplus.lab.study import (
     ComparisonLine,
     Picture,
     Published,
-    Result,
     Study,
     Summary,
     SummaryRow,
@@ -64,8 +63,8 @@ def summary(results: Sequence[Result]) -> Summary:
     }
     claims = (
         Claim(
-            says="CPL agrees more with its full-data mask than CPLUS with its own, in percent of update energy",
-            margin=difference(agrees["cpl"], agrees["cplus"]),
+            "CPL agrees more with its full-data mask than CPLUS with its own, in percent of update energy",
+            difference(agrees["cpl"], agrees["cplus"]),
             paper="App. E.8; Fig. 14",
         ),
         above(
@@ -76,8 +75,8 @@ def summary(results: Sequence[Result]) -> Summary:
         ),
         *(
             Claim(
-                says=f"{name} agrees more with its full-data mask at the most anchors than at the fewest, in percent",
-                margin=difference(_at(audits, kind, -1), _at(audits, kind, 0)),
+                f"{name} agrees more with its full-data mask at the most anchors than at the fewest, in percent",
+                difference(_at(audits, kind, -1), _at(audits, kind, 0)),
                 paper="App. E.11; Fig. 17",
             )
             for kind, name in (("cpl", "CPL"), ("cplus", "CPLUS"))
@@ -283,9 +282,9 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     paper = STUDY.published[0].numbers
     return [
         ComparisonLine(
-            what=f"agreement with the own full-data mask {at}, {over}, CPL / CPLUS (% of update energy)",
-            measured=joined([last.figures[KINDS[kind]] if last else None for kind in ("cpl", "cplus")]),
-            published=" / ".join(f"{100 * paper[kind]:.0f}" for kind in ("cpl", "cplus")),
+            f"agreement with the own full-data mask {at}, {over}, CPL / CPLUS (% of update energy)",
+            joined([last.figures[KINDS[kind]] if last else None for kind in ("cpl", "cplus")]),
+            " / ".join(f"{100 * paper[kind]:.0f}" for kind in ("cpl", "cplus")),
         )
     ]
 
@@ -299,8 +298,7 @@ STUDY = Study(
     summary=summary,
     published=(
         Published(
-            where="App. E.8, update-weighted agreement with the own full-data mask at A=128",
-            numbers={"cpl": 0.95, "cplus": 0.89},
+            "App. E.8, update-weighted agreement with the own full-data mask at A=128", {"cpl": 0.95, "cplus": 0.89}
         ),
     ),
     figures=(fig_mask_analysis, fig_mask_analysis_coordinates, fig_mask_agreement_all_layers, fig_mask_cross_reference),

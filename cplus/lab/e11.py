@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cplus.evaluation.statistics import Estimate
-from cplus.lab.drawing import ADDED_HERE, PALETTE, joined, legend, line, mark_not_run, method_name, panels, seed_count
-from cplus.lab.records import RunResult
+from cplus.lab.drawing import PALETTE, compare_methods, legend, line, mark_not_run, method_name, panels, seed_count
+from cplus.lab.records import Result, RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Collected, ComparisonLine, Picture, Published, Result, Study, Summary, run_results
+from cplus.lab.study import Collected, ComparisonLine, Picture, Published, Study, Summary, run_results
 from cplus.lab.summaries import Metric, above, learned, over_seeds, pick, retained, shown, table
 from cplus.training.settings import RunSpec
 
@@ -101,16 +101,8 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     """The share of forgetting that is a moved prior, and Retention by the labels of the bank."""
     own, banks = found.studies["e11"].runs, ("constant-label", "cplus", "balanced-label")
     return [
-        ComparisonLine(
-            what="forgetting that is a moved prior, SFT / CPLUS (%)",
-            measured=joined([over_seeds(pick(own, method=method), explained) for method in ("sft", "cplus")]),
-            published=ADDED_HERE,
-        ),
-        ComparisonLine(
-            what="Retention, one constant label / as it came / balanced (%)",
-            measured=joined([over_seeds(pick(own, method=method), retained) for method in banks]),
-            published=ADDED_HERE,
-        ),
+        compare_methods("forgetting that is a moved prior, SFT / CPLUS (%)", own, ("sft", "cplus"), None, explained),
+        compare_methods("Retention, one constant label / as it came / balanced (%)", own, banks, None),
     ]
 
 
@@ -121,12 +113,7 @@ STUDY = Study(
     paper="added here; docs/studies.md",
     runs=runs,
     summary=summary,
-    published=(
-        Published(
-            where="a model that never answers A, Qwen3-0.6B on CSQA, Retention",
-            numbers={"never A": 35.8},
-        ),
-    ),
+    published=(Published("a model that never answers A, Qwen3-0.6B on CSQA, Retention", {"never A": 35.8}),),
     figures=(fig_answer_prior,),
     comparison=comparison,
 )

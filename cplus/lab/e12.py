@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Sequence
 
 from cplus.lab.drawing import ADDED_HERE, colour_and_marker, joined, mark_not_run, panels, seed_count
-from cplus.lab.records import RunResult
+from cplus.lab.records import Result, RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Collected, ComparisonLine, Picture, Published, Result, Study, Summary, run_results
+from cplus.lab.study import Collected, ComparisonLine, Picture, Published, Study, Summary, run_results
 from cplus.lab.summaries import (
     KEPT_AND_LEARNED,
     Metric,
@@ -153,9 +153,9 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     names = (f"all {few} every epoch", f"1/{large // few} of {large} every epoch", f"all {large} every epoch")
     return [
         ComparisonLine(
-            what=f"Retention, {few} probes / {large} in {large // few} parts by turns / all {large} (%)",
-            measured=joined([over_seeds(groups.get(name, ()), retained) for name in names]),
-            published=ADDED_HERE,
+            f"Retention, {few} probes / {large} in {large // few} parts by turns / all {large} (%)",
+            joined([over_seeds(groups.get(name, ()), retained) for name in names]),
+            ADDED_HERE,
         )
     ]
 
@@ -169,8 +169,8 @@ STUDY = Study(
     summary=summary,
     published=(
         Published(
-            where="a draft on an earlier toy world, Retention",
-            numbers={"all 128 every epoch": 90.4, "1/4 of 512 every epoch": 93.5, "all 512 every epoch": 94.3},
+            "a draft on an earlier toy world, Retention",
+            {"all 128 every epoch": 90.4, "1/4 of 512 every epoch": 93.5, "all 512 every epoch": 94.3},
         ),
     ),
     figures=(fig_rotating_evidence,),

@@ -16,10 +16,10 @@ from cplus.lab.drawing import (
     seed_count,
 )
 from cplus.lab.e06 import draw_path
-from cplus.lab.records import RunResult
+from cplus.lab.records import Result, RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Collected, ComparisonLine, Picture, Result, Study, Summary, run_results
-from cplus.lab.summaries import Metric, above, margin, over_seeds, pick, retained, shown, table
+from cplus.lab.study import Collected, ComparisonLine, Picture, Study, Summary, run_results
+from cplus.lab.summaries import Metric, above, leads, margin, over_seeds, pick, retained, shown, table
 from cplus.training.settings import RunSpec
 
 METHODS = ("sft", "replay", "cpl", "cplus")
@@ -79,10 +79,7 @@ def summary(results: Sequence[Result]) -> Summary:
             above(f"{m}: a gentle start keeps more", pick(gentle, method=m), pick(constant, method=m), kept)
             for m in METHODS
         ),
-        *(
-            above(f"with a gentle start CPLUS keeps more than {m}", ours, pick(gentle, method=m), kept)
-            for m in METHODS[:-1]
-        ),
+        *leads("with a gentle start CPLUS keeps more than {}", gentle, METHODS[:-1], kept),
     )
     kept_by = {
         (warm, m): shown(over_seeds(pick(own, method=m), kept))
@@ -135,15 +132,15 @@ def comparison(found: Collected) -> list[ComparisonLine]:
 
     return [
         ComparisonLine(
-            what=f"Retention where {common:.0f} % are learned, constant rate / gentle start, SFT and CPLUS (%)",
-            measured=" and ".join(joined([kept(m, warm) for warm in (False, True)]) for m in ("sft", "cplus")),
-            published=ADDED_HERE,
+            f"Retention where {common:.0f} % are learned, constant rate / gentle start, SFT and CPLUS (%)",
+            " and ".join(joined([kept(m, warm) for warm in (False, True)]) for m in ("sft", "cplus")),
+            ADDED_HERE,
         ),
         *(
             ComparisonLine(
-                what=f"the same, {title}, {joined_names(METHODS)} (%)",
-                measured=joined([kept(method, warm) for method in METHODS]),
-                published=ADDED_HERE,
+                f"the same, {title}, {joined_names(METHODS)} (%)",
+                joined([kept(method, warm) for method in METHODS]),
+                ADDED_HERE,
             )
             for title, warm in SCHEDULES.items()
         ),
@@ -157,7 +154,6 @@ STUDY = Study(
     paper="added here; docs/studies.md",
     runs=runs,
     summary=summary,
-    published=(),
     figures=(fig_gentle_start,),
     comparison=comparison,
 )

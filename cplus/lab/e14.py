@@ -16,7 +16,7 @@ from cplus.lab.drawing import (
     points_by,
     seed_count,
 )
-from cplus.lab.records import RunResult
+from cplus.lab.records import Result, RunResult
 from cplus.lab.scales import SCARCE, Scale
 from cplus.lab.study import (
     Cell,
@@ -24,7 +24,6 @@ from cplus.lab.study import (
     ComparisonLine,
     Picture,
     Published,
-    Result,
     Study,
     Summary,
     SummaryRow,
@@ -53,14 +52,14 @@ def runs(scale: Scale) -> list[RunSpec]:
     ]
 
 
-def of_bank(*path: str) -> Metric:
+def of_bank(*path: str, percent: bool = False) -> Metric:
     """One number of the bank's audit."""
 
     def metric(result: RunResult) -> float | None:
         value: Any = result.diagnostics.get("bank")
         for step in path if value is not None else ():
             value = value[step]
-        return None if value is None else float(value)
+        return None if value is None else (100.0 if percent else 1.0) * float(value)
 
     return metric
 
@@ -97,7 +96,7 @@ def summary(results: Sequence[Result]) -> Summary:
     """Retention with and without the cue by budget, and the audit of the banks."""
     mine = run_results(results)
     budgets = sorted({result.spec.num_anchors for result in mine})
-    gains = {budget: _gain(mine, budget) for budget in budgets}
+    gains = {budget: shown(margin(*_sides(mine, budget)), sign=True) for budget in budgets}
     claims = tuple(
         above(f"CPLUS keeps more with the topic cue than without it, A={budget}", *_sides(mine, budget))
         for budget in budgets
@@ -121,10 +120,6 @@ def _sides(results: Sequence[RunResult], budget: int) -> tuple[list[RunResult], 
     return pick(here, topics=True), pick(here, topics=False)
 
 
-def _gain(results: Sequence[RunResult], budget: int) -> str:
-    return shown(margin(*_sides(results, budget)), sign=True)
-
-
 # E14, topic cue and bank audit: Retention with and without the cue, and the banks side by side (App. C.1, C.2).
 
 
@@ -144,12 +139,13 @@ def fig_topic_cue(found: Collected) -> Picture:
     """Retention and the share of valid requests by anchor budget, with the topic cue and without it."""
     runs = found.studies["e14"].runs
     figure, (left, right) = panels(2, width=3.8, height=2.7)
+    share_valid = of_bank("yield", percent=True)
     drawn = []
     for (name, cue), colour, marker in zip(CUES.items(), PALETTE, "so", strict=False):
         own = pick(runs, topics=cue)
         kept = points_by(own, "num_anchors")
         line(left, kept, name, colour, marker)
-        line(right, points_by(own, "num_anchors", _yield), name, colour, marker)
+        line(right, points_by(own, "num_anchors", share_valid), name, colour, marker)
         drawn += estimates_of({name: kept})
     for axis, label in ((left, "Retention (%)"), (right, "requests that became a probe (%)")):
         budget_axis(axis, (result.spec.num_anchors for result in runs))
@@ -165,11 +161,6 @@ def fig_topic_cue(found: Collected) -> Picture:
     return Picture(label="fig:topic-cue", paper="App. C.1", caption=caption, figure=figure)
 
 
-def _yield(result: RunResult) -> float | None:
-    bank = result.diagnostics.get("bank")
-    return None if bank is None else 100.0 * bank["yield"]
-
-
 def tab_bank_audit(found: Collected) -> Table:
     """The banks side by side, with the cue and without it, and together with the paper's three."""
     runs = found.studies["e14"].runs
@@ -178,7 +169,8 @@ def tab_bank_audit(found: Collected) -> Table:
     columns = [f"{name}, seed {result.spec.seed}" for name, own in groups.items() for result in own]
     rows: list[tuple[str | Cell, ...]] = []
     for key, words in LINES.items():
-        cells = [Cell(measured=_number(key, _figures(result)[key])) for own in groups.values() for result in own]
+        alone = [pooled([result]) or {} for own in groups.values() for result in own]
+        cells = [Cell(measured=_number(key, figures[key])) for figures in alone]
         both: list[Cell] = []
         for name, own in groups.items():
             together: Mapping[str, float] | None = pooled(own)
@@ -197,10 +189,6 @@ def tab_bank_audit(found: Collected) -> Table:
     )
 
 
-def _figures(result: RunResult) -> Mapping[str, Any]:
-    return pooled([result]) or {}
-
-
 def _number(key: str, value: float) -> str:
     return f"{value:.3f}" if key in ("mean", "median", "p10") else f"{value:,.0f}"
 
@@ -208,26 +196,20 @@ def _number(key: str, value: float) -> str:
 def comparison(found: Collected) -> list[ComparisonLine]:
     """The cue's gain, and the audit of the banks together, with the paper's."""
     own = found.studies["e14"]
-    gains = [f"A = {claim.says.rpartition('=')[2]}: {_margin(claim.margin)}" for claim in own.summary.claims]
+    gains = [f"A = {claim.says.rpartition('=')[2]}: {shown(claim.margin, sign=True)}" for claim in own.summary.claims]
     together, paper = pooled(banks(own.runs, cue=True)), STUDY.published[0].numbers
     return [
         ComparisonLine(
-            what="CPLUS with the topic cue minus without it (points of Retention)",
-            measured="; ".join(gains) or "not run",
-            published="no consistent gain",
+            "CPLUS with the topic cue minus without it (points of Retention)",
+            "; ".join(gains) or "not run",
+            "no consistent gain",
         ),
         ComparisonLine(
-            what="banks together: unique / probes; confidence mean, median, p10; exact, near copies",
-            measured="not run" if together is None else _together(together),
-            published=_together(paper),
+            "banks together: unique / probes; confidence mean, median, p10; exact, near copies",
+            "not run" if together is None else _together(together),
+            _together(paper),
         ),
     ]
-
-
-def _margin(found: Any) -> str:
-    from cplus.lab.summaries import shown
-
-    return shown(found, sign=True)
 
 
 def _together(numbers: Mapping[str, float]) -> str:
@@ -245,8 +227,8 @@ STUDY = Study(
     summary=summary,
     published=(
         Published(
-            where="App. C.2, three banks of 512 probes against 1,096 evaluated prompts",
-            numbers={
+            "App. C.2, three banks of 512 probes against 1,096 evaluated prompts",
+            {
                 "probes": 1536,
                 "unique": 1536,
                 "mean": 0.915,
@@ -258,7 +240,7 @@ STUDY = Study(
                 "near_share": 0.13,
             },
         ),
-        Published(where="App. C.1, one seed", numbers={"the topic cue": "did not consistently improve Retention"}),
+        Published("App. C.1, one seed", {"the topic cue": "did not consistently improve Retention"}),
     ),
     figures=(fig_topic_cue,),
     tables=(tab_bank_audit,),

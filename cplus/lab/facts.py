@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cplus.lab.drawing import ADDED_HERE, cell, joined, joined_names, method_name
-from cplus.lab.records import RunResult
+from cplus.lab.drawing import cell, compare_methods, joined_names, method_name
+from cplus.lab.records import Result, RunResult
 from cplus.lab.scales import Scale, canonical
-from cplus.lab.study import Claim, Collected, ComparisonLine, Result, Study, Summary, Table, run_results
-from cplus.lab.summaries import Metric, by_seed, difference, learned, over_seeds, pick, retained, shown, table
+from cplus.lab.study import Claim, Collected, ComparisonLine, Study, Summary, Table, run_results
+from cplus.lab.summaries import Metric, by_seed, difference, learned, over_seeds, pick, retained, shown, table, updates
 from cplus.training.settings import RunSpec
 
 OURS = "cplus"
@@ -86,11 +86,6 @@ def run_at(cell: Cell, method: str, rate: float, seed: int) -> RunSpec:
     return canonical(replace(cell.base, method=method, lr=cell.base.lr * rate, seed=seed))
 
 
-def updates(result: RunResult) -> float:
-    """The updates until everything was learned."""
-    return float(result.counts["updates"])
-
-
 COLUMNS: Mapping[str, Metric] = {
     "retention": retained,
     "acquisition": learned,
@@ -110,10 +105,7 @@ def summary(results: Sequence[Result]) -> Summary:
         best = {method: _best(pick(here, method=method)) for method in METHODS}
         ours = by_seed(best[OURS], retained)
         claims += [
-            Claim(
-                says=f"{model}: CPLUS keeps more than {method} at its best rate",
-                margin=difference(ours, by_seed(own, retained)),
-            )
+            Claim(f"{model}: CPLUS keeps more than {method} at its best rate", difference(ours, by_seed(own, retained)))
             for method, own in best.items()
             if method != OURS
         ]
@@ -166,14 +158,9 @@ def tab_facts(found: Collected) -> Table:
 def comparison(found: Collected) -> list[ComparisonLine]:
     """Retention of every method at each model's first rate."""
     runs = found.studies["facts"].runs
+    what = f"Retention where 99 % are learned, {joined_names(METHODS)} (%)"
     return [
-        ComparisonLine(
-            what=f"{model}: Retention where 99 % are learned, {joined_names(METHODS)} (%)",
-            measured=joined(
-                [over_seeds(pick(runs, model=model, method=method, lr=own.base.lr), retained) for method in METHODS]
-            ),
-            published=ADDED_HERE,
-        )
+        compare_methods(f"{model}: {what}", pick(runs, model=model, lr=own.base.lr), METHODS, None)
         for model, own in CELLS.items()
     ]
 
@@ -185,7 +172,6 @@ STUDY = Study(
     paper="added here; docs/studies.md",
     runs=runs,
     summary=summary,
-    published=(),
     tables=(tab_facts,),
     comparison=comparison,
 )

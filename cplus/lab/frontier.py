@@ -12,22 +12,21 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from cplus.evaluation.statistics import Estimate, estimate
-from cplus.lab.drawing import ADDED_HERE, SOFT, cell, colour_and_marker, mark_not_run, method_name, panels, seed_count
-from cplus.lab.records import RunResult
-from cplus.lab.scales import Scale
-from cplus.lab.study import (
-    Claim,
-    Collected,
-    ComparisonLine,
-    Picture,
-    Result,
-    Study,
-    Summary,
-    SummaryRow,
-    Table,
-    run_results,
+from cplus.lab.drawing import (
+    ADDED_HERE,
+    SOFT,
+    cell,
+    colour_and_marker,
+    line,
+    mark_not_run,
+    method_name,
+    panels,
+    seed_count,
 )
-from cplus.lab.summaries import pick, shown
+from cplus.lab.records import Result, RunResult
+from cplus.lab.scales import Scale
+from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Study, Summary, SummaryRow, Table, run_results
+from cplus.lab.summaries import KEPT_AND_LEARNED, by_seed, flops, mean_of, over_seeds, pick, retained, shown, updates
 from cplus.training.settings import RunSpec
 
 RUNGS = 5
@@ -178,23 +177,8 @@ Line: TypeAlias = Sequence[tuple[float, float]]
 """Costs and the best Retention that plain fine-tuning reaches with at most that cost, cheapest first."""
 
 
-def updates(result: RunResult) -> float:
-    """The number of updates."""
-    return float(result.counts["updates"])
-
-
-def flops(result: RunResult) -> float:
-    """The FLOPs of training and of everything that preserves."""
-    return float(result.cost["training_flops"] + result.cost["preservation_flops"])
-
-
-def seconds(result: RunResult) -> float:
-    """The time of training and of everything that preserves."""
-    return result.seconds
-
-
 Cost: TypeAlias = Callable[[RunResult], float]
-COSTS: Mapping[str, Cost] = {"updates": updates, "FLOPs": flops, "seconds": seconds}
+COSTS: Mapping[str, Cost] = {"updates": updates, "FLOPs": flops, "seconds": lambda result: result.seconds}
 
 
 def required(plain: Iterable[RunResult]) -> float:
@@ -287,43 +271,32 @@ def summary(results: Sequence[Result]) -> Summary:
     plain = [result for result in pick(mine, method="sft") if result.spec.seed not in TUNING_SEEDS]
     table = reported(mine)
     rows = tuple(_row(method, own, plain) for method, own in table.items())
-    ours = _kept(table.get(RECIPE, []))
+    ours = by_seed(table.get(RECIPE, []), retained)
     ahead = distances(table.get(RECIPE, []), plain)
-    claims = [Claim(says=f"{RECIPE} lies above SFT's line at equal updates", margin=_mean(ahead))]
+    claims = [Claim(f"{RECIPE} lies above SFT's line at equal updates", mean_of(ahead))]
     for method, own in table.items():
         if method in NEIGHBOURS:
-            both = {seed: ours[seed] - kept for seed, kept in _kept(own).items() if seed in ours}
-            claims.append(Claim(says=f"{RECIPE} keeps more than {method}", margin=_mean(both)))
-    broken = {m: _kept(r for r in pick(whole, method=m) if as_in_the_demo(r)) for m in BROUGHT_BACK}
+            both = {seed: ours[seed] - kept for seed, kept in by_seed(own, retained).items() if seed in ours}
+            claims.append(Claim(f"{RECIPE} keeps more than {method}", mean_of(both)))
+    broken = {m: by_seed(filter(as_in_the_demo, pick(whole, method=m)), retained) for m in BROUGHT_BACK}
     for method, least in BROUGHT_BACK.items():
         says = f"{method} keeps at least {least:.0f} % after the demo's training"
-        claims.append(Claim(says=says, margin=_mean({seed: kept - least for seed, kept in broken[method].items()})))
-    steps = _mean({r.spec.seed: updates(r) for r in table.get(RECIPE, [])})
+        claims.append(Claim(says, mean_of({seed: kept - least for seed, kept in broken[method].items()})))
+    steps = over_seeds(table.get(RECIPE, []), updates)
     answer = (
-        f"Within the budget and at its own best rate, {RECIPE} keeps {shown(_mean(ours))} % with {shown(steps)} "
-        f"updates: {shown(_mean(ahead), sign=True)} points above the line of plain fine-tuning at equal updates. "
-        f"After the demo's training a repair of SFT keeps {shown(_mean(broken['sft-repair']))} %, one of CPLUS "
-        f"{shown(_mean(broken['cplus-repair']))} %."
+        f"Within the budget and at its own best rate, {RECIPE} keeps {shown(mean_of(ours))} % with {shown(steps)} "
+        f"updates: {shown(mean_of(ahead), sign=True)} points above the line of plain fine-tuning at equal updates. "
+        f"After the demo's training a repair of SFT keeps {shown(mean_of(broken['sft-repair']))} %, one of CPLUS "
+        f"{shown(mean_of(broken['cplus-repair']))} %."
     )
     return Summary(rows=rows, answer=answer, claims=tuple(claims))
-
-
-def _kept(results: Iterable[RunResult]) -> dict[int, float]:
-    """Retention by seed."""
-    return {result.spec.seed: result.retention for result in results}
-
-
-def _mean(values: Mapping[int, float]) -> Estimate | None:
-    return estimate(list(values.values())) if values else None
 
 
 def _row(method: str, own: Sequence[RunResult], plain: Sequence[RunResult]) -> SummaryRow:
     first = own[0].spec
     found = {
-        "retention": _mean({r.spec.seed: r.retention for r in own}),
-        "acquisition": _mean({r.spec.seed: r.acquisition for r in own}),
-        **{name: _mean({r.spec.seed: cost(r) for r in own}) for name, cost in COSTS.items()},
-        **{f"above SFT at equal {name}": _mean(distances(own, plain, cost)) for name, cost in COSTS.items()},
+        **{name: over_seeds(own, metric) for name, metric in {**KEPT_AND_LEARNED, **COSTS}.items()},
+        **{f"above SFT at equal {name}": mean_of(distances(own, plain, cost)) for name, cost in COSTS.items()},
     }
     at = {"method": method, "lr": first.lr, "warmup": bool(first.warmup), "beyond": first.beyond}
     return SummaryRow(at=at, figures={name: value for name, value in found.items() if value is not None})
@@ -358,22 +331,12 @@ def fig_frontier(found: Collected) -> Picture:
     """SFT's line over its ladder of rates, and each other method's chosen point."""
     runs = found.studies["frontier"].runs
     figure, [axis] = panels(1, width=6.4, height=3.6)
-    line, table = _plain_line(list(runs)), reported(_others(list(runs)))
-    if not line:
+    plain, table = _plain_line(list(runs)), reported(_others(list(runs)))
+    if not plain:
         mark_not_run(axis)
     else:
         colour, marker = colour_and_marker("sft")
-        axis.errorbar(
-            [x for x, _ in line],
-            [y.mean for _, y in line],
-            yerr=[y.error or 0.0 for _, y in line],
-            color=colour,
-            marker=marker,
-            linewidth=1.6,
-            markersize=4.5,
-            capsize=2,
-            label="SFT, ten rates and schedules",
-        )
+        line(axis, plain, "SFT, ten rates and schedules", colour, marker, linewidth=1.6)
         for method, own in table.items():
             best = estimate([run.retention for run in own]).mean
             if method != "sft" and all(run.acquisition >= LEARNED for run in own) and best >= LOWEST:
@@ -445,9 +408,9 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     own = rows.get(RECIPE, {})
     return [
         ComparisonLine(
-            what=f"{RECIPE}: Retention (%), updates, points above SFT's line at equal updates",
-            measured=" / ".join(shown(own.get(n)) for n in ("retention", "updates", "above SFT at equal updates")),
-            published=ADDED_HERE,
+            f"{RECIPE}: Retention (%), updates, points above SFT's line at equal updates",
+            " / ".join(shown(own.get(n)) for n in ("retention", "updates", "above SFT at equal updates")),
+            ADDED_HERE,
         )
     ]
 
@@ -459,7 +422,6 @@ STUDY = Study(
     paper="added here; docs/studies.md",
     runs=runs,
     summary=summary,
-    published=(),
     figures=(fig_frontier,),
     tables=(tab_frontier,),
     comparison=comparison,

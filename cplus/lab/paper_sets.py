@@ -6,8 +6,8 @@ of each option and of its exact text, and the index of the right option; `tools/
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -121,10 +121,9 @@ class Difference:
 
     def row(self) -> dict[str, Any]:
         """The JSON object."""
-        names = ("missing", "extra", "changed_answers", "other_options", "other_text", "reordered")
-        return {"same": self.same, "expected": self.expected, "found": self.found} | {
-            n: getattr(self, n) for n in names
-        }
+        found = asdict(self)
+        del found["name"]
+        return {"same": self.same, **found}
 
 
 def compare(name: str, examples: Sequence[Example]) -> Difference:
@@ -133,28 +132,21 @@ def compare(name: str, examples: Sequence[Example]) -> Difference:
     if fingerprint(examples) == wanted.sha256:
         return Difference(name=name, expected=len(wanted.rows), found=len(examples))
     places = _by_question(examples)
-    taken: dict[int, RowKey] = {}
-    order: list[int] = []
+    taken: dict[int, None] = {}  # in the order of the paper's rows
     counts = dict.fromkeys(("missing", "changed_answers", "other_options", "other_text"), 0)
     for key in wanted.rows:
-        at = _best(key, [(i, own) for i, own in places.get(key.question, ()) if i not in taken])
+        at = _best(key, places, taken)
         if at is None:
             counts["missing"] += 1
             continue
         index, own = at
-        taken[index] = own
-        order.append(index)
+        taken[index] = None
         kind = _kind(key, own)
         if kind:
             counts[kind] += 1
-    extra = len(examples) - len(taken)
+    extra, reordered = len(examples) - len(taken), list(taken) != sorted(taken)
     return Difference(
-        name=name,
-        expected=len(wanted.rows),
-        found=len(examples),
-        extra=extra,
-        reordered=order != sorted(order),
-        **counts,
+        name=name, expected=len(wanted.rows), found=len(examples), extra=extra, reordered=reordered, **counts
     )
 
 
@@ -176,13 +168,16 @@ def _by_question(examples: Iterable[Example]) -> dict[str, list[tuple[int, RowKe
     return found
 
 
-def _best(key: RowKey, some: Sequence[tuple[int, RowKey]]) -> tuple[int, RowKey] | None:
-    """Of the rows with this question, the one that shares most with the key."""
+def _best(
+    key: RowKey, places: Mapping[str, Sequence[tuple[int, RowKey]]], taken: Collection[int]
+) -> tuple[int, RowKey] | None:
+    """Of the rows with this question that are not taken, the one that shares most with the key."""
 
-    def likeness(own: RowKey) -> tuple[int, bool, bool]:
+    def likeness(pair: tuple[int, RowKey]) -> tuple[int, bool, bool]:
+        own = pair[1]
         return len(set(own.options) & set(key.options)), own.text == key.text, own.answer == key.answer
 
-    return max(some, key=lambda pair: likeness(pair[1]), default=None)
+    return max((pair for pair in places.get(key.question, ()) if pair[0] not in taken), key=likeness, default=None)
 
 
 def select(name: str, examples: Sequence[Example]) -> list[Choice]:
@@ -190,9 +185,10 @@ def select(name: str, examples: Sequence[Example]) -> list[Choice]:
 
     A source may hold more rows, more options and another order of either: the original splits do.
     """
-    places, taken, found = _by_question(examples), set(), []
+    places, found = _by_question(examples), []
+    taken: set[int] = set()
     for number, key in enumerate(paper_sets()[name].rows, start=1):
-        at = _best(key, [(i, own) for i, own in places.get(key.question, ()) if i not in taken])
+        at = _best(key, places, taken)
         source = None if at is None else examples[at[0]]
         if at is None or not isinstance(source, Choice) or (chosen := _options(key, at[1])) is None:
             continue
@@ -251,7 +247,7 @@ class SetAtHand:
 
     def __str__(self) -> str:
         if self.difference is None:
-            return f"{self.name}: not at hand; 'cplus data build {self.name}' selects its rows from a folder or the hub"
+            return f"{self.name}: not at hand; 'cplus study data build {self.name}' selects its rows"
         return f"{self.difference} ({self.where})"
 
     def row(self) -> dict[str, Any]:

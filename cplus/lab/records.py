@@ -1,10 +1,10 @@
-"""Records of studies: a run's or a sequence's figures beside its settings, one sealed JSON file each; no torch."""
+"""Records of studies: a run's or a sequence's figures beside its settings, one sealed JSON object each; no torch."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from cplus.base.files import check_seal, read_json, sealed, write_json
 from cplus.training.settings import RunSpec, SequenceSpec
@@ -50,35 +50,6 @@ class RunResult:
         return sum(kept) / len(kept) if kept else None
 
 
-def result_name(spec: RunSpec) -> str:
-    """The name of a run's file."""
-    return f"{spec.method.replace(':', '.')}-{spec.seed}-{spec.key()}.json"
-
-
-def save_result(result: RunResult, folder: Path) -> Path:
-    """Write the result under its spec's name."""
-    path = folder / result_name(result.spec)
-    write_json(path, sealed({"schema": SCHEMA, **asdict(result)}))
-    return path
-
-
-def load_result(path: Path) -> RunResult:
-    """Read a result; one of another schema, with other fields or altered since it was written is refused."""
-    raw = read_json(path)
-    if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
-        raise ValueError(f"{path}: expected a run record of schema {SCHEMA}; it was written by another version")
-    check_seal(path, raw)
-    del raw["schema"], raw["sha256"]
-    try:
-        spec = raw.pop("spec")
-        for name in ("external", "diagnose"):
-            spec[name] = tuple(spec.get(name, ()))
-        return RunResult(spec=RunSpec(**spec), **raw)
-    except (KeyError, TypeError, ValueError) as error:
-        names = ", ".join(f.name for f in fields(RunResult))
-        raise ValueError(f"{path}: expected the fields {names}; {error}") from error
-
-
 @dataclass(frozen=True, kw_only=True)
 class SequenceResult:
     """A sequence's figures, with the spec and the environment that produced them; percentages are 0-100.
@@ -100,29 +71,42 @@ class SequenceResult:
     environment: dict[str, Any] = field(default_factory=dict)
 
 
-def sequence_name(spec: SequenceSpec) -> str:
-    """The name of a sequence's file."""
-    return f"sequence-{spec.method.replace(':', '.')}-{spec.seed}-{spec.key()}.json"
+Spec: TypeAlias = RunSpec | SequenceSpec
+Result: TypeAlias = RunResult | SequenceResult
 
 
-def save_sequence(result: SequenceResult, folder: Path) -> Path:
-    """Write the result under its spec's name."""
-    path = folder / sequence_name(result.spec)
-    write_json(path, sealed({"schema": SCHEMA, "kind": "sequence", **asdict(result)}))
+def record_name(spec: Spec) -> str:
+    """The name of a run's or a sequence's record."""
+    kind = "sequence-" if isinstance(spec, SequenceSpec) else ""
+    return f"{kind}{spec.method.replace(':', '.')}-{spec.seed}-{spec.key()}.json"
+
+
+def save_result(result: Result, folder: Path) -> Path:
+    """Write the result as a file of its own, under its record's name."""
+    path = folder / record_name(result.spec)
+    kind = {"kind": "sequence"} if isinstance(result, SequenceResult) else {}
+    write_json(path, sealed({"schema": SCHEMA, **kind, **asdict(result)}))
     return path
 
 
-def load_sequence(path: Path) -> SequenceResult:
-    """Read a sequence's result; one of another schema or kind, with other fields or altered since is refused."""
-    raw = read_json(path)
-    if not isinstance(raw, dict) or (raw.get("schema"), raw.get("kind")) != (SCHEMA, "sequence"):
-        raise ValueError(f"{path}: expected a sequence's record of schema {SCHEMA}; it was written by another version")
-    check_seal(path, raw)
-    del raw["schema"], raw["kind"], raw["sha256"]
+def load_result(path: Path) -> Result:
+    """Read a result's own file; one of another schema, with other fields or altered since it was written is refused."""
+    return parse_result(read_json(path), str(path))
+
+
+def parse_result(raw: Any, where: str) -> Result:
+    """The result that a JSON object holds; `where` names its place in errors."""
+    if not isinstance(raw, dict) or raw.get("schema") != SCHEMA or raw.get("kind", "sequence") != "sequence":
+        raise ValueError(f"{where}: expected a run record of schema {SCHEMA}; it was written by another version")
+    check_seal(where, raw)
+    result: Any = SequenceResult if "kind" in raw else RunResult
+    make: Any = SequenceSpec if "kind" in raw else RunSpec
+    given = {name: value for name, value in raw.items() if name not in ("schema", "kind", "sha256", "spec")}
     try:
-        spec = raw.pop("spec")
-        spec["tasks"] = tuple(spec["tasks"])
-        return SequenceResult(spec=SequenceSpec(**spec), **raw)
-    except (KeyError, TypeError, ValueError) as error:
-        names = ", ".join(f.name for f in fields(SequenceResult))
-        raise ValueError(f"{path}: expected the fields {names}; {error}") from error
+        # JSON has no tuples, and settings of a run are hashable.
+        spec = {name: tuple(value) if isinstance(value, list) else value for name, value in raw["spec"].items()}
+        found: Result = result(spec=make(**spec), **given)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        names = ", ".join(f.name for f in fields(result))
+        raise ValueError(f"{where}: expected the fields {names}; {error}") from error
+    return found

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
 from cplus.base.files import write_text
-from cplus.lab import SCALES, STUDIES, Result, Spec, SummaryRow, runs_of
+from cplus.lab import SCALES, STUDIES, runs_of
 from cplus.lab.drawing import CARD, INK, SOFT, draw, inline_svg, method_name, panels
-from cplus.lab.runner import load, path_of
-from cplus.lab.study import Collected, CollectedStudy, ComparisonLine, Picture, Table, run_title
+from cplus.lab.records import Result, Spec, record_name
+from cplus.lab.runner import RUNS, files_in, load_file, stored
+from cplus.lab.study import Collected, CollectedStudy, Picture, SummaryRow, Table, run_title
 from cplus.lab.summaries import shown
 from cplus.receipts.page import cost, environment, policy, scaled
 
@@ -23,34 +24,10 @@ from cplus.receipts.page import cost, environment, policy, scaled
 PAGE = "index.html"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PageFigure:
-    """A figure on the page, and its files."""
-
-    picture: Picture
-    svg: Markup
-    files: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """The part of the page about one study."""
-
-    own: CollectedStudy
-    command: str
-    comparison: Sequence[ComparisonLine]
-    figures: Sequence[PageFigure]
-    tables: Sequence[Table]
-    all_figures: Sequence[tuple[tuple[str, ...], list[list[str]]]]
-    missing: Sequence[str]
-    seeds: str
-    costs: Sequence[tuple[str, str]]
-
-
 def write_report(found: Collected, folder: Path) -> dict[str, Any]:
     """Write the page and its figures into a folder, and return its content as a JSON object."""
     opening = _page_figure(fig_method_overview, found, folder)
-    sections = {name: _section(name, found, folder) for name in found.studies}
+    sections = {name: _section(own, found, folder) for name, own in found.studies.items()}
     pages = environment()
     pages.filters |= {"shown": shown, "method": method_name}
     text = pages.get_template("studies.html").render(
@@ -62,53 +39,49 @@ def write_report(found: Collected, folder: Path) -> dict[str, Any]:
         policy=policy(),
     )
     write_text(folder / PAGE, text)
+    drawn = [opening, *(one for each in sections.values() for one in each["figures"])]
     return {
         "page": str(folder / PAGE),
         "scale": found.scale.name,
-        "figures": [
-            *opening.files,
-            *(file for each in sections.values() for one in each.figures for file in one.files),
-        ],
+        "figures": [file for one in drawn for file in one["files"]],
         "refused": list(found.refused),
-        "unknown_files": found.unknown_files,
+        "unknown_records": found.unknown_records,
         "verdict": found.verdict,
-        "studies": {name: _row(section) for name, section in sections.items()},
+        "studies": {
+            name: {
+                "question": own.study.question,
+                "verdict": own.verdict,
+                **own.summary.row(),
+                "comparison": [asdict(line) for line in sections[name]["comparison"]],
+                "runs": len(own.specs),
+                "there": len(own.results),
+                "command": sections[name]["command"],
+            }
+            for name, own in found.studies.items()
+        },
     }
 
 
-def _page_figure(make: Callable[[Collected], Picture], found: Collected, folder: Path) -> PageFigure:
+def _page_figure(make: Callable[[Collected], Picture], found: Collected, folder: Path) -> dict[str, Any]:
+    """A figure on the page, and its files."""
     picture, paths = draw(make, found, folder / "figures")
     svg = inline_svg(paths[0].read_text(encoding="utf-8"), paths[0].stem)
-    files = tuple(str(path.relative_to(folder)) for path in paths)
-    return PageFigure(picture=picture, svg=Markup(svg), files=files)  # drawn here; its texts are paths or escaped
+    files = [str(path.relative_to(folder)) for path in paths]
+    return {"picture": picture, "svg": Markup(svg), "files": files}  # drawn here; its texts are paths or escaped
 
 
-def _section(name: str, found: Collected, folder: Path) -> Section:
-    own = found.studies[name]
-    return Section(
-        own=own,
-        command=found.command(name),
-        comparison=own.study.comparison(found),
-        figures=[_page_figure(make, found, folder) for make in own.study.figures],
-        tables=[make(found) for make in own.study.tables],
-        all_figures=all_figures(own.summary.rows),
-        missing=[run_title(spec) for spec in own.missing],
-        seeds=", ".join(str(seed) for seed in sorted({result.spec.seed for result in own.results})) or "none",
-        costs=_costs(own),
-    )
-
-
-def _row(section: Section) -> dict[str, Any]:
-    """The section as a JSON object."""
-    own = section.own
+def _section(own: CollectedStudy, found: Collected, folder: Path) -> dict[str, Any]:
+    """The part of the page about one study."""
     return {
-        "question": own.study.question,
-        "verdict": own.verdict,
-        **own.summary.row(),
-        "comparison": [asdict(line) for line in section.comparison],
-        "runs": len(own.specs),
-        "there": len(own.results),
-        "command": section.command,
+        "own": own,
+        "command": found.command(own.study.name),
+        "comparison": own.study.comparison(found),
+        "figures": [_page_figure(make, found, folder) for make in own.study.figures],
+        "tables": [make(found) for make in own.study.tables],
+        "all_figures": all_figures(own.summary.rows),
+        "missing": [run_title(spec) for spec in own.missing],
+        "seeds": ", ".join(str(seed) for seed in sorted({result.spec.seed for result in own.results})) or "none",
+        "costs": _costs(own),
     }
 
 
@@ -203,36 +176,37 @@ def collect(folder: Path) -> Collected:
     if scale is None or not folder.is_dir():
         raise ValueError(
             f"{folder}: expected a folder of results named after their scale ({', '.join(SCALES)}), such as "
-            "results/desk; 'cplus study all' writes one"
+            "results/desk; 'cplus study run all' writes one"
         )
     specs = {name: tuple(runs_of(study, scale)) for name, study in STUDIES.items()}
-    found, refused = _read(dict.fromkeys(spec for own in specs.values() for spec in own), folder)
+    found, refused, unknown = _read(dict.fromkeys(spec for own in specs.values() for spec in own), folder)
     if not found and not refused:
-        raise ValueError(f"{folder}: no result of scale {scale.name} was found; 'cplus study all' computes them")
+        raise ValueError(f"{folder}: no result of scale {scale.name} was found; 'cplus study run all' computes them")
     studies = {}
     for name, study in STUDIES.items():
         if not specs[name] and study.paper.startswith("added here"):
             continue  # a place is kept for what the paper has, not for what was added and this scale does not run
         own = tuple(found[spec] for spec in specs[name] if spec in found)
         studies[name] = CollectedStudy(study=study, specs=specs[name], results=own, summary=study.summary(own))
-    known = {path_of(spec, folder).name for own in specs.values() for spec in own}
-    unknown_files = sum(path.name not in known for path in folder.glob("*.json"))
-    return Collected(scale=scale, folder=folder, studies=studies, refused=tuple(refused), unknown_files=unknown_files)
+    return Collected(scale=scale, folder=folder, studies=studies, refused=tuple(refused), unknown_records=unknown)
 
 
-def _read(specs: Mapping[Spec, None], folder: Path) -> tuple[dict[Spec, Result], list[str]]:
-    """Read each result once, however many studies share it; errors name the file without its folder."""
-    found, refused = {}, []
+def _read(specs: Mapping[Spec, None], folder: Path) -> tuple[dict[Spec, Result], list[str], int]:
+    """The results, the errors of damaged ones without their folder, and the number of records of no run."""
+    found: dict[Spec, Result] = {}
+    refused = []
     for spec in specs:
         try:
-            result = load(spec, folder)
+            if (result := load_file(spec, folder)) is not None:
+                found[spec] = result
         except ValueError as error:
-            path = path_of(spec, folder)
-            refused.append(f"{error}".replace(str(path), path.name))
-            continue
-        if result is not None:
-            found[spec] = result
-    return found, refused
+            refused.append(str(error))
+    names = set(map(record_name, specs))
+    unknown = sum(path.name not in names for path in files_in(folder))
+    lines, damaged = stored(folder)  # after the files: a result that is moved meanwhile has its line
+    found = {spec: result for spec, result in lines.items() if spec in specs} | found
+    short = [error.replace(f"{folder / RUNS}/", "").replace(f"{folder}/", "") for error in (*refused, *damaged)]
+    return found, short, unknown + sum(spec not in specs for spec in lines)
 
 
 # The overview of the method (Fig. 2) and the index of the experiments (Table 2), which belong to no one study.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -12,66 +13,152 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from cplus.base.files import tidy
+from cplus.base.files import cache_folder, canonical_json, read_json, replacing, tidy
 from cplus.base.locks import Held, beside, holding
 from cplus.distributed import processes as leader
 from cplus.distributed import processes as world
+from cplus.lab import SCALES, STUDIES, runs_of
 from cplus.lab.estimate import Device, by_width, teams
-from cplus.lab.records import (
-    RunResult,
-    load_result,
-    load_sequence,
-    result_name,
-    save_result,
-    save_sequence,
-    sequence_name,
-)
-from cplus.lab.study import Result, Spec
+from cplus.lab.records import Result, Spec, load_result, parse_result, record_name, save_result
 from cplus.training.settings import RunSpec, SequenceSpec
 
 if TYPE_CHECKING:
     from cplus.lab import sequence
-    from cplus.lab.runs import Comparison, SplitTask, TaskSplit
+    from cplus.lab.runs import Comparison, TaskSplit
     from cplus.models import Loaded
     from cplus.training.rows import Group
 
 
-# The results on disk: one JSON file per run, named after its spec; reading needs no torch.
+# The results on disk: a line of its study's JSONL each, and a file of its own until the runner has moved it there.
+
+
+RUNS = "runs"
+"""The folder of single files; in results of earlier versions they are in the scale's folder itself."""
+OTHER = "other"
+"""Where runs go that no study of the scale declares."""
 
 
 def path_of(spec: Spec, folder: Path) -> Path:
-    """The file of a run's result."""
-    return folder / (result_name(spec) if isinstance(spec, RunSpec) else sequence_name(spec))
+    """The file that a run writes its result to."""
+    return folder / RUNS / record_name(spec)
 
 
 def save(result: Result, folder: Path) -> Path:
-    """Write a result under its spec's name."""
-    return save_result(result, folder) if isinstance(result, RunResult) else save_sequence(result, folder)
+    """Write a result to its own file."""
+    return save_result(result, folder / RUNS)
 
 
 def load(spec: Spec, folder: Path) -> Result | None:
-    """The result of this spec; None if there is no file. A damaged or foreign file is an error that names it."""
-    path = path_of(spec, folder)
-    if not path.exists():
-        return None
-    try:
-        found: Result = load_result(path) if isinstance(spec, RunSpec) else load_sequence(path)
-    except ValueError as error:
-        raise ValueError(f"{error}; move it away to repeat the run. No other result was changed") from error
-    if found.spec != spec:
-        raise ValueError(
-            f"{path}: expected the result of {spec}, found that of {found.spec}; another version of the "
-            "studies wrote it: choose another --out, or move the file away"
-        )
-    return found
+    """The result of this spec; None if there is none. A damaged or foreign record is an error that names it."""
+    # A result is moved by writing its line first: what has no file any more has a line.
+    if (found := load_file(spec, folder)) is not None:
+        return found
+    lines, refused = stored(folder)
+    if spec not in lines and refused:  # it may be the one that cannot be read
+        raise ValueError(f"{refused[0]}; remove this line to repeat its run. No other result was changed")
+    return lines.get(spec)
+
+
+def load_file(spec: Spec, folder: Path) -> Result | None:
+    """The result in a run's own file; None if it has no such file."""
+    for path in (path_of(spec, folder), folder / record_name(spec)):
+        try:
+            found = load_result(path)
+        except FileNotFoundError:
+            continue
+        except ValueError as error:
+            raise ValueError(f"{error}; move it away to repeat the run. No other result was changed") from error
+        if found.spec != spec:
+            raise ValueError(
+                f"{path}: expected the result of {spec}, found that of {found.spec}; another version of the "
+                "studies wrote it: choose another --out, or move the file away"
+            )
+        return found
+    return None
+
+
+def stored(folder: Path) -> tuple[dict[Spec, Result], list[str]]:
+    """The results in a folder's JSONL files, and an error for each damaged line."""
+    found: dict[Spec, Result] = {}
+    refused: list[str] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        status = path.stat()
+        results, errors = _read_lines(path, (status.st_ino, status.st_mtime_ns, status.st_size))
+        found = {result.spec: result for result in results} | found
+        refused += errors
+    return found, refused
+
+
+@lru_cache(maxsize=64)
+def _read_lines(path: Path, version: tuple[int, int, int]) -> tuple[list[Result], list[str]]:
+    results, refused = [], []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            results.append(parse_result(json.loads(line), where))
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            refused.append(f"{where}: expected a JSON object, but it does not parse: {error}")
+        except ValueError as error:
+            refused.append(str(error))
+    return results, refused
 
 
 def finished(specs: Iterable[Spec], folder: Path) -> list[Result]:
     """The existing results of these specs, in their order."""
     return [found for spec in specs if (found := load(spec, folder)) is not None]
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The results' own files."""
+    return sorted((*folder.glob("*.json"), *folder.glob(f"{RUNS}/*.json")))
+
+
+def fold(folder: Path) -> None:
+    """Move finished results from their own files to the JSONL of the first study that declares them.
+
+    The lines are written before the files are removed; after a crash in between a result has both, and gets no second
+    line. A damaged file stays where it is.
+    """
+    if not files_in(folder):
+        return
+    with holding(folder / ".fold.lock", wait=FOREVER):
+        tidy(folder)
+        there, _ = stored(folder)
+        studies = _first_studies(folder)
+        moved, lines = [], dict[str, list[str]]()
+        for path in files_in(folder):
+            try:
+                found = load_result(path)
+            except ValueError:
+                continue
+            if record_name(found.spec) == path.name:
+                moved.append(path)
+                if found.spec not in there:
+                    there[found.spec] = found
+                    lines.setdefault(studies.get(found.spec, OTHER), []).append(canonical_json(read_json(path)))
+        for name, new in lines.items():
+            path = folder / f"{name}.jsonl"
+            old = path.read_bytes().rstrip(b"\n").split(b"\n") if path.exists() else []
+            with replacing(path) as part:
+                part.write_bytes(b"".join(line + b"\n" for line in (*old, *(line.encode() for line in new))))
+        for path in moved:
+            path.unlink()
+
+
+def _first_studies(folder: Path) -> dict[Spec, str]:
+    """The first study that declares each run of the scale that the folder is named after."""
+    scale = SCALES.get(folder.resolve().name)
+    found: dict[Spec, str] = {}
+    if scale is not None:
+        for name, study in STUDIES.items():
+            found = dict.fromkeys(runs_of(study, scale), name) | found
+    return found
 
 
 # One run of a study, from its spec to its file; what runs share is cached in the process and on disk.
@@ -107,7 +194,7 @@ def _known(spec: Spec, folder: Path, wait: float, held: ExitStack) -> RunOutcome
         return "running elsewhere"
     if load(spec, folder) is not None:
         return "already done"
-    tidy(folder, path.name)
+    tidy(path.parent, path.name)
     return None
 
 
@@ -136,20 +223,18 @@ def _sequence(spec: SequenceSpec) -> Result:
 
 
 class ProcessCache:
-    """The last model with its splits, comparison and first checkpoint; banks and splits are also cached on disk."""
+    """The last model with its splits, external tasks, comparison and first checkpoint; banks and splits are on disk."""
 
     def __init__(self) -> None:
         self._base: Loaded | None = None
-        self._splits: dict[tuple[SplitTask, str, str, str, int | None], TaskSplit] = {}
-        self._external: dict[tuple[str, int, int | None, str, str], Group] = {}
+        self._splits: dict[tuple[Any, ...], TaskSplit] = {}
+        self._external: dict[tuple[Any, ...], Group] = {}
         self._comparison: tuple[Spec, Comparison] | None = None
         self._first: tuple[Spec, sequence.Stage] | None = None
 
     @property
     def banks(self) -> Path:
         """The folder of banks."""
-        from cplus.base.files import cache_folder
-
         return cache_folder() / "banks"
 
     def base(self, model: str) -> Loaded:
@@ -161,32 +246,16 @@ class ProcessCache:
             self._comparison = self._first = None
         return self._base
 
-    def split(self, divide: SplitTask, spec: RunSpec, task: str) -> TaskSplit:
+    def split(self, spec: RunSpec, task: str, *, kept: bool) -> TaskSplit:
         """A task split by what the base model answers correctly."""
-        from cplus.base.files import cache_folder
+        from cplus.lab.runs import split_task
 
-        base, key = self.base(spec.model), (divide, task, spec.interface, spec.compute_dtype, spec.num_rows)
+        base, key = self.base(spec.model), (kept, task, spec.interface, spec.compute_dtype, spec.num_rows)
         if key not in self._splits:
             folder = cache_folder() / "splits"
-            self._splits[key] = divide(base, task, spec.interface, folder, spec.compute_dtype, spec.num_rows)
+            found = split_task(base, task, spec.interface, folder, spec.compute_dtype, spec.num_rows, kept=kept)
+            self._splits[key] = found
         return self._splits[key]
-
-    def comparison(self, spec: RunSpec) -> Comparison:
-        """What the methods of a run's comparison share; the last one is reused for runs that differ only by method."""
-        from cplus.lab.runs import set_up, split_kept_task, split_task
-
-        base, shared = self.base(spec.model), without_method(spec)
-        if self._comparison is None or self._comparison[0] != shared:
-            learned = self.split(split_task, spec, spec.task)
-            other = spec.anchor_task
-            kept = self.split(split_kept_task, spec, other) if other else None
-            name = f"{spec.model}-{spec.task}-{spec.seed}".replace("/", "-")
-            with holding(self.banks / f".{name}.lock", wait=3600.0):
-                self._comparison = (
-                    shared,
-                    set_up(spec, base, learned, self.banks, kept=kept, external=self.external_task),
-                )
-        return self._comparison[1]
 
     def external_task(self, base: Loaded, name: str, spec: RunSpec) -> Group:
         """An external task with the base model's answers, evaluated once per seed."""
@@ -196,6 +265,20 @@ class ProcessCache:
         if key not in self._external:
             self._external[key] = external_task(base, name, spec)
         return self._external[key]
+
+    def comparison(self, spec: RunSpec) -> Comparison:
+        """What the methods of a run's comparison share; the last one is reused for runs that differ only by method."""
+        from cplus.lab.runs import set_up
+
+        base, shared = self.base(spec.model), without_method(spec)
+        if self._comparison is None or self._comparison[0] != shared:
+            learned = self.split(spec, spec.task, kept=False)
+            kept = self.split(spec, spec.anchor_task, kept=True) if spec.anchor_task else None
+            name = f"{spec.model}-{spec.task}-{spec.seed}".replace("/", "-")
+            with holding(self.banks / f".{name}.lock", wait=3600.0):
+                made = set_up(spec, base, learned, self.banks, kept=kept, external=self.external_task)
+            self._comparison = shared, made
+        return self._comparison[1]
 
     def first(self, spec: SequenceSpec) -> sequence.Stage:
         """The checkpoint after the first task, which all methods of a sequence share."""
@@ -270,7 +353,7 @@ def queue(specs: Sequence[Spec], folder: Path) -> list[Spec]:
 
 
 def perform(specs: Sequence[Spec], folder: Path, executor: Executor) -> Iterator[EndedRun]:
-    """Do the missing runs, then wait for those that another runner is doing."""
+    """Do the missing runs, wait for those that another runner is doing, then `fold` all results."""
     others = []
     for ended in executor(queue(specs, folder), folder):
         if ended.outcome == "running elsewhere":
@@ -279,6 +362,7 @@ def perform(specs: Sequence[Spec], folder: Path, executor: Executor) -> Iterator
             yield ended
     for spec in others:
         yield _ended(spec, folder, wait=FOREVER)
+    fold(folder)
 
 
 def in_this_process(specs: Sequence[Spec], folder: Path) -> Iterator[EndedRun]:

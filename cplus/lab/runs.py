@@ -50,7 +50,6 @@ from cplus.training.sharding import needs_whole, sharded
 
 
 TaskSplit = tuple[Interface, Split]
-SplitTask = Callable[[models.Loaded, str, str, Path | None, str, int | None], TaskSplit]
 
 
 def split_task(
@@ -60,30 +59,18 @@ def split_task(
     cache: Path | None = None,
     compute_dtype: str = "float32",
     num_rows: int | None = None,
+    *,
+    kept: bool = False,
 ) -> TaskSplit:
     """Run the base model once over a task's first rows and split them into past and new ones.
 
-    `cache` is a folder of splits.
+    `cache` is a folder of splits. For free text that is `kept` and not learned the past rows hold the base model's own
+    answers. Where a text's tokens are not those that the model wrote, one pass may not repeat it; such rows are left
+    out.
     """
     bound, examples = _rows(base, task, interface, num_rows)
-    return bound, _split(base, bound, examples, cache, compute_dtype)
-
-
-def split_kept_task(
-    base: models.Loaded,
-    task: str,
-    interface: str,
-    cache: Path | None = None,
-    compute_dtype: str = "float32",
-    num_rows: int | None = None,
-) -> TaskSplit:
-    """Split a task that is kept and not learned: for free text the past rows hold the base model's own answers.
-
-    Where a text's tokens are not those that the model wrote, one pass may not repeat it; such rows are left out.
-    """
-    if interface != "freeform":
-        return split_task(base, task, interface, cache, compute_dtype, num_rows)
-    bound, examples = _rows(base, task, interface, num_rows)
+    if not kept or interface != "freeform":
+        return bound, _split(base, bound, examples, cache, compute_dtype)
     found = _split(base, bound, own_answers(base, bound, examples, name=task), cache, compute_dtype)
     repeats = tuple(prediction for prediction in found.predictions if prediction.right)
     return bound, replace(found, new=(), predictions=repeats)
@@ -384,7 +371,7 @@ def _whose_rows(spec: RunSpec, given: Comparison) -> dict[str, str]:
     if task not in paper_sets():
         return {}
     same = given.split.data_fingerprint == paper_sets()[task].sha256
-    return {"rows": f"the paper's {task}" if same else f"not the paper's {task}; 'cplus data verify' says what differs"}
+    return {"rows": f"the paper's {task}" if same else f"not the paper's {task}; 'cplus study data verify' tells more"}
 
 
 def _until_learned(spec: RunSpec, given: Comparison, training: Training) -> tuple[Evaluate, Done]:

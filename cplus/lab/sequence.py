@@ -17,7 +17,6 @@ from cplus.base.cost import Work, cost_row
 from cplus.base.environment import environment
 from cplus.data import interfaces
 from cplus.data.examples import Example, Prediction
-from cplus.data.interfaces import Interface
 from cplus.data.tasks import Split, draw_anchors, load_task, split, stack
 from cplus.evaluation.changes import Flip, acquisition, flips, percent, retention
 from cplus.evaluation.statistics import average_accuracy, backward_transfer, survival
@@ -36,15 +35,6 @@ StageWatch = Callable[[int, Event], None]
 """Receives the loop's events with the number of their stage."""
 TaskAnswers = tuple[tuple[Prediction, ...], ...]
 """Every task's answers, in the order of the tasks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SequenceTask:
-    """A task of the sequence: its rows and their interface."""
-
-    name: str
-    interface: Interface
-    examples: tuple[Example, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +81,7 @@ def first_stage(spec: SequenceSpec, base: models.Loaded, *, watch: StageWatch = 
     return run_stage(spec, 1, base, answer_all(base, tasks, spec.compute_dtype), tasks, [], watch)
 
 
-def bind_tasks(spec: SequenceSpec, base: models.Loaded) -> tuple[SequenceTask, ...]:
+def bind_tasks(spec: SequenceSpec, base: models.Loaded) -> tuple[Group, ...]:
     """The tasks bound to the model's tokenizer, each cut to at most `num_rows` rows in their own order."""
     found = []
     for name in spec.tasks:
@@ -101,11 +91,11 @@ def bind_tasks(spec: SequenceSpec, base: models.Loaded) -> tuple[SequenceTask, .
             chosen = sorted(random.Random(f"{spec.seed}/{name}").sample(range(len(rows)), spec.num_rows))
             rows = tuple(rows[i] for i in chosen)
         bound = interfaces.build(spec.interface, base.tokenizer, wording=task.wording)
-        found.append(SequenceTask(name=name, interface=bound, examples=rows))
+        found.append(Group(name=name, part="external", interface=bound, examples=rows))
     return tuple(found)
 
 
-def answer_all(current: models.Loaded, tasks: Sequence[SequenceTask], compute_dtype: str = "float32") -> TaskAnswers:
+def answer_all(current: models.Loaded, tasks: Sequence[Group], compute_dtype: str = "float32") -> TaskAnswers:
     """The model's answers, task by task."""
     with models.computing(compute_dtype, current.device):
         return tuple(tuple(predict(current.model, task.interface, task.examples, what=task.name)) for task in tasks)
@@ -116,7 +106,7 @@ def run_stage(
     number: int,
     last: models.Loaded,
     before: TaskAnswers,
-    tasks: Sequence[SequenceTask],
+    tasks: Sequence[Group],
     kept: Sequence[PastTask],
     watch: StageWatch,
 ) -> Stage:
@@ -124,7 +114,7 @@ def run_stage(
     run, task = spec.stage(number), tasks[number - 1]
     new = new_rows(split_by_answers(task, before[number - 1], last, spec.compute_dtype), run)
     copied = dataclasses.replace(last, model=copy.deepcopy(last.model))
-    learned = Group(name=task.name, part="acquisition", interface=task.interface, examples=tuple(new))
+    learned = dataclasses.replace(task, part="acquisition", examples=tuple(new))
     training = begin(run.settings, copied, learned, kept)
     for event in training.run():
         watch(number, event)
@@ -144,7 +134,7 @@ def run_stage(
 
 
 def split_by_answers(
-    task: SequenceTask, answers: Sequence[Prediction], current: models.Loaded, compute_dtype: str = "float32"
+    task: Group, answers: Sequence[Prediction], current: models.Loaded, compute_dtype: str = "float32"
 ) -> Split:
     """The task's rows split into those a model answers correctly and incorrectly."""
     return split(
@@ -156,7 +146,7 @@ def split_by_answers(
     )
 
 
-def past_task(run: RunSpec, last: Stage, task: SequenceTask, index: int, banks: Path) -> PastTask:
+def past_task(run: RunSpec, last: Stage, task: Group, index: int, banks: Path) -> PastTask:
     """A task just learned: anchors drawn from the rows now correct, and probes written by the current model.
 
     Paper: App. E.9: a separate past-example set and self-probe bank for each preceding task.
@@ -175,7 +165,7 @@ def past_task(run: RunSpec, last: Stage, task: SequenceTask, index: int, banks: 
 
 
 def figures(
-    number: int, task: SequenceTask, new: Sequence[Example], before: TaskAnswers, after: TaskAnswers
+    number: int, task: Group, new: Sequence[Example], before: TaskAnswers, after: TaskAnswers
 ) -> dict[str, Any]:
     """What a stage learned and lost: of its new rows, of earlier tasks, of its own task's rows that were right."""
     tables = [flips(was, now) for was, now in zip(before, after, strict=True)]
@@ -195,7 +185,7 @@ def _kept(table: Sequence[Flip]) -> float | None:
 
 
 def build_result(
-    spec: SequenceSpec, base: models.Loaded, tasks: Sequence[SequenceTask], before: TaskAnswers, stages: Sequence[Stage]
+    spec: SequenceSpec, base: models.Loaded, tasks: Sequence[Group], before: TaskAnswers, stages: Sequence[Stage]
 ) -> SequenceResult:
     """The sequence's record."""
     evaluations = [before, *(stage.answers for stage in stages)]

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from cplus.evaluation.statistics import Estimate
-from cplus.lab.records import RunResult, SequenceResult
+from cplus.lab.records import Result, RunResult, SequenceResult, Spec
 from cplus.lab.scales import Scale
-from cplus.training.settings import RunSpec, SequenceSpec
-
-Spec: TypeAlias = RunSpec | SequenceSpec
-Result: TypeAlias = RunResult | SequenceResult
+from cplus.training.settings import RunSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +21,7 @@ class SummaryRow:
     figures: Mapping[str, Estimate]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Claim:
     """A statement as a difference that should be above 0, paired over the seeds; the margin is None if it was not run.
 
@@ -44,7 +41,7 @@ class Claim:
     def verdict(self) -> str:
         """`holds` or `fails` if the interval excludes 0, else `unclear`; `not run` if a side is missing.
 
-        >>> Claim(says="", margin=Estimate(3.0, 0.5, 5)).verdict
+        >>> Claim("", Estimate(3.0, 0.5, 5)).verdict
         'holds'
         """
         if self.margin is None:
@@ -71,7 +68,7 @@ VERDICTS = ("holds", "fails", "unclear", "not run")
 def tally(claims: Iterable[Claim]) -> dict[str, dict[str, int]]:
     """The number of claims with each verdict, separately for the paper's and our own.
 
-    >>> tally([Claim(says="", margin=None, paper="Fig. 5")])["paper"]["not run"]
+    >>> tally([Claim("", None, paper="Fig. 5")])["paper"]["not run"]
     1
     """
     counts = {whose: dict.fromkeys(VERDICTS, 0) for whose in ("paper", "ours")}
@@ -83,7 +80,7 @@ def tally(claims: Iterable[Claim]) -> dict[str, dict[str, int]]:
 def judged(claims: Iterable[Claim]) -> str:
     """The verdicts in one phrase, the paper's claims first and then our own.
 
-    >>> made = Claim(says="", margin=Estimate(3.0, 0.5, 5), paper="Fig. 5"), Claim(says="", margin=None)
+    >>> made = Claim("", Estimate(3.0, 0.5, 5), paper="Fig. 5"), Claim(says="", margin=None)
     >>> judged(made)
     "1 of 1 of the paper's comparisons holds; 0 of 1 of our own, 1 not run"
     """
@@ -119,7 +116,7 @@ class Summary:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Published:
     """The published numbers of one table or figure by name."""
 
@@ -166,7 +163,7 @@ class Table:
     rows: tuple[tuple[str | Cell, ...], ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ComparisonLine:
     """One line of a study's comparison with the paper: what is compared, measured, published."""
 
@@ -227,14 +224,14 @@ class CollectedStudy:
 class Collected:
     """All studies of one folder.
 
-    `refused` are the errors of damaged records; `unknown_files` counts JSON files that belong to no run of the scale.
+    `refused` are the errors of damaged records; `unknown_records` counts those of no run of the scale.
     """
 
     scale: Scale
     folder: Path
     studies: Mapping[str, CollectedStudy]
     refused: tuple[str, ...]
-    unknown_files: int
+    unknown_records: int
 
     @property
     def verdict(self) -> str:
@@ -243,7 +240,7 @@ class Collected:
 
     def command(self, name: str) -> str:
         """The command that computes a study's results."""
-        line = f"cplus study {name} --scale {self.scale.name}"
+        line = f"cplus study run {name} --scale {self.scale.name}"
         return line if self.folder == Path("results") / self.scale.name else f"{line} --out {self.folder.parent}"
 
 

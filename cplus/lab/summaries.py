@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from cplus.evaluation.statistics import Estimate, LossPoint, common_level, estimate, rise
-from cplus.lab.records import RunResult
+from cplus.lab.records import Result, RunResult
 from cplus.lab.scales import seedless
-from cplus.lab.study import Claim, Result, SummaryRow
+from cplus.lab.study import Claim, SummaryRow
 
 Metric: TypeAlias = Callable[[RunResult], float | None]
 Seed: TypeAlias = int | None
@@ -35,6 +35,19 @@ def retained(result: RunResult) -> float:
 def learned(result: RunResult) -> float:
     """Acquisition."""
     return result.acquisition
+
+
+def updates(result: RunResult) -> float:
+    """The number of updates."""
+    return float(result.counts["updates"])
+
+
+def flops(result: RunResult) -> float:
+    """FLOPs of training and of recurring preservation passes.
+
+    Paper: App. E.12, 2PL a forward pass and 6PL a forward and backward pass.
+    """
+    return float(result.cost["training_flops"] + result.cost["preservation_flops"])
 
 
 KEPT_AND_LEARNED: Mapping[str, Metric] = {"retention": retained, "acquisition": learned}
@@ -179,8 +192,7 @@ def differences(
 
 def margin(left: Iterable[RunResult], right: Iterable[RunResult], metric: Metric = retained) -> Estimate | None:
     """Left minus right where both were run: paired by model, task and seed, averaged to one value per seed."""
-    found = differences(left, right, metric)
-    return estimate([statistics.fmean(own) for own in found.values()]) if found else None
+    return mean_of({seed: statistics.fmean(own) for seed, own in differences(left, right, metric).items()})
 
 
 def _by_model_and_task(results: Iterable[RunResult], metric: Metric) -> dict[tuple[str, str], dict[Seed, float]]:
@@ -196,8 +208,7 @@ def difference(left: Mapping[Seed, float], right: Mapping[Seed, float]) -> Estim
     >>> difference({0: 3.0, 1: 5.0}, {0: 1.0, 1: 1.0, 2: 9.0})
     Estimate(mean=3.0, error=1.0, count=2)
     """
-    both = [one - other for one, other in paired(left, right).values()]
-    return estimate(both) if both else None
+    return mean_of({seed: one - other for seed, (one, other) in paired(left, right).items()})
 
 
 def strongest(groups: Mapping[str, Sequence[RunResult]], metric: Metric = retained) -> str | None:
@@ -215,7 +226,25 @@ def above(
     paper: str | None = None,
 ) -> Claim:
     """The claim that left is above right."""
-    return Claim(says=says, margin=margin(left, right, metric), paper=paper)
+    return Claim(says, margin(left, right, metric), paper=paper)
+
+
+def leads(
+    says: str,
+    results: Sequence[RunResult],
+    others: Iterable[str],
+    metric: Metric = retained,
+    *,
+    paper: str | None = None,
+) -> list[Claim]:
+    """The claims that CPLUS is above each of these methods, whose name stands for {} in the words."""
+    ours = pick(results, method="cplus")
+    return [above(says.format(name), ours, pick(results, method=name), metric, paper=paper) for name in others]
+
+
+def mean_of(values: Mapping[Any, float]) -> Estimate | None:
+    """The mean over seeds with its standard error; None without a seed."""
+    return estimate(list(values.values())) if values else None
 
 
 def shown(found: Estimate | None, *, sign: bool = False, digits: int = 1) -> str:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import urllib.error
+import urllib.request
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +21,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from cplus.base.terminal import track
 
 # A key-value cache for many rows: prompts are computed once, and rows can join and leave at any step.
 
@@ -428,18 +434,25 @@ class LocalEngine:
             yield Sample(index=row.index, text=row.text, tokens=len(row.tokens), end=row.end)
 
     def greedy(
-        self, prompts: Sequence[tuple[int, ...]], *, max_new_tokens: int, stop: Sequence[str]
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        *,
+        max_new_tokens: int,
+        stop: Sequence[str] = (),
+        word_first: bool = True,
+        what: str = "answering",
     ) -> list[DecodingRow]:
-        """The most likely token at every position; the first must be text, so that no answer is empty."""
+        """The most likely token at every position; with `word_first` the first is text, so that no answer is empty."""
 
         def most_likely(logits: Tensor, rows: Sequence[DecodingRow]) -> list[int]:
-            if not rows[0].tokens:  # first tokens are chosen one row at a time
+            if word_first and not rows[0].tokens:  # first tokens are chosen one row at a time
                 logits = logits.index_fill(1, self._blank.to(logits.device), -torch.inf)
             tokens: list[int] = logits.argmax(-1).tolist()
             return tokens
 
         rows = [DecodingRow(index, prompt) for index, prompt in enumerate(prompts)]
-        return sorted(self._continued(rows, most_likely, max_new_tokens, stop), key=lambda row: row.index)
+        ended = track(self._continued(rows, most_likely, max_new_tokens, stop), what, total=len(rows))
+        return sorted(ended, key=lambda row: row.index)
 
     def _continued(
         self, rows: Sequence[DecodingRow], choose: Choose, limit: int, stop: Sequence[str]
@@ -525,7 +538,7 @@ class LocalEngine:
         if window is not None and needed > window:
             raise ValueError(
                 f"the longest request and its continuation take {needed} tokens, but the model's window is {window}; "
-                "use shorter anchors, fewer shots or a lower --max-new-tokens"
+                "use shorter anchors, fewer shots or a lower max_new_tokens"
             )
 
 
@@ -541,3 +554,86 @@ def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     ids = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
     flat = [token for entry in ids for token in (entry if isinstance(entry, list) else [entry])]
     return frozenset(token for token in flat if token is not None)
+
+
+# An engine that samples from a vLLM server, for large models or many probes.
+
+
+_TIMEOUT = 600
+
+
+class ServerEngine:
+    """Sends token prompts, each with its own seed, to the completions endpoint of `vllm serve MODEL`.
+
+    The server samples the inputs; the answers still come from the locally loaded model.
+    """
+
+    def __init__(self, url: str, *, parallel: int = 64) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"expected the address of a vLLM server such as http://localhost:8000, got {url!r}")
+        self._url, self._parallel = url.rstrip("/").removesuffix("/v1"), parallel
+        self._model = self._served()
+
+    def describe(self) -> dict[str, Any]:
+        """The model and version that the server reports; its address does not affect the samples."""
+        return {"name": "vllm", "model": self._model, "version": self._call("/version", None).get("version")}
+
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
+        """Yield each request's sample when it is finished."""
+        with ThreadPoolExecutor(self._parallel) as pool:
+            waiting = [pool.submit(self._complete, request, sampling) for request in requests]
+            try:
+                for done in as_completed(waiting):
+                    yield done.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _complete(self, request: Request, sampling: Sampling) -> Sample:
+        body = {
+            "model": self._model,
+            "prompt": list(request.prompt),
+            "seed": request.seed,
+            "temperature": sampling.temperature,
+            "top_p": 1.0,
+            "top_k": -1,
+            "max_tokens": sampling.max_new_tokens,
+            "stop": list(sampling.stop),
+            "include_stop_str_in_output": True,
+        }
+        answer = self._call("/v1/completions", body)
+        try:
+            choice, tokens = answer["choices"][0], answer["usage"]["completion_tokens"]
+            text, finish, reason = choice["text"], choice["finish_reason"], choice.get("stop_reason")
+        except (KeyError, IndexError, TypeError) as error:
+            raise ConnectionError(
+                f"expected choices, text and usage in the answer of {self._url}, got {answer!r:.200}"
+            ) from error
+        # The server names a stop text as the reason, but not the model's own end of text.
+        end: End = "limit" if finish == "length" else "stop" if isinstance(reason, str) else "end of text"
+        return Sample(index=request.index, text=text, tokens=tokens, end=end)
+
+    def _served(self) -> str:
+        models = self._call("/v1/models", None).get("data", [])
+        if len(models) != 1:
+            raise ValueError(f"expected a server with one model at {self._url}, but it serves {len(models)}")
+        return str(models[0]["id"])
+
+    def _call(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data=data, headers={"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
+                answer = json.load(response)
+        except urllib.error.HTTPError as error:
+            raise ConnectionError(
+                f"{self._url}{path} refused the request: {error.code} {error.read()[:300]!r}"
+            ) from error
+        except (urllib.error.URLError, TimeoutError) as error:
+            raise ConnectionError(
+                f"no vLLM server answers at {self._url} ({error}); start one with 'vllm serve MODEL'"
+            ) from error
+        except ValueError as error:
+            raise ConnectionError(f"expected JSON from {self._url}{path}, but it does not parse: {error}") from error
+        if not isinstance(answer, dict):
+            raise ConnectionError(f"expected a JSON object from {self._url}{path}, got {answer!r:.100}")
+        return answer

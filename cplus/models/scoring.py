@@ -1,4 +1,4 @@
-"""A model's answers: log-likelihoods of candidates and greedy decoding, in batches bounded by memory."""
+"""A model's answers: the likeliest candidate or decoded text, each with its log-likelihood, bounded in memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from cplus.base.terminal import progress
-from cplus.core.losses import left_padded, target_logits
+from cplus.core.losses import target_logits
 from cplus.core.rows import Encoded, fit, length_sorted_batches, shared_prefix
 from cplus.data.examples import Choice, Example, FreeForm, Prediction
 from cplus.data.interfaces import Interface, longest_row, shortened
 from cplus.models import window
+from cplus.models.decoding import ROWS, LocalEngine
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 
 # Batches of rows of similar length, as large as the device and the memory for logits allow.
@@ -42,11 +42,6 @@ def scored(model: nn.Module, lengths: Sequence[int], kept: Sequence[int], what: 
     share = max(positions / length for positions, length in zip(kept, lengths, strict=True))
     within_memory = int(_MAX_LOGITS / (vocabulary(model) * share))
     return _batches(lengths, min(_SCORED_TOKENS[_device(model)], within_memory), what)
-
-
-def decoded(model: nn.Module, lengths: Sequence[int], what: str) -> Iterator[list[int]]:
-    """Indices of rows to decode together; the lengths include the tokens to be generated."""
-    return _batches(lengths, _DECODED_TOKENS[_device(model)], what)
 
 
 def _batches(lengths: Sequence[int], max_tokens: int, what: str) -> Iterator[list[int]]:
@@ -272,94 +267,6 @@ def _scores_separately(model: nn.Module, rows: Sequence[PackedRow], what: str) -
     return [tuple(next(scores) for _ in row.candidates) for row in rows]
 
 
-# Batched greedy decoding.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generation:
-    """The generated text, its tokens including the end token, and whether the model ended it before the limit."""
-
-    text: str
-    tokens: tuple[int, ...]
-    finished: bool
-
-
-@torch.inference_mode()
-def greedy(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    stop: Sequence[str] = (),
-    what: str = "answering",
-) -> list[Generation]:
-    """The greedy continuation of each prompt, up to a stop text, the end of text or the limit."""
-    check_window(model, [len(prompt) + max_new_tokens - 1 for prompt in prompts])
-    plain: Any = bare(model)
-    ends = _end_tokens(plain, tokenizer)
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        repetition_penalty=1.0,
-        eos_token_id=ends,
-        pad_token_id=ends[0],
-    )
-    generated: list[Generation] = [Generation(text="", tokens=(), finished=False)] * len(prompts)
-    lengths = [len(prompt) + max_new_tokens for prompt in prompts]
-    for batch in decoded(model, lengths, what):
-        inputs = left_padded([prompts[i] for i in batch], next(plain.parameters()).device)
-        width = inputs["input_ids"].shape[1]
-        stopping = StoppingCriteriaList([_StopTexts(tokenizer, tuple(stop), width)])
-        # generate() computes positions from the mask itself.
-        rows = plain.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            generation_config=config,
-            stopping_criteria=stopping,
-        )
-        for index, row in zip(batch, rows[:, width:].tolist(), strict=True):
-            generated[index] = _read(tokenizer, row, ends, stop)
-    return generated
-
-
-class _StopTexts(StoppingCriteria):  # type: ignore[misc]
-    """Ends a row whose new text contains a stop text."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], width: int) -> None:
-        self._tokenizer, self._stop, self._width = tokenizer, stop, width
-        # A token has at least one byte, and a character at most four.
-        self._reach = 4 * max(map(len, stop), default=0)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor | None, **_: Any) -> Tensor:
-        tails = input_ids[:, max(self._width, input_ids.shape[1] - self._reach) :].tolist() if self._stop else []
-        texts = self._tokenizer.batch_decode(tails, skip_special_tokens=False)
-        done = [any(mark in text for mark in self._stop) for text in texts] or [False] * len(input_ids)
-        return torch.tensor(done, device=input_ids.device)
-
-
-def _read(tokenizer: PreTrainedTokenizerBase, row: list[int], ends: list[int], stop: Sequence[str]) -> Generation:
-    """The new tokens of one row as text, up to the stop text or the end of text, whichever comes first."""
-    ended = next((i for i, token in enumerate(row) if token in ends), None)
-    text = str(tokenizer.decode(row[:ended], skip_special_tokens=False))
-    cut = min((text.index(mark) for mark in stop if mark in text), default=None)
-    if cut is not None:
-        # After a stop text there is only padding, which is a token of `ends`.
-        return Generation(text=text[:cut], tokens=tuple(row[:ended]), finished=True)
-    tokens = row if ended is None else row[: ended + 1]
-    return Generation(text=text, tokens=tuple(tokens), finished=ended is not None)
-
-
-def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end a text, according to the tokenizer or to the model's generation settings."""
-    own = model.generation_config.eos_token_id
-    known = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
-    ends = sorted({token for token in known if token is not None})
-    if not ends:
-        raise ValueError("expected a tokenizer or a model with an end-of-text token, found none in either")
-    return ends
-
-
 # A model's answers, example by example, through an interface.
 
 
@@ -375,9 +282,12 @@ def predict(
     *,
     judge: Judge | None = None,
     max_new_tokens: int = 256,
+    word_first: bool = False,
     what: str = "predicting",
 ) -> list[Prediction]:
     """The model's answers in the order of the examples: the most likely candidate, or greedy text if there are none.
+
+    `word_first` is the rule by which a model's own answers are written: they begin with a word.
 
     Paper: h_theta in App. C.1; protocol section 1.
     """
@@ -388,9 +298,25 @@ def predict(
     scores = score_candidates(model, prompts, [candidates[i] for i in closed], what=what)
     found = {i: chosen(examples[i], own) for i, own in zip(closed, scores, strict=True)}
     if open_:
-        questions = [examples[i] for i in open_]
-        texts = _written(model, interface, questions, judge=judge, max_new_tokens=max_new_tokens, what=what)
-        found.update(zip(open_, texts, strict=True))
+        asked = [tuple(interface.prompt(examples[i])) for i in open_]
+        check_window(model, [len(prompt) + max_new_tokens - 1 for prompt in asked])
+        longest = max(map(len, asked)) + max_new_tokens
+        engine = LocalEngine(
+            bare(model), interface.tokenizer, rows=max(1, min(ROWS, _DECODED_TOKENS[_device(model)] // longest))
+        )
+        stop = interface.answer_stop
+        said = engine.greedy(asked, max_new_tokens=max_new_tokens, stop=stop, word_first=word_first, what=what)
+        own = [Encoded(prompt, tuple(row.tokens)) for prompt, row in zip(asked, said, strict=True)]
+        for i, row, score in zip(open_, said, log_likelihoods(model, own, what=f"{what}: scoring"), strict=True):
+            text = row.text.strip()
+            found[i] = Prediction(
+                id=examples[i].id,
+                answer=text,
+                correct=None if judge is None else judge(text, examples[i]),
+                confidence=math.exp(score.mean),
+                scores=(score.mean,),
+                num_tokens=(score.num_tokens,),
+            )
     return [found[i] for i in range(len(examples))]
 
 
@@ -447,50 +373,3 @@ def chosen(example: Example, scores: tuple[Score, ...]) -> Prediction:
         scores=tuple(means),
         num_tokens=tuple(score.num_tokens for score in scores),
     )
-
-
-def _written(
-    model: nn.Module,
-    interface: Interface,
-    examples: Sequence[Example],
-    *,
-    judge: Judge | None,
-    max_new_tokens: int,
-    what: str,
-) -> list[Prediction]:
-    """Greedy free-text answers, each with the mean log-likelihood of its own tokens."""
-    prompts = [interface.prompt(example) for example in examples]
-    generated = greedy(
-        model, interface.tokenizer, prompts, max_new_tokens=max_new_tokens, stop=interface.answer_stop, what=what
-    )
-    rows = [Encoded(prompt, answer.tokens) for prompt, answer in zip(prompts, generated, strict=True)]
-    scores = log_likelihoods(model, rows, what=f"{what}: scoring")
-    return [
-        Prediction(
-            id=example.id,
-            answer=answer.text.strip(),
-            correct=None if judge is None else judge(answer.text.strip(), example),
-            confidence=math.exp(score.mean),
-            scores=(score.mean,),
-            num_tokens=(score.num_tokens,),
-        )
-        for example, answer, score in zip(examples, generated, scores, strict=True)
-    ]
-
-
-# Likelihoods of given answers, greedy decoding, and a model's predictions.
-
-
-__all__ = [
-    "Generation",
-    "Judge",
-    "Reading",
-    "Score",
-    "fitting",
-    "greedy",
-    "log_likelihoods",
-    "predict",
-    "read_targets",
-    "repeated",
-    "score_candidates",
-]

@@ -235,10 +235,10 @@ class SelfWritten:
             name = getattr(interface.tokenizer, "name_or_path", "") or "this model"
             raise ValueError(
                 f"keeping {settings.ability} needs a chat template, and {name} has none or plain text was chosen; "
-                "keep general, which is plain text then, or give a template with --chat-template"
+                "keep general, which is plain text then, or give a template with --set chat_template=FILE"
             )
         if settings.ability == "thinking" and not interface.form.thinking:
-            raise ValueError("keeping thinking needs answers with thoughts in them; add --thinking keep")
+            raise ValueError("keeping thinking needs answers with thoughts in them; add --set thinking=keep")
         return SelfWritten(interface=interface, settings=settings)
 
     @property

@@ -216,7 +216,7 @@ class Tally:
         reasons = ", ".join(f"{reason} {count}" for reason, count in counts.most_common())
         remedy = "Use other anchors, another interface or fewer probes"
         if counts and counts.most_common(1)[0][0] == _CUT_OFF:
-            remedy = "Give new questions more room with --max-new-tokens"
+            remedy = "Give new questions more room with --set max_new_tokens=N"
         if self._settings.ability is not None:
             remedy = f"It cannot show by itself what to keep ({self._settings.ability}): give rows with --anchors FILE"
         raise TooFewProbes(

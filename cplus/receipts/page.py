@@ -195,8 +195,8 @@ def _chart(title: str, x_label: str, series: Series, order: list[str], caveat: s
     y_values = ticks(min(*ys, 90.0), 100.0, most=4) if "(%)" in title else ticks(min(ys), max(ys), most=4)
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = (x - x_values[0]) / (x_values[-1] - x_values[0])
-        up = (y - y_values[0]) / (y_values[-1] - y_values[0])
+        across = (x - x_values[0]) / ((x_values[-1] - x_values[0]) or 1.0)
+        up = (y - y_values[0]) / ((y_values[-1] - y_values[0]) or 1.0)  # a line that does not move
         return (
             round(_LEFT + across * (WIDTH - _LEFT - _RIGHT), 1),
             round(HEIGHT - _BOTTOM - up * (HEIGHT - _TOP - _BOTTOM), 1),

@@ -36,7 +36,15 @@ def evaluate(
     model: nn.Module, group: Group, *, judge: Judge | None = None, max_new_tokens: int = 256, what: str = "evaluating"
 ) -> GroupAnswers:
     """The model's answers to every row of a group; for free text also the likelihood of the given responses."""
-    answers = predict(model, group.interface, group.examples, judge=judge, max_new_tokens=max_new_tokens, what=what)
+    answers = predict(
+        model,
+        group.interface,
+        group.examples,
+        judge=judge,
+        max_new_tokens=max_new_tokens,
+        word_first=group.by_base,
+        what=what,
+    )
     scores = () if group.closed else tuple(log_likelihoods(model, group.encoded(), what=f"{what}: likelihood"))
     return GroupAnswers(predictions=tuple(answers), scores=scores)
 

@@ -16,8 +16,7 @@ from toyjob import asked, write_files
 from cplus.base.files import read_json, read_sealed, sha256_file
 from cplus.jobs import update
 from cplus.jobs.settings import DECIDED
-from cplus.lab import runner
-from cplus.lab.records import load_result
+from cplus.lab import SCALES, STUDIES, Result, runner, runs_of
 from cplus.probes.bank import Bank
 from cplus.receipts.page import read_receipt
 
@@ -34,7 +33,7 @@ class Command:
     prepare: Callable[[Path], None]
     argv: Callable[[Path], list[str]]
     accepted: Callable[[Path], float]
-    check: Callable[[Path], None]
+    check: Callable[[Path], Any]
     states: Callable[[Path], list[tuple[Path, Path]]]
     digest: Callable[[Path], Any]
     operations: int
@@ -59,7 +58,7 @@ def _adapt(folder: Path) -> list[str]:
 def _update(folder: Path) -> list[str]:
     ledger = folder / "ledger"
     if (ledger / "ledger.json").exists():  # whole: the same command would begin the next stage
-        return ["ledger", "verify", str(ledger)]
+        return ["update", str(ledger), "--verify"]
     return ["update", str(ledger), "--config", str(folder / "stage.yaml")]
 
 
@@ -128,7 +127,13 @@ def _digest_of_ledger(folder: Path) -> Any:
 
 def _probe(folder: Path) -> list[str]:
     options = {"anchors": folder / "keep.jsonl", "interface": "cloze", "num-probes": 200, "out": folder / "bank"}
-    return ["probe", "toy", "--device", "cpu", *(text for name, v in options.items() for text in (f"--{name}", str(v)))]
+    return [
+        "probe",
+        "toy",
+        "--set",
+        "device=cpu",
+        *(text for name, v in options.items() for text in (f"--{name}", str(v))),
+    ]
 
 
 def _accepted_by_probe(folder: Path) -> float:
@@ -156,7 +161,7 @@ def _digest_of_probe(folder: Path) -> Any:
 
 
 def _study(folder: Path) -> list[str]:
-    return ["study", "e08", "--scale", "smoke", "--out", str(folder / "results")]
+    return ["study", "run", "e08", "--scale", "smoke", "--out", str(folder / "results")]
 
 
 def _in_this_process() -> None:
@@ -166,17 +171,16 @@ def _in_this_process() -> None:
 
 
 def _results(folder: Path) -> list[Path]:
-    return sorted((folder / "results" / "smoke").glob("[!.]*.json"))
+    return [*runner.files_in(folder / "results" / "smoke"), *folder.glob("results/smoke/[!.]*.jsonl")]
+
+
+def _read_study(folder: Path) -> list[Result]:
+    return runner.finished(runs_of(STUDIES["e08"], SCALES["smoke"]), folder / "results" / "smoke")
 
 
 def _digest_of_study(folder: Path) -> Any:
-    found = [asdict(load_result(path)) for path in _results(folder)]
+    found = [asdict(result) for result in _read_study(folder)]
     return [{name: value for name, value in one.items() if name not in ("seconds", "environment")} for one in found]
-
-
-def _check_study(folder: Path) -> None:
-    for path in _results(folder):
-        load_result(path)
 
 
 COMMANDS = (
@@ -204,8 +208,8 @@ COMMANDS = (
         name="study",
         prepare=lambda folder: _in_this_process(),
         argv=_study,
-        accepted=lambda folder: float(len(_results(folder))),
-        check=_check_study,
+        accepted=lambda folder: float(len(_read_study(folder))),
+        check=_read_study,
         states=lambda folder: [(path, path) for path in _results(folder)],
         digest=_digest_of_study,
         operations=12,
