@@ -1,6 +1,6 @@
 """Bytes that each process moves per update as the world grows: by formula, and counted on two processes.
 
-OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= python benchmarks/communication.py --out benchmarks/results/communication.json
+OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= python benchmarks/communication.py --out benchmarks/results
 
 A pass over rows is a forward and a backward pass. FSDP2 gathers the weights of a block for each of the two, those
 outside the blocks once, and sums the gradient of all once. By a ring, a process sends (n - 1) / n of what is gathered
@@ -9,7 +9,7 @@ or scattered, and twice that of what is summed in every process.
 
 from __future__ import annotations
 
-import argparse
+import inspect
 import json
 import sys
 import tempfile
@@ -22,19 +22,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from forked import ended, started
+from timing import finish, options
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cplus import models
-from cplus.base import files
-from cplus.base.environment import environment
+from cplus.base.files import read_json
 from cplus.data import interfaces
 from cplus.distributed import processes as world
 from cplus.methods.table import METHODS, Material, Past
 from cplus.toy.world import taught, untaught
 from cplus.training.driver import start
 from cplus.training.loop import EpochEnded, Refreshed
-from cplus.training.settings import Settings
+from cplus.training.settings import TrainSettings
 from cplus.training.sharding import sharded
 
 TIMES = {
@@ -42,7 +42,6 @@ TIMES = {
     "all_gather_into_tensor": ("output", 1),
     "reduce_scatter_single": ("input", 1),
     "reduce_scatter_tensor": ("input", 1),
-    "all_to_all_single": ("input", 1),
     "all_reduce": ("tensor", 2),
 }
 """The tensor that a collective moves, and how often a ring sends it."""
@@ -78,17 +77,18 @@ def sizes(name: str) -> tuple[int, int]:
         return split(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(models.resolve(name))))
 
 
-def counted(counts: Counter[str]) -> None:
+def count(counts: Counter[str]) -> None:
     """Count what every collective of this process moves, by its name."""
 
     def counting(name: str, real: Callable[..., Any], which: str, times: int) -> Callable[..., Any]:
+        signature = inspect.signature(real)
+
         @wraps(real)
         def call(*args: Any, **named: Any) -> Any:
-            place = 1 if which == "input" else 0
-            tensor = next((v for key, v in named.items() if key.startswith(which)), None)
-            tensor = args[place] if tensor is None else tensor
+            given = signature.bind(*args, **named).arguments
+            tensor = next(value for key, value in given.items() if key.startswith(which))
             size = dist.get_world_size()
-            counts[name] += round(times * tensor.numel() * tensor.element_size() * (size - 1) / size)
+            counts[name] += round(times * tensor.nbytes * (size - 1) / size)
             return real(*args, **named)
 
         return call
@@ -107,11 +107,11 @@ def measured(place: Path, rank: int) -> None:
         known, new = taught("harbours"), untaught("harbours")[:16]
         past = Past(name="past", anchors=[*map(bound.encode, known[:8])], probes=[*map(bound.encode, known[8:32])])
         material = Material(new=[*map(bound.encode, new)], past=(past,))
-        settings = Settings(method="cplus", seed=0, epochs=2, lr=1e-3, batch_size=8, order="shuffled", micro_batches=2)
+        settings = TrainSettings(method="cplus", epochs=2, lr=1e-3, warmup_steps=0, clip_norm=0.0)
         inside, outside = split(base.model)
         counts: Counter[str] = Counter()
         training = start(settings, METHODS["cplus"], base.model, material, sharded)
-        counted(counts)
+        count(counts)
         found: dict[str, list[dict[str, int]]] = {"refresh": [], "update": []}
         for event in training.run():
             if not isinstance(event, EpochEnded):
@@ -127,33 +127,23 @@ def table() -> list[dict[str, Any]]:
     for name in MODELS:
         inside, outside = sizes(name)
         for processes in WORLDS:
-            flops = 6 * (inside + outside) * BATCH * TOKENS / processes
-            rows.append(
-                {
-                    "model": name,
-                    "processes": processes,
-                    "sent_megabytes": round(moved(inside, outside, processes) / 1e6, 2),
-                    "teraflops": round(flops / 1e12, 4),
-                    "flops_per_byte": round(flops / moved(inside, outside, processes), 1) if processes > 1 else None,
-                }
-            )
+            sent, flops = moved(inside, outside, processes), 6 * (inside + outside) * BATCH * TOKENS / processes
+            row = {"model": name, "processes": processes, "sent_megabytes": sent / 1e6, "teraflops": flops / 1e12}
+            rows.append({**row, "flops_per_byte": flops / sent if sent else None})
     return rows
 
 
 def main() -> None:
     """Count, compare with the formula, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    asked = parser.parse_args()
+    asked = options(__doc__)
     with tempfile.TemporaryDirectory() as made:
         place = Path(made) / "counts.json"
         codes = ended(started(2, lambda rank: measured(place, rank)))
         if any(codes):
             sys.exit(f"the processes ended with {codes}")
-        found = json.loads(place.read_text(encoding="utf-8"))
+        found = read_json(place)
     formula = moved(found["blocks"], found["rest"], 2)
-    update = sum(found["update"][-1].values())
-    refresh = sum(found["refresh"][-1].values())
+    update, refresh = (sum(found[part][-1].values()) for part in ("update", "refresh"))
     checked = {
         "model": "toy",
         "processes": 2,
@@ -162,12 +152,11 @@ def main() -> None:
         "update_by_formula": formula,
         "update_difference": update / formula - 1,
         "refresh_counted": refresh,
-        "refresh_passes": round(refresh / formula, 3),
+        "refresh_passes": refresh / formula,
         "by_collective": {"update": found["update"][-1], "refresh": found["refresh"][-1]},
     }
     report = {"checked": checked, "batch": BATCH, "tokens_per_row": TOKENS, "table": table()}
-    files.write_json(asked.out, {**report, "environment": environment(threads=1, device="cpu")})
-    print(json.dumps(checked, indent=2))
+    finish("communication", report, asked.out)
 
 
 if __name__ == "__main__":

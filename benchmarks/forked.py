@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from cplus.cli.app import main
+
 
 def started(size: int, work: Callable[[int], None], log: Path | None = None) -> list[int]:
     """The ids of the processes; each does `work` with its rank and prints into the log."""
@@ -25,8 +27,6 @@ def ended(pids: list[int]) -> list[int]:
 
 def cplus(arguments: list[str]) -> None:
     """The command in this process."""
-    from cplus.cli.app import main
-
     sys.argv = ["cplus", *arguments]
     main()
 

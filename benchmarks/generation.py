@@ -1,17 +1,19 @@
-"""New tokens per second of the probe generator against one-at-a-time `generate`: same requests, prefill included."""
+"""New tokens per second of the probe generator against one-at-a-time `generate`: same requests, prefill included.
+
+python benchmarks/generation.py [--requests 128] [--rounds 4] [--data-dir DIR] [--out benchmarks/results]
+
+A round is all requests by the engine and a share of them one at a time.
+"""
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import sys
 import time
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import torch
+from timing import finish, options
 from transformers import StoppingCriteria
 
 from cplus import models
@@ -76,18 +78,16 @@ def _figures(tokens: int, seconds: float) -> dict[str, Any]:
 
 def main() -> None:
     """Measure both side by side and print the ratio."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--task", default="arc_easy")
-    parser.add_argument("--interface", default="cloze", choices=interfaces.NAMES)
-    parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--anchors", type=int, default=8)
-    parser.add_argument("--requests", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=4, help="each: all requests by the engine, a share one at a time")
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-
+    args = options(
+        __doc__,
+        model="smollm2-135m",
+        task="arc_easy",
+        interface="cloze",
+        anchors=8,
+        requests=128,
+        rounds=4,
+        rows=64,
+    )
     loaded = models.load(args.model)
     task = load_task(args.task, args.data_dir)
     interface = interfaces.build(args.interface, loaded.tokenizer, wording=task.wording)
@@ -111,13 +111,8 @@ def main() -> None:
         "rounds": rounds,
         "ratio": median(turn["ratio"] for turn in rounds),
     }
-    if args.json:
-        json.dump(result, sys.stdout)
-        print()
-        return
-    for name in ("one_at_a_time", "engine"):
-        print(f"{name:>14}: {median(turn[name]['rate'] for turn in rounds):7.1f} new tokens a second")
-    print(f"{'ratio':>14}: {result['ratio']:.1f}x (median of {args.rounds} rounds; bar: 6x)")
+    bars = {"writing probes, new tokens a second / one at a time": (result["ratio"], ">=", 6.0)}
+    finish("generation", result, args.out, bars)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from typing import TypeAlias
 
 ROOT = Path(__file__).resolve().parents[1]
 ALLOWED = Path(__file__).with_suffix(".toml")
+CORE = Path("cplus/core")
 TESTS = {  # in this order, until the first failure
     "algorithm": ("tests/test_algorithm.py", "cplus/core/algorithm.py"),
     "gates": ("tests/test_gates.py",),
@@ -112,26 +113,14 @@ def meaning(source: str) -> str | None:
 
 
 def scope(tree: ast.Module, line: int) -> str:
-    """The innermost function or class around a line, by its dotted name."""
-    names: list[str] = []
-    body = tree.body
-    while True:
-        inside = [n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and starts(n) <= line <= ends(n)]
-        if not inside:
-            return ".".join(names)
-        names.append(inside[0].name)
-        body = inside[0].body
-
-
-def starts(node: ast.FunctionDef | ast.ClassDef) -> int:
-    """The first line, decorators included."""
-    return min([node.lineno, *(d.lineno for d in node.decorator_list)])
-
-
-def ends(node: ast.FunctionDef | ast.ClassDef) -> int:
-    """The last line."""
-    assert node.end_lineno is not None
-    return node.end_lineno
+    """The innermost function or class around a line, decorators included, by its dotted name."""
+    around = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and min([node.lineno, *(d.lineno for d in node.decorator_list)]) <= line <= (node.end_lineno or 0)
+    ]
+    return ".".join(node.name for node in sorted(around, key=lambda node: node.lineno))
 
 
 def place(tree: ast.Module, lines: Sequence[str], at: int) -> str:
@@ -159,7 +148,7 @@ def mutants(module: str, source: str) -> list[Mutant]:
 
 def tested(folder: Path, module: str, source: str, *, seconds: float) -> str:
     """What the module's tests say of this source: survived, killed or too slow."""
-    (folder / "cplus" / f"{module}.py").write_text(source)
+    (folder / CORE / f"{module}.py").write_text(source)
     child = os.fork()
     if child == 0:
         in_child(folder, module)
@@ -167,18 +156,16 @@ def tested(folder: Path, module: str, source: str, *, seconds: float) -> str:
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
-            return verdict(os.waitstatus_to_exitcode(status), folder / "log")
+            code = os.waitstatus_to_exitcode(status)
+            if code >= 0 and code not in OUTCOMES:
+                raise RuntimeError(
+                    f"pytest ended with {code}, which is no verdict: {(folder / 'log').read_text()[-2000:]}"
+                )
+            return OUTCOMES.get(code, "killed")  # a process that a signal ended is a mutant killed
         time.sleep(0.01)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return "too slow"
-
-
-def verdict(code: int, log: Path) -> str:
-    """Pytest's exit code as an outcome; a process that a signal ended is a mutant killed."""
-    if code >= 0 and code not in OUTCOMES:
-        raise RuntimeError(f"pytest ended with code {code}, which is no verdict: {log.read_text()[-2000:]}")
-    return OUTCOMES.get(code, "killed")
 
 
 def in_child(folder: Path, module: str) -> None:
@@ -198,14 +185,6 @@ def in_child(folder: Path, module: str) -> None:
         os._exit(code)
 
 
-def copied(folder: Path) -> None:
-    """The sources under test, without bytecode."""
-    clean = shutil.ignore_patterns("__pycache__", ".hypothesis")
-    for part in ("cplus", "tests"):
-        shutil.copytree(ROOT / part, folder / part, ignore=clean)
-    shutil.copy(ROOT / "pyproject.toml", folder)
-
-
 def allowed() -> dict[Name, str]:
     """The survivors that change no number, with the reason."""
     listed = tomllib.loads(ALLOWED.read_text())
@@ -222,7 +201,10 @@ def prepare(folder: Path) -> None:
     settings = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     os.environ.update(settings, TORCHINDUCTOR_CACHE_DIR=str(folder / "kernels"), CPLUS_CACHE=str(folder / "cache"))
     sys.dont_write_bytecode = True
-    copied(folder)
+    clean = shutil.ignore_patterns("__pycache__", ".hypothesis")
+    for part in ("cplus", "tests"):
+        shutil.copytree(ROOT / part, folder / part, ignore=clean)
+    shutil.copy(ROOT / "pyproject.toml", folder)
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     for name in LOADED:
@@ -233,8 +215,8 @@ def prepare(folder: Path) -> None:
     # No deadline: on a busy machine it would kill mutants that no test kills.
     examples.register_profile("mutants", derandomize=True, database=None, deadline=None)
     examples.load_profile("mutants")
-    (folder / "tests" / "test_nothing.py").write_text("def test_nothing() -> None:\n    pass\n")
-    if pytest.main([*QUIET, "tests/test_nothing.py"]) != 0:  # loads the plugins and what the fixtures import
+    (folder / "test_nothing.py").write_text("def test_nothing() -> None:\n    pass\n")
+    if pytest.main([*QUIET, "test_nothing.py"]) != 0:  # loads the plugins; tests/conftest.py would load the package
         raise RuntimeError("pytest does not run here")
     assert "cplus" not in sys.modules
     gc.freeze()  # what is never read again is never copied either
@@ -242,24 +224,24 @@ def prepare(folder: Path) -> None:
 
 def tried(folder: Path, module: str, chosen: Sequence[Mutant]) -> Iterator[tuple[Mutant, str]]:
     """Each chosen mutant of a module and what became of it."""
-    source, begun = (ROOT / "cplus" / f"{module}.py").read_text(), time.monotonic()
+    source, begun = (ROOT / CORE / f"{module}.py").read_text(), time.monotonic()
     sys.dont_write_bytecode = False
     if tested(folder, module, source, seconds=3600) != "survived":
         raise RuntimeError(f"the tests of {module} fail without any mutation: {(folder / 'log').read_text()[-2000:]}")
     # The bytecode of all other files is kept for speed; mutants of one second and one size would share theirs.
     sys.dont_write_bytecode = True
-    for kept in (folder / "cplus" / "__pycache__").glob(f"{module}.*"):
+    for kept in (folder / CORE / "__pycache__").glob(f"{module}.*"):
         kept.unlink()
     seconds = 60 + 5 * (time.monotonic() - begun)  # an endless loop is a killed mutant, a busy machine is not
     for mutant in chosen:
         yield mutant, tested(folder, module, mutant.source, seconds=seconds)
-    (folder / "cplus" / f"{module}.py").write_text(source)
+    (folder / CORE / f"{module}.py").write_text(source)
 
 
 def judged(folder: Path, module: str, *, listed: bool) -> dict[str, int]:
     """A module's counts; what should not be is printed: an unlisted survivor, or a listed mutant that a test kills."""
     begun, counts, fine = time.perf_counter(), Counter[str](), allowed()
-    found = mutants(module, (ROOT / "cplus" / f"{module}.py").read_text())
+    found = mutants(module, (ROOT / CORE / f"{module}.py").read_text())
     known = [mutant.name in fine for mutant in found]
     counts["mutants"], counts["equivalent"] = len(found), sum(known)
     chosen = [mutant for mutant, is_known in zip(found, known, strict=True) if is_known == listed]

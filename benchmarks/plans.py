@@ -113,13 +113,13 @@ def tried(given: dict[str, Any], folder: Path) -> dict[str, Any]:
     expected, planning = child(planned)
     actual, seconds, wall = child(done)
     return {
-        "planned": expected.total,
+        "planned": sum(expected.seconds.values()),
         "seconds": seconds,
         "wall": wall,
         "planning": planning,
         "parts": {part: [spent, actual["seconds"].get(part, 0.0)] for part, spent in expected.seconds.items()},
         "planned_bytes": expected.peak,
-        "computed_bytes": expected.need.peak,
+        "computed_bytes": expected.found.need.peak,
         "bytes": actual["peak_bytes"],
     }
 

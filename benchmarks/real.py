@@ -1,10 +1,10 @@
-"""What `cplus adapt` does to a real small model: facts by cloze, chat style, and a fixed format, method by method.
+"""What `cplus adapt` does to a real small model: facts by cloze and chat style, method by method; and `cplus check`.
 
-python benchmarks/real.py {facts,style,format} [--methods sft cplus] [--data-dir DIR] [--out benchmarks/results]
-
+python benchmarks/real.py {facts,style,check} [--methods sft cplus] [--data-dir DIR] [--out benchmarks/results]
 python benchmarks/real.py style --draw docs/style      the curves of past against new loss
 
-A finished job is not repeated and an interrupted one goes on, so the same line can be given again.
+`check`: plain fine-tuning and CPLUS learn 40 terse answers without anchors; each model is then checked by a command of
+its own. A finished job is not repeated and an interrupted one goes on, so the same line can be given again.
 """
 
 from __future__ import annotations
@@ -12,23 +12,29 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import resource
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from timing import finish
+
 from cplus import models
-from cplus.base.files import read_json, read_sealed, write_json, write_text
-from cplus.base.terminal import console, print_json
+from cplus.base.files import read_json, read_sealed, write_text
 from cplus.data import interfaces
 from cplus.data.examples import Choice, from_row, to_row
 from cplus.data.tasks import load_task
 from cplus.evaluation.statistics import common_level, rise
 from cplus.jobs.adapt import adapt, resume
-from cplus.jobs.prepare import with_own_answers
+from cplus.jobs.rows import with_own_answers
 from cplus.jobs.settings import AdaptConfig
+from cplus.lab.drawing import panels
 from cplus.methods.table import METHODS
 from cplus.receipts.contents import Point
-from cplus.receipts.figures import COLOURS, label, new_figure, save
+from cplus.receipts.figures import COLOURS, label, save
 from cplus.receipts.page import read_receipt
 from cplus.training.rows import Group
 
@@ -54,49 +60,25 @@ def style(options: argparse.Namespace) -> dict[str, Any]:
     """96 questions with terse answers, in chat form; past are the model's own answers to short instructions."""
     asked = [to_row(example) for example in load_task("instruct_short", options.data_dir).examples]
     kept = random.Random("style").sample(asked, 96)
-    return {**_terse(options, 96), **_kept(options, kept), "lr": 3e-5, "epochs": options.epochs, "max_asked": 32}
-
-
-def format_(options: argparse.Namespace) -> dict[str, Any]:
-    """The same new rows; past are requests that the model answers with JSON, right if the answer is JSON."""
-    asked = [to_row(example) for example in load_task("json_requests").examples]
-    kept = random.Random("format").sample(asked, 72)
+    anchors = [row for row, ends in zip(kept, _ended(kept), strict=True) if ends][:8]
     return {
-        **_terse(options, 96),
-        **_kept(options, kept),
-        "judge": "python:real:holds_json",
-        "lr": 3e-5,
-        "epochs": options.epochs,
-        "max_asked": 64,
-    }
-
-
-def holds_json(answer: str, _: str) -> bool:
-    """Whether an answer is a JSON object, bare or as a fenced block."""
-    text = answer.strip().removeprefix("```json").removeprefix("```").removesuffix("```").strip()
-    try:
-        return isinstance(json.loads(text), dict)
-    except json.JSONDecodeError:
-        return False
-
-
-def _terse(options: argparse.Namespace, count: int) -> dict[str, Any]:
-    chosen = random.Random("terse").sample(load_task("arc_easy", options.data_dir).examples, count)
-    rows = [{"prompt": e.question, "response": e.choices[e.answer]} for e in chosen if isinstance(e, Choice)]
-    return {"new": _rows(options.work / "new.jsonl", rows), "stop": "never", "max_new_tokens": 128}
-
-
-def _kept(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    ended = _ended(rows)
-    anchors = [row for row, ends in zip(rows, ended, strict=True) if ends][:8]
-    past = [row for row in rows if row not in anchors]
-    return {
-        "anchors": _rows(options.work / f"{options.what}-anchors.jsonl", anchors),
-        "past": _rows(options.work / f"{options.what}-past.jsonl", past),
+        **terse(options, 96),
+        "anchors": _rows(options.work / "style-anchors.jsonl", anchors),
+        "past": _rows(options.work / "style-past.jsonl", [row for row in kept if row not in anchors]),
         "own_answers": True,
         "num_probes": 64,
         "evaluate_rows": 48,
+        "max_new_tokens": 128,
+        "max_asked": 32,
+        "lr": 3e-5,
     }
+
+
+def terse(options: argparse.Namespace, count: int = 40) -> dict[str, Any]:
+    """Questions of arc_easy with nothing but the answer."""
+    chosen = random.Random("terse").sample(load_task("arc_easy", options.data_dir).examples, count)
+    rows = [{"prompt": e.question, "response": e.choices[e.answer]} for e in chosen if isinstance(e, Choice)]
+    return {"new": _rows(options.work / "new.jsonl", rows), "stop": "never", "epochs": options.epochs}
 
 
 def _ended(rows: Sequence[dict[str, Any]]) -> list[bool]:
@@ -127,10 +109,24 @@ def matched(curves: dict[str, tuple[Point, ...]]) -> dict[str, Any]:
     return {"new_nll": level, "rise_of_past_nll": rises, "share_of_sft": shares}
 
 
+def checked(job: Path) -> dict[str, Any]:
+    """What `cplus check` says about a job's model, with the seconds it took by the clock and by the processor."""
+
+    def processor() -> float:
+        spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return spent.ru_utime + spent.ru_stime
+
+    begun, used = time.perf_counter(), processor()
+    command = [sys.executable, "-m", "cplus", "check", MODEL, str(job / "model"), "--json"]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    seconds = {"clock": time.perf_counter() - begun, "processor": processor() - used}
+    return {"loss": found["loss"], "answers": found["answers"], "effect": found["effect"], "seconds": seconds}
+
+
 def draw(path: Path, stem: Path) -> None:
     """Past against new loss, epoch by epoch, for each method of a written comparison."""
     found = read_json(path)
-    figure, axis = new_figure(5.6, 3.4)
+    figure, [axis] = panels(1, width=5.6, height=3.05)
     for name in sorted(found["methods"], key=list(COLOURS).index):
         curve = found["methods"][name]["curve"]
         new, past = ([point[key] for point in curve] for key in ("new_nll", "past_nll"))
@@ -145,46 +141,41 @@ def draw(path: Path, stem: Path) -> None:
 def main() -> None:
     """Run the jobs one after another, then put their figures side by side."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("facts", "style", "format"))
+    parser.add_argument("what", choices=("facts", "style", "check"))
     parser.add_argument("--methods", nargs="+", default=["sft", "cplus"])
-    parser.add_argument("--epochs", type=int, default=8, help="of style and format")
+    parser.add_argument("--epochs", type=int, default=5, help="of style and check")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--work", type=Path, default=Path("runs/real"))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--draw", type=Path, metavar="STEM", help="draw what was written to --out, and run nothing")
     options = parser.parse_args()
     if options.draw is not None:
-        draw((options.out or Path("benchmarks/results")) / f"real-{options.what}.json", options.draw)
+        draw((options.out or Path("benchmarks/results")) / "real-style.json", options.draw)
         return
-    settings = {"facts": facts, "style": style, "format": format_}[options.what](options)
-    records: dict[str, Any] = {}
-    folders: list[Path] = []
+    settings = {"facts": facts, "style": style, "check": terse}[options.what](options)
+    folders: dict[str, Path] = {}
     for method in options.methods:
         folder = options.work / f"{options.what}-{method}"
         if (folder / "settings.json").exists():
             resume(folder)
         else:
             given = settings if METHODS[method].needs_bank else {k: v for k, v in settings.items() if k != "num_probes"}
-            adapt(AdaptConfig(model=MODEL, method=method, out=folder, compare=tuple(folders), **given))
-        folders.append(folder)
-        records[method] = read_sealed(folder / "record.json")
-    curves = {method: read_receipt(folder).curve for method, folder in zip(options.methods, folders, strict=True)}
-    figures: dict[str, Any] = {
-        "what": options.what,
-        "model": MODEL,
-        "methods": {
-            name: {"figures": record["figures"], "curve": [vars(point) for point in curves[name]]}
-            for name, record in records.items()
-        },
+            adapt(AdaptConfig(model=MODEL, method=method, out=folder, compare=tuple(folders.values()), **given))
+        folders[method] = folder
+    curves = {method: read_receipt(folder).curve for method, folder in folders.items()}
+    methods = {
+        name: {
+            "figures": read_sealed(folder / "record.json")["figures"],
+            "curve": [vars(point) for point in curves[name]],
+        }
+        for name, folder in folders.items()
     }
-    if options.what != "facts":
+    figures: dict[str, Any] = {"what": options.what, "model": MODEL, "methods": methods}
+    if options.what == "style":
         figures["matched"] = matched(curves)
-        console.print(figures["matched"])
-    if options.out is not None:
-        write_json(options.out / f"real-{options.what}.json", figures)
-    if options.json:
-        print_json(figures)
+    if options.what == "check":
+        figures["checks"] = {name: checked(folder) for name, folder in folders.items()}
+    finish(f"real-{options.what}", figures, options.out)
 
 
 if __name__ == "__main__":

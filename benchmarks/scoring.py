@@ -1,26 +1,23 @@
 """How much faster scoring is than the plain loop, on the same rows, with equal answers.
 
-python benchmarks/scoring.py [--rows 128] [--threads 2] [--data-dir DIR] [--json]
+python benchmarks/scoring.py [--rows 128] [--threads 2] [--data-dir DIR] [--out benchmarks/results]
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+from timing import finish, in_turn, options
 
-from cplus.base.terminal import output, print_json, track
 from cplus.core.rows import shared_prefix
 from cplus.data.examples import Example, Prediction
 from cplus.data.interfaces import Interface, build
 from cplus.data.tasks import load_task
-from cplus.models import load, scoring
-from cplus.models.scoring import PackedRow
+from cplus.models import load
+from cplus.models.scoring import PackedRow, predict
 
 BARS = {"cloze": 3.0, "letter": 1.6}
 TOLERANCE = 1e-4
@@ -76,19 +73,16 @@ def differences(slow: Sequence[Sequence[float]], fast: Sequence[Prediction]) -> 
 
 def measure(model: Any, interface: Interface, examples: Sequence[Example]) -> dict[str, Any]:
     """Both ways in turn over chunks of the rows; the first pass of each is not counted."""
-    plain(model, interface, examples[:2])
-    scoring(model, interface, examples[:2])
-    seconds = {"plain": 0.0, "cplus": 0.0}
     slow: list[list[float]] = []
     fast: list[Prediction] = []
-    for start in track(range(0, len(examples), CHUNK), interface.name, total=-(-len(examples) // CHUNK)):
-        chunk = examples[start : start + CHUNK]
-        begin = time.perf_counter()
-        slow += plain(model, interface, chunk)
-        middle = time.perf_counter()
-        fast += scoring(model, interface, chunk)
-        seconds["plain"] += middle - begin
-        seconds["cplus"] += time.perf_counter() - middle
+    chunks = {name: (examples[i : i + CHUNK] for i in range(0, len(examples), CHUNK)) for name in ("plain", "cplus")}
+    plain(model, interface, examples[:2])
+    predict(model, interface, examples[:2])
+    arms = {
+        "plain": lambda: slow.extend(plain(model, interface, next(chunks["plain"]))),
+        "cplus": lambda: fast.extend(predict(model, interface, next(chunks["cplus"]))),
+    }
+    seconds = {name: sum(each) for name, each in in_turn(arms, rounds=-(-len(examples) // CHUNK), warm=0).items()}
     error, different = differences(slow, fast)
     return {
         "interface": interface.name,
@@ -105,30 +99,14 @@ def measure(model: Any, interface: Interface, examples: Sequence[Example]) -> di
 
 def main() -> None:
     """Measure both interfaces; exit 1 where the numbers differ."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--task", default="csqa")
-    parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    loaded = load(options.model)
-    task = load_task(options.task, options.data_dir)
-    found = [
-        measure(loaded.model, build(name, loaded.tokenizer, wording=task.wording), task.examples[: options.rows])
-        for name in BARS
-    ]
-    if options.json:
-        print_json({"model": options.model, "task": options.task, "threads": options.threads, "results": found})
-    for each in [] if options.json else found:
-        output.print(
-            f"{each['interface']}: {each['ratio']:.2f}x the plain loop (bar {each['bar']}, limit by FLOPs "
-            f"{each['flop_limit']:.2f}x), {each['plain_rows_per_second']:.1f} -> {each['cplus_rows_per_second']:.1f} "
-            f"rows/s, largest difference {each['max_log_likelihood_difference']:.1e}, "
-            f"{each['different_answers']} answers differ"
-        )
+    asked = options(__doc__, model="smollm2-135m", task="csqa", rows=128)
+    loaded = load(asked.model)
+    task = load_task(asked.task, asked.data_dir)
+    bound = [build(name, loaded.tokenizer, wording=task.wording) for name in BARS]
+    found = [measure(loaded.model, interface, task.examples[: asked.rows]) for interface in bound]
+    figures = {"model": asked.model, "task": asked.task, "threads": asked.threads, "results": found}
+    bars = {f"scoring by {each['interface']} / plain loop": (each["ratio"], ">=", each["bar"]) for each in found}
+    finish("scoring", figures, asked.out, bars)
     if any(e["max_log_likelihood_difference"] > TOLERANCE or e["different_answers"] for e in found):
         sys.exit("the fast scores are not those of the plain loop")
 

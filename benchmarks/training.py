@@ -1,27 +1,28 @@
 """Training with the gate against training without it, on a real model: step, refresh, batch of one, whole epoch.
 
-python benchmarks/training.py [--data-dir DIR] [--rounds 7] [--out benchmarks/results] [--json]
+python benchmarks/training.py [--data-dir DIR] [--rounds 7] [--out benchmarks/results]
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from timing import finish, in_turn, medians, peak, ratio, resident
+from timing import finish, in_turn, medians, options, peak, ratio, resident
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cplus import METHODS, models
 from cplus.base.terminal import console
-from cplus.core.evidence import MeanGradient, Source, borrowed_gradients, take_gradients
+from cplus.core.engine import Engine
+from cplus.core.evidence import MeanGradient, Source, borrowed_gradients, taken
 from cplus.core.gates import Collaborative
 from cplus.core.guard import Guard
 from cplus.core.losses import answer_losses
@@ -51,11 +52,10 @@ def sources(rows: Sequence[Encoded], probes: int) -> tuple[Source, ...]:
     )
 
 
-def guarded(model: nn.Module, rows: Sequence[Encoded], probes: int) -> tuple[AdamW, Guard]:
-    """The one-pass optimizer with CPLUS's gate on it."""
-    optimizer = AdamW(model.parameters(), **OPTIONS)
+def guarded(optimizer: torch.optim.Optimizer, model: nn.Module, rows: Sequence[Encoded], probes: int) -> Guard:
+    """CPLUS's gate on an optimizer."""
     evidence = MeanGradient(model=model, sources=sources(rows, probes))
-    return optimizer, Guard(optimizer, model, evidence=evidence, gate=Collaborative(beta=0.9))
+    return Guard(optimizer, model, evidence=evidence, gate=Collaborative(beta=0.9))
 
 
 def whole_step(base: nn.Module, rows: Sequence[Encoded], rounds: int) -> dict[str, Any]:
@@ -66,18 +66,10 @@ def whole_step(base: nn.Module, rows: Sequence[Encoded], rounds: int) -> dict[st
         model = copy.deepcopy(base).train()
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
         if name == "gated":
-            optimizer, guard = guarded(model, rows, probes=8)
-            guard.refresh()
-        elif name == "gated by hooks":
-            evidence = MeanGradient(model=model, sources=sources(rows, 8))
-            Guard(optimizer, model, evidence=evidence, gate=Collaborative(beta=0.9)).refresh()
-
-        def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            optimizer.zero_grad()
-            answer_losses(model, batch).mean().backward()
-            optimizer.step()
-
-        arms[name] = step
+            optimizer = AdamW(model.parameters(), **OPTIONS)
+        if name != "ungated":
+            guarded(optimizer, model, rows, probes=8).refresh()
+        arms[name] = partial(step, model, optimizer, batch)
     seconds = in_turn(arms, rounds=rounds, warm=2)
     return {
         "rows": len(batch),
@@ -85,6 +77,13 @@ def whole_step(base: nn.Module, rows: Sequence[Encoded], rounds: int) -> dict[st
         "seconds": medians(seconds),
         "ratio": {name: ratio(seconds, name, "ungated") for name in ("gated", "gated by hooks")},
     }
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Sequence[Encoded]) -> None:
+    """One update."""
+    optimizer.zero_grad()
+    answer_losses(model, batch).mean().backward()
+    optimizer.step()
 
 
 def full_logit_loss(model: nn.Module, row: Encoded) -> Tensor:
@@ -97,11 +96,11 @@ def full_logit_loss(model: nn.Module, row: Encoded) -> Tensor:
 
 def one_at_a_time(model: nn.Module, params: Sequence[nn.Parameter], parts: Sequence[Source]) -> list[Tensor]:
     """The evidence by a loop over examples with all logits."""
-    with borrowed_gradients(model, params):
+    with borrowed_gradients(model, params) as passes:
         for part in parts:
             for row in part.rows:
                 (full_logit_loss(model, row) * (part.weight / len(part.rows))).backward()  # type: ignore[no-untyped-call]
-        return take_gradients(model, params)
+        return taken(Engine(model), params, passes)
 
 
 def refresh(model: nn.Module, rows: Sequence[Encoded], probes: int, rounds: int) -> dict[str, Any]:
@@ -168,8 +167,8 @@ def batch_of_one(base: nn.Module, rows: Sequence[Encoded], rounds: int) -> dict[
     plain, fast = copy.deepcopy(base).train(), copy.deepcopy(base).train()
     params = list(plain.parameters())
     hand = MaskedAdamW(params, one_at_a_time(plain, params, sources(rows, 8)))
-    optimizer, guard = guarded(fast, rows, probes=8)
-    guard.refresh()
+    optimizer = AdamW(fast.parameters(), **OPTIONS)
+    guarded(optimizer, fast, rows, probes=8).refresh()
     order = {"straightforward": iter(rows[16:]), "cplus": iter(rows[16:])}
 
     def straightforward() -> None:
@@ -179,9 +178,7 @@ def batch_of_one(base: nn.Module, rows: Sequence[Encoded], rounds: int) -> dict[
         hand.step()
 
     def cplus() -> None:
-        optimizer.zero_grad()
-        answer_losses(fast, [next(order["cplus"])]).mean().backward()
-        optimizer.step()
+        step(fast, optimizer, [next(order["cplus"])])
 
     seconds = in_turn({"straightforward": straightforward, "cplus": cplus}, rounds=rounds, warm=2)
     return {
@@ -197,15 +194,13 @@ def epoch(base: nn.Module, rows: Sequence[Encoded], batch_size: int, sizes: Sequ
     """
     past = Past(name="past", anchors=rows[:ANCHORS], probes=rows[ANCHORS : ANCHORS + sizes[0]])
     material = Material(new=list(rows[-NUM_NEW:]), past=(past,))
-    spent: dict[str, dict[str, float]] = {}
+    spent = {name: {"steps": 0.0, "refresh": 0.0} for name in ("sft", "cplus")}
     streams: dict[str, Iterator[Event]] = {}
-    kept = {}
-    for name in ("sft", "cplus"):
+    for name in spent:
         model = copy.deepcopy(base)
         optimizer = AdamW(model.parameters(), **OPTIONS)
         prepared = prepare(METHODS[name], optimizer, model, material, seed=0)
         streams[name] = adapt(model, optimizer, prepared, schedule=Schedule(epochs=1, batch_size=batch_size), seed=0)
-        spent[name], kept[name] = {"steps": 0.0, "refresh": 0.0}, (model, prepared)
     while streams:
         for name in list(streams):
             begin = time.perf_counter()
@@ -213,7 +208,6 @@ def epoch(base: nn.Module, rows: Sequence[Encoded], batch_size: int, sizes: Sequ
             spent[name]["refresh" if isinstance(event, Refreshed) else "steps"] += time.perf_counter() - begin
             if event is None:
                 del streams[name]
-    model = kept["cplus"][0]
     params = list(model.parameters())
     refreshes = {sizes[0]: spent["cplus"]["refresh"]}
     for size in sizes[1:]:
@@ -234,7 +228,7 @@ def epoch(base: nn.Module, rows: Sequence[Encoded], batch_size: int, sizes: Sequ
 
 def refresh_memory(model: nn.Module, rows: Sequence[Encoded]) -> dict[str, float]:
     """What a refresh holds at its peak, in bytes per parameter: one gradient and the activations of one batch."""
-    _, guard = guarded(model, rows, probes=32)
+    guard = guarded(AdamW(model.parameters(), **OPTIONS), model, rows, probes=32)
     before = resident()
     during = peak(guard.refresh) - before
     count = sum(p.numel() for p in model.parameters())
@@ -245,25 +239,16 @@ def refresh_memory(model: nn.Module, rows: Sequence[Encoded]) -> dict[str, float
 
 def main() -> None:
     """Measure, print the bars, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--batch-size", type=int, default=8, help="of the whole epoch")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    base = models.load(options.model)
-    short, longer = encoded(base, "csqa", options.data_dir), encoded(base, "medqa", options.data_dir)
-    figures: dict[str, Any] = {"model": options.model}
+    asked = options(__doc__, model="smollm2-135m", rounds=7, batch_size=8)
+    base = models.load(asked.model)
+    short, longer = encoded(base, "csqa", asked.data_dir), encoded(base, "medqa", asked.data_dir)
+    figures: dict[str, Any] = {"model": asked.model}
     for name, measure in {
-        "step": lambda: whole_step(base.model, longer, options.rounds),
+        "step": lambda: whole_step(base.model, longer, asked.rounds),
         "refresh": lambda: refresh(base.model, short, 32, 3),
-        "batch_of_one": lambda: batch_of_one(base.model, short, options.rounds),
+        "batch_of_one": lambda: batch_of_one(base.model, short, asked.rounds),
         "refresh_memory": lambda: refresh_memory(base.model, short),
-        "epoch": lambda: epoch(base.model, short, options.batch_size, (32, 128, 512)),
+        "epoch": lambda: epoch(base.model, short, asked.batch_size, (32, 128, 512)),
     }.items():
         figures[name] = measure()
         console.print(f"{name}: {figures[name]}")
@@ -274,7 +259,7 @@ def main() -> None:
         "batch-1 steps a second / straightforward loop": (figures["batch_of_one"]["ratio"], ">=", 2.0),
         "epoch of CPLUS with N=32 / epoch of SFT": (figures["epoch"]["ratio"][32], "<=", 1.15),
     }
-    finish("training", figures, bars, options)
+    finish("training", figures, asked.out, bars)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -112,10 +111,6 @@ class Browser:
         """`screen` or `print`, `light` or `dark`."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", media=kind, features=features)
-
-    def pdf(self) -> bytes:
-        """The page as it is printed."""
-        return base64.b64decode(self.call("Page.printToPDF")["data"])
 
     def complaints(self) -> list[str]:
         """Console errors and warnings, exceptions and refused loads since the page was opened."""

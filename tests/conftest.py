@@ -23,9 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from cplus.core import guard, kernels
-
-guard.THOROUGH = True  # a parameter that moves past the gate is an error in every test
+from cplus.core import kernels
 
 CORPUS = [
     "Question: What colour is the sky on a clear day?\nOptions:\nA: blue\nB: green\nC: red\nD: black\n\n",

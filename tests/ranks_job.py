@@ -16,17 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import scipy.stats  # noqa: F401 - the forks need not import it again
 import torch
-from killed_job import before, child, ended
+from killed_adapt import before, child, ended
 from torch.optim.lr_scheduler import LambdaLR
 from toyjob import asked, write_files
 
 from cplus.cli.app import main as command
-from cplus.jobs import memory, prepare
 from cplus.jobs.checkpoint import Checkpoints
 
 Patch = Callable[[int], None]
-PARTS = 4
 """Parts of a batch, so that one to four processes give the same bits."""
 BANK: dict[str, Any] = {"num_probes": 150, "epochs": 1}
 """Settings of a job whose bank takes several blocks of requests."""
@@ -66,7 +65,7 @@ def run(folder: Path, name: str, size: int, arguments: list[str], patch: Patch =
 def settings(folder: Path, name: str, **changes: Any) -> list[str]:
     """The arguments of a job in a folder of its own."""
     place = folder / f"{name}.yaml"
-    config = asked(folder, checkpoint_steps=1, out=folder / name, **{"micro_batches": PARTS} | changes)
+    config = asked(folder, checkpoint_steps=1, out=folder / name, **changes)
     place.write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
     return ["--config", str(place)]
 
@@ -119,19 +118,6 @@ def elsewhere(folder: Path) -> Patch:
     return lambda rank: os.chdir(other if rank == 1 else folder)
 
 
-def another_version(rank: int) -> None:
-    """The second process has another version of torch."""
-    if rank == 1:
-        real = prepare.versions
-        prepare.versions = lambda: {**real(), "torch": "0.1"}  # type: ignore[attr-defined]
-
-
-def small_device(rank: int) -> None:
-    """The second process's device has little memory left."""
-    if rank == 1:
-        memory.available = lambda device: 1_000_000
-
-
 def not_shared(folder: Path) -> Patch:
     """The second process is where the job's folder is not."""
     other = folder / "another node"
@@ -149,7 +135,7 @@ def scenario(folder: Path, name: str) -> list[int]:
     if name == "ddp":
         return run(folder, name, 2, settings(folder, name, sharding="ddp"))
     if name == "lora":
-        return run(folder, name, 2, settings(folder, name, lora={"r": 4, "dropout": 0.1}, keep_best=True))
+        return run(folder, name, 2, settings(folder, name, lora={"r": 4}, keep_best=True))
     if name == "curvature":
         return run(folder, name, 2, settings(folder, name, sharding="ddp", method="cplus-curvature", epochs=1))
     if name == "three":
@@ -158,12 +144,12 @@ def scenario(folder: Path, name: str) -> list[int]:
         os.environ["CPLUS_CACHE"] = str(folder / "cache of two")
         return run(folder, name, 2, settings(folder, name, **BANK))
     if name == "unmet":
-        return run(folder, name, 2, settings(folder, name, epochs=1, require=["acquisition>=0.7"], lr=1e-6))
+        own = {"epochs": 1, "method": "cpl", "sharding": "ddp", "require": ["acquisition>=0.7"]}
+        return run(folder, name, 2, settings(folder, name, **own))
     if name == "unshared":
         arguments = [*settings(folder, name), "--out", name]
         return run(folder, name, 2, arguments, not_shared(folder))
     patches: dict[str, Patch] = {"killed": killed, "killed-first": killed_first, "failing": failing, "stopped": stopped}
-    patches |= {"version": another_version, "small": small_device}
     return run(folder, name, 2, settings(folder, name), patches.get(name, lambda rank: None))
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import random
 
-from cplus.receipts.page import (
-    BankAudit,
+from cplus.evaluation.requirements import Requirement
+from cplus.receipts.contents import (
     ComparedRun,
     GateShare,
     ModelId,
-    Overlap,
     Point,
     Receipt,
-    Requirement,
     RowComparison,
     RowSet,
-    SampleProbe,
 )
 
 HOSTILE = "<script>document.title = 'in'</script><img src=x onerror=\"document.title = 'in'\"> & \"quotes\""
@@ -164,20 +161,20 @@ def full(*, scale: int = 1) -> Receipt:
         },
         followed={"past": 64, "new": 48},
         gate=gates(),
-        audit=BankAudit(
-            sha256="09ab" * 16,
-            probes=64,
-            unique=64,
-            requests=101,
-            rejected={"copy": 21, "no question mark": 16},
-            confidence={"mean": 0.71, "median": 0.74, "p10": 0.42},
-            divergence=0.031,
-            overlaps=(Overlap(name="past", rows=400, exact=0, near=1),),
-            sample=(
-                SampleProbe(input="What melts in the sun?", answer="ice", confidence=0.81),
-                SampleProbe(input=HOSTILE, answer=HOSTILE, confidence=0.2),
-            ),
-        ),
+        audit={
+            "sha256": "09ab" * 16,
+            "probes": 64,
+            "unique": 64,
+            "requests": 101,
+            "rejected": {"copy": 21, "no question mark": 16},
+            "confidence": {"mean": 0.71, "median": 0.74, "p10": 0.42},
+            "divergence": 0.031,
+            "overlaps": [{"name": "past", "rows": 400, "exact": 0, "near": 1}],
+            "sample": [
+                {"input": "What melts in the sun?", "answer": "ice", "confidence": 0.81},
+                {"input": HOSTILE, "answer": HOSTILE, "confidence": 0.2},
+            ],
+        },
         cost={
             "seconds": 754.2,
             "extra_bytes": 1_076_000_000,

@@ -96,26 +96,6 @@ def test_the_plain_loop_is_the_oracle() -> None:
         np.testing.assert_allclose(p.numpy(), q, rtol=1e-9, atol=1e-12)
 
 
-def test_the_plain_loop_refuses_sources_of_different_length() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        algorithm.run(
-            [torch.ones(2)],
-            epochs=[[1]],
-            propose=lambda theta, batch: theta,
-            anchor_gradient=lambda theta: [torch.ones(2)],
-            probe_gradient=lambda theta: [torch.ones(2), torch.ones(2)],
-        )
-
-
-def test_two_steps_by_hand() -> None:
-    # beta = 0.9. Step 1: masks 1, 0 -> coefficients 1, 0. Step 2: masks 0, 1 -> ema .09, .1, over 1 - .81.
-    ema = torch.zeros(2)
-    ema = algorithm.smooth(ema, algorithm.collaborates(torch.tensor([1.0, 1.0]), torch.tensor([-1.0, 1.0])), 0.9)
-    torch.testing.assert_close(algorithm.coefficient(ema, 0.9, 1), torch.tensor([1.0, 0.0]))
-    ema = algorithm.smooth(ema, algorithm.collaborates(torch.tensor([1.0, 1.0]), torch.tensor([2.0, -2.0])), 0.9)
-    torch.testing.assert_close(algorithm.coefficient(ema, 0.9, 2), torch.tensor([0.09 / 0.19, 0.1 / 0.19]))
-
-
 def test_bias_correction_of_constant_masks() -> None:
     ema = torch.zeros(1)
     for t in range(1, 50):

@@ -200,12 +200,6 @@ def test_a_loss_that_writes_a_parameter_is_named() -> None:
         protect(AdamW(model.parameters()), model, evidence=[(1.0, CASE.past, loss)])
 
 
-def test_tokens_and_losses_are_not_mixed() -> None:
-    model = classifier().model
-    with pytest.raises(ValueError, match="give anchors and probes, or evidence, not both"):
-        protect(AdamW(model.parameters()), model, anchors=tiny.rows(1), evidence=[(1.0, CASE.past, classifier_loss)])
-
-
 def test_a_source_that_runs_dry_later_is_named_at_that_refresh() -> None:
     case = regressor()
     batches = list(case.past)

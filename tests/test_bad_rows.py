@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from typer.testing import CliRunner
 
 from cplus import models
 from cplus.cli.app import app
-from cplus.data.readers import read_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cache")
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
@@ -56,16 +54,3 @@ def test_a_bad_file_is_refused_in_one_sentence(
         CliRunner().invoke(app, given, catch_exceptions=False)
     assert "\n" not in str(refused.value)
     assert not out.exists()
-
-
-def test_the_support_desk_writes_rows_of_three_formats(tmp_path: Path) -> None:
-    desk = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "rows" / "support_desk.py"))
-    found = {}
-    for name, rows in desk["FORMATS"].items():
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows()))
-        found[name] = read_rows(path)
-    assert {name: len(own.examples) for name, own in found.items()} == {"alpaca": 40, "sharegpt": 40, "tools": 40}
-    assert [own.detected.format for own in found.values()] == ["alpaca", "sharegpt", "messages"]
-    first: Any = found["tools"].examples[0]
-    assert json.loads(first.tools)[0]["function"]["name"] == "order_status"

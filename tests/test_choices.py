@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,7 @@ def chosen(folder: Path, monkeypatch: pytest.MonkeyPatch, *, free: int, bf16: bo
     (folder / "free.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     config = unset(folder, anchors=None, past=None, interface=None, new=str(folder / "free.jsonl"), **changes)
     size = ModelSize(parameters=135_000_000, trainable=135_000_000, stored_dtype="float32", activation_bytes=80)
-    need = Footprint(
-        held=20, peak=100, available=free, kept_bytes_per_parameter=0, step_bytes_per_parameter=0, disk=0, free=0
-    )
+    need = Footprint(held=20, peak=100, available=free, gate=0, checkpoint=0, disk=0, free=0)
     monkeypatch.setattr(models, "choose_device", lambda name: torch.device("cuda" if bf16 else "cpu"))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: bf16)
     config, found = choose(config, read(config, METHODS["cplus"], folder), size, need)
@@ -70,24 +68,12 @@ def test_what_is_not_given_is_chosen_with_a_reason(tmp_path: Path, monkeypatch: 
     assert "60 updates of 8 of the 40 new rows" in why["epochs"]
     config, why = chosen(tmp_path, monkeypatch, free=100, **quick)
     assert (config.compute_dtype, config.gradient_checkpointing) == ("float32", False)
-    assert set(why) == {"lr", "epochs", "evaluate_every", "micro_batches"}
+    assert set(why) == {"lr", "epochs", "evaluate_every"}
     assert chosen(tmp_path, monkeypatch, free=100, **{**quick, "stop": "lost:0.1"})[0].evaluate_every == 1
     given = {"lr": 1e-3, "epochs": 2, "compute_dtype": "float32", "gradient_checkpointing": False}
     assert chosen(tmp_path, monkeypatch, free=50, bf16=True, **given, **quick)[1] == {}
     with pytest.raises(ValueError, match=r"the default learning rate is AdamW's, but the optimizer is sgd; provide lr"):
         chosen(tmp_path, monkeypatch, free=50, optimizer="sgd")
-
-
-def test_the_papers_settings_choose_nothing() -> None:
-    config = settings({"model": "toy", "new": "a.jsonl", "preset": "paper"})
-    assert set(CHOSEN) - {"evaluate_every"} <= config.model_fields_set  # without chosen epochs it is 1
-    assert (config.lr, config.epochs, config.compute_dtype) == (1e-6, 25, "float32")
-
-
-@pytest.mark.parametrize("value", ["fast", 0, -1.0, "nan", True])
-def test_a_rate_is_a_number_or_auto(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"lr: expected a learning rate above 0, or auto to test several, got"):
-        settings({"model": "toy", "new": "a.jsonl", "lr": value})
 
 
 # The test of several rates
@@ -99,10 +85,10 @@ def test_the_best_rung_gains_most_after_what_it_costs() -> None:
         Rung(lr=3.0, gained=0.5, lost=0.1),
         Rung(lr=9.0, gained=0.9, lost=0.8),
     ]
-    best = choices._best([*rungs, Rung(lr=27.0, gained=-math.inf, lost=math.inf)], 3)
+    best = choices.best_rung([*rungs, Rung(lr=27.0, gained=-math.inf, lost=math.inf)], 3)
     assert best.value == 3.0
     assert "9 gains 0.900 on new rows and loses 0.800 on kept ones; 27 diverges" in best.why
-    assert choices._best([rungs[0], replace(rungs[0], lr=3.0)], 3).value == 1.0
+    assert choices.best_rung([rungs[0], replace(rungs[0], lr=3.0)], 3).value == 1.0
 
 
 def test_a_tested_rate_is_used_like_a_given_one_and_survives_a_resume(
@@ -114,15 +100,14 @@ def test_a_tested_rate_is_used_like_a_given_one_and_survives_a_resume(
     kept = json.loads((tmp_path / "out" / "settings.json").read_text())["settings"]["lr"]
     done = resume(tmp_path / "out")
     assert isinstance(kept, float)
-    parts, why = done.record["chosen"]
-    assert (parts["name"], parts["value"]) == ("micro_batches", 2)
+    (why,) = done.record["chosen"]
     assert why["value"] == done.record["settings"]["lr"] == kept
     assert "4 updates at 10 times each rate" in why["why"]
-    assert any(f"because they were not given: micro_batches 2, lr {kept:g}" in note for note in done.record["notes"])
+    assert any(f"because they were not given: lr {kept:g}" in note for note in done.record["notes"])
     assert done.record["actual"]["seconds"]["choosing the rate"] > 0
     plain = cplus.adapt(unset(tmp_path, lr=kept, epochs=1, out=tmp_path / "plain"))
     assert same(written(tmp_path / "out"), written(tmp_path / "plain"))
-    assert plain.record["chosen"] == [parts]
+    assert plain.record["chosen"] == []
 
 
 def test_adapters_are_removed_after_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +123,7 @@ def test_adapters_are_removed_after_the_test(tmp_path: Path, monkeypatch: pytest
 def test_a_job_too_short_for_a_test_uses_the_rule_and_says_so(tmp_path: Path) -> None:
     write_files(tmp_path)
     done = cplus.adapt(unset(tmp_path, lr="auto", epochs=1))
-    _, why = done.record["chosen"]
+    (why,) = done.record["chosen"]
     assert why["value"] == 4e-4
     assert why["why"].startswith("the job is too short for a test that costs a tenth of it")
     with pytest.raises(ValueError, match=r"'lora' decides itself what trains, so no rate is tested for it; provide lr"):
@@ -155,13 +140,6 @@ def test_the_divergence_is_that_of_the_whole_distribution_where_it_is_small_enou
     expected = float(exact.sum()) / sum(len(row.target) for row in rows)
     assert measure.divergence(moved, reference) == pytest.approx(expected, rel=1e-4)
     assert measure.divergence(base, reference) == pytest.approx(0.0, abs=1e-6)
-
-
-def test_fewer_tokens_give_a_lower_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    base, moved, rows = tiny.lm(0), tiny.lm(1), tiny.rows(9)
-    whole = measure.divergence(moved, measure.base_rows(base, rows))
-    monkeypatch.setattr(measure, "LIKELIEST", 8)
-    assert 0 < measure.divergence(moved, measure.base_rows(base, rows)) < whole
 
 
 def test_the_divergence_is_in_curve_receipt_and_notes(tmp_path: Path) -> None:
@@ -206,7 +184,6 @@ class Hub:
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     found = Hub()
     monkeypatch.setattr(outputs, "HfApi", lambda: found)
-    monkeypatch.setattr(outputs, "get_token", lambda: "a token")
     return found
 
 
@@ -226,16 +203,11 @@ def test_a_job_is_uploaded_with_its_card_and_is_private_by_default(tmp_path: Pat
     assert "library_name: peft" in apart
 
 
-def test_an_upload_that_cannot_work_is_refused_before_training(
-    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_that_cannot_work_is_refused_before_training(tmp_path: Path, hub: Hub) -> None:
     write_files(tmp_path)
     config = asked(tmp_path, epochs=1, method="sft", push_to_hub="me/desk", public=True)
     hub.refuses = "whoami"
     with pytest.raises(ValueError, match=r"the hub cannot be reached or does not take the token \(ConnectionError\)"):
-        cplus.adapt(config)
-    monkeypatch.setattr(outputs, "get_token", lambda: None)
-    with pytest.raises(ValueError, match=r"needs a token with write access, and none was found; run 'hf auth login'"):
         cplus.adapt(config)
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match=r"push_to_hub: expected a repository on the hub as owner/name, got 'desk'"):
@@ -273,4 +245,4 @@ def test_the_chat_template_and_the_generation_settings_are_written_back(tmp_path
     )
     assert after == before
     assert after["top_p"] == 0.85
-    assert choices.as_rows(choices.stored(Folder(tmp_path / "out").settings)) == done.record["chosen"]
+    assert [asdict(own) for own in choices.stored(Folder(tmp_path / "out").settings)] == done.record["chosen"]

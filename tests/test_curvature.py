@@ -18,7 +18,6 @@ from cplus.core.gates import Elementwise, stored
 from cplus.core.guard import Guard
 from cplus.core.losses import answer_losses
 from cplus.core.optim import AdamW
-from cplus.core.shards import Layout
 from cplus.methods.curvature import Curvature, attenuation, damping
 from cplus.methods.table import METHODS
 
@@ -59,11 +58,11 @@ def test_the_damping_gives_the_share_and_shards_count_alike() -> None:
     random = torch.Generator().manual_seed(0)
     squares = [torch.randn(50, 7, generator=random).pow(8), torch.zeros(9), torch.rand(33, generator=random) * 1e-20]
     for share in (0.05, 0.5, 0.95):
-        d = damping(squares, share, Layout())
+        d = damping(squares, share)
         c = torch.cat([attenuation(own[own > 0].bfloat16().double(), d) for own in squares])
         assert float(c.mean()) == pytest.approx(share, abs=1e-9)
-        assert damping([squares[0][:20], *squares[1:], squares[0][20:]], share, Layout()) == d
-    assert damping([torch.zeros(3)], 0.5, Layout()) == 1.0
+        assert damping([squares[0][:20], *squares[1:], squares[0][20:]], share) == d
+    assert damping([torch.zeros(3)], 0.5) == 1.0
     assert attenuation(torch.zeros(3), 1.0).tolist() == [1.0] * 3
 
 

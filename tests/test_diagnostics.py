@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import re
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,10 @@ import torch
 from quadratic import Bag, PastEvidence, new_gradient
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cplus import models
 from cplus.core import kernels
-from cplus.core.evidence import MeanGradient, Reference, Source
+from cplus.core.evidence import MeanGradient, Source
 from cplus.core.gates import Collaborative
 from cplus.core.guard import Guard
 from cplus.core.losses import answer_losses
@@ -32,20 +29,15 @@ from cplus.data.interfaces import build
 from cplus.data.tasks import load_task, split, stack
 from cplus.lab import runs
 from cplus.lab.diagnostics import (
-    BYTES,
-    KEPT,
     OBSERVED,
     Admission,
     Coordinates,
     Evidences,
     Observation,
     References,
-    Shelf,
     audit,
     proposals,
     propose,
-    replay,
-    scratch_bytes,
 )
 from cplus.lab.records import load_result, save_result
 from cplus.lab.runs import Comparison, set_up
@@ -208,7 +200,7 @@ def test_the_own_reference_of_another_reduction_is_taken_whole() -> None:
     assert guard is not None
     plain = prepare(row, AdamW(guard.model.parameters()), guard.model, MATERIAL, seed=0)
     tap = Observation(("reference",), plain, full=FULL, schedule=SCHEDULE, seed=0).taps["reference"]
-    expected = row.reduction(guard.model, row.sources(FULL))(guard.params, 0).vectors[0]
+    expected = row.reduction(model=guard.model, sources=row.sources(FULL))(guard.params, 0).vectors[0]
     for i, g in enumerate(expected):
         assert torch.equal(tap.shelf.get(f"own-{i}", g.device), g.sign().to(torch.int8))
 
@@ -221,7 +213,7 @@ def unpacked(prepared: Prepared) -> None:
     prepared.guard.gate.uses = "values"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("method", ["cplus", "cpl", "shuffled", "norm-matched", "cplus-rotating"])
+@pytest.mark.parametrize("method", ["cplus", "shuffled"])
 @pytest.mark.parametrize("change", [lambda prepared: None, unpacked], ids=["packed", "unpacked"])
 def test_weights_are_bitwise_the_same_with_every_tap_on(method: str, change: Callable[[Prepared], None]) -> None:
     plain, nothing, _ = trained(method, (), change)
@@ -266,61 +258,6 @@ def test_compiled_passes_are_observed_and_stay_the_same(kind: type[Optimizer], m
     for row, other in zip(found.report()["layers"], expected.report()["layers"], strict=True):
         for kept in ("mask", "coefficient"):
             assert row[kept] == pytest.approx(other[kept], rel=1e-4)
-
-
-class Peak(TorchDispatchMode):
-    """The largest number of bytes that tensors made inside held at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self.known:
-                self.known.add(key)
-                self.now += (size := tensor.untyped_storage().nbytes())
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(tensor.untyped_storage(), self._freed, key, size)
-        return out
-
-    def _freed(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.now -= size
-
-
-def test_observers_hold_the_work_of_one_tensor_not_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateshares, "BLOCK", 1 << 9)
-    size, count = 40_000, 12
-    bag = nn.ParameterList(nn.Parameter(torch.randn(size)) for _ in range(count))
-    optimizer = SGD(bag, lr=0.1)
-    evidence = Random(size, count)
-    guard = Guard(optimizer, nn.ModuleList([bag]), evidence=evidence, gate=Collaborative(beta=0.9))
-    references = References(guard, ["all"] * count, cpl=evidence, weight=1.0, others=None)
-    references.refresh()
-    guard.refresh()
-    peaks = []
-    for observers in ([], [], [Admission(["all"] * count), references]):
-        guard.observers[:] = observers
-        for p in bag:
-            p.grad = torch.ones(size)
-        with Peak() as peak:
-            optimizer.step()
-        peaks.append(peak.peak)
-    assert peaks[1] >= 4 * size * count  # the guard's own copy of the parameters is seen, so an observer's would be
-    assert peaks[2] - peaks[1] < 2 * 4 * size
-
-
-class Random:
-    """Evidence for parameters without a model."""
-
-    def __init__(self, size: int, count: int) -> None:
-        self.vector = [torch.randn(size) for _ in range(count)]
-
-    def __call__(self, params: Any, refresh: int) -> Reference:
-        return Reference(vectors=[self.vector])
 
 
 # The decay of the last step is read off the weights after it; without decay nothing is approximate.
@@ -476,32 +413,6 @@ def test_the_audit_is_the_flat_calculation_over_kept_masks() -> None:
         assert row["agreement"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_audits_sums_are_the_same_whatever_the_memory() -> None:
-    """Little memory only means that the same updates are proposed again for the parameters that had no room."""
-    sums = []
-    for room in (1 << 30, 2000 * BYTES):
-        model, shelf = tiny.lm(), Shelf()
-        optimizer = AdamW(model.parameters(), lr=1e-3)
-        batches = [tiny.rows(2, seed=seed) for seed in range(3)]
-        assert replay(shelf, model, optimizer, batches, beta=0.9, room=room) == 3
-        kept = range(len(list(model.parameters())))
-        sums.append([shelf.get(f"{name}-{i}", torch.device("cpu")) for i in kept for name in KEPT])
-        shelf.close()
-    assert all(torch.equal(one, other) for one, other in zip(*sums, strict=True))
-
-
-def test_scratch_that_does_not_fit_is_refused_and_a_device_with_room_is_used() -> None:
-    with pytest.raises(ValueError, match=r"needs .* GB of scratch, but .* free; set TMPDIR to a folder on a larger"):
-        Shelf(1 << 60)
-    shelf = Shelf(8, torch.device("cpu"))
-    shelf._device = torch.device("cpu")  # as on a GPU with room
-    shelf.put("a", torch.arange(4.0).view(2, 2))
-    assert shelf.read("a", 1, 3).tolist() == [1.0, 2.0]
-    assert shelf.get("a", torch.device("cpu")).shape == (2, 2)
-    shelf.close()
-    assert 2.0e10 < scratch_bytes(596_049_920, 6) < 3.0e10  # Qwen3-0.6B, the paper's budgets
-
-
 def test_the_audits_coordinates_are_the_update_weighted_mean_masks() -> None:
     model = tiny.lm().double()
     given = Evidences(anchors={4: PAST[:4]}, num_anchors=4, probes=tiny.rows(6, seed=2), past=PAST)
@@ -581,14 +492,3 @@ def test_what_cannot_be_observed_is_refused(setting: tuple[RunSpec, Comparison])
             runs.run(dataclasses.replace(spec, **changes), given)
     with pytest.raises(ValueError, match="there are no probes"):
         Evidences(anchors={4: PAST[:4]}, num_anchors=4, probes=(), past=PAST)
-
-
-@pytest.mark.long
-def test_the_page_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parent.parent / "docs" / "diagnostics.md").read_text()
-    names: dict[str, Any] = {}
-    for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(compile(text, "docs/diagnostics.md", "exec"), names)
-    assert set(names["found"]) == {"admission", "reference"}
-    assert names["tap"].report()["epochs"][0]["mask"]["coordinates"] > 0

@@ -32,18 +32,6 @@ def running(*, long: bool) -> list[Path]:
     return [page for page in PAGES if any(block.runs and block.long == long for block in blocks(page))]
 
 
-def test_a_block_is_found_with_its_marks_and_without_its_indentation(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "a\n\n    <!-- run: long -->\n    <!-- exit code: 0 or 2 -->\n    ```bash\n    cplus x\n    ```\nb\n"
-    )
-    (block,) = blocks(page)
-    assert (block.language, block.text, block.line) == ("bash", "cplus x\n", 5)
-    assert block.marks == {"run": "long", "exit code": "0 or 2"}
-    assert block.long
-    assert [line for line in outside(page) if "cplus" in line] == []
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_block_is_run_or_says_why_not(page: Path) -> None:
     for block in blocks(page):

@@ -72,15 +72,6 @@ def test_what_the_reference_shows_of_python_exists() -> None:
         assert re.search(rf"^(def|class) {member}\b", source, re.M), name
 
 
-def test_without_the_extra_the_line_that_installs_it_is_printed(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexit 1\n")
-    python.chmod(0o755)
-    made = subprocess.run(["make", "docs", f"BIN={tmp_path}"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert made.returncode != 0
-    assert "pip install --constraint constraints.txt --editable '.[docs]'" in made.stderr
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built once for the module."""

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from email.message import Message
-from io import BytesIO
 from pathlib import Path
-from urllib.error import HTTPError, URLError
 
 import pytest
 from typer.testing import CliRunner
@@ -85,28 +81,3 @@ def test_a_model_that_does_not_load_is_a_finding_and_not_a_crash(monkeypatch: py
     code, said = run()
     assert code == 1
     assert "no weights" in said
-
-
-def only(check: Iterator[doctor.Finding]) -> doctor.Finding:
-    [found] = check
-    return found
-
-
-def test_the_hub_is_reachable_unreachable_or_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert only(doctor.hub()).name == "offline"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-
-    def refused(*args: object, **rest: object) -> None:
-        raise URLError("no route to host")
-
-    monkeypatch.setattr("urllib.request.urlopen", refused)
-    found = only(doctor.hub())
-    assert (found.name, found.state) == ("unreachable", "note")
-    assert "no route to host" in found.says
-
-    def answered(*args: object, **rest: object) -> None:
-        raise HTTPError("", 405, "not allowed", Message(), None)
-
-    for answer in (answered, lambda *args, **rest: BytesIO()):
-        monkeypatch.setattr("urllib.request.urlopen", answer)
-        assert only(doctor.hub()).name == "reachable"

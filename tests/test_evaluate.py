@@ -24,14 +24,10 @@ from cplus.data.readers import read_file
 from cplus.data.tasks import save_split, split, stack
 from cplus.evaluation import judges, requirements
 from cplus.evaluation.changes import (
-    acquisition_by_label,
     answered,
     answers,
     compared,
-    gold_labels,
-    macro,
     permuted,
-    retention_by_label,
 )
 from cplus.evaluation.requirements import Measured
 from cplus.evaluation.statistics import Rate, noise_floor, weighted
@@ -104,12 +100,13 @@ def test_qwen3s_stored_split_and_a_model_that_never_says_a(data_dir: Path) -> No
     assert answers(before) == {"A": 898, "B": 90, "C": 35, "D": 73}
     # Right wherever the answer is not A, and B instead of A.
     after = [said(e.id, e.answer or 1, e.answer != 0) for e in examples]
-    table, labels = evaluate.flips(before, after), gold_labels(examples)
+    table = evaluate.flips(before, after)
     assert round(evaluate.retention(table).percent, 1) == 35.8
-    by_label = retention_by_label(table, labels)
-    assert by_label == {"A": Rate(0, 265), "B": Rate(68, 68), "C": Rate(24, 24), "D": Rate(56, 56)}
-    assert macro(by_label) == 75.0
-    assert acquisition_by_label(table, labels)["A"] == Rate(0, 9)
+    summary = compared(table, examples)
+    rates = {"A": Rate(0, 265), "B": Rate(68, 68), "C": Rate(24, 24), "D": Rate(56, 56)}
+    assert summary["retention"]["labels"] == {label: rate.row() for label, rate in rates.items()}
+    assert summary["retention"]["macro"] == 75.0
+    assert summary["acquisition"]["labels"]["A"] == Rate(0, 9).row()
 
 
 QUESTIONS: list[Example] = [
@@ -143,14 +140,15 @@ def asked_by(choose: Any) -> Any:
 
 def test_permuted_options_unmask_a_letter_and_leave_knowledge_alone() -> None:
     always_a = permuted(asked_by(lambda row: 0), QUESTIONS)
-    assert always_a.mean == pytest.approx(100 * 12 / 42)
-    assert always_a.consistent == Rate(0, 12)
-    assert always_a.answers == {"A": 42}
+    assert always_a["mean"] == pytest.approx(100 * 12 / 42)
+    assert always_a["consistent"] == Rate(0, 12).row()
+    assert always_a["answers"] == {"A": 42}
     knows = permuted(asked_by(lambda row: row.answer), QUESTIONS)
-    assert (knows.mean, knows.consistent, knows.averaged) == (100.0, Rate(12, 12), Rate(12, 12))
+    assert (knows["mean"], knows["consistent"], knows["averaged"]) == (100.0, *[Rate(12, 12).row()] * 2)
     likes_w = permuted(asked_by(lambda row: row.choices.index("w")), QUESTIONS)
-    assert likes_w.consistent == Rate(12, 12)
-    assert likes_w.averaged == Rate(sum(q.right == "w" for q in QUESTIONS if isinstance(q, Choice)), 12)
+    assert likes_w["consistent"] == Rate(12, 12).row()
+    right = sum(q.right == "w" for q in QUESTIONS if isinstance(q, Choice))
+    assert likes_w["averaged"] == Rate(right, 12).row()
 
 
 def test_other_rules_by_hand() -> None:
@@ -250,12 +248,6 @@ def test_a_judge_that_fails_names_the_row_and_the_remedy(
     monkeypatch.delitem(sys.modules, "bad_checks", raising=False)
     with pytest.raises(ValueError, match=said):
         judged_by("python:bad_checks:it", "x", ANY)
-
-
-def test_numpys_truth_is_truth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "numpy_checks.py").write_text("import numpy\ndef it(text, example): return numpy.bool_(True)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert judged_by("python:numpy_checks:it", "x", ANY) is True
 
 
 def test_a_model_judges_by_the_likelihood_of_yes_and_no(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,14 +526,6 @@ def test_more_choices_than_letters(saved: Path, tmp_path: Path) -> None:
         run(saved, "--task", task, "--interface", "letter")
     [found] = run(saved, "--task", task, "--interface", "cloze", "--json")["tasks"]
     assert set(found["labels"]) == {"27", "28"}
-
-
-def test_the_command_counts_rows_that_are_too_long(saved: Path, tmp_path: Path) -> None:
-    rows = [{"question": "q " * length, "choices": ["w", "x"], "answer": 0} for length in (1, 600)]
-    task = written(tmp_path / "long.jsonl", rows)
-    with pytest.raises(ValueError, match="1 of 2 rows"):
-        run(saved, "--task", task, "--json")
-    assert run(saved, "--task", task, "--set", "too_long=exclude", "--json")["tasks"][0]["excluded"] == 1
 
 
 EIGHT = tuple(

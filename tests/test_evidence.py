@@ -14,23 +14,11 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from cplus.base.cost import TRAINING_RESERVE
-from cplus.core.evidence import (
-    LogitBasis,
-    MeanGradient,
-    NormAligned,
-    Source,
-    Storage,
-    Tail,
-    dot,
-    example_losses,
-    ogd,
-    storage,
-)
-from cplus.core.guard import Guard
+from cplus.core.evidence import MeanGradient, Source
 from cplus.core.losses import answer_losses, divergences, last_logits, left_padded, shared_losses
 from cplus.core.rows import Encoded, batched
 from cplus.methods.objectives import from_copy, from_outputs
-from cplus.methods.table import METHODS
+from cplus.methods.variants import LogitBasis, NormAligned, Tail, dot, example_losses, ogd, storage
 
 
 def one_at_a_time(model: nn.Module, row: Encoded) -> Tensor:
@@ -202,26 +190,6 @@ def room(vectors_of_4_bytes: float) -> Callable[[torch.device], int]:
     return lambda device: round(numbers * (TRAINING_RESERVE + 4 * vectors_of_4_bytes))
 
 
-def test_a_guard_stores_its_projections_vectors_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    half = Storage(device=torch.device("cpu"), dtype=torch.bfloat16)
-    source = Source(name="anchors", weight=1.0, rows=tiny.rows(4, seed=3))
-    steps = []
-    for place in (storage, lambda *_, **__: half):
-        monkeypatch.setattr("cplus.core.guard.storage", place)
-        model = tiny.lm()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        evidence = MeanGradient(model=model, sources=(source,))
-        with Guard(optimizer, model, evidence=evidence, projection=METHODS["agem"].projection) as guard:
-            guard.refresh()
-            steps.append(guard.vectors[0][0].dtype)
-            for p in model.parameters():
-                p.grad = -guard.vectors[0][[q is p for q in guard.params].index(True)].to(p.dtype)  # a conflict
-            optimizer.step()
-            left = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
-        assert left < 1e-3  # all of it was along the reference, and is removed
-    assert steps == [torch.float32, torch.bfloat16]
-
-
 def test_vectors_go_to_the_host_where_the_device_has_no_room() -> None:
     params = [torch.empty(1000, device="meta")]  # a device besides the host
 
@@ -241,25 +209,6 @@ def test_the_teachers_outputs_are_kept_where_they_are_smaller_than_the_model() -
     for part in batched(rows):
         torch.testing.assert_close(kept(student, part), copied(student, part), rtol=1e-4, atol=1e-6)
     assert from_outputs(model, rows * 10_000) is None  # then a copy of the model is smaller
-
-
-def test_evidence_is_the_same_with_gradient_checkpointing_which_recomputes_every_layer(
-    make_tiny: Callable[[str], Any],
-) -> None:
-    model = make_tiny("qwen3").model
-    source = Source(name="anchors", weight=1.0, rows=tiny.rows(3))
-    plain = MeanGradient(model=model, sources=(source,))(list(model.parameters()), 0).vectors[0]
-    calls: list[int] = []
-    layer = model.model.layers[0]
-    layer.input_layernorm.register_forward_hook(lambda *_: calls.append(1))
-    MeanGradient(model=model, sources=(source,))(list(model.parameters()), 0)
-    once = len(calls)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    again = MeanGradient(model=model, sources=(source,))(list(model.parameters()), 0).vectors[0]
-    assert len(calls) - once == 2 * once
-    assert not layer.mlp.training
-    for g, e in zip(again, plain, strict=True):
-        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-7)
 
 
 def test_divergence_from_itself_is_zero_and_from_another_is_the_formula() -> None:

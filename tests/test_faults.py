@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from faults.commands import COMMANDS
 from faults.matrix import FAULTS
 
 from cplus.base import files
@@ -41,10 +40,6 @@ def test_adapt_survives_every_fault(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_others_survive_a_kill(tmp_path: Path) -> None:
     assert len(table(tmp_path, ["probe", "study", "update"], ["kill -9"])) == 3
-
-
-def test_the_matrix_has_every_command_that_writes_for_long() -> None:
-    assert [command.name for command in COMMANDS] == ["adapt", "probe", "study", "update"]
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
@@ -85,8 +80,7 @@ def test_exchanging_is_one_move(tmp_path: Path) -> None:
         pytest.skip("this file system cannot exchange two names")
     assert left.is_dir()
     assert right.read_text() == "l"
-    with pytest.raises(FileNotFoundError):
-        files.exchange(left, tmp_path / "nowhere")
+    assert not files.exchange(left, tmp_path / "nowhere")
 
 
 def test_an_altered_record_is_refused(tmp_path: Path) -> None:

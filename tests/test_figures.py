@@ -82,7 +82,7 @@ def by_seed(runs: list[RunResult], field: str) -> Seeds:
 
 @cache
 def ladders() -> list[RunResult]:
-    return [run for run in results().studies["frontier"].runs if not frontier.as_in_the_demo(run)]
+    return [run for run in results().studies["frontier"].results if not frontier.as_in_the_demo(run)]
 
 
 @cache
@@ -115,7 +115,7 @@ def above(method: str, cost: str = "updates") -> Seeds:
 def rotated(field: str, use: str = "128, 1, 0") -> Seeds:
     """CPLUS on the fresh seeds of e12, by its use of the bank: probes, parts and memory."""
     probes, parts, memory = map(float, use.split(","))
-    runs = pick(results().studies["e12"].runs, method="cplus", refresh=None, seed=(5, 6, 7, 8, 9))
+    runs = pick(results().studies["e12"].results, method="cplus", refresh=None, seed=(5, 6, 7, 8, 9))
     return by_seed(pick(runs, num_probes=probes, parts=parts, memory=memory), field)
 
 
@@ -126,11 +126,11 @@ def demo(method: str, field: str = "retention") -> Seeds:
 
 def chat(method: str, keep: str = "anchors", field: str = "risen", **settings: Any) -> Seeds:
     given = {"lr": 3e-5, "anchor_task": "instruct_short", "num_new": 40, **settings}
-    return by_seed(pick(results("desk-real").studies["chat"].runs, method=method, keep=keep, **given), field)
+    return by_seed(pick(results("desk-real").studies["chat"].results, method=method, keep=keep, **given), field)
 
 
 def facts(method: str, field: str = "retention", model: str = "gemma-3-270m") -> Seeds:
-    return by_seed(pick(results("desk-real").studies["facts"].runs, method=method, model=model), field)
+    return by_seed(pick(results("desk-real").studies["facts"].results, method=method, model=model), field)
 
 
 def each(names: str, function: Callable[..., Any], *args: Any, **more: Any) -> list[Any]:

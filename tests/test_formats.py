@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cplus.data.examples import Choice, Example, FreeForm, Message, from_row, lines, to_row
 from cplus.data.formats import FIELDS, FORMATS, OWN, Detected
-from cplus.data.readers import Found, collect, parse_columns, read_file, read_rows, renamed, to_examples
+from cplus.data.readers import Found, collect, parse_columns, read_file, read_rows, renamed
 from cplus.data.tasks import load_task
 
 PAGE = (Path(__file__).parent.parent / "docs" / "data.md").read_text(encoding="utf-8")
@@ -407,9 +407,3 @@ def test_any_row_is_read_or_refused_by_name(row: dict[str, Any], requests: bool)
         assert from_row(to_row(example), where="again", id="", requests=requests) == example
         return
     assert refusal.startswith("row 1: ")
-
-
-def test_examples_of_rows_have_their_names() -> None:
-    (example,) = to_examples([("row 1", ALPACA)], name="mine", source="rows")
-    assert example.id == "mine-0001"
-    assert to_row(example) == {"id": "mine-0001", "prompt": "Translate.\n\ncheese", "response": "Käse"}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,8 @@ import pytest
 import torch
 from toyjob import asked, same, stop_at, written
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import cplus
-from cplus.cli.app import app
 from cplus.jobs.adapt import finish, resume
 from cplus.jobs.plan import plan
 from cplus.jobs.prepare import preflight
@@ -102,16 +98,6 @@ def test_a_job_trains_on_a_4_bit_base(here: Path, merge: bool) -> None:
         model = AutoModelForCausalLM.from_pretrained(out / "model")
         assert fingerprint(model) == done.record["model"]["after"]
         assert "quantization_config" not in json.loads((out / "model" / "config.json").read_text())
-
-
-def test_the_documented_command_runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "adapt.md").read_text(encoding="utf-8")
-    section = page.split("## A base model in 4 bits")[1].split("\n## ")[0]
-    (command,) = re.findall(r"```bash\n(.*?)\n```", section, re.DOTALL)
-    monkeypatch.chdir(here)
-    run = CliRunner().invoke(app, shlex.split(command)[1:])
-    assert run.exit_code == 0, run.output
-    assert json.loads((here / "packed" / "record.json").read_text())["settings"]["load"] == "4bit"
 
 
 def test_a_resumed_job_has_the_same_bits_and_a_finished_one_the_checkpoints(here: Path) -> None:

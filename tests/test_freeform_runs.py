@@ -13,21 +13,19 @@ import pytest
 import torch
 
 from cplus import models
-from cplus.base import files
 from cplus.core.losses import answer_losses
 from cplus.core.rows import Encoded
 from cplus.data.examples import FreeForm, Message
 from cplus.data.interfaces import build
 from cplus.evaluation.statistics import crossing
 from cplus.jobs.api import encode
-from cplus.lab import SCALES, STUDIES, chat, runner, runs, runs_of
+from cplus.lab import SCALES, STUDIES, chat, runner, runs
 from cplus.lab.chat import comparison as comparison_lines
 from cplus.lab.chat import fig_chat, tab_chat
 from cplus.lab.drawing import draw
 from cplus.lab.records import RunResult, load_result, save_result
 from cplus.lab.report import collect
 from cplus.lab.runs import Comparison, begun, external_task, new_rows, run, set_up, split_task
-from cplus.lab.summaries import margin, matched_rise, over_seeds, pick, retention_measure
 from cplus.models.decoding import LocalEngine
 from cplus.models.scoring import log_likelihoods, read_targets, repeated
 from cplus.training.settings import RunSpec, SequenceSpec
@@ -193,95 +191,11 @@ def test_what_makes_no_sense_is_refused(spec: RunSpec, given: Comparison, tmp_pa
         repeated(given.base.model, given.past.interface, external_task(given.base, spec.task, spec).examples)
 
 
-def test_a_row_of_the_table_keeps_its_own_parts(spec: RunSpec) -> None:
-    assert replace(spec, method="cplus-rotating", refresh=2).settings.row.parts == 4
-    assert replace(spec, method="cplus-rotating", parts=2).settings.row.parts == 2
-
-
-def test_records_without_losses_or_repair_still_read_and_keep_their_names(tmp_path: Path) -> None:
-    spec = SCALES["desk"].at(method="cplus")
-    assert spec.key() == "51f0e9b230dda29e"
-    result = RunResult(
-        spec=spec, retention=1.0, retention_uncovered=1.0, acquisition=1.0, external={}, counts={}, cost={},
-        seconds=1.0, extra_bytes=0,
-    )  # fmt: skip
-    path = save_result(result, tmp_path)
-    raw = json.loads(path.read_text())
-    del raw["sha256"], raw["past_nll"], raw["new_nll"], raw["repair"]
-    files.write_json(path, files.sealed(raw))
-    assert load_result(path) == result
-
-
-# Curves of (new loss, past loss): SFT learns fast and loses much, CPLUS slowly and little.
-CURVES = {
-    "sft": [(5.0, 0.5), (3.0, 0.9), (1.0, 1.3)],
-    "replay": [(5.0, 0.5), (3.0, 0.7), (1.0, 0.9)],
-    "probe-replay": [(5.0, 0.5), (3.0, 0.8), (1.0, 0.9)],
-    "anchor-probe-replay": [(5.0, 0.5), (3.0, 0.7), (1.0, 0.8)],
-    "cpl": [(5.0, 0.5), (4.0, 0.7), (2.0, 0.7)],
-    "cplus": [(5.0, 0.5), (4.0, 0.6), (2.0, 0.6)],
-    "norm-matched": [(5.0, 0.5), (4.0, 0.9), (2.0, 1.0)],
-    "shuffled": [(5.0, 0.5), (4.0, 0.8), (2.0, 0.8)],
-}
-
-
-def made(method: str, seed: int) -> RunResult:
-    spec = SCALES["desk-real"].at(method=method, seed=seed)
-    shift = 0.01 * seed
-    curve = [{"epoch": float(i), "new_nll": n, "past_nll": p + i * shift} for i, (n, p) in enumerate(CURVES[method])]
-    return RunResult(
-        spec=spec, retention=50.0, retention_uncovered=50.0, acquisition=90.0, external={}, counts={}, cost={},
-        seconds=1.0, extra_bytes=0, curve=curve, past_nll=curve[-1]["past_nll"], new_nll=curve[-1]["new_nll"],
-    )  # fmt: skip
-
-
-MADE = [made(method, seed) for method in CURVES for seed in range(3)]
-
-
-def test_methods_are_compared_where_all_have_learned_equally_well() -> None:
-    lost = matched_rise(pick(MADE, seed=0))
-    [sft], [cplus] = pick(MADE, seed=0, method="sft"), pick(MADE, seed=0, method="cplus")
-    assert lost(sft) == pytest.approx(60.0)  # halfway from 0.9 to 1.3, where the new loss is 2
-    assert lost(cplus) == pytest.approx(10.0)
-    alone = matched_rise([sft])
-    assert alone(sft) == pytest.approx(80.0)
-    assert lost(replace(sft, curve=[])) is None
+def test_a_curve_is_read_where_it_reaches_a_level() -> None:
+    assert crossing([(5.0, 0.5), (3.0, 0.9), (1.0, 1.3)], 2.0) == pytest.approx(1.1)  # halfway from 0.9 to 1.3
     assert crossing([(1.0, 0.5), (0.5, 0.7)], 1.5) == 0.5  # it began below the level
     with pytest.raises(ValueError, match=r"a curve that falls to 0\.1, got one from 1\.0 to 0\.5"):
         crossing([(1.0, 0.5), (0.5, 0.7)], 0.1)
-    kept = retention_measure(MADE)
-    assert margin(pick(MADE, method="cplus"), pick(MADE, method="sft"), kept.metric).mean > 45  # type: ignore[union-attr]
-    assert over_seeds(pick(MADE, method="sft"), kept.columns["rise of past loss, nats/100"]).mean > 0  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("name", ["e01", "e03", "e09"])
-def test_a_study_of_free_text_says_so_and_lower_is_better(name: str) -> None:
-    wanted = set(runs_of(STUDIES[name], SCALES["desk-real"]))
-    summary = STUDIES[name].summary([result for result in MADE if result.spec in wanted])
-    assert "matched learning of free text" in summary.answer
-    assert "hundredths of a nat less" in summary.answer
-    assert "not run" not in summary.answer
-    assert summary.claims
-    assert all(claim.says.startswith("CPLUS loses less than") for claim in summary.claims)
-    assert {claim.verdict for claim in summary.claims} == {"holds"}
-    assert all("rise of past loss, nats/100" in row.figures for row in summary.rows if "method" in row.at)
-
-
-def test_e01_knows_the_share_of_the_rise_that_is_avoided() -> None:
-    e01 = STUDIES["e01"].summary(pick(MADE, seed=0, method=("sft", "replay", "probe-replay", "cpl", "cplus")))
-    [share] = [row.figures["recovery"] for row in e01.rows if "recovery" in row.figures]
-    assert share.mean == pytest.approx(100 * (60 - 10) / 60)
-    assert "it leads in 1 of 1 settings" in e01.answer
-
-
-def test_the_real_part_but_for_facts_is_free_text_with_curves() -> None:
-    studies = [study for name, study in STUDIES.items() if name != "facts"]
-    specs = [spec for study in studies for spec in runs_of(study, SCALES["desk-real"])]
-    assert specs
-    assert all(
-        isinstance(spec, RunSpec) and spec.interface == "freeform" and spec.evaluate_every == 1 for spec in specs
-    )
-    assert {spec.method for spec in specs} == {*CURVES, "cplus-curvature", "freeze-layers", "sft-repair"}
 
 
 def test_training_ends_where_the_new_loss_is_low_enough(spec: RunSpec, given: Comparison) -> None:

@@ -17,7 +17,7 @@ from cplus.data.examples import FreeForm, Message, from_row, to_row
 from cplus.data.interfaces import Rejected
 from cplus.data.tasks import load_task
 from cplus.jobs import settings as keep
-from cplus.jobs.keep import PAST_ROWS, is_cached, portions, writing_settings
+from cplus.jobs.keep import PAST_ROWS, portions, writing_settings, written_before
 from cplus.jobs.settings import AdaptConfig, settings
 from cplus.methods.table import METHODS
 from cplus.models import Loaded
@@ -32,20 +32,9 @@ from cplus.probes.writing import Tally, TooFewProbes, generate
 from cplus.receipts.page import render_audit
 
 SETTINGS = ProbeSettings(num_probes=24, topics=TOPICS, ability="general", min_yield=0.25)
-_WORDS = (
-    "river",
-    "stone",
-    "music",
-    "engine",
-    "garden",
-    "letter",
-    "market",
-    "window",
-    "bridge",
-    "candle",
-    "leaf",
-    "sun",
-)
+_WORDS = [
+    "river", "stone", "music", "engine", "garden", "letter", "market", "window", "bridge", "candle", "leaf", "sun",
+]  # fmt: skip
 
 
 def writer(tokenizer: Any, settings: ProbeSettings = SETTINGS, *, chat: bool = True) -> SelfWritten:
@@ -204,7 +193,7 @@ def test_near_duplicates_are_rejected(tiny_llama: Any) -> None:
     long = " do the large grey whales of northern seas sing so loud when winter comes near"
     texts = {8: f"{long}?", 9: f"{long} again?"}
     tally = tally_of(tiny_llama.tokenizer, lambda i: texts.get(i, sentence(i)))
-    reasons = {o.index: o.result.reason for o in tally.blocks[0].outcomes if isinstance(o.result, Rejected)}
+    reasons = {i: own.reason for i, own in tally.blocks[0].outcomes.items() if isinstance(own, Rejected)}
     assert reasons.pop(9) == "near duplicate"
     assert 8 not in reasons
     assert len(tally.probes) >= 24
@@ -321,10 +310,10 @@ def test_fewer_rows_are_read_from_a_larger_bank(tmp_path: Path, base: Loaded, mo
     config, bound = job(method="sft"), interfaces.build("freeform", base.tokenizer)
     [portion] = portions(config, METHODS["sft"], 32)
     settings = writing_settings(config, "general", portion.at_most)
-    assert not is_cached(config, base, portion)
+    assert not written_before(config, base, portion)
     place = bank_folder(base, bound, (), settings)
     made = sealed(place, base, monkeypatch, portion.at_most)
-    assert is_cached(config, base, portion)
+    assert written_before(config, base, portion)
     assert len(made.probes) == portion.at_most == 80
 
 
@@ -336,6 +325,7 @@ def test_held_out_rows_read_back_as_they_were_written(tmp_path: Path) -> None:
         assert load_task(str(path)).examples == (row,)
 
 
+@pytest.mark.long
 @pytest.mark.smollm
 def test_smollm2_writes_requests_of_its_own(smollm: Any) -> None:
     own = writer(smollm.tokenizer)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -137,22 +135,3 @@ def test_a_check_refuses_what_it_cannot_compare(cache: Path, tmp_path: Path, tin
     rubbish = invoke(str(tmp_path / "other"), "toy", "--num-probes", "8")
     assert "It cannot show by itself what to keep (general): give rows with --anchors FILE" in str(rubbish.exception)
     assert "no judge was chosen" in str(invoke("toy", "toy", "--require", "retention>=0.9").exception)
-
-
-@pytest.mark.long
-def test_the_pages_commands_run(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    docs = Path(__file__).parent.parent / "docs"
-    sections = [
-        (docs / "adapt.md").read_text().split("## Nothing but new rows")[1].split("\n## ")[0],
-        (docs / "adapt.md").read_text().split("## Stop before it hurts")[1].split("\n## ")[0],
-        (docs / "probes.md").read_text().split("## Requests from nothing")[1].split("\n## ")[0],
-    ]
-    blocks = [block for text in sections for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)]
-    lines = [line for block in blocks for line in block.splitlines()]
-    assert len(lines) == 5
-    for line in lines:
-        run = CliRunner().invoke(app, shlex.split(line)[1:])
-        assert run.exit_code in ((0, 2) if "check" in line else (0,)), run.output
-    assert "topic areas covered" in (tmp_path / "own.html").read_text()

@@ -76,18 +76,6 @@ def test_an_array_ends_with_its_file(tmp_path, cache, nested):
         models.load(tmp_path / "bomb.gguf")
 
 
-def test_conversion_that_fails_midway_leaves_no_folder(tiny_llama, tmp_path, cache, monkeypatch):
-    path = write_gguf(tiny_llama, tmp_path / "m.gguf")
-
-    def stop(*arguments, **options):
-        raise OSError("broken pipe")
-
-    monkeypatch.setattr(gguf.AutoTokenizer, "from_pretrained", stop)
-    with pytest.raises(OSError, match="broken pipe"):
-        models.load(path)
-    assert [p.name for p in (cache / "models").iterdir()] == []
-
-
 CONFIGS = {
     "llama": (LlamaConfig, {"tie_word_embeddings": False}),
     "qwen2": (Qwen2Config, {"tie_word_embeddings": False}),
@@ -123,9 +111,7 @@ def packed_model(tiny_llama):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_tensor_by_tensor_is_what_transformers_reads(name, packed_model, tmp_path, cache, monkeypatch):
-    monkeypatch.setattr(gguf, "_CHUNK", 100)  # several rows at a time
-    monkeypatch.setattr(gguf, "_SHARD_BYTES", 40_000)  # several files
+def test_a_converted_model_is_what_transformers_reads(name, packed_model, tmp_path, cache):
     tiny = packed_model(name)
     path = write_gguf(tiny, tmp_path / "m.gguf", quantise="token_embd.weight")
     loaded = models.load(path).model.state_dict()
@@ -139,7 +125,6 @@ def test_tensor_by_tensor_is_what_transformers_reads(name, packed_model, tmp_pat
     assert away == {"model.embed_tokens.weight"} | tied  # the quantised one, which is not far off
     embedding = tiny.model.state_dict()["model.embed_tokens.weight"]
     assert torch.allclose(loaded["model.embed_tokens.weight"], embedding, atol=0.01)
-    assert len(list((cache / "models").glob("*/model-*-of-*.safetensors"))) > 2
 
 
 def test_a_matrix_stored_twice_is_kept_once_from_the_head(packed_model, tmp_path, cache, monkeypatch):
@@ -154,7 +139,7 @@ def test_a_matrix_stored_twice_is_kept_once_from_the_head(packed_model, tmp_path
 def test_a_file_without_one_of_its_weights_is_refused(packed_model, tmp_path, cache, monkeypatch):
     tiny = packed_model("qwen2")
     del tiny.model.model.layers[1].mlp.up_proj
-    with pytest.raises(ValueError, match=r"lacks 1 of the weights of Qwen2ForCausalLM, e\.g\. blk\.1\.ffn_up\.weight"):
+    with pytest.raises(ValueError, match=r"lacks 1 of its weights .*1\.mlp\.up_proj\.weight; .*Qwen2ForCausalLM"):
         models.load(write_gguf(tiny, tmp_path / "m.gguf"))
     assert [p.name for p in (cache / "models").iterdir()] == []
 
@@ -169,6 +154,7 @@ def test_bos_is_added_where_the_file_wants_it(wanted, tiny_llama, tmp_path, cach
     assert list(build("letter", tokenizer).prompt(example)).count(tokenizer.bos_token_id) == 1  # the template's own
 
 
+@pytest.mark.long
 @pytest.mark.smollm
 def test_smollm_is_what_it_says(smollm):
     tokenizer = smollm.tokenizer

@@ -94,6 +94,7 @@ def weights() -> dict[str, Any]:
     same: dict[str, Any] = {
         "model": "toy-s", "new": "few-new.jsonl", "anchors": "few-keep.jsonl", "past": "few-past.jsonl",
         "interface": "cloze", "lr": 1e-3, "epochs": 2, "batch_size": 4, "stop": "never", "device": "cpu",
+        "evaluate_every": 0,
     }  # fmt: skip
     # Here some gradients are rounding alone, of which AdamW makes whole steps.
     own: dict[str, Any] = {key: {"optimizer": "sgd", "lr": 0.1} for key in ("asft", "mofo", "probe-distillation")}

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from cplus.data.examples import Choice, FreeForm
-from cplus.data.readers import task_manager
 from cplus.data.tasks import load_task
 from cplus.integrations.lm_eval import evaluate_harness_task
 
@@ -128,16 +127,3 @@ def test_the_real_harness_reads_and_asks_a_task_of_its_own(tmp_path: Path, tiny_
     found = evaluate_harness_task(tiny_llama.model, tiny_llama.tokenizer, str(place))
     assert found["rows"] == 2
     assert found["harness"]["acc"] == found["accuracy"]["percent"]
-
-
-@pytest.mark.long
-def test_the_real_harness_knows_its_own_names_for_files_that_refer_to_them(tmp_path: Path) -> None:
-    alone, group = tmp_path / "alone.yaml", tmp_path / "group.yaml"
-    alone.write_text("task: mine\noutput_type: multiple_choice\n")
-    group.write_text("group: ours\ntask:\n  - hellaswag\n")
-    assert task_manager([str(alone), {"task": "written"}]).all_tasks == []
-    known = task_manager(["piqa"])
-    assert "hellaswag" in known.all_tasks
-    assert task_manager([str(group)]) is task_manager([{"group": "ours", "task": ["hellaswag"]}]) is known
-    with pytest.raises(ValueError, match="knows no task 'hellaswagg'; did you mean hellaswag"):
-        load_task("lm-eval:hellaswagg")

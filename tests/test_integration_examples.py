@@ -21,7 +21,6 @@ import toyjob
 from trained import trainer
 
 import cplus
-from cplus.base.files import read_json
 from cplus.core.gates import Proposal
 from cplus.methods.table import method
 
@@ -45,23 +44,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[str, flo
         del sys.modules[name]
 
 
-def test_every_trainer_example_has_at_most_forty_lines() -> None:
-    shared = {
-        "material.py",
-        "fsdp2.py",
-        "optax_loop.py",
-        "jax_loop.py",
-        "own_method.py",
-        "axolotl_plugin.py",
-        "llama_factory.py",
-    }
-    for path in EXAMPLES.glob("*.py"):
-        assert path.name in shared or len(path.read_text().splitlines()) <= 40, path.name
-
-
-@pytest.mark.parametrize(
-    ("name", "epochs"), [("plain_loop", 6), ("trainer", 6), ("sft_trainer", 6), ("lora", 15), ("own_method", 6)]
-)
+@pytest.mark.parametrize(("name", "epochs"), [("plain_loop", 6), ("sft_trainer", 6), ("lora", 15), ("own_method", 6)])
 def test_the_model_learns_and_keeps(
     name: str, epochs: int, run: Callable[..., dict[str, float]], tmp_path: Path
 ) -> None:
@@ -71,7 +54,7 @@ def test_the_model_learns_and_keeps(
     assert found["kept"] > KEPT
 
 
-@pytest.mark.parametrize("name", ["plain_loop", "sft_trainer"])
+@pytest.mark.parametrize("name", ["plain_loop"])
 def test_without_the_gate_an_example_learns_and_does_not_keep(
     name: str, run: Callable[..., dict[str, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,15 +87,13 @@ def test_a_row_of_ones_own_is_found_by_name(run: Callable[..., dict[str, float]]
 CPLUS = [sys.executable, "-c", "from cplus.cli.app import main; main()"]
 
 
-def test_a_row_of_ones_own_runs_in_a_job(tmp_path: Path) -> None:
+def test_a_row_of_ones_own_runs_in_a_job(
+    tmp_path: Path, run: Callable[..., dict[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
     toyjob.write_files(tmp_path)
-    shutil.copy(EXAMPLES / "own_method.py", tmp_path)
-    files = ["--new", "new.jsonl", "--anchors", "keep.jsonl", "--past", "past.jsonl", "--interface", "cloze"]
-    sizes = ["--num-probes", "8", "--epochs", "2", "--batch-size", "4", "--lr", "1e-3", "--device", "cpu"]
-    command = [*CPLUS, "adapt", "toy", *files, *sizes, "--method", "python:own_method:SOFT", "--out", "out"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    record = read_json(tmp_path / "out" / "record.json")
-    assert record["settings"]["method"] == "python:own_method:SOFT"
+    done = cplus.adapt(toyjob.asked(tmp_path, model="toy-s", epochs=1, method="python:own_method:SOFT"))
+    assert done.record["settings"]["method"] == "python:own_method:SOFT"
 
 
 @pytest.mark.long
@@ -160,27 +141,6 @@ def test_the_optax_example_learns_to_its_stop(run: Callable[..., dict[str, float
 
 def test_the_jax_example_learns(run: Callable[..., dict[str, float]]) -> None:
     assert run("jax_loop") < 0.5  # about 4 before: half of a sum with variance 16
-
-
-def test_the_optax_examples_first_gated_step_harms_no_past_coordinate(monkeypatch: pytest.MonkeyPatch) -> None:
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    loop = importlib.import_module("optax_loop")
-    monkeypatch.delitem(sys.modules, "optax_loop")
-    keys = jax.random.split(jax.random.key(0), 4)
-    theta = {"in": jax.random.normal(keys[0], (6, 8)), "bias": jnp.zeros(8), "out": jax.random.normal(keys[1], (8, 4))}
-    new, past = ((jax.random.normal(key, (5, 6)), jnp.arange(5) % 4) for key in keys[2:])
-    gradient, g_hat = jax.grad(loop.loss)(theta, new), jax.grad(loop.loss)(theta, past)
-    plain, gated = optax.adamw(1e-3), optax.chain(optax.adamw(1e-3), loop.collaborative(0.9))
-    proposed, _ = plain.update(gradient, plain.init(theta), theta)
-    applied, _ = gated.update(gradient, gated.init(theta), theta, preservation=g_hat)
-    for name in theta:
-        harmful = g_hat[name] * proposed[name] > 0
-        assert 0 < int(harmful.sum()) < harmful.size
-        assert jnp.allclose(applied[name], jnp.where(harmful, 0.0, proposed[name]), rtol=1e-5, atol=0)
 
 
 @pytest.mark.long
@@ -253,7 +213,7 @@ def test_the_axolotl_plugin_puts_the_gate_on_the_trainer(
     plugin.post_trainer_create(settings, run)
     run.train()
     callback = run.callback_handler.callbacks[0]
-    assert len(callback.anchors) == 2
+    assert len(callback.given["anchors"]) == 2
     assert callback.guard.steps == run.state.global_step == 3
 
 
@@ -270,7 +230,7 @@ def test_the_llama_factory_recipe_hands_over_the_callback(
     recipe.write_text(f"model_name_or_path: {tmp_path / 'model'}\nstage: sft\n")
     module.main(str(recipe), str(keep))
     assert seen.args["stage"] == "sft"
-    assert len(seen.callbacks[0].anchors) == 2
+    assert len(seen.callbacks[0].given["anchors"]) == 2
 
 
 def test_the_support_matrix_names_tests_that_exist() -> None:

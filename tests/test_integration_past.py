@@ -14,11 +14,11 @@ from torch.optim import AdamW
 from trained import ANCHORS, NEW, PROBES, Stop, arguments, features, flat
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
-from cplus.core.evidence import example_losses
 from cplus.core.guard import protect
 from cplus.core.losses import target_logits
 from cplus.core.rows import Encoded
 from cplus.integrations.transformers import LOSS, RETENTION, HeldOut, measured, preserve
+from cplus.methods.variants import example_losses
 
 
 def known(model: nn.Module) -> list[Encoded]:

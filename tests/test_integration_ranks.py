@@ -30,12 +30,13 @@ from transformers import Phi3Config, Phi3ForCausalLM
 from two_ranks import EPOCH, HALF, STEPS, build, keep, sharded, take_up, train, whole
 
 from cplus.core import kernels, optim
-from cplus.core.evidence import MeanGradient, NormAligned, Source, Tail, agem
+from cplus.core.evidence import MeanGradient, Source
 from cplus.core.gates import Collaborative, NormMatched
 from cplus.core.guard import Guard, protect
 from cplus.distributed import checkpoint
 from cplus.integrations.transformers import preserve
 from cplus.methods.curvature import Curvature
+from cplus.methods.variants import NormAligned, Tail, agem
 from cplus.training.gateshares import layer_shares
 
 PHI = Phi3Config(
@@ -90,7 +91,7 @@ def work(rank: int, folder: Path) -> None:
     found["phi"] = phi_in_bf16()
     model, optimizer, guard = adapters(sharded)
     train(model, optimizer, guard, 1, EPOCH)
-    found["lora"] = (guard.where.sharded, whole(model))
+    found["lora"] = (guard.engine.sharded, whole(model))
     found["only rows"] = [only_rows(sharded, rows) for rows in TOKENS]
     found["one pass"] = one_pass(sharded)
     found["any loss"] = any_loss(rank)
@@ -183,7 +184,7 @@ def trainers(folder: Path) -> dict[str, Any]:
             preserve(again, anchors=trained.ANCHORS, probes=trained.PROBES)
             again.train(resume_from_checkpoint=str(folder / name / "checkpoint-4"))
         assert callback.guard is not None
-        found[f"trainer {name}"] = (callback.guard.where.sharded, whole(run.model), whole(again.model))
+        found[f"trainer {name}"] = (callback.guard.engine.sharded, whole(run.model), whole(again.model))
     return found
 
 

@@ -21,15 +21,13 @@ from quadratic import ConstantEvidence
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from trained import ANCHORS, NEW, PROBES, Stop, arguments, check_same, features, flat, ours, same, trainer
-from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers import Trainer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from cplus.core.gates import Collaborative
 from cplus.core.guard import Guard, protect
 from cplus.core.losses import answer_losses
-from cplus.core.optim import AdamW as OnePass
 from cplus.core.rows import Encoded
-from cplus.core.shards import Layout
 from cplus.integrations.rows import bank_rows, encoded
 from cplus.integrations.transformers import (
     ABOUT,
@@ -37,7 +35,6 @@ from cplus.integrations.transformers import (
     admitted_share,
     load_guard,
     preserve,
-    protected,
     save_guard,
 )
 
@@ -80,7 +77,7 @@ def test_sft_trainer_gives_the_weights_of_our_loop(tmp_path: Path, make_tiny: Ca
     check_same(run.model, ours())
 
 
-@pytest.mark.parametrize(("refresh", "kept", "died"), [("epoch", 4, 5), ("epoch", 3, 5), (2, 5, 6)])
+@pytest.mark.parametrize(("refresh", "kept", "died"), [("epoch", 4, 5), (2, 5, 6)])
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(
     refresh: Any, kept: int, died: int, tmp_path: Path
 ) -> None:
@@ -167,37 +164,6 @@ def test_under_bf16_the_evidence_has_the_trainers_precision(tmp_path: Path) -> N
     assert callback.guard.steps == 9
 
 
-def test_the_factory_gives_the_callbacks_weights_and_resumes(tmp_path: Path) -> None:
-    def start(folder: Path, callbacks: Any = None) -> Trainer:
-        pair = protected(
-            lambda model: AdamW(model.parameters(), lr=1e-3, weight_decay=0.0),
-            anchors=ANCHORS,
-            probes=PROBES,
-            refresh_every=3,
-        )
-        return Trainer(
-            model=tiny.lm(),
-            args=TrainingArguments(**arguments(folder, save_strategy="steps", save_steps=4)),
-            train_dataset=[features(row) for row in NEW],
-            data_collator=default_data_collator,
-            callbacks=callbacks,
-            optimizer_cls_and_kwargs=pair,
-        )
-
-    whole = start(tmp_path / "whole")
-    whole.train()
-    check_same(whole.model, ours())
-    with pytest.raises(InterruptedError):
-        start(tmp_path / "run", [Stop(5)]).train()
-    resumed = start(tmp_path / "run")
-    resumed.train(resume_from_checkpoint=True)
-    assert same(resumed.model, whole.model)
-    bare = trainer(tmp_path / "bare", save_strategy="steps", save_steps=4)
-    bare.train()
-    with pytest.raises(ValueError, match="saved without a guard state"):
-        start(tmp_path / "bare").train(resume_from_checkpoint=True)
-
-
 def test_a_loop_under_accelerate_is_our_loop() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)  # what a Trainer set before would stay
     GradientState._reset_state()
@@ -233,20 +199,6 @@ def test_a_step_the_gradient_scaler_skips_is_not_a_step(fused: bool) -> None:
     assert guard.steps == 2
     assert isinstance(guard.gate, Collaborative)
     assert guard.gate.average.step == 2
-
-
-def test_a_gradient_scaler_unscales_before_the_one_pass_optimizer_steps() -> None:
-    model = tiny.lm()
-    optimizer = OnePass(model.parameters(), lr=1e-3)
-    seen: list[Tensor] = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append(torch.cat([p.grad.flatten() for p in model.parameters()])))
-    answer_losses(model, NEW[:4]).mean().backward()
-    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
-    optimizer.zero_grad()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(answer_losses(model, NEW[:4]).mean()).backward()
-    scaler.step(optimizer)
-    torch.testing.assert_close(seen[0], expected)
 
 
 def test_deepspeed_is_refused_before_any_work(tmp_path: Path) -> None:
@@ -361,7 +313,7 @@ def test_a_state_kept_whole_is_refused_by_a_sharded_run(tmp_path: Path) -> None:
     guard.refresh()
     save_guard(guard, tmp_path, first=True)
     load_guard(guard, tmp_path)
-    guard.where = Layout(rank=0, world=2, sharded=True)
+    guard.engine.world, guard.engine.sharded = 2, True
     with pytest.raises(
         ValueError, match=r"saved by one process and this run shards over 2; .*distributed.checkpoint.save"
     ):
@@ -482,7 +434,7 @@ def test_a_bank_of_another_model_is_refused(tmp_path: Path, make_tiny: Callable[
 
     made = make_tiny("llama")
     example = Choice(id="p1", question="Where do fish live?", choices=("in water", "in trees"), answer=0)
-    manifest = {"model": {"name": "tiny", "fingerprint": fingerprint(made.model)}}
+    manifest = {"model": {"name": "tiny", "fingerprint": fingerprint(made.model)}, "anchors": {}}
     seal(tmp_path / "bank", [Probe(example=example, confidence=0.9, request=0, shots=(), topic=None)], manifest)
     interface = interfaces.build("cloze", made.tokenizer)
     assert bank_rows(tmp_path / "bank", made.model, interface) == [interface.encode(example)]

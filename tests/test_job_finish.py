@@ -20,10 +20,8 @@ from cplus.data.prompts import read_template
 from cplus.jobs.adapt import finish, resume
 from cplus.jobs.checkpoint import badness
 from cplus.jobs.folder import FinishedJob, Folder
-from cplus.jobs.outputs import write_model
 from cplus.jobs.plan import plan
 from cplus.jobs.prepare import Job, prepare
-from cplus.models import load
 from cplus.probes import labels
 from cplus.probes.labels import Label
 from cplus.receipts.verdict import headline
@@ -67,7 +65,7 @@ def test_finish_without_a_checkpoint_is_refused(here: Path, monkeypatch: pytest.
 # Running longer
 
 
-@pytest.mark.parametrize("step", [2, 6, None])
+@pytest.mark.parametrize("step", [2, None])
 def test_a_job_resumed_with_more_epochs_is_bitwise_one_that_began_with_them(here: Path, step: int | None) -> None:
     whole = cplus.adapt(asked(here, method="cpl", epochs=3, **CONSTANT, out=here / "whole"))
     stop_at(step, asked(here, method="cpl", epochs=2, **CONSTANT, checkpoint_steps=1))
@@ -135,13 +133,10 @@ def test_damaged_weights_of_another_epoch_are_never_written(
         assert resume(here / "out").record["steps"] == 9
 
 
-@pytest.mark.parametrize("damage", [flip, halve])
-def test_damaged_answers_of_the_base_model_are_measured_again(
-    here: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]
-) -> None:
+def test_damaged_answers_of_the_base_model_are_measured_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = cplus.adapt(asked(here, method="sft", out=here / "whole"))
     stop_at(3, asked(here, method="sft", checkpoint_steps=1))
-    damage(here / "out" / "work" / "before.json")
+    halve(here / "out" / "work" / "before.json")
     assert resume(here / "out").record["figures"] == whole.record["figures"]
     assert "before.json" in capsys.readouterr().err
 
@@ -245,14 +240,6 @@ def test_weights_are_written_in_the_precision_of_the_settings(talked: FinishedJo
     assert {value.dtype for value in found.state_dict().values()} == {torch.bfloat16}
 
 
-def test_a_smaller_precision_is_written_and_the_model_in_memory_keeps_its_own(tmp_path: Path) -> None:
-    base = load("toy", device="cpu")
-    write_model(Folder(tmp_path), base.model, base.tokenizer, "float16")
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").state_dict()
-    assert all(torch.equal(value, base.model.state_dict()[name].half()) for name, value in found.items())
-    assert base.model.dtype == torch.float32
-
-
 @pytest.mark.parametrize("turns", ["all", "last"])
 def test_the_assistants_turns_train(chat: Path, turns: str) -> None:
     job = prepared(free(chat, turns=turns, out=chat / turns))
@@ -282,9 +269,9 @@ def test_a_chat_template_that_is_missing_or_broken_is_refused_before_the_model_i
     (chat / "open.jinja").write_text("{% for m in messages %}\n{{ m.content }")
     (chat / "other.jinja").write_text("<html></html>")
     for name, sentence in (
-        ("none.jinja", "expected a file with a chat template, but there is none"),
-        ("latin.jinja", "expected a chat template in UTF-8"),
-        ("open.jinja:2", "expected a chat template in Jinja, but it does not parse"),
+        ("none.jinja", "expected a file with a chat template .*No such file"),
+        ("latin.jinja", "expected a file with a chat template .*utf-8"),
+        ("open.jinja:2", "expected a file with a chat template in Jinja: "),
         ("other.jinja", "never reads the variable messages"),
     ):
         file = chat / name.partition(":")[0]
@@ -314,7 +301,7 @@ def test_requests_alone_get_the_models_own_answers(chat: Path, tmp_path: Path, m
     rows = prepared(free(chat, **given, own_answers=True)).rows
     assert rows.anchors is not None
     assert [example.response for example in rows.anchors.examples] == ["mauve"] * 7
-    assert plan(free(chat, **given, own_answers=True)).anchors == 7
+    assert plan(free(chat, **given, own_answers=True)).counts["anchors"] == 7
     assert "The past rows hold the base model's own answers; left out without a complete answer: 1." in rows.notes
 
 

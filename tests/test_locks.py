@@ -40,9 +40,7 @@ def test_the_second_process_hears_who_the_first_is(tmp_path: Path, other: subpro
     lock = tmp_path / "out" / ".lock"
     with pytest.raises(Held, match=f"out is in use by process {other.pid} on .*since 20"):
         holding(lock).__enter__()
-    found = holder(lock)
-    assert found is not None
-    assert found.pid == other.pid
+    assert f"process {other.pid} " in holder(lock)
 
 
 def test_a_killed_holder_is_in_nobodys_way(tmp_path: Path, other: subprocess.Popen[str]) -> None:
@@ -51,9 +49,7 @@ def test_a_killed_holder_is_in_nobodys_way(tmp_path: Path, other: subprocess.Pop
     other.wait()
     assert lock.exists()  # it is the kernel's lock that counts, not the file
     with holding(lock):
-        found = holder(lock)
-        assert found is not None
-        assert found.pid == os.getpid()
+        assert f"process {os.getpid()} " in holder(lock)
     assert not lock.exists()
 
 

@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cplus import models, toy
-
-
-def test_tiny_families_render_and_compute(tiny):
-    text = tiny.tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Where do fish live?"}],
-        tokenize=False,
-        add_generation_prompt=True,
-        enable_thinking=False,
-    )
-    ids = tiny.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-    assert tiny.tokenizer.decode(ids[0]) == text
-    assert len(tiny.tokenizer("A", add_special_tokens=False).input_ids) == 1
-    logits = tiny.model(ids).logits
-    assert logits.isfinite().all()
-    assert logits.std() > 0.05
 
 
 def test_saved_model_is_the_same_everywhere(tiny, tmp_path):
@@ -39,37 +21,6 @@ def test_saved_model_is_the_same_everywhere(tiny, tmp_path):
     assert tokenizer.chat_template == tiny.tokenizer.chat_template
     ids = tokenizer("Where do fish live?", return_tensors="pt").input_ids
     assert torch.equal(plain(ids).logits, tiny.model(ids).logits)
-
-
-ELSEWHERE = """
-import sys
-from importlib.abc import MetaPathFinder
-
-class Refused(MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name.split(".")[0] == "cplus":
-            raise ImportError("cplus is not installed here")
-
-sys.meta_path.insert(0, Refused())
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-folder, ids = sys.argv[1], [[5, 6, 7]]
-AutoTokenizer.from_pretrained(folder)
-import torch
-logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor(ids)).logits
-from lm_eval.models.huggingface import HFLM
-assert HFLM(pretrained=folder, device="cpu").model.config.vocab_size == logits.shape[-1]
-print(f"{logits.sum().item():.6f}")
-"""
-
-
-def test_a_saved_model_loads_where_cplus_is_not_installed(tiny_llama, tmp_path):
-    models.save(tiny_llama.model, tiny_llama.tokenizer, tmp_path / "out")
-    told = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "out")]
-    done = subprocess.run(told, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    expected = tiny_llama.model(torch.tensor([[5, 6, 7]])).logits.sum().item()
-    assert float(done.stdout) == pytest.approx(expected, abs=1e-4)
 
 
 def test_fingerprint_sees_one_changed_number_and_the_precision(tiny_llama):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,12 +67,20 @@ def test_kernels_are_built_once_and_kept(built: Path, monkeypatch: pytest.Monkey
     assert [file] == list(built.iterdir())
 
 
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The library, compiled once for the module."""
+    file = tmp_path_factory.mktemp("whole") / "whole.so"
+    kernels._build(kernels.command(), file)
+    return file.read_bytes()
+
+
 @needs_compiler
 @pytest.mark.parametrize("damage", [b"", b"\x7fELF", None])
-def test_a_damaged_file_is_built_again(damage: bytes | None, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels._build(kernels.command(), built / "whole.so")
-    content = (built / "whole.so").read_bytes()
-    (built / "whole.so").unlink()
+def test_a_damaged_file_is_built_again(
+    damage: bytes | None, built: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built.mkdir()
     monkeypatch.setattr(kernels, "_build", lambda line, path: path.write_bytes(content))
     kernels.library()
     [file] = built.iterdir()
@@ -85,35 +92,12 @@ def test_a_damaged_file_is_built_again(damage: bytes | None, built: Path, monkey
     assert file.read_bytes() == content
 
 
-def build_and_gate(folder: str, start: object, answers: object) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CPLUS_CACHE", folder)
-        start.wait()  # type: ignore[attr-defined]
-        answers.put(gated())  # type: ignore[attr-defined]
-
-
-@needs_compiler
-@pytest.mark.long
-def test_processes_that_build_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    start, answers = context.Barrier(3), context.Queue()
-    processes = [context.Process(target=build_and_gate, args=(str(tmp_path), start, answers)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    assert [answers.get(timeout=200) for _ in processes] == [[0.0, 1.0, 1.0, 0.0, 1.0]] * 3
-    for process in processes:
-        process.join()
-    assert len(list((tmp_path / "kernels").iterdir())) == 1
-
-
 @needs_compiler
 def test_another_source_compiler_or_width_is_another_file(
-    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    built: Path, tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = kernels.command()[0]
-    content = tmp_path / "whole.so"
-    kernels._build(kernels.command(), content)
-    monkeypatch.setattr(kernels, "_build", lambda line, path: shutil.copy(content, path))
+    monkeypatch.setattr(kernels, "_build", lambda line, path: path.write_bytes(content))
     built.mkdir()
 
     def files() -> int:

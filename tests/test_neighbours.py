@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from cplus.core import rows as batching
 from cplus.core.evidence import Source
 from cplus.core.rows import Encoded
-from cplus.methods.after import Averaged, base_weights, known_rows
+from cplus.methods.after import Averaged, base_weights
 from cplus.methods.curvature import ColumnShield
+from cplus.methods.repair import known_rows
 from cplus.methods.table import METHODS, Material, configured
 from cplus.training.loop import Prepared, Schedule, adapt, prepare
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +15,12 @@ from test_attach import EPOCH, OPTIMIZERS, STEPS, each_optimizer, set_gradients,
 from torch import Tensor, nn
 
 from cplus.core import algorithm, kernels, optim
-from cplus.core.evidence import agem
 from cplus.core.gates import Collaborative, Proposal
-from cplus.core.guard import Guard, RowChoice, protect, runs_here
+from cplus.core.guard import Guard, protect
 from cplus.core.losses import answer_losses
-from cplus.core.shards import Fragment
+from cplus.distributed.engines import Fragment, Zero
 from cplus.integrations.transformers import preserve, scope
+from cplus.methods.variants import agem
 
 EMBEDDING = "model.embed_tokens.weight"
 ROWS = {"weights.0": [3, 1], "weights.1": [0, 4]}  # of four rows of three coordinates, and of five coordinates
@@ -137,18 +137,6 @@ def test_a_projection_without_a_gate_keeps_the_other_rows() -> None:
     assert not torch.equal(bits(bag.weights[0])[[1, 3]], start[0][[1, 3]])
 
 
-def test_a_saved_run_continues_bitwise() -> None:
-    bag, optimizer, guard = guarded("adamw")
-    train(bag, optimizer, guard, 1, 8)
-    kept = copy.deepcopy((bag.state_dict(), optimizer.state_dict(), guard.state_dict()))
-    train(bag, optimizer, guard, 9, STEPS)
-    other, other_optimizer, other_guard = guarded("adamw")
-    for part, state in zip((other, other_optimizer, other_guard), kept, strict=True):
-        part.load_state_dict(state)
-    train(other, other_optimizer, other_guard, 9, STEPS)
-    assert all(torch.equal(bits(p), bits(q)) for p, q in zip(bag.weights, other.weights, strict=True))
-
-
 @pytest.mark.parametrize("name", [EMBEDDING, "lm_head.weight"])
 def test_tied_embeddings_learn_new_tokens_by_either_name(name: str) -> None:
     model = tiny.lm()
@@ -218,18 +206,18 @@ def test_the_same_rows_for_both_names_of_a_tied_parameter_are_fine() -> None:
     model = tiny.lm()
     only = {EMBEDDING: [1, 2], "lm_head.weight": torch.tensor([2, 1])}
     guard = protect(torch.optim.AdamW(model.parameters()), model, anchors=tiny.rows(2), only_rows=only)
-    assert [rows.here.tolist() for rows in guard.rows.values()] == [[1, 2]]
+    assert guard.training_rows == {EMBEDDING: [1, 2]}
 
 
 def test_a_flat_partition_keeps_its_part_of_the_other_rows() -> None:
-    """Rows 1 and 3 of a matrix of five rows of three, in partitions that begin and end within a row."""
-    chosen = [RowChoice(name="w", rows=[1, 3], total=5, size=3)]
-    fragments = [Fragment("v", 0, 0, 0, 2), Fragment("w", 0, 0, 2, 8), Fragment("w", 8, 1, 1, 7)]
-    first, second = runs_here(chosen, fragments).values()
-    assert first.runs == ((2, 5), (8, 10))  # coordinates 0 to 2 and 6 to 7 of w
-    assert second.runs == ((1, 2), (5, 8))  # 8, and 12 to 14
-    theta, moved = torch.zeros(10), torch.arange(1.0, 11.0)
-    assert first.only(moved).tolist() == [1, 2, 0, 0, 0, 6, 7, 8, 0, 0]
-    first.put_back(moved, theta)
-    assert moved.tolist() == [1, 2, 0, 0, 0, 6, 7, 8, 0, 0]
-    assert runs_here(chosen, fragments[:1]) == {}
+    """Rows 1 and 3 of a matrix of five rows of three train, in partitions that begin and end within a row."""
+    engine = object.__new__(Zero)
+    engine.deepspeed = SimpleNamespace(module=nn.ParameterDict({"v": torch.zeros(2), "w": torch.zeros(5, 3)}))
+    engine.fragments = [Fragment("v", 0, 0, 0, 2), Fragment("w", 0, 0, 2, 8), Fragment("w", 8, 1, 1, 7)]
+    partitions = [nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(8))]
+    kept = {"w": torch.tensor([True, False, True, False, True])}
+    first, second = engine.held_still(kept, partitions).values()
+    assert first.nonzero().flatten().tolist() == [2, 3, 4, 8, 9]  # coordinates 0 to 2 and 6 to 7 of w
+    assert second.nonzero().flatten().tolist() == [1, 5, 6, 7]  # 8, and 12 to 14
+    engine.fragments = engine.fragments[:1]
+    assert engine.held_still(kept, partitions) == {}

@@ -30,7 +30,6 @@ from cplus.models.names import Preset
 from cplus.probes.settings import TOPICS
 from cplus.training.settings import RunSpec, SequenceSpec
 
-ROOT = Path(__file__).parent.parent
 PAPER = SCALES["paper"]
 ALL = list(dict.fromkeys(spec for study in STUDIES.values() for spec in runs_of(study, PAPER)))
 
@@ -54,12 +53,6 @@ def test_the_papers_settings_are_on() -> None:
     assert {(spec.method, spec.model, spec.task) for spec in whole} == {
         (method, "qwen3-0.6b", "csqa") for method in ("replay", "cpl", "cplus")
     }
-
-
-def test_settings_that_are_off_keep_the_old_names() -> None:
-    spec = SCALES["desk"].at()
-    assert load(spec, ROOT / "results" / "desk") is not None  # committed before these settings existed
-    assert (spec.topics, spec.compute_dtype, spec.all_anchors) == (False, "float32", False)
 
 
 def test_every_run_has_a_place_on_eight_devices_of_80_gb() -> None:
@@ -136,7 +129,7 @@ def passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[bool, 
     Returns, as they happen, whether each pass of the model computes in bfloat16, and its rows.
     """
     chatty.write(tmp_path / "tiny")
-    monkeypatch.setitem(models.PRESETS, "qwen3-0.6b", Preset(model=str(tmp_path / "tiny"), thinking=False))
+    monkeypatch.setitem(models.PRESETS, "qwen3-0.6b", Preset(model=str(tmp_path / "tiny")))
     for name in ("csqa", "arc_c", "hellaswag", "piqa", "winogrande", "openbookqa"):
         rows = QUESTIONS if name == "csqa" else EITHER
         (tmp_path / f"{name}.jsonl").write_text(lines(rows))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -103,31 +100,6 @@ def test_slurm_jobs_have_as_many_tasks_and_devices_as_a_run_needs(
     asked.clear()
     list(Cluster(logs=tmp_path, parameters={})(runs, tmp_path))  # without it, one device per run as before
     assert asked == [{"name": "cplus-study", "processes": 1}]
-
-
-@pytest.mark.long
-def test_a_study_on_two_simulated_devices(cache: Path, tmp_path: Path) -> None:
-    places = {DEVICES: "0:24,1:24", "CPLUS_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
-    command = [
-        "-m",
-        "cplus",
-        "study",
-        "run",
-        "e03",
-        "--scale",
-        "smoke",
-        "--workers",
-        "2",
-        "--out",
-        str(tmp_path),
-        "--json",
-    ]
-    done = subprocess.run([sys.executable, *command], env={**os.environ, **places}, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["failed"] == []
-    found = runner.finished(runs_of(STUDIES["e03"], scale_named("smoke")), tmp_path / "smoke")
-    used = {result.environment["placed_on"] for result in found}
-    assert used == {"0", "1"}
 
 
 @pytest.mark.long

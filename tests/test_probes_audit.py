@@ -105,14 +105,6 @@ def test_anchors_that_are_not_those_sealed_are_not_used() -> None:
     assert audit.audit(PLANTED, [audit.ComparedRows(name="x", examples=other)])["labels"]["divergence"] is None
 
 
-def test_topics_are_counted_over_all_areas() -> None:
-    assert audit.topics(["law", "law", None], ["law", "music"]) == {
-        "areas": 2,
-        "covered": 1,
-        "counts": {"law": 2, "music": 0},
-    }
-
-
 @given(st.lists(st.text(), min_size=1, max_size=5), st.lists(st.text(), min_size=1, max_size=5))
 def test_jaccard_is_that_of_the_word_sets(left: list[str], right: list[str]) -> None:
     ratio = audit.jaccard(left, right)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,26 +12,11 @@ from typer.testing import CliRunner
 from cplus import models
 from cplus.cli.app import app
 from cplus.data import interfaces
-from cplus.data.examples import to_row
-from cplus.probes.bank import Bank, journal_path
+from cplus.probes.bank import Bank
 from cplus.probes.build import build
 from cplus.probes.settings import ProbeSettings
 from cplus.probes.writing import write_probes
 from cplus.toy.world import taught
-
-NUM_PROBES = 200
-MAKE = """
-import json, sys, torch
-from pathlib import Path
-torch.set_num_threads(1)
-from cplus import interfaces, models
-from cplus.probes.build import build
-from cplus.probes.settings import ProbeSettings
-from cplus.data.tasks import load_task
-base = models.load("toy", device="cpu")
-interface = interfaces.build("cloze", base.tokenizer)
-build(Path("killed"), base, interface, load_task("anchors.jsonl").examples, ProbeSettings(num_probes=100_000))
-"""
 
 
 @pytest.fixture
@@ -45,42 +25,6 @@ def base() -> Iterator[models.Loaded]:
     torch.set_num_threads(1)
     yield models.load("toy", device="cpu")
     torch.set_num_threads(threads)
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@pytest.mark.long
-def test_a_killed_bank_goes_on_and_equals_an_uninterrupted_one(
-    tmp_path: Path, base: models.Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    anchors = taught("harbours")[::97][:8]
-    (tmp_path / "anchors.jsonl").write_text("".join(json.dumps(to_row(fact)) + "\n" for fact in anchors))
-    monkeypatch.chdir(tmp_path)
-    killed = subprocess.Popen([sys.executable, "-c", MAKE], stderr=subprocess.PIPE, text=True)
-    journal = journal_path(tmp_path / "killed")
-    deadline = time.monotonic() + 120
-    while (journal.read_bytes().count(b"\n") if journal.exists() else 0) < 2:
-        assert killed.poll() is None, killed.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
-    assert not (tmp_path / "killed").exists()
-    assert journal.read_bytes().count(b'"probe"') > 0
-    flags = ["--anchors", "anchors.jsonl", "--interface", "cloze", "--num-probes", str(NUM_PROBES), "--out", "killed"]
-    resumed = CliRunner().invoke(app, ["probe", "toy", *flags, "--json"], catch_exceptions=False)
-    assert json.loads(resumed.stdout)["probes"] == NUM_PROBES
-    build(
-        tmp_path / "whole",
-        base,
-        interfaces.build("cloze", base.tokenizer),
-        anchors,
-        ProbeSettings(num_probes=NUM_PROBES),
-    )
-    assert content(tmp_path / "killed") == content(tmp_path / "whole")
-    assert not journal.exists()
 
 
 def test_what_the_toy_model_writes_is_of_its_domain_and_new(base: models.Loaded, tmp_path: Path) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
-import shlex
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,27 +21,23 @@ from cplus import models
 from cplus.base import files
 from cplus.cli.receipt import receipt as receipt_command
 from cplus.data.examples import Choice, FreeForm, Message, Prediction
-from cplus.evaluation.requirements import parse
+from cplus.evaluation.requirements import Requirement, parse
 from cplus.receipts import page as module
-from cplus.receipts.page import (
+from cplus.receipts.contents import (
     ComparedRun,
     GateShare,
     ModelId,
     Point,
     Receipt,
-    Requirement,
     RowComparison,
     RowSet,
-    bank_audit,
-    charts,
-    from_json,
-    read_receipt,
-    render,
-    rows,
-    to_json,
-    write_receipt,
+    compare,
 )
+from cplus.receipts.figures import figures
+from cplus.receipts.page import charts, from_json, read_receipt, render, to_json, write_receipt
 from cplus.receipts.verdict import headline, sentences
+from cplus.training.measure import GroupAnswers
+from cplus.training.rows import Group
 
 
 def small(*sets: RowSet, **given: Any) -> Receipt:
@@ -77,7 +72,7 @@ def test_a_record_is_read_as_it_was_written() -> None:
 
 
 def _flip(record: dict[str, Any]) -> None:
-    record["sets"][0]["rows"][0]["kind"] = "kept"
+    record["receipt"]["sets"][0]["rows"][0]["kind"] = "kept"
 
 
 def _figure(record: dict[str, Any]) -> None:
@@ -101,23 +96,16 @@ def test_an_altered_record_has_no_page(alter: Callable[[dict[str, Any]], None]) 
         render(record)
 
 
-def test_figures_that_do_not_follow_from_the_rows_are_refused_whatever_the_hash() -> None:
-    record = to_json(receipts.full())
-    _figure(record)
-    with pytest.raises(ValueError, match="figures do not follow from its rows"):
-        render(resealed(record))
-
-
 def test_a_record_of_another_version_or_shape_is_refused_by_name() -> None:
     record = to_json(receipts.full())
     with pytest.raises(
         ValueError,
-        match=r"expected a receipt of schema 2, got schema 1: another version wrote it; make the receipt again",
+        match=r"expected a record of schema 3, got schema 1: another version wrote it; make the receipt again",
     ):
-        from_json({**record, "schema": 1})
+        from_json(resealed({**record, "schema": 1}))
     with pytest.raises(ValueError, match="here: surprise: Unexpected"):
-        from_json(resealed({**record, "surprise": 1}), where="here")
-    record["sets"][1]["rows"][2]["confidence_after"] = 1.5
+        from_json(resealed({**record, "receipt": {**record["receipt"], "surprise": 1}}), where="here")
+    record["receipt"]["sets"][1]["rows"][2]["confidence_after"] = 1.5
     with pytest.raises(ValueError, match=r"sets\.1\.rows\.2\.confidence_after: .*less than or equal to 1, got 1\.5"):
         from_json(resealed(record))
 
@@ -371,7 +359,7 @@ def test_a_comparison_shows_every_setting_that_differs_and_says_what_is_unequal(
         "unequal learning rates: CPLUS 1e-05, SFT 0.0001",
         "unequal learning: final new loss CPLUS 2.87, SFT 1.00",
     ]
-    (chart,) = charts(beside(1e-4, 1.0))
+    (chart,) = charts(beside(1e-4, 1.0), found["unequal"])
     assert (chart.title, chart.caveat) == (
         "Rise of the past loss against the new loss",
         "unequal learning rates; unequal learning",
@@ -380,35 +368,6 @@ def test_a_comparison_shows_every_setting_that_differs_and_says_what_is_unequal(
     assert "(unequal learning rates; unequal learning)</span></figcaption>" in page
     assert "settings that differ" in page
     assert charts(beside(1e-5, 2.87))[0].caveat == ""
-
-
-def test_an_axis_that_does_not_begin_at_zero_is_marked() -> None:
-    points = tuple(Point(epoch=float(e), retention=100.0 - e, loss=2.0 - e) for e in range(3))
-    retained, loss = charts(small(some("task", {"kept": 1}), curve=points))
-    assert (retained.title, retained.y_cut, retained.x_cut) == ("Retention (%)", True, False)
-    assert (loss.y_ticks[0][1], loss.y_cut) == ("0", False)
-    page = render(to_json(small(some("task", {"kept": 1}), curve=points)))
-    assert page.count('<path class="cut"') == 1
-    assert "marks an axis that does not begin at 0" in page
-
-
-def test_a_share_of_all_has_no_axis_beyond_100() -> None:
-    points = tuple(Point(epoch=float(e), retention=100.0) for e in range(3))
-    (chart,) = charts(small(some("task", {"kept": 1}), curve=points))
-    assert [said for _, said in chart.y_ticks][-1] == "100"
-    assert float(chart.y_ticks[0][1]) < 100
-
-
-def test_judged_runs_are_compared_where_they_have_learned_equally_much() -> None:
-    def points(*kept: float) -> tuple[Point, ...]:
-        return tuple(Point(epoch=float(e), retention=own, acquisition=50.0 * e) for e, own in enumerate(kept))
-
-    other = ComparedRun(curve=points(100, 60, 40), settings={"method": "sft"})
-    made = small(some("task", {"kept": 1}), curve=points(100, 90, 80), method="cplus", comparisons={"sft": other})
-    first = charts(made)[0]
-    assert first.title == "Retention (%) against Acquisition"
-    assert [said for _, said in first.x_ticks][-1] == "100"
-    assert first.summary.endswith("SFT from 100 to 40")
 
 
 @pytest.mark.parametrize(("kept", "lost", "red"), [(128, 0, False), (120, 8, False), (50, 78, True)])
@@ -473,9 +432,18 @@ def answered(id: str, answer: int | str, correct: bool | None) -> Prediction:
     return Prediction(id=id, answer=answer, correct=correct, confidence=0.5, scores=(0.0,), num_tokens=(1,))
 
 
+def compared(example: Choice | FreeForm, interface: str, before: Prediction, after: Prediction) -> RowComparison:
+    """The one row of a group with this interface."""
+    bound: Any = SimpleNamespace(name=interface)
+    group = Group(name="new", part="acquisition", interface=bound, examples=(example,))
+    answers = [GroupAnswers(predictions=(prediction,)) for prediction in (before, after)]
+    (made,) = compare(group, *answers, judge="none").rows
+    return made
+
+
 def test_rows_say_what_was_asked_and_answered() -> None:
     example = Choice(id="q", question="Is ice cold?", choices=("no", "yes"), answer=1)
-    (made,) = rows([example], [answered("q", 1, True)], [answered("q", 0, False)], interface="letter")
+    made = compared(example, "letter", answered("q", 1, True), answered("q", 0, False))
     assert made == RowComparison(
         id="q",
         kind="lost",
@@ -487,34 +455,17 @@ def test_rows_say_what_was_asked_and_answered() -> None:
         confidence_after=0.5,
         label="B",
     )
-    (by_text,) = rows([example], [answered("q", 1, True)], [answered("q", 0, False)], interface="cloze")
+    by_text = compared(example, "cloze", answered("q", 1, True), answered("q", 0, False))
     assert (by_text.gold, by_text.label) == ("yes", None)
 
 
 def test_rows_nobody_judged_have_no_outcome_and_other_rows_are_refused() -> None:
     turns = (Message(role="system", content="Be brief."), Message(role="user", content="Hi"))
     example = FreeForm(id="q", messages=turns, response="Hello.")
-    (made,) = rows([example], [answered("q", "Hello.", None)], [answered("q", "Yo.", None)], interface="freeform")
+    made = compared(example, "freeform", answered("q", "Hello.", None), answered("q", "Yo.", None))
     assert (made.kind, made.input, made.before, made.after) == (None, "system: Be brief.\nuser: Hi", "Hello.", "Yo.")
     with pytest.raises(ValueError, match="the same rows before and after"):
-        rows([example], [answered("q", "Hello.", True)], [answered("p", "Yo.", True)], interface="freeform")
-
-
-def test_a_bank_s_audit_is_kept_in_short() -> None:
-    kept = bank_audit(
-        {
-            "bank": {"probes_sha256": "ab"},
-            "probes": 4,
-            "unique": 3,
-            "counts": {"requests": 9, "accepted": 4, "rejected": {"copy": 5}},
-            "confidence": {"mean": 0.5, "median": 0.5, "p10": 0.1},
-            "labels": {"divergence": None, "distinct": 2},
-            "against": {"test.jsonl": {"rows": 7, "exact": 1, "near": 2, "exact_ids": ["x"]}},
-            "sample": [{"text": f"q{i}", "answer": "a", "confidence": 0.5, "topic": None} for i in range(9)],
-        }
-    )
-    assert (kept.unique, kept.requests, kept.rejected, kept.overlaps[0].near) == (3, 9, {"copy": 5}, 2)
-    assert [probe.input for probe in kept.sample] == [f"q{i}" for i in range(6)]
+        compared(example, "freeform", answered("q", "Hello.", True), answered("p", "Yo.", True))
 
 
 def test_the_page_shows_the_record_s_hash_escapes_all_text_and_names_no_address() -> None:
@@ -529,37 +480,50 @@ def test_the_page_shows_the_record_s_hash_escapes_all_text_and_names_no_address(
     assert page == render(json.loads(json.dumps(record)))
 
 
-def test_every_part_of_the_page_may_be_missing() -> None:
-    page = render(to_json(small(some("task", {"kept": 1}))))
-    for title in ("While it learned", "Where the gate acted", "The probe bank", "What it cost", "By label"):
-        assert title in render(to_json(receipts.full()))
-        assert title not in page
-
-
-def test_both_files_are_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as broken:
-        broken.setattr(module, "render", lambda record: (_ for _ in ()).throw(ValueError("no page")))
-        with pytest.raises(ValueError, match="no page"):
-            write_receipt(receipts.full(), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    write_receipt(receipts.full(), tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["receipt.html", "receipt.json"]
-
-
 def test_an_edited_page_or_record_is_found(tmp_path: Path) -> None:
     write_receipt(receipts.full(), tmp_path)
     assert read_receipt(tmp_path) == receipts.full()
     page = tmp_path / "receipt.html"
     untouched = page.read_text()
     page.write_text(untouched.replace("Kept 91.0", "Kept 99.0"))
-    with pytest.raises(ValueError, match=r"receipt\.html: expected the page of the receipt\.json beside it"):
+    with pytest.raises(ValueError, match=r"receipt\.html: the page was edited, or is of another record"):
         read_receipt(tmp_path)
     page.write_text(untouched)
-    record = files.read_json(tmp_path / "receipt.json")
-    _flip(record)
-    files.write_json(tmp_path / "receipt.json", record)
+    for alter in (_flip, _figure, _note):
+        record = files.read_json(tmp_path / "record.json")
+        alter(record)
+        files.write_json(tmp_path / "record.json", record)
+        with pytest.raises(ValueError, match=r"record\.json: the record was altered"):
+            read_receipt(tmp_path)
+        write_receipt(receipts.full(), tmp_path)
+
+
+def test_a_receipt_is_read_after_a_change_of_template_words_or_thresholds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as other:
+        other.setattr(module, "render", lambda record: "<p>another template, other words</p>")
+        other.setattr(module, "figures", lambda receipt: {**figures(receipt), "free": {}})
+        written = write_receipt(receipts.full(), tmp_path)
+    assert read_receipt(tmp_path) == receipts.full()
+    assert module.read_record(tmp_path) == written
+    assert written["figures"]["free"] == {}, "what was measured then is not measured again"
+
+
+def test_a_receipt_of_its_own_file_is_read(tmp_path: Path) -> None:
+    record = to_json(receipts.full())
+    old = {name: record[name] for name in ("created", "environment", "notes", "settings", "figures")}
+    old = resealed({**old, **record["receipt"], "schema": 2})
+    files.write_json(tmp_path / "receipt.json", old)
+    files.write_json(tmp_path / "record.json", files.sealed({"schema": 1, "receipt": old["sha256"]}))
+    (tmp_path / "receipt.html").write_text("<p>rendered by an earlier version</p>")
+    assert read_receipt(tmp_path) == receipts.full()
+    assert run("--verify", str(tmp_path)).exit_code == 0
+    files.write_json(tmp_path / "receipt.json", {**old, "notes": []})
     with pytest.raises(ValueError, match=r"receipt\.json: the record was altered"):
         read_receipt(tmp_path)
+    write_receipt(receipts.full(), tmp_path)
+    assert module.read_record(tmp_path)["schema"] == 3
 
 
 @pytest.fixture
@@ -592,7 +556,7 @@ def test_the_command_compares_any_two_models(two_models: tuple[str, str], tmp_pa
     assert done.exit_code == 0, done.output
     printed = json.loads(done.stdout)
     made = read_receipt(tmp_path / "out")
-    assert printed["sha256"] == to_json(made)["sha256"]
+    assert printed["sha256"] == files.read_json(tmp_path / "out" / "record.json")["sha256"]
     assert [(own.name, own.kind, own.interface, len(own.rows)) for own in made.sets] == [
         ("asked.jsonl", "task", "letter", 12),
         ("spoken.jsonl", "task", "freeform", 3),
@@ -620,7 +584,7 @@ def test_the_command_measures_free_text_by_loss_unless_a_judge_is_chosen(
     assert "Met: past-loss at most +9" in done.stdout
     assert "NOT MET: new-loss at most 0.001" in done.stdout
     (own,) = read_receipt(tmp_path / "out").sets
-    assert (own.judge, own.judged, {row.kind for row in own.rows}) == (None, False, {None})
+    assert (own.judge, own.judged, {row.kind for row in own.rows}) == ("none", False, {None})
     assert all(row.answer_nll_before is not None or not row.before for row in own.rows)
     judged = run(*asked, "--set", "max_new_tokens=4", "--judge", "contains", "--json")
     assert json.loads(judged.stdout)["figures"]["acquisition"]["total"] == 4
@@ -658,15 +622,3 @@ def test_two_equal_models_keep_everything(two_models: tuple[str, str], tmp_path:
     made = read_receipt(tmp_path / "out")
     assert made.notes == ("Both models have the same weights.",)
     assert {row.kind for row in made.sets[0].rows} <= {"kept", "still_wrong"}
-
-
-def test_the_documented_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (Path(__file__).parent.parent / "docs" / "receipt.md").read_text()
-    monkeypatch.chdir(tmp_path)
-    commands = re.findall(r"```bash\ncplus receipt (.*)\n```", text)
-    assert len(commands) == 2
-    for command in commands:
-        done = run(*shlex.split(command))
-        assert done.exit_code == 0, done.output
-    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    exec(compile(example, "docs/receipt.md", "exec"), {})

@@ -120,20 +120,6 @@ def test_set_label_and_search_narrow_the_table_together(page: Browser, made: tup
     assert page.js(SHOWN) == "no row fits the filters"
 
 
-def test_pages_turn_and_orders_order(page: Browser, made: tuple[Receipt, Path]) -> None:
-    first = page.js("document.querySelector('#flips .head').textContent")
-    assert page.js("document.getElementById('previous').disabled") is True
-    page.js("document.getElementById('next').click()")
-    assert page.js(SHOWN).startswith("21–40 of ")
-    assert page.js("document.querySelector('#flips .head').textContent") != first
-    page.js("document.getElementById('previous').click()")
-    assert page.js("document.querySelector('#flips .head').textContent") == first
-    choose(page, "sort", "loss")
-    spoken = made[0].sets[3].rows
-    worst = max(spoken, key=lambda row: (row.nll_after or 0.0) - (row.nll_before or 0.0))
-    assert worst.id in page.js("document.querySelector('#flips .head').textContent")
-
-
 def test_hostile_text_is_shown_as_text(page: Browser) -> None:
     choose(page, "search", "<script>")
     assert page.js("document.querySelector('#flips td:nth-child(3) .text').textContent") == HOSTILE
@@ -151,15 +137,6 @@ def test_no_other_script_runs_even_if_one_got_in(page: Browser) -> None:
     assert any("Content Security Policy" in said for said in page.complaints())
 
 
-def test_long_answers_unfold(page: Browser) -> None:
-    choose(page, "set", "3")
-    height = "document.querySelector('#flips tbody tr').offsetHeight"
-    folded = page.js(height)
-    page.js("document.querySelector('#flips .more').click()")
-    assert page.js(height) > folded
-    assert page.js("document.querySelector('#flips .more').getAttribute('aria-expanded')") == "true"
-
-
 def test_it_can_be_used_by_keyboard_and_every_control_has_a_name(page: Browser) -> None:
     page.js("document.querySelector('#kinds [value=lost]').focus()")
     page.key(" ", 32, " ")
@@ -167,14 +144,6 @@ def test_it_can_be_used_by_keyboard_and_every_control_has_a_name(page: Browser) 
     named = page.named({"checkbox", "combobox", "searchbox", "button", "textbox"})
     assert len(named) >= 11
     assert all(name for _, name in named), named
-
-
-def test_ten_thousand_rows_are_filtered_in_a_blink(page: Browser) -> None:
-    page.js("window.began = performance.now()")
-    choose(page, "search", "moon")
-    took = page.js("performance.now() - window.began")
-    assert page.js(SHOWN).endswith("rows")
-    assert took < 1000, f"{took:.0f} ms"
 
 
 @pytest.mark.parametrize("width", [360, 390, 768, 1280])
@@ -196,14 +165,3 @@ def test_text_stands_out_in_light_and_dark(page: Browser, scheme: str) -> None:
     for kind in ("kept", "lost", "gained", "still_wrong", "same", "changed"):
         only(page, kind)
         assert page.js(f"({CONTRAST})('#flips .badge')") >= 4.5, kind
-
-
-def test_on_paper_controls_vanish_and_folded_parts_open(page: Browser) -> None:
-    page.media("print")
-    page.js("dispatchEvent(new Event('beforeprint'))")
-    assert page.js("getComputedStyle(document.querySelector('.filters')).display") == "none"
-    assert page.js("document.querySelectorAll('details:not([open])').length") == 0
-    assert page.js("document.querySelectorAll('#flips tbody tr').length") == 50
-    page.js("dispatchEvent(new Event('afterprint'))")
-    assert page.js("document.querySelectorAll('details[open]').length") == 0
-    assert page.pdf().startswith(b"%PDF")

@@ -10,7 +10,6 @@ import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,13 +25,14 @@ from cplus.cli.app import app
 from cplus.data.examples import Example, FreeForm, Message, to_row
 from cplus.distributed.processes import Interrupted
 from cplus.jobs import repair as repairing
-from cplus.jobs.repair import SumsOnDisk, trial_rows
+from cplus.jobs.repair import SumsOnDisk
 from cplus.jobs.settings import repair_settings
 from cplus.methods import repair as search
 from cplus.methods.repair import Sums
 from cplus.receipts.contents import ModelId, Repair, TunedSet
-from cplus.receipts.figures import repaired, sentences
+from cplus.receipts.figures import repaired
 from cplus.receipts.page import read_receipt
+from cplus.receipts.verdict import repair_sentences
 from cplus.toy import rows, world
 
 PAGE = (Path(__file__).parent.parent / "docs" / "repair.md").read_text()
@@ -116,7 +116,7 @@ def test_the_walk_through_repairs_and_python_gives_the_same_model(place: Path) -
 def test_the_folder_holds_what_an_adapted_models_folder_holds(place: Path) -> None:
     out = place / "repaired"
     assert {path.name for path in out.iterdir()} == {
-        "model", "bank", "anchors.jsonl", "receipt.html", "receipt.json", "record.json", "README.md", "settings.json",
+        "model", "bank", "anchors.jsonl", "receipt.html", "record.json", "README.md", "settings.json",
     }  # fmt: skip
     assert {path.name for path in (out / "model").iterdir()} == {
         path.name for path in (place / "sft" / "model").iterdir()
@@ -160,8 +160,9 @@ def test_the_plan_writes_nothing(few: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["signal", "death"])
-def test_a_stopped_repair_is_resumed_to_the_same_weights(few: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    whole = cplus.repair(asked(out="whole"), force=True).record
+def test_a_stopped_repair_is_resumed_to_the_same_weights(
+    few: Path, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     saved: list[tuple[str, int]] = []
     real = SumsOnDisk.save
 
@@ -239,15 +240,6 @@ def test_free_text_is_kept_by_its_loss(few: Path) -> None:
     assert rows["new"]["quantity"] == rows["past"]["quantity"] == "loss"
     assert rows["new"]["tuned"] == pytest.approx(new["tuned"], abs=1e-4)
     assert rows["new"]["repaired"] == pytest.approx(new["repaired"], abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("closed", "rows", "max_rows", "tried"),
-    [(True, 300, 256, 256), (False, 300, 256, 64), (False, 300, 8, 8), (False, 5, 256, 5)],
-)
-def test_a_trial_of_free_text_evaluates_fewer_rows(closed: bool, rows: int, max_rows: int, tried: int) -> None:
-    group = SimpleNamespace(closed=closed, examples=range(rows))
-    assert trial_rows(group, max_rows) == tried
 
 
 def test_an_adaptation_repairs_its_model_as_its_last_step(few: Path) -> None:
@@ -400,7 +392,7 @@ def test_a_repair_that_did_not_help_says_so() -> None:
     own = {"name": "past", "kind": "retention", "retention": {"percent": 79.0}, "nll": None}
     found = repaired(repair, [own])
     assert found["helped"] is False
-    assert sentences(found) == [
+    assert repair_sentences(found) == [
         "The repair reset 25.0\u00a0% of the weights that training had changed; from tuned to repaired: "
         "Retention on past 80.0\u00a0% to 79.0\u00a0%.",
         "It did not improve the past rows measured here.",
@@ -408,10 +400,5 @@ def test_a_repair_that_did_not_help_says_so() -> None:
     loss = {"name": "past", "kind": "retention", "retention": None, "after": None, "nll": {"before": 0.5, "after": 0.6}}
     better = repaired(Repair(tuned=tuned, undone=1, moved=4, sets=(TunedSet(name="past", nll=0.7),)), [loss])
     assert better["helped"] is True
-    assert len(sentences(better)) == 1
+    assert len(repair_sentences(better)) == 1
     assert repaired(repair, [])["helped"] is None
-
-
-def test_every_option_the_page_names_exists() -> None:
-    known = {p for line in (Path(__file__).parent / "data" / "cli.txt").read_text().splitlines() for p in line.split()}
-    assert set(re.findall(r"--[a-z][a-z-]+", PAGE)) <= known

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import re
-import shlex
 import shutil
-import subprocess
-import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +14,13 @@ from toyjob import write_rows
 from typer.testing import CliRunner
 
 from cplus import models
-from cplus.base.files import read_json, sha256_file, write_json
+from cplus.base.files import read_json, write_json
 from cplus.cli.app import app
-from cplus.core.gates import Proposal
-from cplus.evaluation.changes import percent
 from cplus.evaluation.statistics import average_accuracy, backward_transfer, survival
 from cplus.jobs.update import Ledger, append, problems, read
 from cplus.lab import sequence
 from cplus.lab.records import load_result, save_result
-from cplus.lab.sequence import Stage, bind_tasks, first_stage, run_sequence
+from cplus.lab.sequence import bind_tasks, first_stage, run_sequence
 from cplus.methods.table import METHODS
 from cplus.toy import world
 from cplus.training import driver
@@ -177,77 +169,6 @@ def test_typical_rows_are_as_many_of_each_cluster_nearest_first() -> None:
     assert typical(points, 20) == [3 * centre + 1 for centre in range(20)]
     assert typical(points, 40) == [i for i in range(60) if i % 3]
     assert typical(torch.zeros(9, 2), 5) == [0, 1, 2, 3, 4], "rows that are all alike"
-
-
-@pytest.mark.long
-def test_the_benchmark_compares_methods_from_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`benchmarks/sequence.py` with small tasks: what holds whatever the trainings come to.
-
-    Who ends highest is a question of statistics and no test: e05 has seeds, and cannot tell CPL and CPLUS apart.
-    """
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
-    import sequence as benchmark
-
-    stages: list[Stage] = []
-    seen: Counter[str] = Counter()
-    energy = {"proposed": 0.0, "applied": 0.0}
-    run_stage, prepare = sequence.run_stage, driver.prepare
-
-    def kept(*given: Any) -> Stage:
-        stages.append(run_stage(*given))
-        return stages[-1]
-
-    def watched(*given: Any, **options: Any) -> Any:
-        prepared = prepare(*given, **options)
-        if (guard := prepared.guard) is not None:
-
-            def observe(i: int, proposal: Proposal, c: torch.Tensor) -> None:
-                seen["outside [0, 1]"] += int(((c < 0) | (c > 1)).sum())
-                if guard.steps == 0:  # one mask has no average yet: what harms the past is not applied at all
-                    harmful = proposal.sign.float() * proposal.delta > 0
-                    seen["harmful"] += int(harmful.sum())
-                    seen["harmful and applied"] += int((c[harmful] != 0).sum())
-                delta = proposal.delta.double()
-                energy["proposed"] += float(delta.square().sum())
-                energy["applied"] += float((c * delta).square().sum())
-
-            guard.observers.append(observe)
-        return prepared
-
-    monkeypatch.setattr(sequence, "run_stage", kept)
-    monkeypatch.setattr(driver, "prepare", watched)
-    benchmark.write_tasks(tmp_path, 24)
-    small = dataclasses.replace(benchmark.SPEC, num_anchors=4, num_probes=8, epochs=2, batch_size=8)
-    results = benchmark.compare(small, benchmark.METHODS, 1, tmp_path)
-    assert [result.spec.method for result in results] == list(benchmark.METHODS)
-    first, *later = stages
-    assert len(later) == 2 * len(results), "the first checkpoint is learned once and shared"
-    assert all(result.accuracy[:2] == results[0].accuracy[:2] for result in results)
-    assert all(result.stages[0] == first.figures for result in results)
-    second = {stage.current.fingerprint for stage in later[::2]}
-    assert len(second) == len(results), "every method trains otherwise from there"
-
-    monkeypatch.chdir(tmp_path)
-    tasks = bind_tasks(small, first.current)
-    for result, *own in zip(results, later[::2], later[1::2], strict=True):
-        for number, (line, stage, last) in enumerate(zip(result.accuracy[2:], own, (first, own[0]), strict=True), 2):
-            assert stage.figures["new"] == sum(not p.right for p in last.answers[number - 1])
-            again = sequence.answer_all(stage.current, tasks)
-            assert again == stage.answers
-            assert line == [percent(answers) for answers in again]
-        assert (result.cost["preservation_rows"] > 0) == (result.spec.method in ("cpl", "cplus"))
-    assert seen["outside [0, 1]"] == seen["harmful and applied"] == 0
-    assert seen["harmful"] > 0
-    assert 0 < energy["applied"] < energy["proposed"]
-
-    table = benchmark.summary(results)
-    for result in results:
-        row = table[result.spec.method]
-        assert row["average_accuracy"][2]["mean"] == pytest.approx(sum(result.accuracy[3]) / 3)
-        assert row["backward_transfer"]["mean"] == pytest.approx(backward_transfer(result.accuracy))
-        assert row["last"] == {
-            name: {"mean": value, "error": 0.0} for name, value in zip(small.tasks, result.accuracy[3], strict=True)
-        }
 
 
 # The ledger
@@ -406,47 +327,6 @@ def test_looking_at_a_ledger_and_updating_it_are_kept_apart(given: list[str], wo
     assert words in str(failed.exception)
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from torch.optim.lr_scheduler import LambdaLR
-from cplus.jobs.update import update
-
-torch.set_num_threads(1)
-real, left = LambdaLR.step, [6]
-
-def step(self, *rest):
-    real(self, *rest)
-    left[0] -= 1
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-LambdaLR.step = step
-update(Path("killed"), {"new": "craftsmen.jsonl"})
-"""
-
-
-@pytest.mark.long
-def test_a_killed_update_goes_on_with_the_same_command(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(made)
-    monkeypatch.setenv("CPLUS_CACHE", str(made / "cache"))
-    shutil.copytree("after-one", "killed")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    died = subprocess.run([sys.executable, "-c", KILLED], env=environment, capture_output=True, text=True, check=False)
-    assert died.returncode == -9, died.stderr
-    assert len(read(Path("killed")).entries) == 1, "a stage is in the ledger only when it is whole"
-    assert (Path("killed") / "stages" / "002" / "job" / "work" / "checkpoint.pt").is_file()
-    other = CliRunner().invoke(app, ["update", "killed", "--new", "plants.jsonl"])
-    assert "other settings or rows was interrupted here" in str(other.exception)
-    done = run("update", "killed", "--new", "craftsmen.jsonl")
-    assert "resumed after update" in done.stderr
-    killed, whole = read(Path("killed")), read(Path("led"))
-    assert problems(killed) == []
-    name = "job/model/model.safetensors"
-    assert killed.entries[1].files[name] == whole.entries[1].files[name] == sha256_file(whole.place(2).root / name)
-
-
 @pytest.mark.parametrize("damaged", [None, "bank/probes.jsonl", "model/model.safetensors"])
 def test_a_stage_that_was_damaged_before_its_seal_is_not_sealed(
     made: Path, monkeypatch: pytest.MonkeyPatch, damaged: str | None
@@ -513,18 +393,3 @@ def test_a_folder_that_is_no_ledger_is_left_alone(tmp_path: Path, made: Path) ->
         app, ["update", str(made / "led"), "--model", "toy", "--new", str(made / "plants.jsonl")]
     )
     assert "leave the model out" in str(again.exception)
-
-
-@pytest.mark.long
-def test_the_walk_through_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
-    page = (Path(__file__).parent.parent / "docs" / "sequences.md").read_text()
-    section = page.split("## Walk-through")[1].split("\n## ")[0]
-    [(_, code), (_, commands)] = re.findall(r"```(python|bash)\n(.*?)```", section, re.DOTALL)
-    exec(compile(code, "docs/sequences.md", "exec"), {})
-    for line in commands.splitlines():
-        run(*shlex.split(line)[1:])
-    told = json.loads(run("update", "ledger", "--show", "--json").stdout)
-    assert [told["accuracy"][k][k - 1] for k in (1, 2, 3)] == [100.0, 100.0, 100.0]
-    assert models.load("second", device="cpu").fingerprint == told["stages"][1]["model"]

@@ -15,6 +15,7 @@ from torch import nn
 from cplus.jobs.prepare import row_of
 from cplus.jobs.settings import AdaptConfig
 from cplus.methods.table import METHODS, configured
+from cplus.training.loop import Schedule
 from cplus.training.settings import RunSpec
 
 VALUES: dict[str, Any] = {"anchor_weight": 0.9, "beta": 0.5, "parts": 2, "refresh": 2, "memory": 0.25, "strength": 0.35}
@@ -44,10 +45,13 @@ USES = {
 BANK_USERS = FROM_BANK | {"probe-replay", "anchor-probe-replay", "ssr", "probe-distillation", "sft-repair"}
 
 
+TWO = Schedule(epochs=2, batch_size=4, order="shuffled")
+
+
 @cache
 def plain(name: str) -> nn.Module:
     """The row trained as it is."""
-    return train(METHODS[name], "adamw", tiny.material())[0]
+    return train(METHODS[name], "adamw", tiny.material(), TWO)[0]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -58,7 +62,7 @@ def test_a_setting_acts_or_is_refused(name: str, setting: str) -> None:
         with pytest.raises(ValueError, match=f"method '{name}' has no use for {setting}: .*; leave it out, or choose"):
             configured(row, **given)
         return
-    assert not same(plain(name), train(configured(row, **given), "adamw", tiny.material())[0])
+    assert not same(plain(name), train(configured(row, **given), "adamw", tiny.material(), TWO)[0])
 
 
 @pytest.mark.parametrize("setting", VALUES)

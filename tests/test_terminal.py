@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-from types import ModuleType
 
 import pytest
 
@@ -60,49 +58,7 @@ def test_the_line_holds_the_bars_last_words_without_control_sequences(capsys: py
     assert lines(capsys) == ["epoch 1/3: [bold]loss 0.5: 5 after 0:00:31"]
 
 
-def test_nothing_is_printed_about_a_bar_that_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
-    clock = Clock()
-    with terminal.progress(clock) as bars:
-        bar = bars.add_task("rows", total=2)
-        clock.now += 40
-        bars.advance(bar, 2)
-    assert lines(capsys) == []
-
-
 def test_tracking_counts_every_item(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "_SECONDS", 0)
     assert list(terminal.track("abc", "letters")) == ["a", "b", "c"]
     assert [re.sub(r" after .*", "", line) for line in lines(capsys)] == ["letters: 1 of 3", "letters: 2 of 3"]
-
-
-def test_a_notebook_has_one_line_that_is_replaced_and_then_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-
-    class Shown:
-        """The handle of an output, as IPython gives it."""
-
-        def update(self, content: dict[str, str], *, raw: bool) -> None:
-            assert raw
-            seen[-1] = content["text/plain"]
-
-    def display(content: dict[str, str], *, raw: bool, display_id: bool) -> Shown:
-        assert raw
-        assert display_id
-        seen.append(content["text/plain"])
-        return Shown()
-
-    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
-    monkeypatch.setitem(sys.modules, "IPython.display", module := ModuleType("IPython.display"))
-    monkeypatch.setattr(module, "display", display, raising=False)
-    monkeypatch.setattr(terminal.console, "is_jupyter", True)
-    clock = Clock()
-    with terminal.progress(clock) as bars:
-        bar = bars.add_task("rows", total=100)
-        clock.now += 0.25
-        bars.advance(bar)
-        assert seen == []
-        for _ in range(40):
-            clock.now += 1
-            bars.advance(bar)
-        assert seen == ["rows: 41 of 100 after 0:00:40, about 0:00:59 left"]
-    assert seen == [""]

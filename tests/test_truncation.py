@@ -97,18 +97,6 @@ def test_an_answer_or_a_text_that_does_not_fit_is_refused_by_name(tiny_llama: An
     assert fitting(interface, [talk(words=3), long], 64, "exclude") == []
 
 
-def test_white_space_alone_is_no_request(tiny_llama: Any) -> None:
-    row = FreeForm(id="s", messages=(turn("user", "word " * 30 + " " * 50),), response="yes")
-    interface = build("freeform", tiny_llama.tokenizer)
-    cut = shortened(interface, row, length(interface, row) - 20)
-    assert isinstance(cut, FreeForm)
-    assert cut.messages[0].content.startswith("word ")
-    one = FreeForm(id="u", messages=(turn("user", "ab" * 90 + " "),), response="yes")  # no white space to cut at
-    cut = shortened(interface, one, length(interface, one) - 20)
-    assert isinstance(cut, FreeForm)
-    assert 0 < len(cut.messages[0].content) < 181
-
-
 def test_a_job_says_what_it_cut_or_left_out(here: Path) -> None:
     new = list(world.untaught("harbours")[:12])
     long = [Choice(id=f"long-{i}", question="of " * 40 + e.question, choices=e.choices, answer=e.answer)

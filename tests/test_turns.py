@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Regex, pre_tokenizers, processors
+from tokenizers import Regex, pre_tokenizers
 from transformers import AutoTokenizer
 
 from cplus.core.losses import answer_losses
 from cplus.core.rows import Encoded
 from cplus.data.examples import Choice, FreeForm, Message, from_row
 from cplus.data.interfaces import build, tokens_by_role
-from cplus.models.scoring import fitting, log_likelihoods
+from cplus.models.scoring import log_likelihoods
 
 # The templates of the models' own tokenizers, without what no test here reaches.
 SMOLLM2 = (
@@ -175,23 +174,6 @@ def test_the_last_turn_alone_by_choice(tokenizer: Any, name: str) -> None:
     assert "Hello." in own.decode(row.prompt)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_one_turn_is_encoded_alike_by_both(tokenizer: Any, name: str) -> None:
-    own = tokenizer(name)
-    one = talk(("user", "Hi there."), ("assistant", "Hello."))
-    rows = [build("freeform", own, turns=turns).encode(one) for turns in ("all", "last")]
-    assert rows[0] == rows[1]
-    assert rows[0].scored == ()
-
-
-@pytest.mark.smollm
-def test_both_answers_under_smollm2s_own_tokenizer(smollm: Any) -> None:
-    assert smollm.tokenizer.chat_template == SMOLLM2
-    row = build("freeform", smollm.tokenizer).encode(TWO)
-    assert learned(smollm.tokenizer, row) == ["Hello.<|im_end|>", "Good bye.<|im_end|>"]
-    assert [*row.prompt, *row.target] == whole(smollm.tokenizer, TWO)[: len(row)]
-
-
 @pytest.mark.packaged
 @pytest.mark.parametrize(
     "alias",
@@ -235,7 +217,7 @@ def test_thinking_is_off_unless_it_is_kept(tokenizer: Any) -> None:
     assert learned(own, kept.encode(with_thought)) == [f"{thought}Bye.<|im_end|>"]
     assert kept.encode(with_thought).prompt == kept.prompt(with_thought)
     assert kept.encode(without) == off.encode(without)  # the template writes an empty thought, which is not learned
-    with pytest.raises(ValueError, match="expected thinking to be off or keep, got 'on'"):
+    with pytest.raises(ValueError, match="expected thinking to be one of off, keep, got 'on'"):
         build("freeform", own, thinking="on")
 
 
@@ -244,15 +226,6 @@ def test_words_that_a_template_trims_are_learned_trimmed(tokenizer: Any) -> None
     example = talk(("user", "Hi."), ("assistant", " \n Hello. \n"), ("user", "And?"), ("assistant", "Bye.\n"))
     row = build("freeform", own).encode(example)
     assert learned(own, row) == ["Hello.<end_of_turn>", "Bye.<end_of_turn>"]
-
-
-@pytest.mark.parametrize("name", ["smollm2", "qwen3"])
-def test_system_messages_are_kept(tokenizer: Any, name: str) -> None:
-    own = tokenizer(name)
-    example = replace(TWO, messages=(Message(role="system", content="Be brief."), *TWO.messages))
-    row = build("freeform", own).encode(example)
-    assert own.decode(row.prompt).startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
-    assert len(learned(own, row)) == 2
 
 
 def test_a_tokenizer_that_merges_across_a_border_reads_the_same_text(make_tiny: Callable[[str], Any]) -> None:
@@ -265,16 +238,6 @@ def test_a_tokenizer_that_merges_across_a_border_reads_the_same_text(make_tiny: 
     assert [*row.prompt, *row.target] != rendered
     assert row.prompt == interface.prompt(replace(TWO, messages=TWO.messages[:1]))
     assert learned(own, row) == ["Hello.<|eot_id|>", "Good bye.<|eot_id|>"]
-
-
-def test_words_like_the_mark_do_no_harm(tokenizer: Any) -> None:
-    own = tokenizer("qwen3")
-    mark = "ANSWER-STANDS-HERE"
-    example = talk(("user", mark), ("assistant", mark), ("user", f"{mark}-"), ("assistant", f"{mark}<|im_end|>{mark}"))
-    assert learned(own, build("freeform", own).encode(example)) == [
-        f"{mark}<|im_end|>",
-        f"{mark}<|im_end|>{mark}<|im_end|>",
-    ]
 
 
 def test_a_turn_of_weight_0_is_read_only(tokenizer: Any) -> None:
@@ -324,12 +287,6 @@ def test_what_a_template_refuses_is_named_with_the_row(tokenizer: Any, name: str
         build("freeform", tokenizer(name)).encode(example)
 
 
-def test_a_conversation_may_start_with_the_assistant_where_the_template_takes_it(tokenizer: Any) -> None:
-    own = tokenizer("smollm2")
-    row = build("freeform", own).encode(talk(("assistant", "Hello."), ("user", "b"), ("assistant", "Bye.")))
-    assert learned(own, row) == ["Hello.<|im_end|>", "Bye.<|im_end|>"]
-
-
 @pytest.mark.parametrize(
     "template",
     [
@@ -345,11 +302,6 @@ def test_a_template_that_hides_a_turn_is_named_with_the_remedy(tokenizer: Any, t
     with pytest.raises(ValueError, match=r"talk: the chat template writes turn 1 so that .* turns=last"):
         build("freeform", own).encode(TWO)
     assert learned(own, build("freeform", own, turns="last").encode(TWO)) == ["Good bye.<|im_end|>"]
-
-
-def test_unknown_turns_are_refused(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="expected turns to be all or last, got 'first'"):
-        build("freeform", tokenizer("qwen3"), turns="first")
 
 
 # Tools
@@ -421,17 +373,6 @@ def test_text_is_learned_from_its_first_token_on(make_tiny: Callable[[str], Any]
         build("freeform", own).request([text], None)
 
 
-def test_text_follows_the_mark_of_a_beginning(make_tiny: Callable[[str], Any]) -> None:
-    own = make_tiny("llama").tokenizer
-    begin = own.bos_token
-    own.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{begin} $A", special_tokens=[(begin, own.bos_token_id)]
-    )
-    row = build("freeform", own).encode(FreeForm(id="t", messages=(), response="Fish live."))
-    assert row.prompt == (own.bos_token_id,)
-    assert own.decode(row.target) == "Fish live."
-
-
 # Counting and scoring
 
 
@@ -472,24 +413,3 @@ def test_only_the_assistants_tokens_are_scored(make_tiny: Callable[[str], Any]) 
     assert score.total == pytest.approx(expected.sum().item(), rel=1e-4)
     with torch.inference_mode():
         assert answer_losses(tiny.model, [row]).item() == pytest.approx(-expected.mean().item(), rel=1e-4)
-
-
-def test_a_conversation_fits_by_its_whole_length(tokenizer: Any) -> None:
-    interface = build("freeform", tokenizer("smollm2"))
-    length = len(interface.encode(TWO)) - 1
-    assert fitting(interface, [TWO], length, "refuse") == [TWO]
-    with pytest.raises(ValueError, match="1 of 1 rows are longer"):
-        fitting(interface, [TWO], length - 1, "refuse")
-
-
-def test_rows_of_tools_read_back(tmp_path: Any) -> None:
-    from cplus.data.examples import lines
-    from cplus.data.readers import read_file
-
-    first, said, asked = TWO.messages
-    called = FreeForm(id="call", messages=SUM.messages[:1], response="", calls=SUM.messages[1].calls, tools=SUM.tools)
-    weighted = replace(TWO, messages=(first, replace(said, trained=False), asked))
-    path = tmp_path / "rows.jsonl"
-    path.write_text(lines([SUM, called, weighted]))
-    assert read_file(path) == [SUM, called, weighted]
-    assert list(json.loads(json.loads(SUM.messages[1].calls)[0]["function"]["arguments"])) == ["b", "a"]

@@ -13,10 +13,10 @@ import cplus
 from cplus.core.evidence import MeanGradient, Source
 from cplus.core.gates import Collaborative
 from cplus.core.guard import Guard
-from cplus.core.health import PATIENCE, UNIFORM, Exploded, Health
 from cplus.core.losses import answer_losses
 from cplus.core.rows import Encoded
 from cplus.jobs.folder import Folder
+from cplus.training.measure import PATIENCE, UNIFORM, Exploded, Health
 
 
 @pytest.fixture
@@ -123,17 +123,3 @@ def test_evidence_of_no_length_warns_whoever_protects(make_tiny: Any) -> None:
     with pytest.warns(UserWarning, match="The evidence is zero everywhere"):
         assert guarded(model, lambda m, rows: 0.0 * answer_losses(m, rows)).refresh().norm == 0.0
     assert Health().refreshed(0.0) is not None
-
-
-def test_the_norm_of_evidence_is_its_length(make_tiny: Any, recwarn: pytest.WarningsRecorder) -> None:
-    guard = guarded(make_tiny("qwen3").model, answer_losses)
-    found = guard.refresh()
-    flat = torch.cat([g.flatten() for g in found.vectors[0]])
-    assert found.norm == pytest.approx(float(flat.double().norm()), rel=1e-5)
-    assert not [w for w in recwarn if "evidence" in str(w.message)]
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_evidence_that_is_no_number_stops(make_tiny: Any, bad: float) -> None:
-    with pytest.raises(FloatingPointError, match="evidence"):
-        guarded(make_tiny("qwen3").model, lambda m, rows: bad * answer_losses(m, rows)).refresh()

@@ -13,14 +13,14 @@ from cplus.methods.table import Material, Past
 VOCABULARY = 40
 
 
-def lm(seed: int = 0) -> Qwen3ForCausalLM:
-    """Two layers of width 16, tied embeddings, in float32."""
+def lm(seed: int = 0, layers: int = 2) -> Qwen3ForCausalLM:
+    """Layers of width 16, tied embeddings, in float32."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=8,

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tiny
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Optimizer
 
 from cplus.core import algorithm
+from cplus.core.engine import bare
 from cplus.core.evidence import MeanGradient, Source
 from cplus.core.gates import Collaborative, Proposal, Uses
 from cplus.core.guard import Guard
 from cplus.core.losses import answer_losses
-from cplus.core.shards import bare
 from cplus.distributed import checkpoint
 
 STEPS, EPOCH, BATCH, HALF = 50, 10, 8, 25
@@ -75,7 +77,7 @@ def train(model: nn.Module, optimizer: Optimizer, guard: Guard, first: int, last
     for step in range(first, last + 1):
         if (step - 1) % EPOCH == 0:
             guard.refresh()
-        rows = guard.where.rows(NEW[(step - 1) % EPOCH * BATCH :][:BATCH])
+        rows = guard.engine.rows(NEW[(step - 1) % EPOCH * BATCH :][:BATCH])
         optimizer.zero_grad()
         answer_losses(model, rows).mean().backward()  # through the wrapper, which reduces the gradient
         optimizer.step()
@@ -108,17 +110,34 @@ def whole(model: nn.Module) -> list[Tensor]:
 
 
 def launch(work: Callable[[int, Path], None], folder: Path, world: int = 2) -> None:
-    """Run `work(rank, folder)` in real processes that form a gloo group."""
-    mp.spawn(_entry, args=(world, work, folder), nprocs=world)
+    """Run `work(rank, folder)` in real processes that form a gloo group: forks of one that has everything imported."""
+    code = "import sys, importlib, two_ranks; two_ranks.fork(importlib.import_module(sys.argv[1]).work, *sys.argv[2:])"
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-c", code, work.__module__, str(folder), str(world)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
 
 
-def _entry(rank: int, world: int, work: Callable[[int, Path], None], folder: Path) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
+def fork(work: Callable[[int, Path], None], folder: str, world: str) -> None:
+    """The processes of the group; the exit code tells whether all of them ended well."""
+    pids = [os.fork() or _entry(rank, int(world), work, Path(folder)) for rank in range(int(world))]
+    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    sys.exit(any(statuses))
+
+
+def _entry(rank: int, world: int, work: Callable[[int, Path], None], folder: Path) -> NoReturn:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # Accelerate asks for them, the file serves
     torch.set_num_threads(1)
-    store = folder / f"store-{work.__name__}"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
+    code = 1
     try:
         work(rank, folder)
-    finally:
         dist.destroy_process_group()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)

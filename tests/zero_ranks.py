@@ -11,13 +11,11 @@ from typing import Any
 import tiny
 import torch
 import trained
-import zero_reference
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from transformers import TrainerCallback
-from zero_reference import Loss, Masks, TwoRanks
 
 from cplus.core.gates import Proposal
 from cplus.core.guard import Guard, protect
@@ -25,6 +23,8 @@ from cplus.core.losses import answer_losses
 from cplus.core.rows import Encoded
 from cplus.integrations.transformers import preserve
 
+Masks = dict[str, dict[int, Tensor]]
+"""By the name of a parameter and the first of the coordinates: the masks of all steps."""
 STEPS, HALF, EPOCH, MICRO, ACCUMULATION, CLIP, LR = 50, 25, 10, 4, 2, 0.5, 1e-3
 PAST: dict[str, Any] = {"anchors": tiny.rows(5, seed=1), "probes": tiny.rows(17, seed=2), "anchor_weight": 0.3}
 NEW = tiny.rows(EPOCH * MICRO * ACCUMULATION, seed=4)
@@ -77,7 +77,7 @@ def train(engine: Any, guard: Guard, first: int, last: int) -> None:
         if (step - 1) % EPOCH == 0:
             guard.refresh()
         for rows in micro_batches(step):
-            engine.backward(answer_losses(engine, guard.where.rows(rows)).mean())
+            engine.backward(answer_losses(engine, guard.engine.rows(rows)).mean())
             engine.step()
 
 
@@ -103,39 +103,6 @@ def plain(steps: int = STEPS, **changes: Any) -> tuple[list[Tensor], Masks]:
     return [p.detach() for p in model.parameters()], masks()
 
 
-def modelled(stage: int) -> nn.Module:
-    """The model with the backward pass that it has at this stage."""
-    return zero_reference.bounded(tiny.lm()) if stage == 3 else tiny.lm()
-
-
-def in_order(stage: int, recipes: list[dict[str, Any]]) -> tuple[list[Tensor], Masks]:
-    """The same updates in one process, added up as two processes do."""
-
-    def loss(rows: list[Encoded]) -> Loss:
-        return lambda model: answer_losses(model, rows).mean() / (2 * ACCUMULATION)
-
-    updates = [
-        [[loss(rows[rank::2]) for rank in range(2)] for rows in micro_batches(step)] for step in range(1, STEPS + 1)
-    ]
-    ranks = TwoRanks(modelled(stage), recipes, lambda p: 0.1 if p.ndim > 1 else 0.0)
-    evidence = zero_reference.past(PAST["anchors"], PAST["probes"], PAST["anchor_weight"])
-    return zero_reference.follow(stage, ranks, updates, evidence, epoch=EPOCH, lr=LR, clip=CLIP)
-
-
-def in_order_for_trainer(stage: int, recipes: list[dict[str, Any]], epochs: int) -> tuple[list[Tensor], Masks]:
-    """What two processes of Trainer do: a row each, twice, and the sum over the four target tokens of an update."""
-
-    def loss(row: Encoded) -> Loss:
-        batch = {name: torch.tensor([values]) for name, values in trained.features(row).items()}
-        return lambda model: model(**batch, num_items_in_batch=torch.tensor(4)).loss
-
-    each = [loss(row) for row in trained.NEW]
-    updates = [[each[i : i + 2], each[i + 2 : i + 4]] for i in range(0, len(each), 4)] * epochs
-    ranks = TwoRanks(modelled(stage), recipes, lambda _: 0.0)
-    evidence = zero_reference.past(trained.ANCHORS, trained.PROBES, 0.5)
-    return zero_reference.follow(stage, ranks, updates, evidence, epoch=len(each) // 4, lr=LR, clip=CLIP)
-
-
 def plain_for_trainer(epochs: int) -> tuple[list[Tensor], Masks]:
     """What Trainer should do with the rows of `trained`, batches of four and clipping."""
     model = tiny.lm()
@@ -158,10 +125,10 @@ def watched(guard: Guard) -> Callable[[], Masks]:
 
     def see(position: int, proposal: Proposal, _: Tensor) -> None:
         mask = (proposal.sign.sign() * proposal.delta.sign() <= 0).flatten()
-        if guard.zero is None:
+        if not hasattr(guard.engine, "fragments"):
             seen.setdefault((guard.names[id(guard.params[position])], 0), []).append(mask)
             return
-        for f in guard.zero.fragments:
+        for f in guard.engine.fragments:
             if f.partition == position:
                 seen.setdefault((f.name, f.start), []).append(mask[f.offset : f.offset + f.size].clone())
 
@@ -194,7 +161,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.masks = watched(self.callback.guard)
-        self.recipe = zero_reference.recipe(self.callback.guard)
 
 
 def trainer(stage: int, folder: Path, epochs: int, **changes: Any) -> tuple[Any, Watch]:

@@ -21,7 +21,7 @@ API = {
                 "cplus.core.gates.Proposal", "cplus.core.gates.Elementwise"),
     "Trainer, TRL, PEFT": (
         "cplus.integrations.transformers.preserve", "cplus.integrations.transformers.PreservationCallback",
-        "cplus.integrations.transformers.protected", "cplus.integrations.rows.encoded",
+        "cplus.integrations.rows.encoded",
         "cplus.integrations.rows.bank_rows",
     ),
     "Several processes": ("cplus.distributed.checkpoint.save", "cplus.distributed.checkpoint.load"),
@@ -37,7 +37,7 @@ API = {
 """What the page of the Python API shows, by section."""
 
 RECORDS = {
-    "A job's receipt: `receipt.json`": (
+    "A job's receipt, in `record.json`": (
         "cplus.receipts.contents.Receipt", "cplus.receipts.contents.RowSet", "cplus.receipts.contents.RowComparison",
         "cplus.receipts.contents.Point",
     ),

@@ -1,10 +1,10 @@
 """Virtual environments with the versions that neighbours pin, and the guard's contract tests in each.
 
-    python tools/matrix.py [NAME ...] [--folder runs/matrix] [--page docs/integrations.md]
+    python tools/matrix.py [NAME ...] [--folder runs/matrix]
 
-An environment gets torch first and a constraint that keeps it, then its pins, then the tests; exit code 1 if a test of
-any of them fails. The table of the page is replaced row by row, so that one environment can be run again by itself.
-Without names, all environments are run that have the torch of this one; the others need gigabytes of CUDA's packages.
+An environment gets torch first and a constraint that keeps it, then its pins, then the tests. Each prints its row of
+the table in docs/integrations.md; exit code 1 if a test of any of them fails. Without names, all environments are run
+that have the torch of this one; the others need gigabytes of CUDA's packages.
 """
 
 from __future__ import annotations
@@ -22,22 +22,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("pytest>=9", "pytest-timeout>=2.3", "hypothesis>=6.150")
 BASE = (
-    "accelerate",
-    "datasets",
-    "peft",
-    "trl",
-    "scipy",
-    "rich",
-    "psutil",
-    "typer",
-    "pydantic",
-    "PyYAML",
-    "jinja2",
-    "gguf",
-)
+    "accelerate", "datasets", "peft", "trl", "scipy", "rich", "psutil", "typer", "pydantic", "PyYAML", "jinja2", "gguf",
+)  # fmt: skip
 CONTRACT = tuple(f"tests/test_{name}.py" for name in ("attach", "only_rows", "any_loss", "integration_trainer"))
 SHOWN = ("transformers", "trl", "peft", "accelerate", "datasets", "torch")
-BEGIN, END = "<!-- matrix -->", "<!-- /matrix -->"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +41,7 @@ class Environment:
 def lower_bounds(*extras: str) -> tuple[str, ...]:
     """What pyproject.toml requires, each package at the oldest version that it allows; torch is installed by itself."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    stated = {
-        *project["dependencies"],
-        *(entry for extra in extras for entry in project["optional-dependencies"][extra]),
-    }
+    stated = {*project["dependencies"], *(e for extra in extras for e in project["optional-dependencies"][extra])}
     return tuple(sorted(entry.replace(">=", "==") for entry in stated if not entry.startswith("torch>")))
 
 
@@ -110,56 +95,33 @@ def build(name: str, folder: Path) -> Path:
     return python
 
 
-def versions(python: Path) -> dict[str, str]:
-    """What is installed of the packages in the table."""
-    listed = subprocess.run([str(python), "-m", "pip", "freeze"], capture_output=True, text=True, check=True).stdout
-    return {name: version for name, _, version in (line.partition("==") for line in listed.splitlines())}
-
-
-def contract(python: Path, tests: list[str]) -> tuple[bool, str]:
-    """Run the tests with this checkout; whether they pass, and pytest's last line."""
+def contract(python: Path) -> tuple[bool, str]:
+    """Run the tests with this checkout; whether they pass, and their counts."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", *tests]
-    done = subprocess.run(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    print(done.stdout[-6000:] if done.returncode else done.stdout[-300:], flush=True)
+    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", *CONTRACT]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    print(done.stdout[-6000:] if done.returncode else done.stdout[-300:], file=sys.stderr, flush=True)
     counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)", done.stdout.strip().splitlines()[-1])
     return done.returncode == 0, ", ".join(counts)
-
-
-def with_row(page: str, name: str, found: dict[str, str], result: str) -> str:
-    """The page with this environment's row in its table, replaced or added."""
-    head, rest = page.split(BEGIN)
-    table, tail = rest.split(END)
-    about = ENVIRONMENTS[name].about
-    row = f"| {about} | {' | '.join(found.get(package, '-') for package in SHOWN)} | {result} |"
-    title, rule, *rows = table.strip().splitlines()
-    found_rows = {line.split(" | ")[0]: line for line in rows} | {f"| {about}": row}
-    ordered = [found_rows[key] for key in (f"| {e.about}" for e in ENVIRONMENTS.values()) if key in found_rows]
-    return f"{head}{BEGIN}\n\n" + "\n".join([title, rule, *ordered]) + f"\n\n{END}{tail}"
 
 
 def main() -> int:
     """Build and test the named environments, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ENVIRONMENTS)}")
-    parser.add_argument(
-        "--folder", type=Path, default=ROOT / "runs" / "matrix", help="where the environments are built"
-    )
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "integrations.md", help="the page with the table")
-    parser.add_argument("--tests", nargs="+", default=list(CONTRACT), help="the contract tests")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "matrix", help="where they are built")
     options = parser.parse_args()
-    unknown = [name for name in options.names if name not in ENVIRONMENTS]
-    if unknown:
-        parser.error(f"no environment is named {unknown[0]!r}; there are {', '.join(ENVIRONMENTS)}")
+    if unknown := set(options.names) - set(ENVIRONMENTS):
+        parser.error(f"expected names of {', '.join(ENVIRONMENTS)}; got {', '.join(unknown)}")
     held = True
-    for name in options.names or [name for name, about in ENVIRONMENTS.items() if not about.torch]:
+    for name in options.names or [name for name, own in ENVIRONMENTS.items() if not own.torch]:
         python = build(name, options.folder)
-        fine, result = contract(python, options.tests)
+        fine, counts = contract(python)
         held &= fine
-        installed = versions(python)  # before the page is read: several environments may run at once
-        options.page.write_text(with_row(options.page.read_text(), name, installed, result))
+        listed = subprocess.run([str(python), "-m", "pip", "freeze"], capture_output=True, text=True, check=True).stdout
+        versions = dict(line.split("==") for line in listed.splitlines() if "==" in line)
+        shown = " | ".join(versions.get(package, "-") for package in SHOWN)
+        print(f"| {ENVIRONMENTS[name].about} | {shown} | {counts} |", flush=True)
     return 0 if held else 1
 
 

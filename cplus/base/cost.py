@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
+from operator import add
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +16,7 @@ class Work:
     forward: int = 0
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.rows + other.rows,
-            self.tokens + other.tokens,
-            self.padded + other.padded,
-            self.forward + other.forward,
-        )
+        return Work(*map(add, astuple(self), astuple(other)))
 
     def flops(self, parameters: int) -> int:
         """Training FLOPs, which do not determine the elapsed time.

@@ -105,15 +105,10 @@ def exchange(left: Path, right: Path) -> bool:
     """Swap two paths atomically; False if the operating or file system does not support it."""
     here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux
     try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+        renameat2 = ctypes.CDLL(None).renameat2
     except AttributeError:
         return False
-    if renameat2(here, os.fsencode(left), here, os.fsencode(right), swap) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EXDEV):
-        return False
-    raise OSError(code, os.strerror(code), str(right))
+    return bool(renameat2(here, os.fsencode(left), here, os.fsencode(right), swap) == 0)
 
 
 def tidy(folder: Path, name: str | None = None) -> None:

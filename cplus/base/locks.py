@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -22,19 +20,6 @@ _descriptors: set[int] = set()
 
 class Held(ValueError):
     """Another process holds the lock."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Holder:
-    """The process named in a lock file; `started` distinguishes it from a later process with the same pid."""
-
-    pid: int
-    host: str
-    started: str
-    since: str
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}, since {self.since}"
 
 
 @contextmanager
@@ -54,7 +39,7 @@ def holding(
     _close_in_children()
     owner, begun, waiting = os.getpid(), time.monotonic(), False
     while (descriptor := _acquired(path)) is None:
-        sentence = f"{path.parent if path.name == '.lock' else path} is in use by {_name(path)}"
+        sentence = f"{path.parent if path.name == '.lock' else path} is in use by {holder(path)}"
         if time.monotonic() - begun >= wait:
             raise Held(f"{sentence}; {otherwise}")
         if not waiting:
@@ -80,16 +65,11 @@ def beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.lock")
 
 
-def holder(path: Path) -> Holder | None:
-    """The process named in a lock file; None if it cannot be read."""
-    try:
-        return Holder(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None  # just released, or not written yet
-
-
-def _name(path: Path) -> str:
-    return str(holder(path) or "another process")
+def holder(path: Path) -> str:
+    """The process that a lock file names."""
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8") or "another process"
+    return "another process"  # just released
 
 
 def _acquired(path: Path) -> int | None:
@@ -102,7 +82,8 @@ def _acquired(path: Path) -> int | None:
             if not _is_still(path, descriptor):
                 continue  # its holder removed it between the two lines above
             os.ftruncate(descriptor, 0)  # remove what a dead process left in it
-            os.write(descriptor, json.dumps(asdict(_self())).encode())
+            since = datetime.now(UTC).isoformat(timespec="seconds")
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {since}".encode())
             kept = True
         except BlockingIOError:
             return None
@@ -116,18 +97,6 @@ def _is_still(path: Path, descriptor: int) -> bool:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def _self() -> Holder:
-    import psutil  # type: ignore[import-untyped]
-
-    started = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
-    return Holder(
-        pid=os.getpid(),
-        host=socket.gethostname(),
-        started=started.isoformat(timespec="seconds"),
-        since=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
 
 
 @cache

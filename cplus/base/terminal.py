@@ -40,7 +40,6 @@ console = _Lasting(stderr=True, highlight=False, markup=False, emoji=False)
 output = _Lasting(highlight=False, markup=False, emoji=False)
 
 _SECONDS = 30  # between two lines of progress where there is no terminal
-_NOTEBOOK_SECONDS = 0.5  # between two states of a notebook's one line
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -104,61 +103,22 @@ class _Lines(Progress):
 
     def _print(self, task: Task) -> None:
         now = self.get_time()
-        if now - self._printed < self.pause() or task.finished:
+        if now - self._printed < _SECONDS or task.finished:
             return
         self._printed = now
         total = "" if task.total is None else f" of {task.total:,.0f}"
         left = "" if task.time_remaining is None else f", about {timedelta(seconds=int(task.time_remaining))} left"
         elapsed = timedelta(seconds=int(task.elapsed or 0))
         text = f"{task.description}: {task.completed:,.0f}{total} after {elapsed}{left}"
-        self.write(clean(text))
-
-    def pause(self) -> float:
-        """Seconds between two lines."""
-        return _SECONDS
-
-    def write(self, text: str) -> None:
-        """Print a line."""
-        console.print(text, markup=False, soft_wrap=True)
-
-
-class _Replaced(_Lines):
-    """In a notebook: one line, replaced as the work proceeds and empty when it has ended."""
-
-    _shown: Any = None
-
-    def pause(self) -> float:
-        """Seconds between two states of the line."""
-        return _NOTEBOOK_SECONDS
-
-    def write(self, text: str) -> None:
-        """Replace the line."""
-        from IPython.display import display
-
-        content = {"text/plain": text}
-        if self._shown is None:
-            self._shown = display(content, raw=True, display_id=True)
-        else:
-            self._shown.update(content, raw=True)
-
-    def clear(self) -> None:
-        """Leave no line behind."""
-        if self._shown is not None:
-            self.write("")
+        console.print(clean(text), markup=False, soft_wrap=True)
 
 
 @contextmanager
 def progress(clock: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
-    """Progress with rate and time left: bars in a terminal, one replaced line in a notebook, few lines elsewhere."""
+    """Progress with rate and time left: bars in a terminal, few lines elsewhere."""
     if console.is_terminal:
         with Progress(*_columns(), console=console, transient=True) as bars:
             yield bars
-    elif console.is_jupyter:
-        line = _Replaced(clock)
-        try:
-            yield line
-        finally:
-            line.clear()
     else:
         yield _Lines(clock)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -91,7 +91,7 @@ def adapt(
 
 def conclude(outcome: FinishedJob, more: Mapping[str, Any], *, json: bool) -> None:
     """Print the figures of a finished job and end with exit code 2 if a requirement is not met."""
-    figures: Mapping[str, Any] = outcome.record["figures"]
+    figures = outcome.record["figures"]
     requirements = figures["requirements"]
     if json:
         told = ("retention", "acquisition", "validation", "free", "requirements")
@@ -118,20 +118,8 @@ def _settings(config: Path | None, chosen: Mapping[str, Any]) -> AdaptConfig:
     return found
 
 
-class Planned(Protocol):
-    """The result of `--plan`, of a job or of a repair."""
-
-    def row(self) -> dict[str, Any]:
-        """As one JSON object."""
-        ...
-
-    def lines(self) -> list[str]:
-        """In words."""
-        ...
-
-
-def show_plan(planned: Planned, *, json: bool) -> None:
-    """Print a plan."""
+def show_plan(planned: Any, *, json: bool) -> None:
+    """Print the plan of a job or of a repair."""
     print_json(planned.row()) if json else output.print("\n".join(planned.lines()), soft_wrap=True)
 
 

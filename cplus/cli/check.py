@@ -7,13 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from cplus.base.terminal import clean, output, print_json
 from cplus.cli import options as names
 from cplus.cli.options import Device, Json, Require, given, with_settings
-from cplus.evaluation.requirements import parse, sentence
+from cplus.cli.receipt import check_out, exit_if_unmet, show
+from cplus.evaluation.requirements import Measured, require_possible
 from cplus.jobs.settings import settings
-from cplus.receipts.page import to_json, write_receipt
-from cplus.receipts.verdict import lead, sentences
+from cplus.receipts.page import to_json, write_record
 
 _SETTINGS = ("plain", "seed")
 
@@ -24,7 +23,7 @@ def check(
     tuned: Annotated[str, typer.Argument(help="The fine-tuned model, by whichever trainer.")],
     num_probes: Annotated[int, typer.Option(min=2, help="Number of requests that the base model writes.")] = 24,
     require: Require = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for receipt.html and receipt.json; none by default.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for receipt.html and record.json; none by default.")] = None,
     device: Device = "auto",
     json: Json = False,
     **options: Any,
@@ -33,38 +32,32 @@ def check(
 
     Exit code 0: done, every requirement met. 2: a requirement not met. 1: an error.
     """
-    config = settings({"new": tuned, **given(options, _SETTINGS), "model": base})
-    names.check({"model": base})
-    names.check({"model": tuned})
+    asked = {"model": base, "new": tuned, "device": device, "require": require or ()}
+    config = settings({**given(options, _SETTINGS), **asked})
+    require_possible(config.requirements, [Measured(kind="retention", rows=num_probes, scored=num_probes)])
+    check_out(out)
+    for name in (base, tuned):
+        names.check({"model": name})
 
-    from cplus.jobs import check as comparing
+    from cplus.jobs.check import ANSWER_TOKENS, compare_models, written_rows
 
-    asked = comparing.Checking(
-        num_probes=num_probes,
-        seed=config.seed,
-        plain=config.plain,
-        device=device,
-        requirements=tuple(parse(text) for text in require or ()),
-    )
-    found = comparing.check(base, tuned, asked)
-    record = to_json(found) if out is None else write_receipt(found, out)
+    shown = {"num_probes": num_probes, "answer_tokens": ANSWER_TOKENS, "seed": config.seed}
+    title = f"{tuned} checked against {base}"
+    record = to_json(compare_models(base, tuned, written_rows(num_probes, config), config, shown, title))
+    if out is not None:
+        record = write_record(record, out)
     figures = record["figures"]
-    said = [*lead(figures), *sentences(figures), *record["notes"]]
-    if json:
-        past = figures["free"]["past"]
-        changed = [row for own in record["sets"] for row in own["rows"] if row["before"] != row["after"]]
-        print_json(
-            {
-                "verdict": said,
-                "effect": past["effect"],
-                "loss": past["loss"],
-                "answers": past["answers"],
-                "requirements": figures["requirements"],
-                "changed": [{key: row[key] for key in ("id", "input", "before", "after")} for row in changed],
-            }
-        )
-    else:
-        for text in (*said, *(sentence(one) for one in figures["requirements"])):
-            output.print(clean(text).replace("\u00a0", " "), soft_wrap=True)
-    if not all(one["met"] for one in figures["requirements"]):
-        raise typer.Exit(2)
+    past = figures["free"]["past"]
+    changed = [row for own in record["receipt"]["sets"] for row in own["rows"] if row["before"] != row["after"]]
+    show(
+        record,
+        {
+            "effect": past["effect"],
+            "loss": past["loss"],
+            "answers": past["answers"],
+            "requirements": figures["requirements"],
+            "changed": [{key: row[key] for key in ("id", "input", "before", "after")} for row in changed],
+        },
+        json=json,
+    )
+    exit_if_unmet(record)

@@ -20,7 +20,7 @@ from cplus.lab.frontier import CHOSEN, run_of
 from cplus.lab.records import RunResult, save_result
 from cplus.methods.table import METHODS
 from cplus.methods.table import method as method_row
-from cplus.receipts.figures import label, retention_bars
+from cplus.receipts.figures import label
 from cplus.toy.world import DOMAINS
 from cplus.training.settings import RunSpec
 
@@ -37,7 +37,7 @@ def demo(
         str,
         typer.Option(help="Methods to show once more at their own best rate, from 'cplus study frontier'; or 'none'."),
     ] = "sft,freeze-layers,cplus-repair",
-    out: Annotated[Path, typer.Option(help="Folder for the figure and the run records.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(help="Folder for demo.json and the run records.")] = Path("runs/demo"),
     json: Json = False,
 ) -> None:
     """Adapt the built-in language model with several methods and show what each learned and lost."""
@@ -45,12 +45,8 @@ def demo(
     table = summary(results)
     report = {"rows": [row(result) for result in results], "summary": table}
     write_json(out / "demo.json", report)
-    pictures = retention_bars(table, out / "demo")
-    if json:
-        print_json(report)
-    else:
-        show(results, table)
-    console.print(f"records and figure: {out}/demo.json, {pictures[1]}")
+    print_json(report) if json else show(results, table)
+    console.print(f"written: {out}/demo.json and the records of its runs")
 
 
 def base_spec(method: str, seed: int) -> RunSpec:

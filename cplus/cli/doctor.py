@@ -101,7 +101,7 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _fits(need: Any) -> bool:
+def _fits(need: Requirement) -> bool:
     have = _installed(need.name)
     return have is not None and need.specifier.contains(have, prereleases=True)
 
@@ -198,11 +198,10 @@ def optional() -> Iterator[Finding]:
     lacking = {f"cplus[{extra}]": [n.name for n in _requirements(extra) if not _fits(n)] for extra in extras}
     lacking |= {name: [] if _installed(name) else [name] for name in _OPTIONAL}
     for name, missing in lacking.items():
-        if missing:
-            says = f"{', '.join(missing)} not installed"
-            yield Finding("optional", name, "absent", says, f"pip install '{name}'")
-        else:
-            yield Finding("optional", name, "good", "installed")
+        says = f"{', '.join(missing)} not installed" if missing else "installed"
+        yield Finding(
+            "optional", name, "absent" if missing else "good", says, f"pip install '{name}'" if missing else ""
+        )
 
 
 def training() -> Iterator[Finding]:

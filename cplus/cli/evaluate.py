@@ -140,41 +140,31 @@ def _show(report: dict[str, Any]) -> None:
         _show_details(each)
 
 
+_DETAILS = {
+    "by_other_rules": "choices compared by mean per token; by sum the accuracy is {sum:.1f}, by sum per character "
+    "{per_character:.1f}",
+    "permuted": "options permuted: accuracy {mean:.1f}, the same option every time in {consistent[percent]:.1f} % of "
+    "the questions, averaged over permutations {averaged[percent]:.1f}",
+    "responses": "given responses: {log_likelihood_per_token:.3f} nats per token (perplexity {perplexity:.1f}, "
+    "{tokens:,} tokens)",
+    "split": "past (correct) {past}, new (incorrect) {new}; written to {out}",
+}
+
+
 def _show_details(each: dict[str, Any]) -> None:
-    if "by_other_rules" in each:
-        other = each["by_other_rules"]
-        output.print(
-            f"choices compared by mean per token; by sum the accuracy is {other['sum']:.1f}, "
-            f"by sum per character {other['per_character']:.1f}"
-        )
-    if "permuted" in each:
-        permuted = each["permuted"]
-        output.print(
-            f"options permuted: accuracy {permuted['mean']:.1f}, the same option every time in "
-            f"{permuted['consistent']['percent']:.1f} % of the questions, averaged over permutations "
-            f"{permuted['averaged']['percent']:.1f}"
-        )
-    if "responses" in each:
-        output.print(
-            f"given responses: {each['responses']['log_likelihood_per_token']:.3f} nats per token "
-            f"(perplexity {each['responses']['perplexity']:.1f}, {each['responses']['tokens']:,} tokens)"
-        )
+    for name, text in _DETAILS.items():
+        if name in each:
+            output.print(text.format_map(each[name]))
     if "harness" in each:
         rules = {"acc": " (sum)", "acc_norm": " (per character)"} if each["interface"] == "cloze" else {}
         own = ", ".join(f"{key} {value:.1f}{rules.get(key, '')}" for key, value in each["harness"].items())
         output.print(f"lm-evaluation-harness: {own}")
-    if "split" in each:
-        output.print("past (correct) {past}, new (incorrect) {new}; written to {out}".format_map(each["split"]))
-    if "against" in each:
-        changed = each["against"]
+    if changed := each.get("against"):
         for name in ("retention", "acquisition"):
-            rate = changed[name]
-            if rate is not None:
-                output.print(
-                    f"{name} {rate['percent']:.1f} ({rate['right']} of {rate['total']}, "
-                    f"{rate['low']:.1f} to {rate['high']:.1f})"
-                    + (f", macro over labels {rate['macro']:.1f}" if "macro" in rate else "")
-                )
+            if rate := changed[name]:
+                macro = f", macro over labels {rate['macro']:.1f}" if "macro" in rate else ""
+                text = "{percent:.1f} ({right} of {total}, {low:.1f} to {high:.1f})".format_map(rate)
+                output.print(f"{name} {text}{macro}")
         counts = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in changed["counts"].items())
         output.print(f"{counts}; exact McNemar p = {changed['mcnemar_p']:.3g}")
         lost = [flip for flip in changed["flips"] if flip["kind"] == "lost"]

@@ -122,7 +122,7 @@ def given(options: Mapping[str, Any], names: Iterable[str] = AdaptConfig.model_f
     for text in values.pop("assigned", ()):
         name, mark, value = text.partition("=")
         if not mark:
-            raise ValueError(f"expected NAME=VALUE, as in --set micro_batches=4, got --set {text}")
+            raise ValueError(f"expected NAME=VALUE, as in --set order=file, got --set {text}")
         if name not in names:
             raise ValueError(unknown(name, list(names)))
         field = AdaptConfig.model_fields.get(name)

@@ -10,33 +10,11 @@ import psutil  # type: ignore[import-untyped]
 import typer
 from rich.table import Table
 
+from cplus import lab
 from cplus.base.terminal import clean, console, output, print_json, progress
 from cplus.cli.options import Command, Group, Json
 from cplus.jobs.settings import read_yaml
-from cplus.lab import (
-    SCALES,
-    STUDIES,
-    Result,
-    Spec,
-    Summary,
-    matching,
-    paper_sets,
-    runs_of,
-    scale_named,
-    studies_named,
-    with_further_methods,
-)
-from cplus.lab.estimate import (
-    STATED,
-    described,
-    devices,
-    largest_team,
-    listed,
-    measured_speed,
-    seconds,
-    similar,
-    workers_that_fit,
-)
+from cplus.lab import SCALES, STUDIES, Result, Spec, Summary, estimate, paper_sets
 from cplus.lab.report import collect, markdown, write_report
 from cplus.lab.runner import Cluster, EndedRun, Processes, finished, path_of, perform, queue
 from cplus.lab.study import judged, run_title
@@ -64,7 +42,7 @@ def list_studies(json: Json = False) -> None:
             "title": each.title,
             "question": each.question,
             "paper": each.paper,
-            "runs": {scale.name: len(runs_of(each, scale)) for scale in SCALES.values()},
+            "runs": {scale.name: len(lab.runs_of(each, scale)) for scale in SCALES.values()},
         }
         for each in STUDIES.values()
     ]
@@ -110,16 +88,18 @@ def run(
     """Do the missing runs of a study and answer its question from the results."""
     if machine is not None and not dry_run:
         raise ValueError("--machine describes a machine for --dry-run; add --dry-run, or leave it out")
-    chosen, size = studies_named(name), scale_named(scale)
+    chosen, size = lab.studies_named(name), lab.scale_named(scale)
     folder = out / size.name
     extra = [method(each).name for each in also or ()]
-    runs = {each.name: matching(with_further_methods(runs_of(each, size), extra), only or ()) for each in chosen}
+    runs = {
+        each.name: lab.matching(lab.with_further_methods(lab.runs_of(each, size), extra), only or ()) for each in chosen
+    }
     specs = list(dict.fromkeys(spec for own in runs.values() for spec in own))
     if slurm:
         executor: Cluster | Processes = Cluster(logs=folder / "slurm", parameters=_parameters(slurm))
     else:
         workers = _workers_that_fit(workers, specs)
-        executor = Processes(workers=workers, threads=1, devices=devices())
+        executor = Processes(workers=workers, threads=1, devices=estimate.devices())
     if size.name == "paper":
         _say_whose_rows(specs)
     if dry_run:
@@ -150,10 +130,10 @@ def run(
 
 def _workers_that_fit(workers: int, specs: Sequence[Spec]) -> int:
     """The number of workers for which memory suffices: the devices', or the host's where there are none."""
-    if specs and (own := devices()):
-        found = largest_team(own, workers, specs)
+    if specs and (own := estimate.devices()):
+        found = estimate.largest_team(own, workers, specs)
     else:
-        found = workers_that_fit(workers, specs, psutil.virtual_memory().available)
+        found = estimate.workers_that_fit(workers, specs, psutil.virtual_memory().available)
     if found < workers:
         console.print(f"memory suffices for {found} of {workers} workers")
     return found
@@ -187,7 +167,7 @@ def _dry_list(specs: Sequence[Spec], folder: Path, *, workers: int, machine: str
         _on_machine(missing, machine, num_runs=len(specs), json=json)
         return
     speed, basis = _speed(missing, known)
-    times = [seconds(spec, known, speed) for spec in missing]
+    times = [estimate.seconds(spec, known, speed) for spec in missing]
     total = sum(times) / 3600 / workers
     if json:
         runs = [
@@ -207,20 +187,19 @@ def _dry_list(specs: Sequence[Spec], folder: Path, *, workers: int, machine: str
 
 def _speed(missing: Sequence[Spec], known: Sequence[Result]) -> tuple[float | None, str]:
     """The speed of this device, measured where a run has no similar finished one, and the basis of the times."""
-    if all(similar(spec, known) for spec in missing):
+    if all(estimate.similar(spec, known) for spec in missing):
         return None, "from finished runs"
-    speed, device = measured_speed()
-    some = "finished runs, others from " if any(similar(spec, known) for spec in missing) else ""
+    speed, device = estimate.measured_speed()
+    some = "finished runs, others from " if any(estimate.similar(spec, known) for spec in missing) else ""
     return speed, f"from {some}{speed / 1e9:,.0f} GFLOP per second, measured on {device}"
 
 
 def _on_machine(missing: Sequence[Spec], text: str, *, num_runs: int, json: bool) -> None:
     """Every missing run with its devices, memory and time on a described machine."""
-    rows, hours = listed(missing, described(text))
+    rows, hours = estimate.listed(missing, estimate.described(text))
     refused = sum("refused" in row for row in rows)
-    speed = (
-        f"{STATED['flops'] / 1e12:g} TFLOP/s and {STATED['bandwidth'] / 1e12:g} TB/s of memory, stated and not measured"
-    )
+    flops, bandwidth = (estimate.STATED[name] / 1e12 for name in ("flops", "bandwidth"))
+    speed = f"{flops:g} TFLOP/s and {bandwidth:g} TB/s of memory, stated and not measured"
     if json:
         report = {"machine": text, "runs": num_runs, "missing": rows, "refused": refused, "hours": hours}
         print_json({**report, "speed": speed})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ class Proposal:
 
     `g_hat` is the evidence, None for a gate that reads none. `gradient` is the gradient of the new data after clipping
     and projection, `momentum` the optimizer's first moment (the gradient if the optimizer keeps none, None if it cannot
-    be read); both are None for a parameter without a gradient in this step.
+    be read); both are None for a parameter without a gradient in this step. `position` is the tensor's place among all
+    parameters: ZeRO steps them one at a time.
     """
 
     theta: Tensor
@@ -35,6 +36,7 @@ class Proposal:
     g_hat: Tensor | Signs | None = None
     gradient: Tensor | None = None
     momentum: Tensor | None = None
+    position: int = 0
 
     @property
     def sign(self) -> Tensor:
@@ -48,49 +50,41 @@ class Proposal:
         return self.proposed - self.theta
 
 
-class Gate(Protocol):
-    """Yields one coefficient tensor per proposal, in order, and owns the state needed for it.
+class Gate:
+    """Yields one coefficient tensor per proposal, in order, and owns the state needed for it; this one has none.
 
     `uses` is how much of the evidence the gate reads. `whole` is True for a gate that compares coordinates with one
     another and therefore cannot be sharded. `average` is the moving average of a gate that has a compiled form, None
     for other gates.
     """
 
-    @property
-    def uses(self) -> Uses:
-        """How much of the evidence the gate reads."""
-        ...
-
-    @property
-    def whole(self) -> bool:
-        """Whether the gate needs whole tensors."""
-        ...
-
-    @property
-    def average(self) -> Average | None:
-        """The moving average, if a compiled pass can advance it."""
-        ...
+    uses: Uses = "values"
+    whole = True
+    average: Average | None = None
 
     def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
         """One step's coefficients; the gate gets all proposals of the step and may read them twice."""
-        ...
+        raise NotImplementedError
+
+    def applied(self, proposal: Proposal) -> Tensor:
+        """The coefficients that a compiled pass has applied to one tensor."""
+        raise NotImplementedError
 
     def tally(self) -> tuple[int, int]:
         """The number of coordinates with mask 1 and of all coordinates since the last call; (0, 0) if not counted."""
-        ...
+        return 0, 0
 
     @property
     def nbytes(self) -> int:
         """The memory held between steps."""
-        ...
+        return 0
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs to continue bit for bit."""
-        ...
+        return {}
 
     def load_state_dict(self, state: dict[str, Any], params: Sequence[Tensor]) -> None:
         """Restore a saved state on the devices of the parameters, or of their shards."""
-        ...
 
 
 class Average:
@@ -107,8 +101,8 @@ class Average:
 
     def allocate(self, params: Sequence[Tensor]) -> None:
         """Create the average before the first step, unless beta = 0."""
-        if self.beta and not self.tensors:
-            self.tensors = [kernels.zeros(p, self.kind) for p in params]
+        if self.beta:
+            self.tensors += [kernels.zeros(p, self.kind) for p in params[len(self.tensors) :]]
 
     def advance(self, position: int, mask: Tensor) -> Tensor:
         """Lines 11-12 of Algorithm 1 for one tensor; `step` must already count this step."""
@@ -123,11 +117,12 @@ class Average:
         return algorithm.coefficient(kernels.read(self.tensors[position]), self.beta, self.step)
 
 
-class Collaborative:
+class Collaborative(Gate):
     """The paper's gate: the sign mask, smoothed over steps. beta = 0 with anchors alone is CPL."""
 
     uses: Uses = "signs"
     whole = False
+    average: Average
 
     def __init__(self, *, beta: float, ema: kernels.EmaType = "float32") -> None:
         self.average = Average(beta, ema)
@@ -136,13 +131,19 @@ class Collaborative:
 
     def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
         """Lines 10-12 of Algorithm 1, one tensor at a time."""
-        average = self.average
-        average.allocate([proposal.theta for proposal in proposals])
-        average.step += 1
-        for i, proposal in enumerate(proposals):
+        average, first = self.average, proposals[0].position
+        average.allocate([*average.tensors[:first], *(proposal.theta for proposal in proposals)])
+        average.step += first == 0
+        for i, proposal in enumerate(proposals, start=first):
             mask = algorithm.collaborates(proposal.sign, proposal.delta)
             self._count(mask)
             yield average.advance(i, mask)
+
+    def applied(self, proposal: Proposal) -> Tensor:
+        """The coefficients of the average that the pass has stored; without an average, the mask."""
+        if not self.average.beta:
+            return algorithm.collaborates(proposal.sign, proposal.delta)
+        return self.average.coefficient(proposal.position)
 
     def tally(self) -> tuple[int, int]:
         """The number of coordinates with mask 1 and of all coordinates, over the steps since the last call."""
@@ -174,14 +175,12 @@ class Collaborative:
         self.average.tensors = [e.to(p.device, copy=True) for e, p in zip(kept, params, strict=False)]
 
 
-class Elementwise:
+class Elementwise(Gate):
     """A stateless gate: a pure function from a proposal to its coefficients.
 
     `uses` is how much of the evidence the function reads. `whole=False` means that each coefficient depends on its own
     coordinate alone, so that a shard of a tensor can be gated by itself.
     """
-
-    average: Average | None = None
 
     def __init__(self, function: Callable[[Proposal], Tensor], *, uses: Uses = "values", whole: bool = True) -> None:
         self.function, self.uses, self.whole = function, uses, whole
@@ -197,21 +196,9 @@ class Elementwise:
                 )
             yield c
 
-    def tally(self) -> tuple[int, int]:
-        """Nothing is counted."""
-        return 0, 0
-
-    @property
-    def nbytes(self) -> int:
-        """Nothing is held between steps."""
-        return 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any], params: Sequence[Tensor]) -> None:
-        """Nothing."""
+    def applied(self, proposal: Proposal) -> Tensor:
+        """The function's value."""
+        return self.function(proposal)
 
 
 def cautious(proposal: Proposal) -> Tensor:
@@ -243,29 +230,11 @@ def stored(proposal: Proposal) -> Tensor:
     return proposal.sign.float()
 
 
-class NormMatched:
-    """Control: the proposal's direction, scaled to the norm that the inner gate would have applied.
-
-    Paper: App. E.6, norm-matched SFT.    c = ||c_inner * delta|| / ||delta||, one number for all tensors
-    """
-
-    whole = True
-    average: Average | None = None
+class Around(Gate):
+    """A control around an inner gate, whose counts and state are the inner one's."""
 
     def __init__(self, inner: Gate) -> None:
         self.inner, self.uses = inner, inner.uses
-
-    def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
-        """One constant tensor per proposal."""
-        total = kept = 0.0
-        for proposal, c in zip(proposals, self.inner.coefficients(proposals), strict=True):
-            delta = proposal.delta.double()
-            total += float(delta.square().sum())
-            kept += float((delta * c).square().sum())
-        # The square root of a ratio <= 1 rounds to at most 1, so the coefficient stays in [0, 1].
-        ratio = (kept / total) ** 0.5 if total else 1.0
-        for proposal in proposals:
-            yield torch.full_like(proposal.theta, ratio, dtype=torch.float32)
 
     def tally(self) -> tuple[int, int]:
         """The inner gate's."""
@@ -285,18 +254,35 @@ class NormMatched:
         self.inner.load_state_dict(state, params)
 
 
-class Shuffled:
+class NormMatched(Around):
+    """Control: the proposal's direction, scaled to the norm that the inner gate would have applied.
+
+    Paper: App. E.6, norm-matched SFT.    c = ||c_inner * delta|| / ||delta||, one number for all tensors
+    """
+
+    def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
+        """One constant tensor per proposal."""
+        total = kept = 0.0
+        for proposal, c in zip(proposals, self.inner.coefficients(proposals), strict=True):
+            delta = proposal.delta.double()
+            total += float(delta.square().sum())
+            kept += float((delta * c).square().sum())
+        # The square root of a ratio <= 1 rounds to at most 1, so the coefficient stays in [0, 1].
+        ratio = (kept / total) ** 0.5 if total else 1.0
+        for proposal in proposals:
+            yield torch.full_like(proposal.theta, ratio, dtype=torch.float32)
+
+
+class Shuffled(Around):
     """Control: the inner gate's coefficients, permuted within each tensor at every step.
 
     Paper: App. E.6, randomized mask. Each tensor keeps its multiset of coefficients; only their placement changes. The
     permutation is drawn on the tensor's device: on the host it would take seconds for a large model.
     """
 
-    whole = True
-    average: Average | None = None
-
     def __init__(self, inner: Gate, *, seed: int) -> None:
-        self.inner, self.uses, self.seed = inner, inner.uses, seed
+        super().__init__(inner)
+        self.seed = seed
         self.random: dict[torch.device, torch.Generator] = {}
         self._saved: dict[str, Tensor] = {}
 
@@ -313,15 +299,6 @@ class Shuffled:
             if str(device) in self._saved:
                 self.random[device].set_state(self._saved[str(device)])
         return self.random[device]
-
-    def tally(self) -> tuple[int, int]:
-        """The inner gate's."""
-        return self.inner.tally()
-
-    @property
-    def nbytes(self) -> int:
-        """The inner gate's."""
-        return self.inner.nbytes
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the inner gate and of the generators."""

@@ -151,6 +151,7 @@ WORTH_COMPILING = 1_000_000  # parameters; smaller models use the plain gate
 CHUNK = 1 << 20  # bytes of signs packed at a time
 SHARED = PARALLEL_FROM  # tensors with at least this many coordinates count as large
 FIRST = 1 << 10  # coordinates of the example tensors that Inductor compiles a kernel with
+LEAST = 4  # coordinates of a tensor that the compiled kernels accept
 LEVELS = 255.0  # a uint8 average is stored in steps of 1/255
 STILL = (1.0, 0.0, 1.0)
 """The gate's scalars for an average that does not move: coefficients that are applied as they are stored."""
@@ -349,4 +350,4 @@ def can_compile(device_type: str) -> bool:
 def fits(param: Tensor) -> bool:
     """Whether the compiled kernels accept this parameter; the plain gate handles the others."""
     plain = type(param) in (Tensor, torch.nn.Parameter)
-    return plain and param.dtype == torch.float32 and param.is_contiguous() and param.numel() >= 4
+    return plain and param.dtype == torch.float32 and param.is_contiguous() and param.numel() >= LEAST

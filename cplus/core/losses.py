@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cplus.core.passes import passing
+from cplus.core.engine import inside
 from cplus.core.rows import Encoded, shared_prefix
-from cplus.core.shards import inside
 
 
 def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
@@ -123,7 +122,6 @@ def _shares_prefix(model: nn.Module, longest: int) -> bool:
         # A second pass through sharded layers would gather them a second time, so a job that could be sharded has none.
         and type(next(model.parameters())) is nn.Parameter
         and not torch.distributed.is_initialized()
-        and passing(model).parts is None
     )
 
 

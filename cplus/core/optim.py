@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cplus.core import kernels
-from cplus.core.shards import local
+from cplus.core.engine import in_model, local
+from cplus.core.gates import Gate, Proposal
+from cplus.core.kernels import Signs
 
 # AdamW that proposes and gates in one pass over memory, without a copy of the parameters.
 
@@ -97,6 +99,58 @@ class AdamW(torch.optim.AdamW):
                 yield p, p.grad, state, known[t]
 
 
+# The compiled gate: one pass over memory, inside our AdamW's own step or after any other optimizer's.
+
+
+def kernel_inputs(
+    gate: Gate, evidence: Sequence[Tensor | Signs], params: Sequence[Tensor], step: int
+) -> tuple[list[Signs], list[Tensor], tuple[float, ...]]:
+    """Signs, averages and scalars of a step; stored coefficients are an average that does not move."""
+    if gate.average is None:
+        coefficients = [c for c in evidence if isinstance(c, Tensor)]
+        return [Signs.none(c) for c in coefficients], coefficients, kernels.STILL
+    gate.average.allocate([local(p) for p in params])
+    gate.average.step = step
+    signs = [g for g in evidence if isinstance(g, Signs)]
+    return signs, gate.average.tensors, kernels.gate_numbers(gate.average.beta, step)
+
+
+def arm(
+    optimizer: Optimizer,
+    gate: Gate,
+    params: Sequence[nn.Parameter],
+    evidence: Sequence[Tensor | Signs],
+    step: int,
+    show: Callable[[int, Tensor, Tensor], None] | None,
+) -> None:
+    """Pass a step's evidence and average to our AdamW; `show` gets each position, old value and proposed value."""
+    assert isinstance(optimizer, AdamW)
+    signs, averages, numbers = kernel_inputs(gate, evidence, params, step)
+    positions = {id(p): i for i, p in enumerate(params)}
+    optimizer.armed = Armed(
+        signs=dict(zip(positions, signs, strict=True)),
+        ema=dict(zip(positions, averages, strict=True)) if averages else {},
+        numbers=numbers,
+        watch=None if show is None else lambda p, theta, proposed: show(positions[id(p)], theta, proposed),
+    )
+
+
+def apply_compiled(
+    gate: Gate,
+    proposals: Sequence[Proposal],
+    evidence: Sequence[Tensor | Signs],
+    step: int,
+    show: Callable[[Proposal, Tensor], None] | None,
+) -> None:
+    """Lines 10-13 of Algorithm 1 in one pass per tensor, in place."""
+    signs, averages, numbers = kernel_inputs(gate, evidence, [proposal.theta for proposal in proposals], step)
+    for i, proposal in enumerate(proposals):
+        seen = proposal if show is None else replace(proposal, proposed=proposal.proposed.clone())
+        kernels.gate(proposal.theta, proposal.proposed, signs[i], averages[i] if averages else None, numbers)
+        if show is not None:
+            show(seen, gate.applied(seen))
+
+
 def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
     """torch's own step without the hook calls that torch wraps around it once an optimizer of its own class exists.
 
@@ -163,12 +217,6 @@ def first_moments(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> list[
 
 
 KEY = "masters"
-
-
-def in_model(p: nn.Parameter) -> nn.Parameter:
-    """The model's parameter that a master belongs to; any other parameter is its own."""
-    found: nn.Parameter = getattr(p, "in_model", p)
-    return found
 
 
 class MasterAdamW(AdamW):

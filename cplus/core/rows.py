@@ -10,6 +10,10 @@ from typing import Literal
 from cplus.base.cost import PASS_TOKENS, Work
 
 _SHORTEST_PREFIX = 8
+ZERO_EVIDENCE = (
+    "The evidence is zero everywhere, so the gate has no effect: the anchors and probes are already fitted exactly, or "
+    "their loss does not depend on the trained weights. Check the anchors and probes."
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NoReturn, TypeAlias
 
 from cplus.base import files
@@ -89,31 +89,22 @@ Example: TypeAlias = Choice | FreeForm
 def to_row(example: Example) -> dict[str, Any]:
     """The JSON row of an example: the inverse of `from_row`."""
     if isinstance(example, Choice):
-        return {
-            "id": example.id,
-            "question": example.question,
-            "choices": list(example.choices),
-            "answer": example.answer,
-        }
+        return {**asdict(example), "choices": list(example.choices)}
     if example.is_text:
         return {"id": example.id, "text": example.response}
-    if example.messages == (Message(role="user", content=example.messages[0].content),) and not (
-        example.calls or example.tools
-    ):
+    cut = {"cut": True} if example.cut else {}
+    asked = Message(role="user", content=example.messages[0].content)
+    if example.messages == (asked,) and not (example.calls or example.tools):
         answer = {"response": example.response} if example.answered else {}
-        return {"id": example.id, "prompt": example.messages[0].content, **answer, **_cut(example)}
+        return {"id": example.id, "prompt": asked.content, **answer, **cut}
     tools = {"tools": example.tools} if example.tools else {}
-    return {"id": example.id, "messages": [_turn_row(turn) for turn in example.turns], **tools, **_cut(example)}
-
-
-def _cut(example: FreeForm) -> dict[str, Any]:
-    return {"cut": True} if example.cut else {}
+    return {"id": example.id, "messages": [_turn_row(turn) for turn in example.turns], **tools, **cut}
 
 
 def _turn_row(turn: Message) -> dict[str, Any]:
-    row: dict[str, Any] = {"role": turn.role, "content": turn.content}
-    row |= {"tool_calls": json.loads(turn.calls)} if turn.calls else {}
-    row |= {key: value for key, value in (("tool_call_id", turn.call_id), ("name", turn.name)) if value}
+    calls = json.loads(turn.calls) if turn.calls else None
+    given = {"tool_calls": calls, "tool_call_id": turn.call_id, "name": turn.name}
+    row = {"role": turn.role, "content": turn.content, **{key: value for key, value in given.items() if value}}
     return row if turn.trained else {**row, "weight": 0}
 
 
@@ -141,16 +132,14 @@ def from_row(row: Mapping[str, Any], *, where: str, id: str, requests: bool = Fa
     keys = set(row)
     if {"question", "choices", "answer"} <= keys:
         return choice(row, where=where, id=id)
-    if {"prompt", "response"} <= keys:
-        response = (
-            row["response"] if requests and row["response"] is None else text(row["response"], f"{where}: response")
-        )
-        return _marked(exchange(row["prompt"], response, where=where, id=id), row, where)
+    if {"prompt", "response"} <= keys or ("prompt" in keys and requests and "messages" not in keys):
+        asked, response = text(row["prompt"], f"{where}: prompt"), row.get("response")
+        said = "" if requests and response is None else text(response, f"{where}: response")
+        turns = (Message(role="user", content=asked),)
+        return _marked(FreeForm(id=id, messages=turns, response=said), row, where)
     if "messages" in keys:
-        turns = messages(row["messages"], where=where, requests=requests)
-        return _marked(conversation(turns, tools=row.get("tools"), where=where, id=id, requests=requests), row, where)
-    if "prompt" in keys and requests:
-        return exchange(row["prompt"], None, where=where, id=id)
+        given = messages(row["messages"], where=where, requests=requests)
+        return _marked(conversation(given, tools=row.get("tools"), where=where, id=id, requests=requests), row, where)
     if "text" in keys:
         return FreeForm(id=id, messages=(), response=text(row["text"], f"{where}: text"))
     raise ValueError(
@@ -195,18 +184,10 @@ def choice(row: Mapping[str, Any], *, where: str, id: str) -> Choice:
     return Choice(id=id, question=question, choices=texts, answer=answer)
 
 
-def exchange(prompt: object, response: object, *, where: str, id: str) -> FreeForm:
-    """One request and its response; None for a request alone."""
-    asked = Message(role="user", content=text(prompt, f"{where}: prompt"))
-    said = "" if response is None else text(response, f"{where}: response")
-    return FreeForm(id=id, messages=(asked,), response=said)
-
-
 def messages(turns: object, *, where: str, requests: bool = False) -> list[Message]:
     """The turns of an OpenAI `messages` list."""
-    least = 1 if requests else 2
+    least, expected = (1, "a list of turns") if requests else (2, "a list of at least two turns")
     if not isinstance(turns, list | tuple) or len(turns) < least:
-        expected = "a list of turns" if requests else "a list of at least two turns"
         raise ValueError(f"{where}: expected messages to be {expected}, got {turns!r:.60}")
     return [_turn(turn, f"{where}: turn {i}") for i, turn in enumerate(turns)]
 
@@ -349,14 +330,7 @@ class Prediction:
 
 def prediction_to_row(prediction: Prediction) -> dict[str, Any]:
     """The JSON row of a prediction."""
-    return {
-        "id": prediction.id,
-        "answer": prediction.answer,
-        "correct": prediction.correct,
-        "confidence": prediction.confidence,
-        "scores": list(prediction.scores),
-        "num_tokens": list(prediction.num_tokens),
-    }
+    return {**asdict(prediction), "scores": list(prediction.scores), "num_tokens": list(prediction.num_tokens)}
 
 
 def prediction_from_row(row: Mapping[str, Any]) -> Prediction:
@@ -366,14 +340,7 @@ def prediction_from_row(row: Mapping[str, Any]) -> Prediction:
     >>> prediction_from_row(prediction_to_row(p)) == p
     True
     """
-    return Prediction(
-        id=row["id"],
-        answer=row["answer"],
-        correct=row["correct"],
-        confidence=row["confidence"],
-        scores=tuple(row["scores"]),
-        num_tokens=tuple(row["num_tokens"]),
-    )
+    return Prediction(**{**row, "scores": tuple(row["scores"]), "num_tokens": tuple(row["num_tokens"])})
 
 
 BUILT_IN: dict[str, Callable[[], Sequence[Example]]] = {}

@@ -6,31 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from cplus.data.examples import (
-    Example,
-    FreeForm,
-    Message,
-    conversation,
-    from_row,
-    id_of,
-    messages,
-    parsed,
-    text,
-    tool_calls,
-)
+from cplus.data import examples
+from cplus.data.examples import Example, FreeForm, Message, Role
 
 Row: TypeAlias = Mapping[str, Any]
 Reader: TypeAlias = Callable[[Row, str, str, bool], Example]
 """Reads a row, given where it is, its id and whether it may lack a response."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Format:
     """A format of rows, recognised by its keys alone."""
 
     name: str
     keys: tuple[str, ...]
-    optional: tuple[str, ...] = ()
+    optional: tuple[str, ...]
     read: Reader
     family: str
     """Formats of one family may be mixed in one file."""
@@ -70,34 +60,33 @@ class Detected:
         >>> Detected(format="alpaca", keys=("instruction", "output"), rows=40, unused=("source",)).sentence
         'alpaca rows: instruction, output; 40 read; not used: source'
         """
-        parts = [f"{self.format} rows: {', '.join(self.keys)}", f"{self.rows} read"]
-        parts += [f"{self.requests} without a response"] if self.requests else []
-        parts += [f"not used: {', '.join(self.unused)}"] if self.unused else []
-        return "; ".join([*parts, *([self.note] if self.note else [])])
+        lacking = f"{self.requests} without a response" if self.requests else ""
+        unused = f"not used: {', '.join(self.unused)}" if self.unused else ""
+        parts = (f"{self.format} rows: {', '.join(self.keys)}", f"{self.rows} read", lacking, unused, self.note)
+        return "; ".join(filter(None, parts))
 
     def __str__(self) -> str:
         return self.sentence
 
 
 def _own(row: Row, where: str, id: str, requests: bool) -> Example:
-    return from_row(row, where=where, id=id, requests=requests)
+    return examples.from_row(row, where=where, id=id, requests=requests)
 
 
 def _alpaca(row: Row, where: str, id: str, requests: bool) -> FreeForm:
     """Instruction and input are one user turn, with an empty line between them."""
-    asked = text(row["instruction"], f"{where}: instruction")
-    given, response = row.get("input"), row.get("output")
-    if given not in (None, ""):
-        asked = f"{asked}\n\n{text(given, f'{where}: input')}"
+    asked = examples.text(row["instruction"], f"{where}: instruction")
+    if row.get("input") not in (None, ""):
+        asked = f"{asked}\n\n{examples.text(row['input'], f'{where}: input')}"
     turns = [*_system(row, where), Message(role="user", content=asked)]
-    if not (requests and "output" not in row):
-        turns.append(Message(role="assistant", content=text(response, f"{where}: output")))
-    return conversation(turns, where=where, id=id, requests=requests)
+    if "output" in row or not requests:
+        turns.append(Message(role="assistant", content=examples.text(row.get("output"), f"{where}: output")))
+    return examples.conversation(turns, where=where, id=id, requests=requests)
 
 
 def _system(row: Row, where: str) -> list[Message]:
     given = row.get("system")
-    return [] if given in (None, "") else [Message(role="system", content=text(given, f"{where}: system"))]
+    return [] if given in (None, "") else [Message(role="system", content=examples.text(given, f"{where}: system"))]
 
 
 _SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool", "observation": "tool"}
@@ -114,7 +103,7 @@ def _sharegpt(row: Row, where: str, id: str, requests: bool) -> FreeForm:
     turns = [*system, *said]
     if len(turns) < 2 and not requests:
         raise ValueError(f"{where}: expected conversations of at least two turns, got {given!r:.60}")
-    return conversation(turns, tools=row.get("tools"), where=where, id=id, requests=requests)
+    return examples.conversation(turns, tools=row.get("tools"), where=where, id=id, requests=requests)
 
 
 def _said(turn: object, where: str) -> Message:
@@ -123,29 +112,29 @@ def _said(turn: object, where: str) -> Message:
         raise ValueError(
             f"{where}: expected from to be {', '.join(_SPEAKERS)} or function_call, and a value, got {turn!r:.80}"
         )
-    value = text(turn.get("value"), where)
+    value = examples.text(turn.get("value"), where)
     if speaker != "function_call":
         return Message(role=_SPEAKERS[speaker], content=value)  # type: ignore[arg-type]
-    called = parsed(value, f"{where}: function_call")
+    called = examples.parsed(value, f"{where}: function_call")
     calls = [{"function": call} for call in (called if isinstance(called, list) else [called])]
     if not calls:
         raise ValueError(f'{where}: expected a function_call of {{"name", "arguments"}}, got {value!r:.60}')
-    return Message(role="assistant", content="", calls=tool_calls(calls, where))
+    return Message(role="assistant", content="", calls=examples.tool_calls(calls, where))
 
 
 def _completion(row: Row, where: str, id: str, requests: bool) -> FreeForm:
     """Texts or lists of messages; of the latter, only the completion's are learned."""
-    turns = _asked(row["prompt"], f"{where}: prompt")
+    turns = _untrained(_turns(row["prompt"], "user", f"{where}: prompt"))
     if "completion" in row or not requests:
-        turns += _answer(row.get("completion"), f"{where}: completion")
-    return conversation(turns, tools=row.get("tools"), where=where, id=id, requests=requests)
+        turns += _turns(row.get("completion"), "assistant", f"{where}: completion")
+    return examples.conversation(turns, tools=row.get("tools"), where=where, id=id, requests=requests)
 
 
 def _preferred(row: Row, where: str, id: str, requests: bool) -> FreeForm:
     """The chosen answer; without a prompt, chosen is the whole conversation and its last turn the answer."""
-    prompt, answer = row.get("prompt"), _answer(row["chosen"], f"{where}: chosen")
-    if any(turn.role == "user" for turn in answer):
-        opening = next(turn.content for turn in answer if turn.role == "user")
+    prompt, answer = row.get("prompt"), _turns(row["chosen"], "assistant", f"{where}: chosen")
+    opening = next((turn.content for turn in answer if turn.role == "user"), None)
+    if opening is not None:
         if prompt not in (None, [], opening):
             raise ValueError(
                 f"{where}: expected chosen to hold the answer alone, got {opening!r:.60} beside a prompt; remove one"
@@ -154,21 +143,15 @@ def _preferred(row: Row, where: str, id: str, requests: bool) -> FreeForm:
     elif prompt is None:
         raise ValueError(f"{where}: expected a prompt beside chosen, or messages with a user turn in chosen; add one")
     else:
-        turns = [*_asked(prompt, f"{where}: prompt"), *answer]
-    return conversation(turns, tools=row.get("tools"), where=where, id=id)
+        turns = [*_untrained(_turns(prompt, "user", f"{where}: prompt")), *answer]
+    return examples.conversation(turns, tools=row.get("tools"), where=where, id=id)
 
 
-def _asked(value: object, where: str) -> list[Message]:
-    """A prompt: read, not learned."""
+def _turns(value: object, role: Role, where: str) -> list[Message]:
+    """Messages, or a text as one turn of that role."""
     if isinstance(value, list | tuple):
-        return _untrained(messages(value, where=where, requests=True))
-    return [Message(role="user", content=text(value, where))]
-
-
-def _answer(value: object, where: str) -> list[Message]:
-    if isinstance(value, list | tuple):
-        return messages(value, where=where, requests=True)
-    return [Message(role="assistant", content=text(value, where))]
+        return examples.messages(value, where=where, requests=True)
+    return [Message(role=role, content=examples.text(value, where))]
 
 
 def _untrained(turns: Sequence[Message]) -> list[Message]:
@@ -176,56 +159,19 @@ def _untrained(turns: Sequence[Message]) -> list[Message]:
 
 
 _TALK = "conversation"
+_CHOSEN = "the chosen answers are learned, the rejected ones are not used"
+_WHOLE = "plain text without a chat template, learned from its first token on"
 FORMATS: tuple[Format, ...] = (
-    Format(name="choice", keys=("question", "choices", "answer"), read=_own, family="choice"),
-    Format(name="prompt-response", keys=("prompt", "response"), optional=("cut",), read=_own, family=_TALK),
-    Format(name="messages", keys=("messages",), optional=("tools", "cut"), read=_own, family=_TALK),
-    Format(
-        name="alpaca",
-        keys=("instruction", "output"),
-        optional=("input", "system"),
-        read=_alpaca,
-        family="alpaca",
-    ),
-    Format(
-        name="sharegpt",
-        keys=("conversations",),
-        optional=("system", "tools"),
-        read=_sharegpt,
-        family="sharegpt",
-    ),
-    Format(
-        name="prompt-completion",
-        keys=("prompt", "completion"),
-        optional=("tools",),
-        read=_completion,
-        family="prompt-completion",
-    ),
-    Format(
-        name="preference",
-        keys=("chosen", "rejected"),
-        optional=("prompt", "tools"),
-        read=_preferred,
-        family="preference",
-        note="the chosen answers are learned, the rejected ones are not used",
-    ),
-    Format(
-        name="text",
-        keys=("text",),
-        read=_own,
-        family="text",
-        alone=True,
-        note="plain text without a chat template, learned from its first token on",
-    ),
-    Format(name="prompt", keys=("prompt",), optional=("tools",), read=_completion, family=_TALK, request=True),
-    Format(
-        name="instruction",
-        keys=("instruction",),
-        optional=("input", "system"),
-        read=_alpaca,
-        family="alpaca",
-        request=True,
-    ),
+    Format("choice", ("question", "choices", "answer"), (), _own, "choice"),
+    Format("prompt-response", ("prompt", "response"), ("cut",), _own, _TALK),
+    Format("messages", ("messages",), ("tools", "cut"), _own, _TALK),
+    Format("alpaca", ("instruction", "output"), ("input", "system"), _alpaca, "alpaca"),
+    Format("sharegpt", ("conversations",), ("system", "tools"), _sharegpt, "sharegpt"),
+    Format("prompt-completion", ("prompt", "completion"), ("tools",), _completion, "prompt-completion"),
+    Format("preference", ("chosen", "rejected"), ("prompt", "tools"), _preferred, "preference", note=_CHOSEN),
+    Format("text", ("text",), (), _own, "text", alone=True, note=_WHOLE),
+    Format("prompt", ("prompt",), ("tools",), _completion, _TALK, request=True),
+    Format("instruction", ("instruction",), ("input", "system"), _alpaca, "alpaca", request=True),
 )
 """The first three are this project's own and come first where a row has the keys of several formats."""
 OWN = FORMATS[:3]
@@ -239,9 +185,8 @@ def recognise(row: object, *, where: str, requests: bool = False) -> Format:
     if not isinstance(row, Mapping):
         raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
     keys = set(row)
-    found = [one for one in FORMATS if one.fits(keys) and not one.request]
-    if not found and requests:
-        found = [one for one in FORMATS if one.fits(keys) and one.request]
+    fitting = [one for one in FORMATS if one.fits(keys) and (requests or not one.request)]
+    found = [one for one in fitting if not one.request] or fitting
     if not found:
         expected = "; or ".join(", ".join(one.keys) for one in FORMATS if requests or not one.request)
         named = ", ".join(sorted(map(str, keys))) or "none"
@@ -262,4 +207,4 @@ def recognise(row: object, *, where: str, requests: bool = False) -> Format:
 
 def read_row(row: Row, found: Format, *, where: str, id: str, requests: bool = False) -> Example:
     """The example that a row of a recognised format holds."""
-    return found.read(row, where, id_of(row, where=where, id=id), requests)
+    return found.read(row, where, examples.id_of(row, where=where, id=id), requests)

@@ -11,29 +11,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, takewhile
 from string import ascii_uppercase
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 
 from cplus.base.files import fingerprint
 from cplus.core.rows import Encoded
+from cplus.data import prompts
 from cplus.data.examples import Choice, Example, FreeForm, Message
-from cplus.data.prompts import (
-    Chat,
-    Form,
-    Plain,
-    flaw,
-    following,
-    normalised,
-    opening,
-    sequence,
-    special_texts,
-    unwrapped,
-)
+from cplus.data.prompts import Chat, Form, Plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-# The interface of a task: how its rows become prompts, targets, candidate answers and requests for new rows.
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,57 +28,6 @@ class Rejected:
     """Why a generated text is not an example of the task."""
 
     reason: str
-
-
-class Interface(Protocol):
-    """Bound to one tokenizer; pure: the same example always gives the same tokens."""
-
-    @property
-    def name(self) -> str:
-        """`letter`, `cloze` or `freeform`."""
-        ...
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer it is bound to."""
-        ...
-
-    @property
-    def answer_stop(self) -> tuple[str, ...]:
-        """Texts that end an answer in free text; none of them belongs to it."""
-        ...
-
-    def prompt(self, example: Example) -> tuple[int, ...]:
-        """The tokens of the question alone; the answer need not be known."""
-        ...
-
-    def encode(self, example: Example) -> Encoded:
-        """The prompt and the right target's tokens: what training and evidence see.
-
-        For a conversation of several turns the target begins at the first one that is learned, so that this prompt may
-        be shorter than `prompt`.
-        """
-        ...
-
-    def candidates(self, example: Example) -> tuple[tuple[int, ...], ...]:
-        """The tokens of each answer that can be given; empty where answers are free text."""
-        ...
-
-    def request(self, shots: Sequence[Example], topic: str | None) -> tuple[int, ...]:
-        """The tokens that prompt the frozen model for one new input like the shots."""
-        ...
-
-    def stop(self, shots: Sequence[Example]) -> tuple[str, ...]:
-        """Texts at which the writing of an input like the shots may stop; `parse` reads up to and with the stop."""
-        ...
-
-    def parse(self, text: str, shots: Sequence[Example]) -> Example | Rejected:
-        """Read a generation into an example whose answer is not set yet (index 0 or an empty response)."""
-        ...
-
-    def with_answer(self, example: Example, answer: int | str) -> Example:
-        """The example with the frozen model's own answer as its target."""
-        ...
 
 
 # Multiple choice answered by a letter: the paper's interface.
@@ -186,28 +122,25 @@ class Letter:
         Paper: protocol section 3.
         """
         count = max(len(_choice(shot).choices) for shot in shots)
-        stem, options = _read(unwrapped(text))
+        stem, options = _read(prompts.unwrapped(text))
         choices = tuple(options.get(letter, "") for letter in ascii_uppercase[:count])
-        if not options:
-            return Rejected("no options")
-        if set(options) != set(ascii_uppercase[:count]):
-            return Rejected("wrong number of options")
-        if not all(choices):
-            return Rejected("empty option")
-        if len(set(map(normalised, choices))) < count:
-            return Rejected("repeated option")
+        reasons = {
+            "no options": not options,
+            "wrong number of options": set(options) != set(ascii_uppercase[:count]),
+            "empty option": not all(choices),
+            "repeated option": len(set(map(prompts.normalised, choices))) < count,
+        }
+        if any(reasons.values()):
+            return Rejected(next(reason for reason, found in reasons.items() if found))
         parsed = Choice(id=f"letter-{fingerprint([stem, choices])[:12]}", question=stem, choices=choices, answer=0)
-        known, marks = [_choice(shot) for shot in shots], special_texts(self.tokenizer)
-        reason = flaw(stem, [shot.question for shot in known], marks)
-        reason = reason or flaw(question_text(parsed), [question_text(shot) for shot in known], marks)
+        known, marks = [_choice(shot) for shot in shots], prompts.special_texts(self.tokenizer)
+        reason = prompts.flaw(stem, [shot.question for shot in known], marks)
+        reason = reason or prompts.flaw(question_text(parsed), [question_text(shot) for shot in known], marks)
         return parsed if reason is None else Rejected(reason)
 
     def with_answer(self, example: Example, answer: int | str) -> Example:
         """The question with another letter as its answer."""
-        example = _choice(example)
-        if not isinstance(answer, int) or not 0 <= answer < len(example.choices):
-            raise ValueError(f"expected the index of one of {len(example.choices)} choices, got {answer!r}")
-        return replace(example, answer=answer)
+        return _answered(_choice(example), answer)
 
     @cached_property
     def _asked(self) -> str:
@@ -217,23 +150,17 @@ class Letter:
     def _token(self, index: int) -> tuple[int, ...]:
         """The letter's token after the prompt: SentencePiece has another one after a blank."""
         letter = ascii_uppercase[index]
-        tokens = following(self.form, self.tokenizer, self._asked, self.form.lead + letter)
-        if len(tokens) != 1:
+        tokens = prompts.following(self.form, self.tokenizer, self._asked, self.form.lead + letter)
+        if len(tokens) != 1 or str(self.tokenizer.decode(tokens)).strip() != letter:
             raise ValueError(
                 f"expected the letter {letter!r} to be one token after the prompt, but this tokenizer makes "
-                f"{len(tokens)} of it; use the cloze interface"
-            )
-        if (written := str(self.tokenizer.decode(tokens)).strip()) != letter:
-            raise ValueError(
-                f"expected a token for the letter {letter!r}, but this tokenizer reads it as {written!r}; "
-                "use the cloze interface"
+                f"{len(tokens)} of it, {self.tokenizer.decode(tokens)!r}; use the cloze interface"
             )
         return tokens
 
 
 def _choice(example: Example) -> Choice:
-    if not isinstance(example, Choice):
-        raise TypeError(f"{example.id} is free-form; the letter interface needs question, choices and answer")
+    example = _closed(example)
     if not 2 <= len(example.choices) <= len(ascii_uppercase):
         raise ValueError(
             f"{example.id}: expected 2 to {len(ascii_uppercase)} choices for the letter interface, "
@@ -276,23 +203,23 @@ class Cloze:
 
     def prompt(self, example: Example) -> tuple[int, ...]:
         """The question, up to where the answer begins."""
-        return self.form.tokens(_text(_cloze_choice(example)))
+        return self.form.tokens(_text(_closed(example)))
 
     def encode(self, example: Example) -> Encoded:
         """The prompt and the right choice's words."""
-        example = _cloze_choice(example)
+        example = _closed(example)
         if not example.choices:
             raise ValueError(f"{example.id} has no answer yet; label it first with with_answer")
         return Encoded(self.prompt(example), self._target(example, example.right))
 
     def candidates(self, example: Example) -> tuple[tuple[int, ...], ...]:
         """The words of each choice; none for an open question."""
-        example = _cloze_choice(example)
+        example = _closed(example)
         return tuple(self._target(example, choice) for choice in example.choices)
 
     def request(self, shots: Sequence[Example], topic: str | None) -> tuple[int, ...]:
         """The shots with their answers as a text that breaks off where the next question begins."""
-        known = [_cloze_choice(shot) for shot in shots]
+        known = [_closed(shot) for shot in shots]
         lines = [f"{_text(shot)} {shot.right}\n\n" for shot in known]
         about = "" if topic is None else f"Topic: {topic}\n"
         return self.form.tokens(f"{''.join(lines)}{about}Question:")
@@ -303,13 +230,13 @@ class Cloze:
 
     def parse(self, text: str, shots: Sequence[Example]) -> Example | Rejected:
         """An open question: one line, or all up to the answer where the shots' questions have several lines."""
-        known = [_cloze_choice(shot).question for shot in shots]
+        known = [_closed(shot).question for shot in shots]
         if _several_lines(shots):
             question, ended, _ = text.partition("\nAnswer:")
         else:
             question, ended, _ = text.lstrip().partition("\n")
         question = question.strip()
-        reason = flaw(question, known, special_texts(self.tokenizer))
+        reason = prompts.flaw(question, known, prompts.special_texts(self.tokenizer))
         if reason is not None:
             return Rejected(reason)
         if "Answer:" in question or "Question:" in question.removeprefix("Question:"):
@@ -322,17 +249,15 @@ class Cloze:
 
     def with_answer(self, example: Example, answer: int | str) -> Example:
         """The question with that choice as its answer; a text becomes its only choice."""
-        example = _cloze_choice(example)
+        example = _closed(example)
         if isinstance(answer, str):
             if not answer.strip():
                 raise ValueError(f"{example.id}: expected an answer in words, got an empty text")
             return replace(example, choices=(answer.strip(),), answer=0)
-        if not 0 <= answer < len(example.choices):
-            raise ValueError(f"{example.id}: expected the index of one of {len(example.choices)} choices, got {answer}")
-        return replace(example, answer=answer)
+        return _answered(example, answer)
 
     def _target(self, example: Choice, choice: str) -> tuple[int, ...]:
-        return following(self.form, self.tokenizer, _text(example), f" {choice}")
+        return prompts.following(self.form, self.tokenizer, _text(example), f" {choice}")
 
 
 def _text(example: Choice) -> str:
@@ -340,13 +265,20 @@ def _text(example: Choice) -> str:
 
 
 def _several_lines(shots: Sequence[Example]) -> bool:
-    return any("\n" in _cloze_choice(shot).question for shot in shots)
+    return any("\n" in _closed(shot).question for shot in shots)
 
 
-def _cloze_choice(example: Example) -> Choice:
+def _closed(example: Example) -> Choice:
     if not isinstance(example, Choice):
-        raise TypeError(f"{example.id} is free-form; the cloze interface needs question, choices and answer")
+        raise TypeError(f"{example.id} is free-form; letter and cloze need question, choices and answer")
     return example
+
+
+def _answered(example: Choice, answer: int | str) -> Choice:
+    """The question with that choice as its answer."""
+    if not isinstance(answer, int) or not 0 <= answer < len(example.choices):
+        raise ValueError(f"{example.id}: expected the index of one of {len(example.choices)} choices, got {answer!r}")
+    return replace(example, answer=answer)
 
 
 # A conversation answered in the model's own words: only the assistant's turns are trained on and scored.
@@ -397,7 +329,7 @@ class Freeform:
                 return self._conversation(example)
             text = self.form.text(example.messages, example.tools)
             answer = f"{self.form.lead}{example.response}{'' if example.cut else self.form.end}"
-            return Encoded(self.form.tokens(text), following(self.form, self.tokenizer, text, answer))
+            return Encoded(self.form.tokens(text), prompts.following(self.form, self.tokenizer, text, answer))
 
     def _conversation(self, example: FreeForm) -> Encoded:
         """The tokens of the whole conversation; those of the assistant's turns are scored."""
@@ -415,12 +347,12 @@ class Freeform:
                 read = ""
             else:
                 read += answer
-        prompt, *target = sequence(self.form, self.tokenizer, pieces)
+        prompt, *target = prompts.sequence(self.form, self.tokenizer, pieces)
         scored = [number % 2 == 0 for number, tokens in enumerate(target) for _ in tokens]
         return Encoded(prompt, tuple(chain.from_iterable(target)), () if all(scored) else tuple(scored))
 
     def _text(self, example: FreeForm) -> Encoded:
-        tokens = opening(self.tokenizer, example.response)
+        tokens = prompts.opening(self.tokenizer, example.response)
         if len(tokens) < 2:
             raise ValueError(f"{example.id}: expected a text of at least two tokens, got {example.response!r:.60}")
         return Encoded(tokens[:1], tokens[1:])
@@ -436,7 +368,7 @@ class Freeform:
         """
         entries = [f"{_HEAD} {_asked(shot)}{_RULE}" for shot in shots]
         about = "" if topic is None else f"Topic: {topic}\n"
-        return opening(self.tokenizer, f"{''.join(entries)}{about}{_HEAD}")
+        return prompts.opening(self.tokenizer, f"{''.join(entries)}{about}{_HEAD}")
 
     def stop(self, shots: Sequence[Example]) -> tuple[str, ...]:
         """The rule between entries of the list."""
@@ -446,7 +378,7 @@ class Freeform:
         """A new request, in a conversation that opens as the shots do."""
         asked, ended, _ = text.partition("\n---")
         asked = asked.strip()
-        reason = flaw(asked, [_asked(shot) for shot in shots], special_texts(self.tokenizer))
+        reason = prompts.flaw(asked, [_asked(shot) for shot in shots], prompts.special_texts(self.tokenizer))
         if reason is not None:
             return Rejected(reason)
         if not ended:
@@ -495,6 +427,15 @@ def _common_system(shots: Sequence[Example]) -> tuple[Message, ...]:
 # How a task's rows are written, answered and scored: `letter`, `cloze`, `freeform`.
 
 
+Interface: TypeAlias = Letter | Cloze | Freeform
+"""Bound to one tokenizer; pure: the same example always gives the same tokens.
+
+`prompt` is the question alone, `encode` the prompt and the right target, which training and evidence see; for several
+learned turns the target begins at the first, so that this prompt may be shorter. `candidates` are the answers that can
+be given, none where answers are free text. `request` prompts the frozen model for one new input like the shots, `parse`
+reads it up to and with one of the `stop` texts, and `with_answer` sets the frozen model's own answer as its target.
+"""
+
 __all__ = ["NAMES", "THINKING", "TURNS", "WORDINGS", "Interface", "Rejected", "build", "tokens_by_role"]
 
 NAMES = ("letter", "cloze", "freeform")
@@ -516,16 +457,12 @@ def build(
     `wording` is the letter's. `turns` and `thinking` are the free form's: which assistant turns are targets, and
     whether a model that thinks does so (`keep`) or is told not to (`off`). Cloze is always plain text.
     """
-    if wording not in WORDINGS:
-        raise ValueError(f"expected a wording of {', '.join(WORDINGS)}, got {wording!r}")
-    if turns not in TURNS:
-        raise ValueError(f"expected turns to be {' or '.join(TURNS)}, got {turns!r}")
-    if thinking not in THINKING:
-        raise ValueError(f"expected thinking to be {' or '.join(THINKING)}, got {thinking!r}")
+    allowed = {"interface": (name, NAMES), "wording": (wording, WORDINGS), "turns": (turns, TURNS)}
+    for what, (given, known) in {**allowed, "thinking": (thinking, THINKING)}.items():
+        if given not in known:
+            raise ValueError(f"expected {what} to be one of {', '.join(known)}, got {given!r}")
     if name == "cloze":
         return Cloze(tokenizer=tokenizer, form=Plain(tokenizer))
-    if name not in NAMES:
-        raise ValueError(f"expected an interface of {', '.join(NAMES)}, got {name!r}")
     form = Chat(tokenizer, thinking=thinking == "keep" and name == "freeform") if chat else Plain(tokenizer)
     if name == "letter":
         return Letter(tokenizer=tokenizer, form=form, wording=wording)

@@ -8,10 +8,10 @@ import unicodedata
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -78,40 +78,8 @@ def _call(function: dict[str, str]) -> str:
 
 
 _MARK = "ANSWER-STANDS-HERE"
-_REMEMBERED = 400
-"""Characters of a plain text whose tokens are remembered, at most; and the number of such texts."""
-_REMEMBERED_TEXTS = 1 << 14
-
-
-class Form(Protocol):
-    """How a conversation is written as one text."""
-
-    lead: str
-    """The text between the prompt and the answer."""
-    thinking: bool
-    """Whether the model may think before it answers."""
-
-    @property
-    def end(self) -> str:
-        """The text that ends the model's turn."""
-        ...
-
-    @property
-    def knows_tools(self) -> bool:
-        """Whether it has a way of its own to write tools; else they are written as text."""
-        ...
-
-    def text(self, messages: Sequence[Message], tools: str = "") -> str:
-        """The conversation up to where the model's turn begins."""
-        ...
-
-    def turns(self, messages: Sequence[Message], tools: str = "") -> list[tuple[str, str]]:
-        """The whole conversation, one pair for each assistant turn: the text before it, and the turn with its end."""
-        ...
-
-    def tokens(self, text: str) -> tuple[int, ...]:
-        """The tokens of such a text."""
-        ...
+_REMEMBERED = 1 << 14
+"""The number of plain texts whose tokens are remembered, because every choice repeats its question."""
 
 
 class Chat:
@@ -165,16 +133,18 @@ class Chat:
         """What the template writes after the model's words, up to its first special token."""
         turns = (Message(role="user", content="?"), Message(role="assistant", content=_MARK))
         rest = self._render(turns).rpartition(_MARK)[2]
-        ends = [rest.index(token) + len(token) for token in special_texts(self._tokenizer) if token in rest]
-        end = rest[: min(ends)] if ends else rest.rstrip()
-        return end or _end_of_text(self._tokenizer)
+        return self._first_mark(rest) or rest.rstrip() or _end_of_text(self._tokenizer)
 
     def asking(self, tools: str = "") -> tuple[str, str]:
         """What the template writes before a user's words, and what ends them, up to its first special token."""
         turns, tools = self._written((Message(role="user", content=_MARK),), tools)
         before, _, rest = self._render(turns, tools).partition(_MARK)
+        return before, self._first_mark(rest) or rest.strip() or _end_of_text(self._tokenizer)
+
+    def _first_mark(self, rest: str) -> str:
+        """The text up to and with its first special token; empty without one."""
         ends = [rest.index(token) + len(token) for token in special_texts(self._tokenizer) if token in rest]
-        return before, rest[: min(ends)] if ends else rest.strip() or _end_of_text(self._tokenizer)
+        return rest[: min(ends, default=0)]
 
     @cached_property
     def knows_tools(self) -> bool:
@@ -265,7 +235,7 @@ class Plain:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[str, tuple[int, ...]] = {}
+        self.tokens = lru_cache(_REMEMBERED)(partial(opening, tokenizer))
 
     def text(self, messages: Sequence[Message], tools: str = "") -> str:
         """One paragraph per turn, the last one open."""
@@ -284,32 +254,27 @@ class Plain:
                 read = len(whole) + len(answer)
         return pairs
 
-    def tokens(self, text: str) -> tuple[int, ...]:
-        """Tokens of a text from its beginning; short ones are remembered, because every choice repeats its question."""
-        found = self._known.get(text)
-        if found is None:
-            found = opening(self._tokenizer, text)
-            if len(text) <= _REMEMBERED:
-                if len(self._known) >= _REMEMBERED_TEXTS:
-                    self._known.clear()
-                self._known[text] = found
-        return found
-
     @cached_property
     def end(self) -> str:
         """The tokenizer's end of text."""
         return _end_of_text(self._tokenizer)
 
 
+Form: TypeAlias = Chat | Plain
+"""How a conversation is written as one text.
+
+`text` is the conversation up to where the model's turn begins, `turns` the whole as one pair for each assistant turn:
+the text before it, and the turn with its end. `lead` is the text between the prompt and the answer.
+"""
+
+
 def _as_dict(message: Message) -> dict[str, Any]:
     """A message as chat templates read it, the arguments of tool calls as objects."""
-    row: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.calls:
-        row["tool_calls"] = json.loads(message.calls)
-        for call in row["tool_calls"]:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    row |= {key: value for key, value in (("tool_call_id", message.call_id), ("name", message.name)) if value}
-    return row
+    calls = json.loads(message.calls or "[]")
+    for call in calls:
+        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    given = {"tool_calls": calls, "tool_call_id": message.call_id, "name": message.name}
+    return {"role": message.role, "content": message.content, **{key: value for key, value in given.items() if value}}
 
 
 def _unfound(turn: int, reason: str) -> ValueError:
@@ -375,20 +340,12 @@ class _Generation(Extension):
 
 def read_template(path: Path) -> str:
     """The text of a template file; it must parse, and read the variable `messages`."""
-    if not path.is_file():
-        raise ValueError(
-            f"{path}: expected a file with a chat template, but there is none; correct the path, or leave out "
-            "chat_template to use the model's own"
-        )
     try:
         text = path.read_text(encoding="utf-8")
         found = Environment(extensions=[loopcontrols, _Generation], autoescape=False).parse(text)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: expected a chat template in UTF-8, but it is no text: {error}") from error
-    except TemplateSyntaxError as error:
-        raise ValueError(
-            f"{path}:{error.lineno}: expected a chat template in Jinja, but it does not parse: {error.message}"
-        ) from error
+    except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
+        at = f":{error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+        raise ValueError(f"{path}{at}: expected a file with a chat template in Jinja: {error}") from error
     if "messages" not in meta.find_undeclared_variables(found):
         raise ValueError(
             f"{path}: expected a chat template, but it never reads the variable messages, so no row would be shown"

@@ -13,7 +13,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -36,7 +36,8 @@ class Found:
     """The examples of a file or a data set, and the format they were read from."""
 
     examples: tuple[Example, ...]
-    detected: Detected
+    detected: Detected | None
+    """None for rows that are built in."""
 
 
 def read_file(path: Path) -> list[Example]:
@@ -80,11 +81,6 @@ def collect(rows: Rows, *, name: str, source: str, requests: bool = False) -> Fo
             raise ValueError(f"{where}: the id {example.id!r} was given before, at {seen[example.id]}; ids must differ")
         if isinstance(example, Choice) and len(example.choices) < 2:
             raise ValueError(f"{where}: expected at least two choices to choose from, got {example.choices!r:.60}")
-        if examples and type(example) is not type(examples[0]):
-            raise ValueError(
-                f"{where}: expected one kind of row in a file, but this one is {type(example).__name__} "
-                f"and the first is {type(examples[0]).__name__}; put them in two files"
-            )
         first = next(iter(formats.values()), own)
         if own.family != first.family:
             raise ValueError(
@@ -140,11 +136,11 @@ def parse_columns(text: str) -> dict[str, str]:
     >>> parse_columns("prompt=question,response=answer")
     {'prompt': 'question', 'response': 'answer'}
     """
-    pairs = [pair.partition("=") for pair in text.split(",")]
-    names = [name.strip() for name, _, _ in pairs]
-    if not all(name.strip() and source.strip() for name, _, source in pairs) or len(set(names)) < len(names):
+    pairs = [[part.strip() for part in pair.partition("=")] for pair in text.split(",")]
+    columns = {name: source for name, _, source in pairs}
+    if not all(name and source for name, source in columns.items()) or len(columns) < len(pairs):
         raise ValueError(f"expected columns as prompt=question,response=answer, each name once, got {text!r}")
-    return {name.strip(): source.strip() for name, _, source in pairs}
+    return columns
 
 
 def weighted(text: str, home: Path | None = None) -> tuple[str, float]:
@@ -271,10 +267,6 @@ ENDINGS = (*_READERS, ".gz")
 Row: TypeAlias = Mapping[str, Any]
 
 
-def _same(row: Row) -> Row:
-    return row
-
-
 @dataclass(frozen=True, kw_only=True)
 class Hub:
     """A data set of the hub, and how one of its rows reads in this project's schema."""
@@ -282,7 +274,7 @@ class Hub:
     path: str
     config: str | None = None
     split: str | None = None
-    rewrite: Callable[[Row], Row] = _same
+    rewrite: Callable[[Row], Row] = lambda row: row
 
 
 def parse(name: str) -> Hub:
@@ -340,114 +332,90 @@ def _hub_rows(found: Any, hub: Hub) -> Iterator[tuple[str, Row]]:
         yield where, rewritten
 
 
+def _choices(question: str, choices: Iterable[str], answer: Any) -> Row:
+    return {"question": question, "choices": list(choices), "answer": int(answer)}
+
+
 def _labelled(question: str) -> Callable[[Row], Row]:
     """Choices with labels, and the label of the right one."""
-
-    def rewrite(row: Row) -> Row:
-        choices = row["choices"]
-        answer = list(choices["label"]).index(row["answerKey"])
-        return {"id": row["id"], "question": row[question], "choices": list(choices["text"]), "answer": answer}
-
-    return rewrite
+    return lambda row: {
+        "id": row["id"],
+        **_choices(row[question], row["choices"]["text"], list(row["choices"]["label"]).index(row["answerKey"])),
+    }
 
 
 def _shuffled(question: str, right: str, wrong: list[str]) -> Row:
     """The source puts the right choice first; the question itself seeds where it goes."""
     choices = [right, *wrong]
     random.Random(question).shuffle(choices)
-    return {"question": question, "choices": choices, "answer": choices.index(right)}
+    return _choices(question, choices, choices.index(right))
 
 
-def _mmlu(row: Row) -> Row:
-    return {"question": row["question"], "choices": row["choices"], "answer": int(row["answer"])}
+def _sciq(row: Row) -> Row:
+    return _shuffled(row["question"], row["correct_answer"], [row[f"distractor{i}"] for i in (1, 2, 3)])
+
+
+def _truthfulqa(row: Row) -> Row:
+    choices = list(row["mc1_targets"]["choices"])
+    right = choices.pop(list(row["mc1_targets"]["labels"]).index(1))
+    return _shuffled(row["question"], right, choices)
 
 
 def _medqa(row: Row) -> Row:
     letters = sorted(row["options"])
-    choices = [row["options"][letter] for letter in letters]
-    return {"question": row["question"], "choices": choices, "answer": letters.index(row["answer_idx"])}
-
-
-def _hellaswag(row: Row) -> Row:
-    question = f"{row['activity_label']}: {row['ctx']}"
-    return {"question": question, "choices": row["endings"], "answer": int(row["label"])}
-
-
-def _piqa(row: Row) -> Row:
-    return {"question": row["goal"], "choices": [row["sol1"], row["sol2"]], "answer": int(row["label"])}
-
-
-def _winogrande(row: Row) -> Row:
-    choices = [row["option1"], row["option2"]]
-    return {"question": row["sentence"], "choices": choices, "answer": int(row["answer"]) - 1}
-
-
-def _boolq(row: Row) -> Row:
-    question = f"{row['passage']}\nQuestion: {row['question']}?"
-    return {"question": question, "choices": ["yes", "no"], "answer": 0 if row["answer"] else 1}
-
-
-def _social_iqa(row: Row) -> Row:
-    choices = [row["answerA"], row["answerB"], row["answerC"]]
-    return {"question": f"{row['context']} {row['question']}", "choices": choices, "answer": int(row["label"]) - 1}
-
-
-def _sciq(row: Row) -> Row:
-    wrong = [row["distractor1"], row["distractor2"], row["distractor3"]]
-    return _shuffled(row["question"], row["correct_answer"], wrong)
-
-
-def _truthfulqa(row: Row) -> Row:
-    targets = row["mc1_targets"]
-    choices = list(targets["choices"])
-    right = choices.pop(list(targets["labels"]).index(1))
-    return _shuffled(row["question"], right, choices)
+    return _choices(row["question"], map(row["options"].get, letters), letters.index(row["answer_idx"]))
 
 
 def _copa(row: Row) -> Row:
     asked = "What was the cause of this?" if row["question"] == "cause" else "What happened as a result?"
-    choices = [row["choice1"], row["choice2"]]
-    return {"question": f"{row['premise']} {asked}", "choices": choices, "answer": int(row["label"])}
+    return _choices(f"{row['premise']} {asked}", [row["choice1"], row["choice2"]], row["label"])
 
 
-def _gsm8k(row: Row) -> Row:
-    return {"prompt": row["question"], "response": row["answer"]}
-
-
-def _arc(config: str, split: str) -> Hub:
-    return Hub(path="allenai/ai2_arc", config=config, split=split, rewrite=_labelled("question"))
-
-
-def _openbookqa(split: str) -> Hub:
-    return Hub(path="allenai/openbookqa", config="main", split=split, rewrite=_labelled("question_stem"))
-
-
-def _csqa(split: str) -> Hub:
-    return Hub(path="tau/commonsense_qa", split=split, rewrite=_labelled("question"))
-
-
-BENCHMARKS: dict[str, Hub] = {
-    "csqa": _csqa("validation"),
-    "arc_c": _arc("ARC-Challenge", "test"),
-    "mmlu": Hub(path="cais/mmlu", config="all", split="test", rewrite=_mmlu),
-    "medqa": Hub(path="GBaker/MedQA-USMLE-4-options", split="test", rewrite=_medqa),
-    "hellaswag": Hub(path="Rowan/hellaswag", split="validation", rewrite=_hellaswag),
-    "piqa": Hub(path="baber/piqa", split="validation", rewrite=_piqa),
-    "winogrande": Hub(path="allenai/winogrande", config="winogrande_xl", split="validation", rewrite=_winogrande),
-    "openbookqa": _openbookqa("test"),
-    "boolq": Hub(path="google/boolq", split="validation", rewrite=_boolq),
-    "social_iqa": Hub(path="lighteval/siqa", split="validation", rewrite=_social_iqa),
-    "arc_easy": _arc("ARC-Easy", "test"),
-    "sciq": Hub(path="allenai/sciq", split="test", rewrite=_sciq),
-    "truthfulqa": Hub(path="truthfulqa/truthful_qa", config="multiple_choice", split="validation", rewrite=_truthfulqa),
-    "copa": Hub(path="aps/super_glue", config="copa", split="validation", rewrite=_copa),
-    "gsm8k": Hub(path="openai/gsm8k", config="main", split="test", rewrite=_gsm8k),
-    "csqa_train": _csqa("train"),
-    "arc_easy_train": _arc("ARC-Easy", "train"),
-    "arc_challenge_train": _arc("ARC-Challenge", "train"),
-    "sciq_train": Hub(path="allenai/sciq", split="train", rewrite=_sciq),
-    "openbookqa_train": _openbookqa("train"),
+_REWRITES: dict[str, Callable[[Row], Row]] = {
+    "tau/commonsense_qa": _labelled("question"),
+    "allenai/ai2_arc": _labelled("question"),
+    "allenai/openbookqa": _labelled("question_stem"),
+    "allenai/sciq": _sciq,
+    "truthfulqa/truthful_qa": _truthfulqa,
+    "GBaker/MedQA-USMLE-4-options": _medqa,
+    "aps/super_glue": _copa,
+    "cais/mmlu": lambda row: _choices(row["question"], row["choices"], row["answer"]),
+    "Rowan/hellaswag": lambda row: _choices(f"{row['activity_label']}: {row['ctx']}", row["endings"], row["label"]),
+    "baber/piqa": lambda row: _choices(row["goal"], [row["sol1"], row["sol2"]], row["label"]),
+    "allenai/winogrande": lambda row: _choices(
+        row["sentence"], [row["option1"], row["option2"]], int(row["answer"]) - 1
+    ),
+    "google/boolq": lambda row: _choices(
+        f"{row['passage']}\nQuestion: {row['question']}?", ["yes", "no"], not row["answer"]
+    ),
+    "lighteval/siqa": lambda row: _choices(
+        f"{row['context']} {row['question']}", [row[f"answer{letter}"] for letter in "ABC"], int(row["label"]) - 1
+    ),
+    "openai/gsm8k": lambda row: {"prompt": row["question"], "response": row["answer"]},
 }
+_SETS = {
+    "csqa": "tau/commonsense_qa@validation",
+    "arc_c": "allenai/ai2_arc:ARC-Challenge@test",
+    "mmlu": "cais/mmlu:all@test",
+    "medqa": "GBaker/MedQA-USMLE-4-options@test",
+    "hellaswag": "Rowan/hellaswag@validation",
+    "piqa": "baber/piqa@validation",
+    "winogrande": "allenai/winogrande:winogrande_xl@validation",
+    "openbookqa": "allenai/openbookqa:main@test",
+    "boolq": "google/boolq@validation",
+    "social_iqa": "lighteval/siqa@validation",
+    "arc_easy": "allenai/ai2_arc:ARC-Easy@test",
+    "sciq": "allenai/sciq@test",
+    "truthfulqa": "truthfulqa/truthful_qa:multiple_choice@validation",
+    "copa": "aps/super_glue:copa@validation",
+    "gsm8k": "openai/gsm8k:main@test",
+    "csqa_train": "tau/commonsense_qa@train",
+    "arc_easy_train": "allenai/ai2_arc:ARC-Easy@train",
+    "arc_challenge_train": "allenai/ai2_arc:ARC-Challenge@train",
+    "sciq_train": "allenai/sciq@train",
+    "openbookqa_train": "allenai/openbookqa:main@train",
+}
+BENCHMARKS = {name: replace(hub := parse(place), rewrite=_REWRITES[hub.path]) for name, place in _SETS.items()}
 
 
 # Tasks of lm-evaluation-harness, by the harness's own names, as rows in this project's schema.
@@ -516,21 +484,14 @@ def _harness_rows(task: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
             f"{PREFIX}{task.task_name} has no rows of one question and its answers: {reason}; the harness itself can "
             f"ask it: cplus evaluate MODEL --task {PREFIX}{task.task_name} --through lm-eval"
         )
-    rewrite = _choice if kind == "multiple_choice" else _response
     for number, doc in enumerate(task.eval_docs, start=1):
-        yield number, rewrite(task, doc)
-
-
-def _choice(task: Any, doc: Any) -> Mapping[str, Any]:
-    choices, answer = [str(choice).strip() for choice in task.doc_to_choice(doc)], task.doc_to_target(doc)
-    if isinstance(answer, str) and answer.strip() in choices:
-        answer = choices.index(answer.strip())
-    return {"question": question(str(task.doc_to_text(doc))), "choices": choices, "answer": answer}
-
-
-def _response(task: Any, doc: Any) -> Mapping[str, Any]:
-    target = task.doc_to_target(doc)
-    if isinstance(target, list) and target:  # several wordings of the right answer: the first is the usual one
-        target = target[0]
-    response = target.strip() if isinstance(target, str) else target
-    return {"prompt": str(task.doc_to_text(doc)).strip(), "response": response}
+        asked, answer = str(task.doc_to_text(doc)).strip(), task.doc_to_target(doc)
+        if isinstance(answer, list) and answer:  # several wordings of the right answer: the first is the usual one
+            answer = answer[0]
+        answer = answer.strip() if isinstance(answer, str) else answer
+        if kind == "multiple_choice":
+            choices = [str(choice).strip() for choice in task.doc_to_choice(doc)]
+            answer = choices.index(answer) if answer in choices else answer
+            yield number, {"question": question(asked), "choices": choices, "answer": answer}
+        else:
+            yield number, {"prompt": asked, "response": answer}

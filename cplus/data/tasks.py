@@ -26,7 +26,7 @@ from cplus.data.readers import ENDINGS, Columns, Found, read_rows
 # Rows that the base model answers correctly (past) and incorrectly (new), and the anchors drawn from them.
 
 
-_KEYS = {"model_fingerprint", "data_fingerprint", "interface", "stack", "predictions"}
+_KEYS = ("model_fingerprint", "data_fingerprint", "interface", "stack", "predictions")
 _STACK = ("torch", "transformers", "tokenizers")
 
 
@@ -79,38 +79,23 @@ def split(
 
 def save_split(split: Split, path: Path) -> None:
     """Write a split: predictions and fingerprints, not the examples."""
-    files.write_json(
-        path,
-        {
-            "model_fingerprint": split.model_fingerprint,
-            "data_fingerprint": split.data_fingerprint,
-            "interface": split.interface,
-            "stack": dict(split.stack),
-            "predictions": [predictions.prediction_to_row(prediction) for prediction in split.predictions],
-        },
-    )
+    rows = [predictions.prediction_to_row(prediction) for prediction in split.predictions]
+    files.write_json(path, {name: getattr(split, name) for name in _KEYS[:-1]} | {"predictions": rows})
 
 
 def load_split(path: Path, examples: Sequence[Example], *, model_fingerprint: str) -> Split:
     """Read a split of these examples by this model; one of another model or other data is refused."""
     record = files.read_json(path)
-    if not isinstance(record, dict) or not set(record) >= _KEYS:
-        raise ValueError(f"{path}: expected a stored split with {', '.join(sorted(_KEYS))}; split again")
-    for what, expected, remedy in (
-        ("model", model_fingerprint, "split again with this model"),
-        ("data set", fingerprint(examples), "split again with these examples"),
-    ):
-        found = str(record[f"{what.split()[0]}_fingerprint"])
+    if not isinstance(record, dict) or not set(record) >= set(_KEYS):
+        raise ValueError(f"{path}: expected a stored split with {', '.join(_KEYS)}; split again")
+    for what, expected in (("model", model_fingerprint), ("data", fingerprint(examples))):
+        found = str(record[f"{what}_fingerprint"])
         if found != expected:
-            raise ValueError(f"{path}: a split of another {what} ({found[:12]}, expected {expected[:12]}); {remedy}")
+            raise ValueError(f"{path}: a split of another {what} ({found[:12]}, expected {expected[:12]}); split again")
     try:
-        return split(
-            examples,
-            [predictions.prediction_from_row(row) for row in record["predictions"]],
-            model_fingerprint=model_fingerprint,
-            interface=record["interface"],
-            stack=record["stack"],
-        )
+        predicted = [predictions.prediction_from_row(row) for row in record["predictions"]]
+        stored = {name: record[name] for name in ("interface", "stack")}
+        return split(examples, predicted, model_fingerprint=model_fingerprint, **stored)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: a prediction in it does not read ({error!r}); remove it and split again") from error
 
@@ -152,16 +137,14 @@ def draw_mixture(split: Split, *, correct: int, wrong: int, seed: int) -> tuple[
 
     Paper: App. "Anchor Composition Across Tasks" (E7).
     """
-    return (
-        *_prefix(split.past, correct, seed, "initially correct"),
-        *_prefix(split.new, wrong, seed, "initially wrong"),
-    )
-
-
-def _prefix(pool: tuple[Example, ...], count: int, seed: int, kind: str) -> list[Example]:
-    if not 0 <= count <= len(pool):
-        raise ValueError(f"asked for {count} {kind} examples as anchors, but there are {len(pool)}; draw fewer")
-    return random.Random(seed).sample(pool, len(pool))[:count]
+    drawn: list[Example] = []
+    for kind, pool, count in (("correct", split.past, correct), ("wrong", split.new, wrong)):
+        if not 0 <= count <= len(pool):
+            raise ValueError(
+                f"asked for {count} initially {kind} examples as anchors, but there are {len(pool)}; draw fewer"
+            )
+        drawn += random.Random(seed).sample(pool, len(pool))[:count]
+    return tuple(drawn)
 
 
 # Requests whose answers have a fixed format: a JSON object for a sentence.
@@ -212,36 +195,19 @@ class Known:
     wording: str = "standard"
 
 
-PAPER: dict[str, Known] = {
-    "csqa": Known(interface="letter"),
-    "arc_c": Known(interface="letter"),
-    "mmlu": Known(interface="letter"),
+_BY_LETTER = Known(interface="letter")
+PAPER = {
+    **dict.fromkeys(("csqa", "arc_c", "mmlu"), _BY_LETTER),
     "medqa": Known(interface="letter", wording="medqa"),
 }
 # Half of the external sets are sentences to complete; with lettered options they would be another task.
 _BY_TEXT = Known(interface="cloze")
-EXTERNAL: dict[str, Known] = {
-    "hellaswag": _BY_TEXT,
-    "piqa": _BY_TEXT,
-    "winogrande": _BY_TEXT,
-    "openbookqa": _BY_TEXT,
-    "boolq": _BY_TEXT,
-    "social_iqa": _BY_TEXT,
-    "arc_easy": _BY_TEXT,
-    "sciq": _BY_TEXT,
-    "truthfulqa": _BY_TEXT,
-    "logiqa": _BY_TEXT,
-    "copa": _BY_TEXT,
-}
-TRAINING: dict[str, Known] = {
-    "csqa_train": _BY_TEXT,
-    "arc_easy_train": _BY_TEXT,
-    "arc_challenge_train": _BY_TEXT,
-    "sciq_train": _BY_TEXT,
-    "openbookqa_train": _BY_TEXT,
-}
+_SENTENCES = ("hellaswag", "piqa", "winogrande", "openbookqa", "boolq", "social_iqa", "arc_easy", "sciq", "truthfulqa")
+EXTERNAL = dict.fromkeys((*_SENTENCES, "logiqa", "copa"), _BY_TEXT)
+_TRAINED = ("csqa_train", "arc_easy_train", "arc_challenge_train", "sciq_train", "openbookqa_train")
+TRAINING = dict.fromkeys(_TRAINED, _BY_TEXT)
 _BY_RESPONSE = Known(interface="freeform")
-FREEFORM: dict[str, Known] = {"gsm8k": _BY_RESPONSE, "instruct": _BY_RESPONSE, "instruct_short": _BY_RESPONSE}
+FREEFORM = dict.fromkeys(("gsm8k", "instruct", "instruct_short"), _BY_RESPONSE)
 TASKS: dict[str, Known] = {**PAPER, **EXTERNAL, **TRAINING, **FREEFORM}
 BUILT_IN[JSON_REQUESTS] = json_requests
 
@@ -272,28 +238,23 @@ def load_task(
     `columns` maps the names of a file's or a data set's columns; `requests` admits rows there without a response.
     """
     path = Path(name).expanduser()
-    if path.suffix in ENDINGS and not name.startswith(readers.PREFIX):
+    harness = name.startswith(readers.PREFIX)
+    if path.suffix in ENDINGS and not harness:
         return _task(name, read_rows(path, columns=columns, requests=requests), source=str(path))
     place = readers.parse(str(path))
-    named = name.startswith(readers.PREFIX) or name in TASKS or name in BUILT_IN
+    named = harness or name in TASKS or name in BUILT_IN
     if not named and (Path(place.path).is_dir() or ("/" in name and not name.startswith((".", "~", "/")))):
         found = readers.read_hub(place, name=place.path.rpartition("/")[2], columns=columns, requests=requests)
         return _task(name, found, source=place.path)
     if columns:
         raise ValueError(f"{name}: columns are mapped for a file or a data set of your own, not for a named task")
-    return _named(name, data_dir)
-
-
-def _named(name: str, data_dir: Path | None) -> Task:
-    if name.startswith(readers.PREFIX):
+    if harness:
         found = readers.read_harness(name.removeprefix(readers.PREFIX))
-        return _task(name, found, source=name, known=_BY_TEXT if _closed(found.examples) else _BY_RESPONSE)
+        return _task(name, found, source=name, choices=_BY_TEXT)
     if name in TASKS:
         return _known(name, data_dir)
     if name in BUILT_IN:
-        rows = tuple(BUILT_IN[name]())
-        interface: InterfaceName = "cloze" if _closed(rows) else "freeform"
-        return Task(name=name, examples=rows, interface=interface, wording="standard", source="built in")
+        return _task(name, Found(examples=tuple(BUILT_IN[name]()), detected=None), source="built in", choices=_BY_TEXT)
     names = [*TASKS, *BUILT_IN]
     near = difflib.get_close_matches(name, names, n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known names are {', '.join(names)}."
@@ -314,31 +275,22 @@ def cached(name: str) -> Path:
 
 
 def _known(name: str, data_dir: Path | None) -> Task:
-    folder = folder_of(data_dir)
-    if folder is not None:
-        path = folder / f"{name}.jsonl"
-        if not path.is_file():
-            raise ValueError(f"{path}: task {name!r} is not there; expected one JSON row per line. {_remedy(name)}")
-        return _task(name, read_rows(path), source=str(path), known=TASKS[name])
-    if name in PAPER and (built := cached(name)).is_file():
-        return _task(name, read_rows(built), source=str(built), known=TASKS[name])
-    if name not in readers.BENCHMARKS:
-        raise ValueError(f"task {name!r} is not on the hub in a readable form. {_remedy(name)}")
-    place = readers.BENCHMARKS[name]
-    return _task(name, readers.read_hub(place, name=name), source=place.path, known=TASKS[name])
+    folder, known, place = folder_of(data_dir), TASKS[name], readers.BENCHMARKS.get(name)
+    path = cached(name) if folder is None else folder / f"{name}.jsonl"
+    if path.is_file() and (folder is not None or name in PAPER):
+        return _task(name, read_rows(path), source=str(path), choices=known)
+    if folder is not None or place is None:
+        where = "the hub" if folder is None else path
+        raise ValueError(
+            f"{where}: task {name!r} is not there; give the folder that holds {name}.jsonl, one JSON row per line, "
+            f"with data_dir or CPLUS_DATA{'' if place is None else ', or neither to fetch it from the hub'}"
+        )
+    return _task(name, readers.read_hub(place, name=name), source=place.path, choices=known)
 
 
-def _remedy(name: str) -> str:
-    give = f"Give the folder that holds {name}.jsonl with data_dir or CPLUS_DATA"
-    return f"{give}, or neither to fetch it from the hub" if name in readers.BENCHMARKS else give
-
-
-def _closed(examples: Sequence[Example]) -> bool:
-    return isinstance(examples[0], Choice)
-
-
-def _task(name: str, found: Found, *, source: str, known: Known | None = None) -> Task:
-    known = known or Known(interface="letter" if _closed(found.examples) else "freeform")
+def _task(name: str, found: Found, *, source: str, choices: Known = _BY_LETTER) -> Task:
+    """`choices` is how questions with choices are asked; free text has one way only."""
+    known = choices if isinstance(found.examples[0], Choice) else _BY_RESPONSE
     return Task(
         name=name,
         examples=found.examples,

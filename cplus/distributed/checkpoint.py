@@ -16,8 +16,9 @@ from torch.distributed.checkpoint import filesystem, metadata, state_dict_loader
 from torch.distributed.tensor import DTensor
 
 from cplus.base.files import write_state
+from cplus.core.engine import local
 from cplus.core.guard import Guard
-from cplus.core.shards import local
+from cplus.distributed.engines import Zero
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _NAMED: tuple[Any, ...] = (
@@ -42,9 +43,9 @@ _ADMITTED: dict[str, Any] = {
 
 def save(guard: Guard, folder: Path | str) -> None:
     """Write the guard's state; every process calls it and writes the part it holds."""
-    if guard.zero is not None:
+    if isinstance(guard.engine, Zero):
         Path(folder).mkdir(parents=True, exist_ok=True)
-        write_state(Path(folder) / _own(guard), {"rank": guard.where.rank, "guard": guard.state_dict()})
+        write_state(Path(folder) / _own(guard), {"rank": guard.engine.rank, "guard": guard.state_dict()})
         return
     state = guard.state_dict()
     del state["ranks"]
@@ -53,7 +54,7 @@ def save(guard: Guard, folder: Path | str) -> None:
 
 def load(guard: Guard, folder: Path | str) -> None:
     """Restore a state written by `save`, by any number of processes; every process calls it."""
-    if guard.zero is not None:
+    if isinstance(guard.engine, Zero):
         _load_own(guard, Path(folder))
         return
     if not (Path(folder) / ".metadata").is_file():
@@ -95,7 +96,7 @@ class _Restricted(pickle.Unpickler):
 
 
 def _own(guard: Guard) -> str:
-    return f"zero-{guard.where.rank}-of-{guard.where.world}.pt"
+    return f"zero-{guard.engine.rank}-of-{guard.engine.world}.pt"
 
 
 def _load_own(guard: Guard, folder: Path) -> None:
@@ -104,7 +105,7 @@ def _load_own(guard: Guard, folder: Path) -> None:
         found = sorted(path.name for path in folder.glob("zero-*-of-*.pt"))
         written = f"{found[0].split('-')[3].removesuffix('.pt')} processes wrote" if found else "it does not have"
         raise ValueError(
-            f"{folder}: expected ZeRO's state of {guard.where.world} processes, which {written}; resume with the "
+            f"{folder}: expected ZeRO's state of {guard.engine.world} processes, which {written}; resume with the "
             "number of processes that saved it"
         )
     state = torch.load(folder / _own(guard), map_location=guard.params[0].device, weights_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from string import ascii_uppercase
 from typing import Any, Literal, TypeAlias
@@ -35,10 +35,6 @@ class Flip:
     after: int | str
     confidence_before: float
     confidence_after: float
-
-    def row(self) -> dict[str, Any]:
-        """The JSON row."""
-        return asdict(self)
 
 
 def flips(before: Sequence[Prediction], after: Sequence[Prediction]) -> list[Flip]:
@@ -140,30 +136,16 @@ def gold_labels(examples: Sequence[Example]) -> dict[str, str]:
     return {example.id: _letter(example.answer) for example in examples if isinstance(example, Choice)}
 
 
-def accuracy_by_label(predictions: Sequence[Prediction], labels: Mapping[str, str]) -> dict[str, Rate]:
-    """Accuracy on the rows of each gold label."""
+def rates(outcomes: Iterable[tuple[str, bool]]) -> dict[str, Rate]:
+    """The share of right outcomes of each label.
+
+    >>> rates([("B", False), ("A", True), ("B", True)])
+    {'A': Rate(right=1, total=1), 'B': Rate(right=1, total=2)}
+    """
     groups: dict[str, list[bool]] = defaultdict(list)
-    for prediction in predictions:
-        groups[labels[prediction.id]].append(prediction.right)
+    for label, right in outcomes:
+        groups[label].append(right)
     return {label: share(groups[label]) for label in sorted(groups)}
-
-
-def retention_by_label(table: Sequence[Flip], labels: Mapping[str, str]) -> dict[str, Rate]:
-    """Retention on the rows of each gold label that has past rows."""
-    return {label: retention(own) for label, own in _grouped(table, labels, ("kept", "lost")).items()}
-
-
-def acquisition_by_label(table: Sequence[Flip], labels: Mapping[str, str]) -> dict[str, Rate]:
-    """Acquisition on the rows of each gold label that has new rows."""
-    return {label: acquisition(own) for label, own in _grouped(table, labels, ("gained", "still_wrong")).items()}
-
-
-def _grouped(table: Sequence[Flip], labels: Mapping[str, str], kinds: tuple[Kind, Kind]) -> dict[str, list[Flip]]:
-    groups: dict[str, list[Flip]] = defaultdict(list)
-    for flip in table:
-        if flip.kind in kinds:
-            groups[labels[flip.id]].append(flip)
-    return dict(sorted(groups.items()))
 
 
 def macro(rates: Mapping[str, Rate]) -> float:
@@ -192,26 +174,9 @@ def rotated(example: Choice, by: int) -> Choice:
     return replace(example, id=f"{example.id}@{by}", choices=choices, answer=(example.answer - by) % count)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Permuted:
-    """Accuracy when every option is shown at every letter once."""
-
-    mean: float
-    consistent: Rate
-    averaged: Rate
-    answers: dict[str, int]
-
-    def row(self) -> dict[str, Any]:
-        """The JSON row."""
-        return {
-            "mean": self.mean,
-            "consistent": self.consistent.row(),
-            "averaged": self.averaged.row(),
-            "answers": self.answers,
-        }
-
-
-def permuted(predict: Callable[[Sequence[Example]], Sequence[Prediction]], examples: Sequence[Example]) -> Permuted:
+def permuted(
+    predict: Callable[[Sequence[Example]], Sequence[Prediction]], examples: Sequence[Example]
+) -> dict[str, Any]:
     """Evaluate every question once for each cyclic permutation of its options.
 
     `mean` is the accuracy over all permutations, `consistent` the share of questions answered with the same option
@@ -228,12 +193,12 @@ def permuted(predict: Callable[[Sequence[Example]], Sequence[Prediction]], examp
         chosen[question.id].add((prediction.answer + by) % count)
         for position, probability in enumerate(probabilities(prediction)):
             weights[question.id][(position + by) % count] += probability
-    return Permuted(
-        mean=100 * statistics.fmean(prediction.right for prediction in predictions),
-        consistent=share(len(chosen[question.id]) == 1 for question in questions),
-        averaged=share(_heaviest(weights[question.id]) == question.answer for question in questions),
-        answers=answers(predictions),
-    )
+    return {
+        "mean": 100 * statistics.fmean(prediction.right for prediction in predictions),
+        "consistent": share(len(chosen[q.id]) == 1 for q in questions).row(),
+        "averaged": share(max(own := weights[q.id], key=own.__getitem__) == q.answer for q in questions).row(),
+        "answers": answers(predictions),
+    }
 
 
 def probabilities(prediction: Prediction) -> list[float]:
@@ -241,10 +206,6 @@ def probabilities(prediction: Prediction) -> list[float]:
     top = max(prediction.scores)
     weights = [math.exp(score - top) for score in prediction.scores]
     return [weight / sum(weights) for weight in weights]
-
-
-def _heaviest(weights: Mapping[int, float]) -> int:
-    return max(weights, key=lambda option: weights[option])
 
 
 # How much of a loss is a shifted prior over answers, and how much is lost knowledge of single questions.
@@ -261,26 +222,21 @@ def answer_prior(
     then, rows = {p.id: p for p in after}, {example.id: example for example in examples}
     known = [(p, then[p.id], _answers(rows[p.id], by_letter)) for p in before if p.right]
     shifts = mean_shifts(known)
-    kept: dict[str, list[bool]] = defaultdict(list)
+    kept: list[tuple[str, bool]] = []
     corrected: list[bool] = []
     for was, now, answers in known:
-        kept[answers[was_gold(was)]].append(now.right)
+        assert isinstance(was.answer, int)
+        kept.append((answers[was.answer], now.right))  # what was answered right is the right choice
         scores = [score - shifts[answer] for score, answer in zip(now.scores, answers, strict=True)]
         corrected.append(scores.index(max(scores)) == was.answer)
-    rates = {answer: Rate(sum(right), len(right)) for answer, right in sorted(kept.items())}
+    found = rates(kept)
     return {
-        "retention": 100 * sum(map(sum, kept.values())) / len(known),
-        "macro": sum(rate.percent for rate in rates.values()) / len(rates),
+        "retention": 100 * sum(right for _, right in kept) / len(known),
+        "macro": sum(rate.percent for rate in found.values()) / len(found),
         "corrected": 100 * sum(corrected) / len(corrected),
         "moved": moved(known),
-        "labels": {answer: [rate.right, rate.total] for answer, rate in rates.items()},
+        "labels": {answer: [rate.right, rate.total] for answer, rate in found.items()},
     }
-
-
-def was_gold(prediction: Prediction) -> int:
-    """The position of the right choice, which is the answer of a right prediction."""
-    assert isinstance(prediction.answer, int)
-    return prediction.answer
 
 
 Known = tuple[Prediction, Prediction, Sequence[str]]
@@ -322,10 +278,10 @@ def answered(predictions: Sequence[Prediction], examples: Sequence[Example]) -> 
         summary["accuracy"] = share(prediction.right for prediction in predictions).row()
     if all(isinstance(example, Choice) for example in examples):
         labels = gold_labels(examples)
-        rates = accuracy_by_label(predictions, labels)
+        found = rates((labels[prediction.id], prediction.right) for prediction in predictions)
         summary |= {
-            "labels": _rows(rates),
-            "macro": macro(rates),
+            "labels": _rows(found),
+            "macro": macro(found),
             "answers": answers(predictions),
             "gold": dict(sorted(Counter(labels.values()).items())),
         }
@@ -369,22 +325,18 @@ def compared(table: Sequence[Flip], examples: Sequence[Example]) -> dict[str, An
         "before": share(flip.kind in ("kept", "lost") for flip in table).row(),
         "after": share(flip.kind in ("kept", "gained") for flip in table).row(),
         "mcnemar_p": mcnemar(counts["lost"], counts["gained"]),
-        "flips": [flip.row() for flip in table],
+        "flips": [asdict(flip) for flip in table],
     }
     labels = gold_labels(examples)
-    for name, metric, by_label, known in (
-        ("retention", retention, retention_by_label, counts["kept"] + counts["lost"]),
-        ("acquisition", acquisition, acquisition_by_label, counts["gained"] + counts["still_wrong"]),
-    ):
-        if not known:
-            summary[name] = None
-            continue
-        summary[name] = metric(table).row()
-        if labels:
-            rates = by_label(table, labels)
-            summary[name] |= {"labels": _rows(rates), "macro": macro(rates)}
+    parts: dict[str, tuple[Kind, Kind]] = {"retention": ("kept", "lost"), "acquisition": ("gained", "still_wrong")}
+    for name, (right, wrong) in parts.items():
+        total = counts[right] + counts[wrong]
+        summary[name] = {**Rate(counts[right], total).row()} if total else None
+        if total and labels:
+            found = rates((labels[flip.id], flip.kind == right) for flip in table if flip.kind in (right, wrong))
+            summary[name] |= {"labels": _rows(found), "macro": macro(found)}
     return summary
 
 
-def _rows(rates: dict[str, Rate]) -> dict[str, Any]:
-    return {label: rate.row() for label, rate in rates.items()}
+def _rows(found: Mapping[str, Rate]) -> dict[str, Any]:
+    return {label: rate.row() for label, rate in found.items()}

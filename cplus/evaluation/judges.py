@@ -30,7 +30,6 @@ NAMES = (
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[-+]?\d+)?|[-+]?\.\d+", re.IGNORECASE)
 _LETTER = re.compile(r"(?<![^\W_])\(?([A-Z])\)?(?=[).:,;\s]|$)")
-_TOLERANCE = 1e-6
 
 
 def exact_match(text: str, example: Example) -> bool:
@@ -56,12 +55,14 @@ def contains(text: str, example: Example) -> bool:
     return isinstance(example, FreeForm) and f" {_plain(example.response)} " in f" {_plain(text)} "
 
 
-def same_number(tolerance: float = _TOLERANCE) -> Judge:
+def same_number(tolerance: float = 1e-6) -> Judge:
     """Whether the last number of the answer is the last number of the response, within a relative tolerance.
 
     >>> same_number()("So 3 + 4 = 7.", FreeForm(id="a", messages=(), response="7.0"))
     True
     """
+    if not 0 <= tolerance < math.inf:
+        raise ValueError("expected number:TOLERANCE with a tolerance of at least 0")
 
     def judged(text: str, example: Example) -> bool:
         right = _last_number(_response(example))
@@ -171,7 +172,7 @@ def judge(name: str) -> Judge | None:
         "json": is_json,
     }
     made: dict[str, Callable[[str], Judge]] = {
-        "number": lambda text: same_number(_tolerance(text)),
+        "number": lambda text: same_number(float(text) if _NUMBER.fullmatch(text) else -1),
         "regex": matches,
         "schema": lambda path: fits_schema(read_json(Path(path))),
         "python": calls,
@@ -233,22 +234,11 @@ def _last_number(text: str) -> float | None:
 
 def _letter(text: str) -> str | None:
     """The first capital letter that is a word of its own; `A` that begins a sentence and `I` are words of English."""
-    found = [
-        match[1]
-        for match in _LETTER.finditer(text.strip())
-        if not (match[0] in "AI" and re.match(r"\s+[a-z]", text.strip()[match.end() :]))
-    ]
-    return found[0] if found else None
-
-
-def _tolerance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise ValueError(f"expected number:TOLERANCE with a tolerance of at least 0, got {text!r}")
-    return value
+    text = text.strip()
+    for match in _LETTER.finditer(text):
+        if not (match[0] in "AI" and re.match(r"\s+[a-z]", text[match.end() :])):
+            return match[1]
+    return None
 
 
 def _agreement(text: str, example: Example) -> str:

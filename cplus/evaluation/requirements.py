@@ -39,7 +39,9 @@ class Requirement:
         else:
             right = self.at_most is None and self.at_least is not None and 0 <= self.at_least <= 1
         if not right or (self.metric == "new-loss" and self.bound < 0):
-            raise ValueError(f"expected {EXPECTED}, got {self.metric} with {self.at_least} and {self.at_most}")
+            found = self.at_least if self.at_most is None else self.at_most
+            sign = "<=" if self.at_least is None else ">="
+            raise ValueError(f"expected {EXPECTED}, got '{self.metric}{sign}{found:g}'")
 
     @property
     def bound(self) -> float:
@@ -64,13 +66,9 @@ def parse(text: str) -> Requirement:
     if match is None or match[1] not in get_args(Metric) or (match[2] == "<=") != (match[1] in _LOSSES):
         raise ValueError(f"expected {EXPECTED}, got {text!r}")
     metric: Metric = next(name for name in get_args(Metric) if name == match[1])
-    number = float(match[3])
-    try:
-        if metric in _LOSSES:
-            return Requirement(metric=metric, at_most=number)
-        return Requirement(metric=metric, at_least=number)
-    except ValueError as error:
-        raise ValueError(f"expected {EXPECTED}, got {text!r}") from error
+    if metric in _LOSSES:
+        return Requirement(metric=metric, at_most=float(match[3]))
+    return Requirement(metric=metric, at_least=float(match[3]))
 
 
 class Part(Protocol):
@@ -108,6 +106,13 @@ class Measured:
     right: int | None = None
     scored: int = 0
     anchors: bool = False
+
+
+def require_possible(requirements: Sequence[Requirement], parts: Sequence[Measured]) -> None:
+    """Refuse a requirement by which no result could be judged, or that none could meet, before any work is done."""
+    for requirement in requirements:
+        if (problem := possible(requirement, parts)) is not None:
+            raise ValueError(problem)
 
 
 def possible(requirement: Requirement, parts: Sequence[Measured]) -> str | None:

@@ -7,9 +7,19 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypedDict
 
 # Figures with their uncertainty: shares with Wilson intervals, exact McNemar, means with standard errors.
+
+
+class RateRow(TypedDict):
+    """A rate as JSON: counts, share and 95 % interval, both 0 to 100."""
+
+    right: int
+    total: int
+    percent: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +49,8 @@ class Rate:
         found = binomtest(self.right, self.total).proportion_ci(confidence, method="wilson")
         return 100 * float(found.low), 100 * float(found.high)
 
-    def row(self) -> dict[str, Any]:
-        """The JSON row: counts, share and 95 % interval."""
+    def row(self) -> RateRow:
+        """The JSON row."""
         low, high = self.interval()
         return {"right": self.right, "total": self.total, "percent": self.percent, "low": low, "high": high}
 
@@ -132,14 +142,9 @@ def noise_floor(first: Sequence[tuple[float, int]], second: Sequence[tuple[float
     if len(first) != len(second) or len(first) < 2:
         raise ValueError(f"expected two answers to each of at least two rows, got {len(first)} and {len(second)}")
     differences = [one / n - other / m for (one, n), (other, m) in zip(first, second, strict=True)]
-    low, high = _interval(estimate(differences))
-    return (high - low) / 2
-
-
-def _interval(found: Estimate) -> tuple[float, float]:
-    ends = found.interval
+    ends = estimate(differences).interval
     assert ends is not None
-    return ends
+    return (ends[1] - ends[0]) / 2
 
 
 def token_loss(scored: Iterable[tuple[float, int]]) -> float:

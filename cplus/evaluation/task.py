@@ -52,7 +52,7 @@ def evaluate_permuted(model: nn.Module, task: BoundTask) -> dict[str, Any]:
     if task.interface.name != "letter":
         raise ValueError(f"permuting options requires the letter interface, got {task.interface.name}")
     what = f"{task.name}: permuted"
-    return permuted(lambda rows: predict(model, task.interface, rows, what=what), task.examples).row()
+    return permuted(lambda rows: predict(model, task.interface, rows, what=what), task.examples)
 
 
 def against(path: Path, task: BoundTask, after: Sequence[Prediction]) -> dict[str, Any]:

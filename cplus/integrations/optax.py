@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from cplus.base.files import replacing
-from cplus.core.health import ZERO_EVIDENCE
+from cplus.core.rows import ZERO_EVIDENCE
 
 # The gate as an optax transformation, to be placed last in a chain; it needs JAX but not torch.
 

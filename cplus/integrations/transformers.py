@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback
 
 from cplus.base.environment import check_versions
 from cplus.base.files import read_json, write_json, write_state
 from cplus.base.terminal import console
+from cplus.core.engine import REFUSED, bare, trainable
 from cplus.core.evidence import Entry, LossFunction, LossGradient, LossSource, MeanGradient, evaluating
-from cplus.core.guard import Guard, OnlyRows, chosen_rows, past_behaviour, protect
+from cplus.core.guard import Guard, OnlyRows, past_behaviour, protect, rows_that_train, shape_of
 from cplus.core.kernels import EmaType, read
 from cplus.core.losses import target_logits
 from cplus.core.rows import MAX_TOKENS, Encoded, like_length
-from cplus.core.shards import REFUSED, bare, trainable
 
 # Adapters under the gate: trained parameters are gated, frozen or quantised ones are left unchanged.
 
 
 def scope(model: nn.Module, guard: Guard) -> str:
     """What the gate acts on, in one sentence."""
-    params = guard.params if guard.zero is None else guard.zero.trained
+    params = guard.engine.trained(guard.params)
     gated = {id(p) for p in params}
     frozen = [p for p in model.parameters() if id(p) not in gated]
     packed = sum(not p.is_floating_point() for p in frozen)
@@ -38,8 +37,9 @@ def scope(model: nn.Module, guard: Guard) -> str:
     if frozen:
         quantised = f", {packed} of them quantised," if packed else ""
         sentence += f"; {len(frozen)} tensors{quantised} are frozen and do not change"
-    for choice in guard.chosen:
-        sentence += f"; of {choice.name} only {len(choice.rows):,} of {choice.total:,} rows train"
+    shapes = {name: shape_of(p) for name, p in guard.engine.module.named_parameters()}
+    for name, rows in guard.training_rows.items():
+        sentence += f"; of {name} only {len(rows):,} of {shapes[name][0]:,} rows train"
     return sentence
 
 
@@ -129,7 +129,7 @@ def mean_loss(model: nn.Module, source: LossSource) -> float:
     return sum(losses) / len(losses)
 
 
-# Saving a guard's state between runs: in a trainer's checkpoint, or inside the optimizer's own state.
+# Saving a guard's state between runs, in a trainer's checkpoint.
 
 
 FORMAT = "cplus-guard/1"
@@ -138,8 +138,8 @@ FILE, FOLDER, ABOUT = "cplus_guard.pt", "cplus_guard", "cplus_guard.json"
 
 def save_guard(guard: Guard, folder: Path, *, first: bool) -> None:
     """Write a guard's state into a checkpoint folder; called by every process, the `first` writes what is unsharded."""
-    sharded = guard.where.sharded
-    about = {"format": FORMAT, "weights": _sums(guard)}
+    sharded = guard.engine.sharded
+    about = {"format": FORMAT, "weights": guard.engine.sums_of_weights(guard.params)}
     if sharded:
         from cplus.distributed import checkpoint
 
@@ -155,7 +155,7 @@ def load_guard(guard: Guard, folder: Path) -> None:
     about = read_json(folder / ABOUT)
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise ValueError(f"{folder / ABOUT}: expected the format {FORMAT}; it was written by another version")
-    now = _sums(guard)
+    now = guard.engine.sums_of_weights(guard.params)
     if about["weights"].keys() != now.keys() or any(
         not math.isclose(now[name], kept, rel_tol=1e-6, abs_tol=1e-6) for name, kept in about["weights"].items()
     ):
@@ -167,42 +167,13 @@ def load_guard(guard: Guard, folder: Path) -> None:
         from cplus.distributed import checkpoint
 
         checkpoint.load(guard, folder / FOLDER)
-    elif guard.where.sharded and guard.where.world > 1:
+    elif guard.engine.sharded and guard.engine.world > 1:
         raise ValueError(
-            f"{folder / FILE} was saved by one process and this run shards over {guard.where.world}; continue with one "
-            "process, or save it with cplus.distributed.checkpoint.save, which supports any number of processes"
+            f"{folder / FILE} was saved by one process and this run shards over {guard.engine.world}; continue with "
+            "one process, or save it with cplus.distributed.checkpoint.save, which supports any number of processes"
         )
     else:
         guard.load_state_dict(torch.load(folder / FILE, map_location="cpu", weights_only=True))
-
-
-def _sums(guard: Guard) -> dict[str, float]:
-    """A cheap fingerprint of the weights: the sum of each parameter or ZeRO partition, over all shards."""
-    if guard.zero is not None:
-        own = guard.zero.sums()
-        return dict(zip(own, guard.where.sums(list(own.values()), guard.params[0].device), strict=True))
-    sums = [p.detach().sum(dtype=torch.float64) for p in guard.params]
-    whole = [s.full_tensor() if hasattr(s, "full_tensor") else s for s in sums]
-    return {guard.names[id(p)]: float(s) for p, s in zip(guard.params, whole, strict=True)}
-
-
-def carry(guard: Guard) -> None:
-    """Store the guard's state in the optimizer's `state_dict`, under a key that the optimizer itself never reads."""
-
-    def add(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        return {**state, FOLDER: guard.state_dict()}
-
-    def take(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        if FOLDER not in state:
-            raise ValueError(
-                "this optimizer state was saved without a guard state, which sharded checkpoints drop; use "
-                "PreservationCallback, which saves it separately"
-            )
-        guard.load_state_dict(state[FOLDER])
-        return {key: value for key, value in state.items() if key != FOLDER}
-
-    guard.optimizer.register_state_dict_post_hook(add)
-    guard.optimizer.register_load_state_dict_pre_hook(take)
 
 
 Refresh: TypeAlias = Literal["epoch"] | int
@@ -237,7 +208,7 @@ def preserve(
     refuse_optim(str(getattr(trainer.args.optim, "value", trainer.args.optim)))
     if past is not None and trainer.args.eval_strategy == "no":
         warnings.warn("past is measured at each evaluation, and eval_strategy is 'no'", stacklevel=2)
-    chosen_rows(only_rows or {}, trainer.model, [p for p in trainer.model.parameters() if p.requires_grad])
+    rows_that_train(only_rows or {}, trainer.model, [p for p in trainer.model.parameters() if p.requires_grad])
     callback = PreservationCallback(
         anchors=anchors,
         probes=probes,
@@ -296,10 +267,17 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
             raise ValueError("the callback needs evidence of past behaviour: give anchors, probes or both; got neither")
         if refresh != "epoch" and (not isinstance(refresh, int) or refresh < 1):
             raise ValueError(f"refresh must be 'epoch' or a number of steps of at least 1, got {refresh!r}")
-        self.anchors, self.probes, self.anchor_weight = anchors, probes, anchor_weight
-        self.beta, self.ema = beta, ema
-        self.evidence, self.refresh, self.allow_16bit = evidence, refresh, allow_16bit
-        self.only_rows = only_rows
+        self.refresh = refresh
+        self.given: dict[str, Any] = {
+            "anchors": anchors,
+            "probes": probes,
+            "anchor_weight": anchor_weight,
+            "evidence": evidence,
+            "beta": beta,
+            "ema": ema,
+            "only_rows": only_rows,
+            "allow_16bit": allow_16bit,
+        }
         self.past = None if past is None else HeldOut(past)
         self.resume_from = None if resume_from is None else Path(resume_from)
         self.trainer: Trainer | None = None
@@ -319,18 +297,7 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
             )
         engine = None if self.trainer is None else self.trainer.deepspeed
         self.optimizer = None if self.trainer is None else self.trainer.optimizer
-        self.guard = protect(
-            optimizer,
-            model if engine is None else engine,
-            anchors=self.anchors,
-            probes=self.probes,
-            anchor_weight=self.anchor_weight,
-            evidence=self.evidence,
-            beta=self.beta,
-            ema=self.ema,
-            only_rows=self.only_rows,
-            allow_16bit=self.allow_16bit,
-        )
+        self.guard = protect(optimizer, model if engine is None else engine, **self.given)
         if state.is_world_process_zero:
             console.print(f"cplus: {scope(model, self.guard)}", soft_wrap=True)
         self.within_epoch = False
@@ -438,40 +405,8 @@ def admitted_share(guard: Guard) -> float | None:
         admitted = sum(float(read(ema).sum(dtype=torch.float64)) for ema in held)
         admitted /= 1.0 - gate.average.beta**gate.average.step
         offered = float(sum(ema.numel() for ema in held))
-    if guard.zero is not None:  # padding is always admitted
-        padding = guard.zero.padding * offered / sum(p.numel() for p in guard.params)
-        admitted, offered = admitted - padding, offered - padding
-    if guard.where.sharded:
-        admitted, offered = guard.where.sums([admitted, offered], guard.params[0].device)
+    padding = guard.engine.padding * offered / sum(p.numel() for p in guard.params)  # it is always admitted
+    admitted, offered = admitted - padding, offered - padding
+    if guard.engine.sharded:
+        admitted, offered = guard.engine.sums([admitted, offered], guard.params[0].device)
     return admitted / offered if offered else None
-
-
-def protected(
-    build: Callable[[nn.Module], Optimizer],
-    *,
-    anchors: Sequence[Encoded] = (),
-    probes: Sequence[Encoded] = (),
-    anchor_weight: float = 0.5,
-    beta: float = 0.9,
-    refresh_every: int,
-) -> tuple[Callable[[], Callable[[nn.Module], Optimizer]], dict[str, Any]]:
-    """The pair for `Trainer(optimizer_cls_and_kwargs=...)`: an optimizer with its gate.
-
-    For trainers that accept no callback. The guard's state is stored inside the optimizer's own state.
-    """
-
-    def create(model: nn.Module) -> Optimizer:
-        optimizer = build(model)
-        guard = protect(
-            optimizer,
-            model,
-            anchors=anchors,
-            probes=probes,
-            anchor_weight=anchor_weight,
-            beta=beta,
-            refresh_every=refresh_every,
-        )
-        carry(guard)
-        return optimizer
-
-    return lambda: create, {}  # Trainer calls the first item, then calls the result with the model

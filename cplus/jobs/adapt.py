@@ -11,47 +11,108 @@ from torch import nn
 
 from cplus import models
 from cplus.base import files
-from cplus.core.health import Exploded
+from cplus.base.terminal import progress
 from cplus.data.examples import fingerprint, lines
 from cplus.distributed import processes
 from cplus.distributed.processes import Interrupted, Interruption
-from cplus.jobs.checkpoint import Best, Checkpoints, LastGood, is_there
-from cplus.jobs.choices import (
-    adapted_for_a_test,
-    as_rows,
-    is_open,
-    range_test,
-    stored,
-    with_chosen,
-)
+from cplus.jobs import outputs
+from cplus.jobs.checkpoint import Checkpoints, KeptWeights, index_of
+from cplus.jobs.choices import is_open, range_test, stored, with_chosen
 from cplus.jobs.folder import FinishedJob, Folder, begin_folder, check_free, check_seen, claimed, read_settings, rewrite
 from cplus.jobs.keep import earlier_bank, job_bank, written_bank
-from cplus.jobs.outputs import Before, Finished, answer, base_answers, push, write_model, write_outputs
-from cplus.jobs.prepare import Job, load, prepare, uses_bank
-from cplus.jobs.progress import PeakMemory, Tracker, record, recorded, recorded_seconds, say, tracker, training_view
+from cplus.jobs.outputs import Before
+from cplus.jobs.prepare import Job, prepare, uses_bank
+from cplus.jobs.progress import PeakMemory, TrainingView, record, recorded, recorded_seconds, say, tracker
 from cplus.jobs.repair import repair_groups
-from cplus.jobs.rows import check_requirements, located
+from cplus.jobs.rows import check_requirements, load, located
 from cplus.jobs.settings import AdaptConfig
 from cplus.methods.repair import Repaired, Unrepairable
 from cplus.models import loading
 from cplus.probes.bank import Bank
+from cplus.training import measure
 from cplus.training.driver import Ending, Training, TrainingLog, begin, rows_of
 from cplus.training.gateshares import layer_shares
 from cplus.training.loop import EpochEnded, Event, Refreshed, Stepped, updates_per_epoch
-from cplus.training.measure import (
-    ROWS,
-    BaseRow,
-    GroupAnswers,
-    base_rows,
-    curve_figures,
-    divergence,
-    loss_of,
-    repeats_every_token,
-)
-from cplus.training.rows import Group, PastTask
+from cplus.training.measure import Exploded
+from cplus.training.rows import PastTask
 from cplus.training.sharding import PLACES
 
-# The training phase of a job: started or restored from a checkpoint, evaluated, saved and stopped.
+# A job from its settings to its folder: load, evaluate, build the bank, train, evaluate again, write.
+
+
+def adapt(config: AdaptConfig, *, force: bool = False, starting: float = 0.0) -> FinishedJob:
+    """Fine-tune a model on new rows, protect what it could do, and write model, bank, record, card and receipt.
+
+    `starting` is how long the program took to get here. Processes that torchrun or Accelerate started work together.
+    """
+    folder, home = Folder(config.out), Path.cwd()
+
+    def begun(job: Job) -> None:
+        check_free(folder, force=force)
+        begin_folder(folder, job.config, home, chosen=job.chosen)
+
+    with processes.joined():
+        processes.shared(lambda: check_free(folder, force=force))
+        outputs.check_push(config)
+        memory = PeakMemory(models.choose_device(config.device))
+        with Interruption().watching() as interruption:
+            job = prepare(config, folder, home)
+            with claimed(folder):
+                processes.shared(lambda: begun(job))
+                check_seen(folder)
+                record(folder.seconds, {"starting": starting} if starting else {})
+                return work(job, interruption, memory)
+
+
+def work(job: Job, interruption: Interruption, memory: PeakMemory, *, train_on: bool = True) -> FinishedJob:
+    """Everything after the job is prepared; without `train_on` the last checkpoint is the result."""
+    config, folder = job.config, job.folder
+    record(folder.seconds, job.seconds)
+    tracked = tracker(config.report_to, folder.root, config.model_dump(mode="json"))
+    try:
+        with models.computing(config.compute_dtype, job.base.device), recorded(folder.seconds, "evaluating"):
+            before = outputs.base_answers(folder.answers, job.base, job.groups, config)
+        check_requirements(config, job.groups, before.answers)
+        if processes.first():  # the rows to keep, for later jobs
+            if job.rows.anchors is not None:
+                files.write_text(folder.anchors, lines(job.rows.anchors.examples))
+            if config.written and job.rows.past is not None and config.past is None:
+                files.write_text(folder.past, lines(job.rows.past.examples))
+        with recorded(folder.seconds, "writing probes"):
+            bank = processes.led_in_turn(lambda: _bank(job), (job.base.model, job.base.tokenizer))
+        processes.agree("their bank", None if bank is None else bank.manifest["probes_sha256"])
+        if is_open(config):
+            with recorded(folder.seconds, "choosing the rate"):
+                job = with_tested_rate(job, bank)
+        training = train(job, before, bank, interruption, tracked, train_on=train_on)
+        outcome = _finish(job, before, bank, training, interruption, memory)
+    except Interrupted as stop:
+        more = f"Continue with: cplus adapt --resume {folder.root} (or --finish {folder.root})"
+        raise Interrupted(stop.number, f"{stop}. {more}", agreed=stop.agreed) from stop
+    except RuntimeError as error:
+        if processes.size() > 1:
+            error.add_note(f"continue with: cplus adapt --resume {folder.root}")
+        raise
+    finally:
+        if tracked is not None:
+            tracked.finish()
+    say(f"written to {folder.root}: model/, receipt.html, record.json, README.md")
+    if config.push_to_hub is not None:
+        say(f"uploaded to {processes.shared(lambda: outputs.push(folder, config))}")
+    return FinishedJob(folder=folder.root, record=outcome)
+
+
+# The bank, and the rate where it is to be tested.
+
+
+def _bank(job: Job) -> Bank | None:
+    """The sealed probes of a job that uses them: given, from the cache, or written now."""
+    if not uses_bank(job.config, job.method) or job.rows.anchors is None:
+        return None
+    if job.written is not None:
+        return written_bank(job.folder.bank, job.written, job.settings.probes, job.base, job.rows.anchors)
+    given = None if job.config.bank is None else Path(located(str(job.config.bank), job.home))
+    return job_bank(job.folder.bank, job.settings.probes, job.base, job.rows.anchors, given)
 
 
 def past_tasks(job: Job, bank: Bank | None) -> list[PastTask]:
@@ -75,40 +136,59 @@ def past_tasks(job: Job, bank: Bank | None) -> list[PastTask]:
     ]
 
 
+def with_tested_rate(job: Job, bank: Bank | None) -> Job:
+    """The job at the learning rate that a short test on its rows found; a resumed job reads it from its settings."""
+    rows = rows_of(job.settings, job.base, job.rows.trained, past_tasks(job, bank))
+    held = [] if job.rows.past is None else job.rows.past.encoded()
+    found = range_test(job.settings, job.method, job.base.model, rows, held)
+    say(f"chosen: {found}")
+    job = replace(job, config=with_chosen(job.config, [found]), chosen=(*job.chosen, found))
+    rewrite(job.folder, job.config, chosen=job.chosen)
+    return job
+
+
+# The training: started or restored from a checkpoint, evaluated, saved and stopped.
+
+
 def train(
-    job: Job, before: Before, bank: Bank | None, interruption: Interruption, tracked: Tracker, *, train_on: bool = True
+    job: Job,
+    before: Before,
+    bank: Bank | None,
+    interruption: Interruption,
+    tracked: Any,
+    *,
+    train_on: bool = True,
 ) -> Training:
     """Train from the last checkpoint, or the beginning, to the end; an interrupted training can be resumed."""
-    config = job.config
+    config, folder = job.config, job.folder
     past, moved = past_tasks(job, bank), _reference(job)
-    with recorded(job.folder.seconds, "training"):
+    with recorded(folder.seconds, "training"):
         training = begin(job.settings, job.base, job.rows.trained, past, PLACES[config.sharding])
     rows = [job.rows.trained.examples, *(part for task in past for part in (task.anchors, task.probes))]
     identity = files.fingerprint([job.base.fingerprint, *map(fingerprint, rows)])
-    kept = Checkpoints(
-        job.folder.checkpoint, identity, minutes=config.checkpoint_minutes, steps=config.checkpoint_steps
-    )
+    kept = Checkpoints(folder.checkpoint, identity, minutes=config.checkpoint_minutes, steps=config.checkpoint_steps)
+    log = training.log
     if kept.load(training):
         say(f"resumed after update {kept.step}")
-        if training.log.cursor.epoch <= config.epochs and not (training.log.learned or training.log.lost):
-            training.log.done = False  # resumed with more epochs than it ended with
+        log = training.log
+        if log.cursor.epoch <= config.epochs and not (log.learned or log.lost):
+            log.done = False  # resumed with more epochs than it ended with
     if not train_on:
         return training
-    best = Best(job.folder.best) if config.keep_best else None
-    good = LastGood(job.folder.good) if config.lost_limit is not None else None
-    if good is not None and training.log.cursor.step == 0:
+    best = KeptWeights(folder.best) if config.keep_best else None
+    good = KeptWeights(folder.good) if config.lost_limit is not None else None
+    if good is not None and log.cursor.step == 0:
         good.keep(training, 0)
     updates = updates_per_epoch(len(job.rows.trained.examples), config.batch_size)
     begins = "training" if training.prepared.guard is None else "computing evidence"
-    view = training_view(epochs=config.epochs, updates=updates, done=training.log.cursor.step, begins=begins)
-    with interruption.patient(), view as shown:
-        evaluations, reported = _Evaluations(job, before, training, moved), len(training.log.watch.said)
+    with interruption.patient(), progress() as bars:
+        shown = TrainingView(bars, epochs=config.epochs, updates=updates, done=log.cursor.step, begins=begins)
+        evaluations, reported = _Evaluations(job, before, training, moved), len(log.watch.said)
         try:
             for event in training.run(evaluations.figures, evaluations.done):
+                point = log.curve[-1] if isinstance(event, EpochEnded) else None
                 _check(training, event)
-                ended = isinstance(event, EpochEnded)
-                point = training.log.curve[-1] if ended else None
-                if point is not None and not training.log.lost:
+                if point is not None and not log.lost:
                     if best is not None:
                         best.offer(training, point)
                     if good is not None and evaluations.lost(point) is not None:
@@ -116,37 +196,41 @@ def train(
                 if isinstance(event, Stepped) and event.step % 10 == 0:
                     training.tally()
                 shown.show(event, training.admitted, point)
-                reported = _report(training.log.watch.said, reported)
-                _log(tracked, training, event, point)
+                for sentence in log.watch.said[reported:]:
+                    say(f"warning: {sentence}")
+                reported = len(log.watch.said)
+                if tracked is not None:
+                    tracked.log(_tracked(training, event, point), step=event.step)
                 if isinstance(event, Refreshed):
                     continue  # the evidence is newer than the cursor here, so training could not resume from this state
-                signal, due = processes.largest([interruption.received or 0, kept.due(training.log.cursor.step)])
+                signal, due = processes.largest([interruption.received or 0, kept.due(log.cursor.step)])
                 if signal:
                     kept.save(training)
-                    step, total = training.log.cursor.step, config.epochs * updates
-                    raise Interrupted(signal, f"stopped after update {step} of {total}, and saved", agreed=True)
-                if training.log.done or due:
-                    with recorded(job.folder.seconds, "saving"):
+                    total = config.epochs * updates
+                    sentence = f"stopped after update {log.cursor.step} of {total}, and saved"
+                    raise Interrupted(signal, sentence, agreed=True)
+                if log.done or due:
+                    with recorded(folder.seconds, "saving"):
                         kept.save(training)
-        except FloatingPointError as error:
-            if training.finite():  # the step that failed changed nothing
+        except (FloatingPointError, Exploded) as error:
+            # A step that failed changed nothing; weights of an exploding loss are finite, but useless.
+            if isinstance(error, FloatingPointError) and training.finite():
                 kept.save(training)
-            raise FloatingPointError(f"{error}; {_last(kept, job)}") from error
-        except Exploded as error:  # the weights are finite, but useless
-            raise Exploded(f"{error}; {_last(kept, job)}") from error
-        if kept.step != training.log.cursor.step or not kept.done:
-            with recorded(job.folder.seconds, "saving"):
+            last = f"update {kept.step} is kept in {folder.checkpoint}" if kept.step else "no update was kept"
+            raise type(error)(f"{error}; {last}") from error
+        if kept.step != log.cursor.step or not kept.done:
+            with recorded(folder.seconds, "saving"):
                 kept.save(training)
     return training
 
 
-def _reference(job: Job) -> list[BaseRow]:
+def _reference(job: Job) -> list[measure.BaseRow]:
     """The base model's expectations on a few new rows, computed while it is still the base model."""
     if job.config.evaluate_every == 0:
         return []
-    rows = job.rows.new.drawn(ROWS, job.config.seed).encoded()
+    rows = job.rows.new.drawn(measure.ROWS, job.config.seed).encoded()
     with models.computing(job.config.compute_dtype, job.base.device), recorded(job.folder.seconds, "evaluating"):
-        return base_rows(job.base.model, rows)
+        return measure.base_rows(job.base.model, rows)
 
 
 def _check(training: Training, event: Event) -> None:
@@ -160,27 +244,18 @@ def _check(training: Training, event: Event) -> None:
         seen.refreshed(event.norm)
 
 
-def _report(warnings: Sequence[str], reported: int) -> int:
-    """Print the warnings that are not reported yet."""
-    for sentence in warnings[reported:]:
-        say(f"warning: {sentence}")
-    return len(warnings)
-
-
-def _last(kept: Checkpoints, job: Job) -> str:
-    return f"update {kept.step} is kept in {job.folder.checkpoint}" if kept.step else "no update was kept"
-
-
 class _Evaluations:
     """Evaluates the model during training and decides whether everything is learned."""
 
-    def __init__(self, job: Job, before: Before, training: Training, moved: Sequence[BaseRow]) -> None:
+    def __init__(self, job: Job, before: Before, training: Training, moved: Sequence[measure.BaseRow]) -> None:
         self._config, self._training, self._before = job.config, training, dict(before.answers)
         self._device, self._moved = job.base.device, moved
         self._new, *others = [group for group in job.groups if group.part != "external"]
         self._others = [group.drawn(job.config.evaluate_rows, job.config.seed) for group in others]
         self._encoded = training.prepared.material.new
-        self._start = past_loss([*self._others], self._before)
+        past = [group for group in self._others if group.part == "retention" and not group.closed]
+        scores = [score for group in past for score in outputs.group_scores(group, self._before[group.name])]
+        self._start = measure.loss_of(scores) if scores else None
         if job.config.lost_limit is not None and not any(group.part == "retention" for group in self._others):
             raise ValueError(f"stop {job.config.stop} needs past rows to measure on; provide past, anchors or keep")
 
@@ -191,8 +266,8 @@ class _Evaluations:
         new = self._new if decides else self._new.drawn(self._config.evaluate_rows, self._config.seed)
         groups = [*([new] if due or decides else []), *(self._others if due else [])]
         with models.computing(self._config.compute_dtype, self._device), self._training.whole() as model:
-            moved = {"divergence": divergence(model, self._moved)} if due and self._moved else {}
-            return curve_figures(model, groups, self._before) | moved
+            moved = {"divergence": measure.divergence(model, self._moved)} if due and self._moved else {}
+            return measure.curve_figures(model, groups, self._before) | moved
 
     def lost(self, point: Mapping[str, float]) -> float | None:
         """What past rows have lost: the rise of their loss in nats per token, or the share lost of Retention."""
@@ -212,128 +287,20 @@ class _Evaluations:
         if self._new.closed:
             return "learned" if point.get("acquisition", 100.0) == 100.0 else None
         with models.computing(self._config.compute_dtype, self._device), self._training.whole() as model:
-            return "learned" if repeats_every_token(model, self._encoded) else None
+            return "learned" if measure.repeats_every_token(model, self._encoded) else None
 
 
-def past_loss(groups: Sequence[Group], before: Mapping[str, GroupAnswers]) -> float | None:
-    """The base model's loss on these rows of the past groups, in free text; None without such rows."""
-    scores = []
-    for group in groups:
-        seen = {example.id for example in group.examples}
-        if group.part == "retention" and not group.closed:
-            known = before[group.name]
-            scores += [s for p, s in zip(known.predictions, known.scores, strict=True) if p.id in seen]
-    return loss_of(scores) if scores else None
-
-
-def _log(tracked: Tracker, training: Training, event: object, point: Mapping[str, float] | None) -> None:
+def _tracked(training: Training, event: Event, point: Mapping[str, float] | None) -> dict[str, float]:
+    """What a tracker is told about an event."""
     if isinstance(event, Stepped):
         rate = float(training.optimizer.param_groups[0]["lr"])
-        tracked.log({"train/loss": event.loss, "train/learning_rate": rate}, event.step)
-    elif isinstance(event, Refreshed):
-        tracked.log({f"evidence/{name}": loss for name, loss in event.losses.items()}, event.step)
-    elif isinstance(event, EpochEnded) and point is not None:
-        tracked.log({f"epoch/{name}": value for name, value in point.items()}, event.step)
+        return {"train/loss": event.loss, "train/learning_rate": rate}
+    if isinstance(event, Refreshed):
+        return {f"evidence/{name}": loss for name, loss in event.losses.items()}
+    return {f"epoch/{name}": value for name, value in (point or {}).items()}
 
 
-# A job from its settings to its folder: load, evaluate, build the bank, train, evaluate again, write.
-
-
-def adapt(config: AdaptConfig, *, force: bool = False, starting: float = 0.0) -> FinishedJob:
-    """Fine-tune a model on new rows, protect what it could do, and write model, bank, record, card and receipt.
-
-    `starting` is how long the program took to get here. Processes that torchrun or Accelerate started work together.
-    """
-    folder, home = Folder(config.out), Path.cwd()
-
-    def begun(job: Job) -> None:
-        check_free(folder, force=force)
-        begin_folder(folder, job.config, home, chosen=as_rows(job.chosen))
-
-    with processes.joined():
-        processes.shared(lambda: check_free(folder, force=force))
-        memory = PeakMemory(models.choose_device(config.device))
-        with Interruption().watching() as interruption:
-            job = prepare(config, folder, home)
-            with claimed(folder):
-                processes.shared(lambda: begun(job))
-                check_seen(folder)
-                record(folder.seconds, {"starting": starting} if starting else {})
-                return work(job, interruption, memory)
-
-
-def work(
-    job: Job,
-    interruption: Interruption,
-    memory: PeakMemory,
-    *,
-    train_on: bool = True,
-) -> FinishedJob:
-    """Everything after the job is prepared; without `train_on` the last checkpoint is the result."""
-    config, folder = job.config, job.folder
-    record(folder.seconds, job.seconds)
-    tracked = tracker(config.report_to, folder.root, config.model_dump(mode="json"))
-    try:
-        with models.computing(config.compute_dtype, job.base.device), recorded(folder.seconds, "evaluating"):
-            before = base_answers(folder.answers, job.base, job.groups, config)
-        check_requirements(config, job.groups, before.answers)
-        if processes.first():
-            _write_rows(job)
-        with recorded(folder.seconds, "writing probes"):
-            bank = processes.led_in_turn(lambda: _bank(job), (job.base.model, job.base.tokenizer))
-        processes.agree("their bank", None if bank is None else bank.manifest["probes_sha256"])
-        if is_open(config):
-            with recorded(folder.seconds, "choosing the rate"):
-                job = with_tested_rate(job, bank)
-        training = train(job, before, bank, interruption, tracked, train_on=train_on)
-        outcome = _finish(job, before, bank, training, interruption, memory)
-    except Interrupted as stop:
-        raise Interrupted(
-            stop.number,
-            f"{stop}. Continue with: cplus adapt --resume {folder.root} (or --finish {folder.root})",
-            agreed=stop.agreed,
-        ) from stop
-    except RuntimeError as error:
-        if processes.size() > 1:
-            error.add_note(f"continue with: cplus adapt --resume {folder.root}")
-        raise
-    finally:
-        tracked.finish()
-    say(f"written to {folder.root}: model/, receipt.html, record.json, README.md")
-    if config.push_to_hub is not None:
-        say(f"uploaded to {processes.shared(lambda: push(folder, config))}")
-    return FinishedJob(folder=folder.root, record=outcome)
-
-
-def with_tested_rate(job: Job, bank: Bank | None) -> Job:
-    """The job at the learning rate that a short test on its rows found; a resumed job reads it from its settings."""
-    settings, past = job.settings, past_tasks(job, bank)
-    rows = rows_of(settings, job.base, job.rows.trained, past)
-    held = [] if job.rows.past is None else job.rows.past.encoded()
-    with adapted_for_a_test(settings, job.method, job.base.model) as model:
-        test = range_test(job.config, settings, job.method, model, rows, held)
-    say(f"chosen: {test.chosen}")
-    chosen = (*job.chosen, test.chosen)
-    job = replace(job, config=with_chosen(job.config, [test.chosen]), chosen=chosen)
-    rewrite(job.folder, job.config, chosen=as_rows(chosen))
-    return job
-
-
-def _write_rows(job: Job) -> None:
-    """The rows to keep, for later jobs."""
-    if job.rows.anchors is not None:
-        files.write_text(job.folder.anchors, lines(job.rows.anchors.examples))
-    if job.config.written and job.rows.past is not None and job.config.past is None:
-        files.write_text(job.folder.past, lines(job.rows.past.examples))
-
-
-def _bank(job: Job) -> Bank | None:
-    if not uses_bank(job.config, job.method) or job.rows.anchors is None:
-        return None
-    if job.written is not None:
-        return written_bank(job.folder.bank, job.written, job.settings.probes, job.base, job.rows.anchors)
-    given = None if job.config.bank is None else Path(located(str(job.config.bank), job.home))
-    return job_bank(job.folder.bank, job.settings.probes, job.base, job.rows.anchors, given)
+# The model answers again, and everything is written.
 
 
 def _finish(
@@ -347,8 +314,8 @@ def _finish(
     """Evaluate again, then write; the record comes last, and then the work folder is removed."""
     config, folder = job.config, job.folder
     layers = layer_shares(training.prepared.guard)
-    best = Best(folder.best).restore(training) if config.keep_best else None
-    good = LastGood(folder.good).restore(training) if training.log.lost and best is None else None
+    best = KeptWeights(folder.best).restore(training) if config.keep_best else None
+    good = KeptWeights(folder.good).restore(training) if training.log.lost and best is None else None
     parameters = loading.num_weights(training.model)
     trainable = sum(p.numel() for p in training.model.parameters() if p.requires_grad)
     model = training.finish()
@@ -361,35 +328,31 @@ def _finish(
             repaired = _repaired(job, before, bank, model, interruption)
     with models.computing(config.compute_dtype, job.base.device), recorded(folder.seconds, "evaluating"):
         after = {
-            group.name: answer(model, group, config, "after", before.answers[group.name].predictions)
+            group.name: outputs.answer(model, group, config, "after", before.answers[group.name].predictions)
             for group in job.groups
         }
 
     def written() -> dict[str, Any]:
         with recorded(folder.seconds, "saving"):
-            write_model(folder, model, job.base.tokenizer, config.save_dtype)
+            outputs.write_model(folder, model, job.base.tokenizer, config.save_dtype)
             after_fingerprint = models.fingerprint(model)
-        done = Finished(
-            config=config,
-            base=job.base,
-            after_fingerprint=after_fingerprint,
-            rows=job.rows,
-            groups=job.groups,
-            before=before,
-            after=after,
-            log=training.log,
-            bank=bank,
-            layers=layers,
-            comparisons=job.comparisons,
-            parameters=parameters,
-            trainable=trainable,
-            best_epoch=best,
-            repaired=repaired,
-            chosen=job.chosen,
-            good_epoch=good,
-            actual=actual_usage(job, training.log, memory),
+        outcome = outputs.write_outputs(
+            outputs.Finished(
+                job=job,
+                before=before,
+                after=after,
+                fingerprint=after_fingerprint,
+                log=training.log,
+                bank=bank,
+                layers=layers,
+                parameters=parameters,
+                trainable=trainable,
+                actual=actual_usage(job, training.log, memory),
+                best_epoch=best,
+                good_epoch=good,
+                repaired=repaired,
+            )
         )
-        outcome = write_outputs(folder, done)
         folder.clear_work()
         return outcome
 
@@ -436,51 +399,38 @@ def resume(out: Path, *, epochs: int | None = None, repeated: Mapping[str, Any] 
 
     Settings that run code, such as `method="python:..."`, must be `repeated`.
     """
-    folder = Folder(out)
-    with processes.joined():
-        config, home = _read(folder, repeated)
-        if (done := processes.shared(lambda: _finished(folder))) is not None:
-            if epochs is not None and epochs != config.epochs:
-                raise ValueError(
-                    f"{out}: this job is finished, so its epochs cannot change; start a new job from its model"
-                )
-            return done
-        if epochs is not None:
-            config = config.model_copy(update={"epochs": epochs})
-        memory = PeakMemory(models.choose_device(config.device))
-        with Interruption().watching() as interruption:
-            job = _with_reasons(prepare(config, folder, home))
-            with claimed(folder):
-                processes.shared(lambda: rewrite(folder, config, chosen=as_rows(job.chosen)))
-                return work(job, interruption, memory)
+    return _continued(Folder(out), repeated or {}, epochs, train_on=True)
 
 
 def finish(out: Path, *, repeated: Mapping[str, Any] | None = None) -> FinishedJob:
     """Write model and receipt from the last checkpoint of an interrupted job, without further training."""
-    folder = Folder(out)
+    return _continued(Folder(out), repeated or {}, None, train_on=False)
+
+
+def _continued(folder: Folder, repeated: Mapping[str, Any], epochs: int | None, *, train_on: bool) -> FinishedJob:
+    out = folder.root
     with processes.joined():
-        config, home = _read(folder, repeated)
+        processes.shared(lambda: read_settings(folder, repeated))
+        check_seen(folder)
+        config, home = read_settings(folder, repeated)
         if (done := processes.shared(lambda: _finished(folder))) is not None:
+            if epochs not in (None, config.epochs):
+                raise ValueError(
+                    f"{out}: this job is finished, so its epochs cannot change; start a new job from its model"
+                )
             return done
-        if not is_there(folder.checkpoint):
+        if not train_on and not (folder.checkpoint.is_file() or index_of(folder.checkpoint).is_file()):
             raise ValueError(f"{out}: no checkpoint has been written yet; continue with: cplus adapt --resume {out}")
+        config = config.model_copy(update={} if epochs is None else {"epochs": epochs})
+        outputs.check_push(config)
         memory = PeakMemory(models.choose_device(config.device))
         with Interruption().watching() as interruption:
-            job = _with_reasons(prepare(config, folder, home))
+            # The settings hold the values that it chose when it began, and their reasons.
+            job = replace(prepare(config, folder, home), chosen=stored(folder.settings))
             with claimed(folder):
-                return work(job, interruption, memory, train_on=False)
-
-
-def _with_reasons(job: Job) -> Job:
-    """The job with the reasons for what it chose when it began; its settings hold the values."""
-    return replace(job, chosen=stored(job.folder.settings))
-
-
-def _read(folder: Folder, repeated: Mapping[str, Any] | None) -> tuple[AdaptConfig, Path]:
-    """The job's settings, in a folder that every process sees."""
-    processes.shared(lambda: read_settings(folder, repeated or {}))
-    check_seen(folder)
-    return read_settings(folder, repeated or {})
+                if train_on:
+                    processes.shared(lambda: rewrite(folder, config, chosen=job.chosen))
+                return work(job, interruption, memory, train_on=train_on)
 
 
 def _finished(folder: Folder) -> FinishedJob | None:

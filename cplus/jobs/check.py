@@ -1,144 +1,155 @@
-"""A quick verdict on a fine-tuned model without data: the base model's own requests, answered by both."""
+"""Two models on the same rows: those of files, or, without any data, requests that the model before writes itself."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
 from cplus import models
 from cplus.base.environment import environment
 from cplus.data import interfaces
-from cplus.data.examples import Example, FreeForm
-from cplus.data.interfaces import Interface
-from cplus.evaluation.requirements import Measured, Requirement, possible
+from cplus.data.tasks import Task
+from cplus.jobs.outputs import answer
 from cplus.jobs.progress import bank_view, say
+from cplus.jobs.settings import AdaptConfig
 from cplus.models import Loaded
-from cplus.models.decoding import LocalEngine
-from cplus.models.scoring import Score, log_likelihoods
+from cplus.models.scoring import fitting
 from cplus.probes.abilities import GENERAL, MIN_YIELD
 from cplus.probes.build import bank_folder, cached_bank
-from cplus.probes.labels import without_stop
 from cplus.probes.settings import TOPICS, ProbeSettings
-from cplus.receipts.page import Losses, ModelId, Receipt, RowSet, rows
-from cplus.training.measure import response_of, unjudged
+from cplus.receipts.contents import ModelId, Receipt, compare
+from cplus.training.measure import GroupAnswers
+from cplus.training.rows import Group
 
 NAME = "self-written"
+ANSWER_TOKENS = 48
+
+Groups: TypeAlias = Callable[[Loaded, Sequence[Group]], list[Group]]
+"""The rows for a model; the second argument are those of the model before, if this is not it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checking:
-    """How two models are compared: the number of probes, the length of answers, the seed and the requirements."""
-
-    num_probes: int = 24
-    answer_tokens: int = 48
-    seed: int = 0
-    plain: bool = False
-    device: str = "auto"
-    requirements: tuple[Requirement, ...] = ()
-
-    def __post_init__(self) -> None:
-        parts = [Measured(kind="retention", rows=self.num_probes, scored=self.num_probes)]
-        for requirement in self.requirements:
-            if (problem := possible(requirement, parts)) is not None:
-                raise ValueError(problem)
-
-    @property
-    def settings(self) -> ProbeSettings:
-        """How the base model writes the probes."""
-        return ProbeSettings(
-            num_probes=self.num_probes,
-            topics=TOPICS,
-            seed=self.seed,
-            min_yield=MIN_YIELD,
-            ability=GENERAL,
-            answer_tokens=self.answer_tokens,
-        )
-
-
-def check(base: str, tuned: str, asked: Checking) -> Receipt:
-    """The base model's losses and answers on probes of its own, and those of the tuned model on the same ones."""
-    first = models.load(base, device=asked.device)
-    chat = bool(getattr(first.tokenizer, "chat_template", None)) and not asked.plain
-    bound = interfaces.build("freeform", first.tokenizer, chat=chat)
-    examples = probes(first, bound, asked)
-    was = losses(first, bound, examples)
-    vocabulary, before = first.tokenizer.get_vocab(), ModelId(name=base, fingerprint=first.fingerprint)
-    del first  # one model at a time in memory
-    second = models.load(tuned, device=asked.device)
-    _check_vocabulary(vocabulary, base, second)
-    # The tuned model reads the same tokens, in the base model's chat template.
-    now = losses(second, bound, examples)
-    said = answers(second, bound, examples, asked.answer_tokens)
-    return _receipt(asked, examples, before, ModelId(name=tuned, fingerprint=second.fingerprint), was, now, said)
-
-
-def probes(base: Loaded, bound: Interface, asked: Checking) -> tuple[Example, ...]:
-    """The base model's probes, from the cache or written now."""
-    if bank_folder(base, bound, (), asked.settings).exists():
-        return cached_bank(base, bound, (), asked.settings).examples
-    say(f"{base.name} writes {asked.num_probes} requests of its own; they are cached")
-    with bank_view(asked.num_probes) as watch:
-        return cached_bank(base, bound, (), asked.settings, watch=watch, notify=say).examples
-
-
-def losses(loaded: Loaded, bound: Interface, examples: Sequence[Example]) -> list[Score]:
-    """The likelihood of every probe's answer."""
-    return log_likelihoods(loaded.model, [bound.encode(example) for example in examples], what=loaded.name)
-
-
-def answers(loaded: Loaded, bound: Interface, examples: Sequence[Example], limit: int) -> list[str]:
-    """The model's own answers, by the rule and the engine that wrote the base model's; a text has none but itself."""
-    if all(isinstance(example, FreeForm) and example.is_text for example in examples):
-        return [response_of(example) for example in examples]
-    engine = LocalEngine(loaded.model, bound.tokenizer)
-    prompts = [bound.prompt(example) for example in examples]
-    rows = engine.greedy(prompts, max_new_tokens=limit, stop=bound.answer_stop)
-    return [without_stop(row.text, bound.answer_stop) for row in rows]
-
-
-def _check_vocabulary(known: dict[str, int], base: str, tuned: Loaded) -> None:
-    """Refuse a tuned model that reads other tokens; added ones at the end do no harm."""
-    own = tuned.tokenizer.get_vocab()
-    if any(own.get(token) != id for token, id in known.items()):
-        raise ValueError(
-            f"{tuned.name} has another vocabulary than {base}, so their losses do not compare; give the base model "
-            "that it was tuned from"
-        )
-
-
-def _receipt(
-    asked: Checking,
-    examples: Sequence[Example],
-    before: ModelId,
-    after: ModelId,
-    was: Sequence[Score],
-    now: Sequence[Score],
-    said: Sequence[str],
+def compare_models(
+    before: str, after: str, groups: Groups, config: AdaptConfig, settings: Mapping[str, Any], title: str
 ) -> Receipt:
-    """The comparison; both confidences are of the base model's answer."""
-    found = [
-        Losses(before=max(0.0, -a.mean), after=max(0.0, -b.mean), tokens=a.num_tokens)
-        for a, b in zip(was, now, strict=True)
-    ]
-    compared = rows(
-        examples,
-        [unjudged(example, response_of(example), score) for example, score in zip(examples, was, strict=True)],
-        [unjudged(example, text, score) for example, text, score in zip(examples, said, now, strict=True)],
-        interface="freeform",
-        losses=found,
-        answers=found,
-    )
+    """What both models answer to the same rows, as a receipt; one model at a time is in memory."""
+    first, groups_before, was = _answers(before, groups, config)
+    second, groups_after, now = _answers(after, groups, config, groups_before, was)
+    notes = ["Both models have the same weights."] if first.fingerprint == second.fingerprint else []
+    sets = []
+    for group, own, then in zip(groups_after, was, now, strict=True):
+        own = _only(own, group)
+        sets.append(compare(group, own, then, judge=config.judge))
+        notes += [group.note] if group.note else []
+        if any(one.num_tokens != other.num_tokens for one, other in zip(own.scores, then.scores, strict=True)):
+            notes.append(
+                f"The models split the responses of {group.name} into different tokens: their losses do not compare."
+            )
     return Receipt(
-        title=f"{after.name} checked against {before.name}",
+        title=title,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        before=before,
-        after=after,
-        sets=(RowSet(name=NAME, kind="retention", interface="freeform", rows=compared),),
-        settings={"num_probes": asked.num_probes, "answer_tokens": asked.answer_tokens, "seed": asked.seed},
-        environment=environment(threads=torch.get_num_threads(), device=asked.device),
-        requirements=asked.requirements,
-        notes=("Both models have the same weights.",) if before.fingerprint == after.fingerprint else (),
+        before=first,
+        after=second,
+        sets=tuple(sets),
+        settings=dict(settings),
+        environment=environment(threads=torch.get_num_threads(), device=str(models.choose_device(config.device))),
+        requirements=config.requirements,
+        notes=tuple(notes),
     )
+
+
+def _answers(
+    name: str,
+    groups: Groups,
+    config: AdaptConfig,
+    known: Sequence[Group] = (),
+    before: Sequence[GroupAnswers] = (),
+) -> tuple[ModelId, list[Group], list[GroupAnswers]]:
+    say(f"loading {name}")
+    loaded = models.load(name, device=config.device)
+    asked, found = groups(loaded, known), []
+    with models.computing(config.compute_dtype, loaded.device):
+        for place, group in enumerate(asked):
+            base = _only(before[place], group).predictions if before else None
+            found.append(answer(loaded.model, group, config, "after" if before else "before", base))
+    return ModelId(name=name, fingerprint=loaded.fingerprint), asked, found
+
+
+def _only(answers: GroupAnswers, group: Group) -> GroupAnswers:
+    """The answers to the rows of a group alone; the model after may have a smaller window."""
+    ids = {example.id for example in group.examples}
+    places = [place for place, prediction in enumerate(answers.predictions) if prediction.id in ids]
+    return GroupAnswers(
+        predictions=tuple(answers.predictions[place] for place in places),
+        scores=tuple(answers.scores[place] for place in places if answers.scores),
+        base_answers=tuple(answers.base_answers[place] for place in places if answers.base_answers),
+    )
+
+
+def given_rows(tasks: Sequence[Task], limit: int | None, config: AdaptConfig) -> Groups:
+    """The rows of tasks that fit the windows of both models."""
+
+    def groups(loaded: Loaded, known: Sequence[Group]) -> list[Group]:
+        found = []
+        for place, task in enumerate(tasks):
+            kind = config.interface or task.interface
+            bound = interfaces.build(kind, loaded.tokenizer, wording=task.wording, chat=not config.plain)
+            asked = task.examples[:limit]
+            fit = fitting(bound, asked, loaded.window, config.too_long)
+            if known:
+                ids = {example.id for example in known[place].examples}
+                fit = [example for example in fit if example.id in ids]
+            if not fit:
+                raise ValueError(f"{task.name}: none of {len(asked)} rows fits both models' windows")
+            left, count = len(asked) - len(fit), len(asked)
+            note = f"{left:,} of {count:,} rows of {task.name} are longer than a window and were excluded."
+            found.append(
+                Group(name=task.name, part="task", interface=bound, examples=tuple(fit), note=note if left else "")
+            )
+        return found
+
+    return groups
+
+
+def written_rows(num_probes: int, config: AdaptConfig) -> Groups:
+    """Requests that the model before writes and answers itself; the model after reads the same tokens."""
+    settings = ProbeSettings(
+        num_probes=num_probes,
+        topics=TOPICS,
+        seed=config.seed,
+        min_yield=MIN_YIELD,
+        ability=GENERAL,
+        answer_tokens=ANSWER_TOKENS,
+    )
+
+    def groups(loaded: Loaded, known: Sequence[Group]) -> list[Group]:
+        if known:
+            vocabulary = loaded.tokenizer.get_vocab()  # added tokens at the end do no harm
+            if any(vocabulary.get(token) != id for token, id in known[0].interface.tokenizer.get_vocab().items()):
+                raise ValueError(
+                    f"{loaded.name} has another vocabulary than {config.model}, so their losses do not compare; give "
+                    "the base model that it was tuned from"
+                )
+            return list(known)
+        chat = bool(getattr(loaded.tokenizer, "chat_template", None)) and not config.plain
+        bound = interfaces.build("freeform", loaded.tokenizer, chat=chat)
+        if bank_folder(loaded, bound, (), settings).exists():
+            bank = cached_bank(loaded, bound, (), settings)
+        else:
+            say(f"{loaded.name} writes {num_probes} requests of its own; they are cached")
+            with bank_view(num_probes) as watch:
+                bank = cached_bank(loaded, bound, (), settings, watch=watch, notify=say)
+        return [
+            Group(
+                name=NAME,
+                part="retention",
+                interface=bound,
+                examples=bank.examples,
+                max_new_tokens=ANSWER_TOKENS,
+                by_base=True,
+            )
+        ]
+
+    return groups

@@ -1,7 +1,8 @@
-"""Checkpoints: at every instant the old state or the new one; and the weights of the best epoch."""
+"""Checkpoints: at every instant the old state or the new one, in one file or in one part per process."""
 
 from __future__ import annotations
 
+import math
 import pickle
 import shutil
 import struct
@@ -17,23 +18,14 @@ import torch
 from cplus.base import files
 from cplus.distributed import processes
 from cplus.jobs.progress import say
+from cplus.training import sharding
 from cplus.training.driver import Training
 
-# Checkpoints: at every instant the old state or the new one, in one file or in one part per process.
-
-
-FORMAT = "cplus-checkpoint/2"
+CHECKPOINT = "cplus-checkpoint/2"
 _DAMAGED = (
-    RuntimeError,
-    EOFError,
-    OSError,
-    ValueError,
-    LookupError,
-    struct.error,
-    zlib.error,
-    pickle.UnpicklingError,
+    RuntimeError, EOFError, OSError, ValueError, LookupError, struct.error, zlib.error, pickle.UnpicklingError,
     zipfile.BadZipFile,
-)
+)  # fmt: skip
 """What reading a damaged archive raises."""
 _SHARDS = "shards-"
 _ANEW = "remove it to train from the beginning"
@@ -71,21 +63,17 @@ class Checkpoints:
         file = self._checked(read_state(self._path, _ANEW)) if self._path.is_file() else None
         shards = self._checked(files.read_sealed(self._index)) if self._index.is_file() else None
         if shards is not None and (file is None or shards["step"] > file["state"]["log"]["cursor"]["step"]):
-            return {**shards, "state": self._read_shards(shards, training)}
+            try:
+                state = sharding.read(self._path.parent / shards["folder"], shards["files"], training.held())
+            except _DAMAGED as error:
+                raise _damaged(self._index, error, _ANEW) from error
+            return {**shards, "state": state}
         return None if file is None else {**file, "state": training.own_part(file["state"])}
-
-    def _read_shards(self, index: dict[str, Any], training: Training) -> dict[str, Any]:
-        from cplus.training import sharding
-
-        try:
-            return sharding.read(self._path.parent / index["folder"], index["files"], training.held())
-        except _DAMAGED as error:
-            raise _damaged(self._index, error, _ANEW) from error
 
     def _checked(self, kept: Any) -> dict[str, Any]:
         """Refuse another version's or another job's checkpoint."""
-        if not isinstance(kept, dict) or kept.get("format") != FORMAT:
-            raise ValueError(f"{self._path}: expected the format {FORMAT}; it was written by another version")
+        if not isinstance(kept, dict) or kept.get("format") != CHECKPOINT:
+            raise ValueError(f"{self._path}: expected the format {CHECKPOINT}; it was written by another version")
         if kept["identity"] != self._identity:
             raise ValueError(
                 f"{self._path}: the model, the rows or the bank changed since the job began; start a new job"
@@ -105,7 +93,7 @@ class Checkpoints:
                 "gradient"
             )
         training.tally()
-        body = {"format": FORMAT, "identity": self._identity, "numerics": _numerics()}
+        body = {"format": CHECKPOINT, "identity": self._identity, "numerics": _numerics()}
         if training.twin is not None:
             self._save_shards(training, body)
         elif processes.first():
@@ -116,8 +104,6 @@ class Checkpoints:
 
     def _save_shards(self, training: Training, body: dict[str, Any]) -> None:
         """Every process writes its part into a new folder; then one small file is replaced that names it."""
-        from cplus.training import sharding
-
         step = training.log.cursor.step
         name = processes.shared(lambda: f"{_SHARDS}{step}-{time.time_ns()}")
         hashes = sharding.write(self._path.parent / name, training.state_dict(), training.held())
@@ -132,11 +118,6 @@ class Checkpoints:
         for folder in self._path.parent.glob(f"{_SHARDS}*"):
             if folder.name != kept:
                 shutil.rmtree(folder)
-
-
-def is_there(path: Path) -> bool:
-    """Whether a checkpoint was written, as one file or by several processes."""
-    return path.is_file() or index_of(path).is_file()
 
 
 def index_of(path: Path) -> Path:
@@ -180,58 +161,48 @@ def badness(point: Mapping[str, float]) -> float | None:
     >>> round(badness({"retention": 90.0, "acquisition": 100.0}), 3)
     0.1
     """
-    past = point.get("past_nll", _lost(point.get("retention")))
-    validation = point.get("validation_nll", _lost(point.get("validation")))
-    new = point.get("new_nll", _lost(point.get("acquisition"))) if validation is None else validation
+
+    def bad(loss: str, percent: str) -> float | None:
+        return point.get(loss, 1 - point[percent] / 100 if percent in point else None)
+
+    past, held, new = bad("past_nll", "retention"), bad("validation_nll", "validation"), bad("new_nll", "acquisition")
+    new = new if held is None else held
     return None if past is None or new is None else past + new
 
 
-def _lost(percent: float | None) -> float | None:
-    return None if percent is None else 1 - percent / 100
+_LOST = {
+    "best.pt": "remove it to write the best of the epochs from the checkpoint on",
+    "good.pt": "the last good epoch is lost: start a new job",
+}
 
 
-class Best:
-    """Writes the weights of an epoch that is better than all before it, and restores them at the end."""
+class KeptWeights:
+    """The weights of the best epoch, or of the last good one, beside the checkpoint; each over the one before."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._badness = self._read()["badness"] if path.is_file() else float("inf")
+        self._badness = float(self._read().get("badness", math.inf)) if path.is_file() else math.inf
+
+    def _read(self) -> dict[str, Any]:
+        return read_state(self._path, _LOST[self._path.name])
 
     def offer(self, training: Training, point: Mapping[str, float]) -> None:
         """Keep the weights of this epoch if it is the best one."""
         found = badness(point)
         if found is not None and found < self._badness:
-            body = {"epoch": int(point["epoch"]), "badness": found, "weights": training.weights()}
-            if processes.first():
-                files.write_state(self._path, body)
+            self.keep(training, int(point["epoch"]), badness=found)
             self._badness = found
 
-    def restore(self, training: Training) -> int | None:
-        """Load the best weights and return their epoch; None if no epoch was evaluated."""
-        if not self._path.is_file():
-            return None
-        kept = self._read()
-        training.restore(kept["weights"])
-        return int(kept["epoch"])
-
-    def _read(self) -> dict[str, Any]:
-        return read_state(self._path, "remove it to write the best of the epochs from the checkpoint on")
-
-
-class LastGood:
-    """Writes the weights of every epoch at which past rows had not lost too much, each over the one before."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def keep(self, training: Training, epoch: int) -> None:
+    def keep(self, training: Training, epoch: int, **more: float) -> None:
         """Keep the weights of this epoch; 0 is the base model."""
         weights = training.weights()
         if processes.first():
-            files.write_state(self._path, {"epoch": epoch, "weights": weights})
+            files.write_state(self._path, {"epoch": epoch, **more, "weights": weights})
 
-    def restore(self, training: Training) -> int:
-        """Load the last good weights and return their epoch."""
-        kept = read_state(self._path, "the last good epoch is lost: start a new job")
+    def restore(self, training: Training) -> int | None:
+        """Load the kept weights and return their epoch; None if there are none."""
+        if not self._path.is_file():
+            return None
+        kept = self._read()
         training.restore(kept["weights"])
         return int(kept["epoch"])

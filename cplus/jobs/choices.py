@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from cplus import models
 from cplus.base import files
-from cplus.core.health import Exploded
-from cplus.core.passes import orders_shards
 from cplus.core.rows import Encoded, batched, measured
 from cplus.data.examples import Choice as MultipleChoice
 from cplus.distributed import processes as world
-from cplus.jobs.keep import earlier_bank
-from cplus.jobs.memory import Footprint, ModelSize, checkpointed, giga
-from cplus.jobs.rows import Tasks, group_of, located
-from cplus.jobs.settings import AUTO, AdaptConfig
+from cplus.jobs.memory import CHECKPOINTED, Footprint, ModelSize, giga
+from cplus.jobs.rows import Tasks
+from cplus.jobs.settings import AdaptConfig
 from cplus.methods.table import METHODS, Material, Method
-from cplus.models import Loaded, loading
+from cplus.models import loading
 from cplus.models.scoring import log_likelihoods
-from cplus.probes.bank import Bank
 from cplus.training.driver import adapted, in_precision, start
 from cplus.training.loop import Schedule, epoch_batches, updates_per_epoch
-from cplus.training.measure import loss_of
-from cplus.training.rows import Rows, past_rows
-from cplus.training.settings import Settings
-
-# Settings that choose themselves: what a job does where the user says nothing, each choice with its reason.
-
+from cplus.training.measure import Exploded, loss_of
+from cplus.training.rows import past_rows
+from cplus.training.settings import AUTO
 
 RATE, SIZE = 3e-5, 135e6
 """The rate that was found on a model of this size; others get it times the root of the ratio of the sizes."""
@@ -45,8 +36,6 @@ ADAPTERS = 10
 """Adapters are trained at this many times the rate of all weights."""
 UPDATES, FEWEST_EPOCHS, EVALUATIONS = 60, 3, 6
 """Free text: the epochs of at least this many updates, and never fewer epochs; about this many evaluations."""
-FEWEST_PARTS = 2
-"""Parts of a batch on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +101,10 @@ def choose(
     given, found = config.model_fields_set, []
     if config.lr is None:
         found.append(default_rate(config, size.parameters))
-    if "epochs" not in given and (count := _free_rows(tasks)) and config.stop != "never":
+    rows = () if tasks.new is None else tasks.new.examples
+    free = bool(rows) and not isinstance(rows[0], MultipleChoice)
+    if free and "epochs" not in given and config.stop != "never":
+        count = len(rows)
         epochs = epochs_by_rows(count, config.batch_size, config.epochs)
         updates = epochs * updates_per_epoch(count, config.batch_size)
         why = f"{updates} updates of {config.batch_size} of the {count} new rows at most, fewer if all is learned"
@@ -122,13 +114,10 @@ def choose(
             why = f"about {EVALUATIONS} evaluations while training"
             found.append(Chosen(name="evaluate_every", value=every, why=why))
     processes, device = world.started()[1], models.choose_device(config.device)
-    if config.micro_batches is None and (parts := parts_of_a_batch(config, processes, device.type)) > 1:
-        why = "any number of processes computes and resumes them with the same bits"
-        found.append(Chosen(name="micro_batches", value=parts, why=why))
     if "compute_dtype" not in given and device.type == "cuda" and torch.cuda.is_bf16_supported():
         why = "the device computes in it; weights, optimizer and gate stay float32"
         found.append(Chosen(name="compute_dtype", value="bfloat16", why=why))
-    light = checkpointed(need, size)
+    light = need.peak - size.activation_bytes + size.activation_bytes // CHECKPOINTED
     # Free memory differs between processes, their settings must not.
     if "gradient_checkpointing" not in given and processes == 1 and light <= need.available < need.peak:
         why = (
@@ -139,30 +128,9 @@ def choose(
     return with_chosen(config, found), tuple(found)
 
 
-def parts_of_a_batch(config: AdaptConfig, processes: int, device: str) -> int:
-    """A part for each process; on a CPU at least two, so that one process and two write the same weights.
-
-    A GPU computes half a batch in hardly less time than a whole one, so one process does not split there.
-    """
-    if config.batch_size == 1 or (processes > 1 and config.sharding != "ddp" and not orders_shards()):
-        return 1
-    return max(processes, FEWEST_PARTS if device == "cpu" else 1)
-
-
-def _free_rows(tasks: Tasks) -> int:
-    """The number of new rows, where they are free text."""
-    rows = () if tasks.new is None else tasks.new.examples
-    return len(rows) if rows and not isinstance(rows[0], MultipleChoice) else 0
-
-
-def with_chosen(config: AdaptConfig, found: list[Chosen] | tuple[Chosen, ...]) -> AdaptConfig:
+def with_chosen(config: AdaptConfig, found: Iterable[Chosen]) -> AdaptConfig:
     """The settings with these values."""
     return config.model_copy(update={own.name: own.value for own in found})
-
-
-def as_rows(found: Iterable[Chosen]) -> list[dict[str, Any]]:
-    """Plain values, for a job's file of settings."""
-    return [asdict(own) for own in found]
 
 
 def stored(settings: Path) -> tuple[Chosen, ...]:
@@ -225,42 +193,6 @@ def padded(rows: Sequence[Encoded]) -> int:
     return sum(measured(batch).padded for batch in batched(rows))
 
 
-def assumed_rows(config: AdaptConfig, tasks: Tasks, base: Loaded) -> tuple[Rows, str]:
-    """Rows for a task that is not split yet: its first rows stand in for the incorrect and correct ones."""
-    assert tasks.split is not None
-    given = group_of(config, tasks.split, base, name=tasks.split.name, part="external")
-    whole = given.examples
-    count = config.num_new or len(whole) // 2
-    cut = {"new": whole[:count], "anchors": whole[: config.num_anchors], "past": whole[count:] or whole}
-    groups = {
-        name: replace(given, name=name, part="retention", examples=tuple(examples)) for name, examples in cut.items()
-    }
-    note = f"the number of rows that the model answers incorrectly is not known yet: {count} new rows are assumed"
-    groups["new"] = replace(groups["new"], part="acquisition")
-    notes = tuple(filter(None, [given.note]))
-    return Rows(new=groups["new"], anchors=groups["anchors"], past=groups["past"], notes=notes), note
-
-
-def assumed_material(config: AdaptConfig, method: Method, rows: Rows, home: Path) -> tuple[Material, int]:
-    """Rows as tokens, and the number of probes; probes not yet written are taken to be as long as the anchors."""
-    anchors = [] if rows.anchors is None else rows.anchors.encoded()
-    count = len(rows.new.examples)
-    probes: list[Encoded] = []
-    if (method.needs_bank or config.repair) and rows.anchors is not None:
-        if config.bank is not None:
-            bank = Bank.load(Path(located(str(config.bank), home)))
-            probes = [rows.anchors.interface.encode(example) for example in bank.examples]
-        else:
-            probes = list(islice(cycle(anchors), config.settings(count).num_probes))
-    past = [past_rows("past", anchors=anchors, probes=probes, synthetic=probes[:count])]
-    for place, group in zip(config.kept, rows.kept, strict=True):
-        wanted = method.needs_bank or config.repair
-        written = earlier_bank(Path(located(str(place), home)), group).examples if wanted else ()
-        encoded = [group.interface.encode(example) for example in written]
-        past.append(past_rows(group.name, anchors=group.encoded(), probes=encoded, synthetic=encoded[:count]))
-    return Material(new=rows.trained.encoded(), past=tuple(past)), len(probes)
-
-
 # The range test of `--lr auto`: a ladder of rates, a few updates each from the same weights, on the job's rows.
 #
 # Each rate is tried at ten times its size, because a few updates stand for the many of the job; so the usual rule, a
@@ -298,58 +230,45 @@ class Rung:
         return f"{self.lr:g} gains {self.gained:.3f} on new rows and loses {self.lost:.3f} on kept ones"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RangeTest:
-    """The rungs that were tried, and the rate that was chosen."""
+def range_test(config: AdaptConfig, row: Method, model: nn.Module, rows: Material, held: Sequence[Encoded]) -> Chosen:
+    """Try a ladder of rates around the default one; the model's weights are the same afterwards.
 
-    rungs: tuple[Rung, ...]
-    chosen: Chosen
-
-
-@contextmanager
-def adapted_for_a_test(settings: Settings, row: Method, model: nn.Module) -> Iterator[Any]:
-    """The model as it will train; adapters are removed again afterwards."""
-    tried = adapted(settings, row, model)
+    What kept rows lose is measured on anchors and probes that the test's gate does not use, else on `held`.
+    """
+    tried = adapted(config, row, model)  # as it will train; adapters are removed again afterwards
     try:
-        yield tried
+        return _tested(config, row, tried, rows, held)
     finally:
         if tried is not model:
             tried.unload()
         model.eval()
 
 
-def range_test(
-    config: AdaptConfig, settings: Settings, row: Method, model: nn.Module, rows: Material, held: Sequence[Encoded]
-) -> RangeTest:
-    """Try a ladder of rates around the default one; the model's weights are the same afterwards.
-
-    What kept rows lose is measured on anchors and probes that the test's gate does not use, else on `held`.
-    """
+def _tested(config: AdaptConfig, row: Method, model: nn.Module, rows: Material, held: Sequence[Encoded]) -> Chosen:
     rule = default_rate(config, loading.num_weights(model))
     assert isinstance(rule.value, float)
     draw = random.Random(config.seed)
     few, kept = _few(rows, held, draw)
     new = draw.sample(list(rows.new), min(MEASURED, len(rows.new)))
-    size = _update_size(config, settings, row, rows, few, [*new, *kept])
+    size = _affordable(config, row, rows, few, [*new, *kept])
     if size is None:
         why = f"the job is too short for a test that costs a tenth of it, so by model size: {rule.why}"
-        return RangeTest(rungs=(), chosen=replace(rule, why=why))
+        return replace(rule, why=why)
     rungs, updates = size
     device = next(model.parameters()).device
-    with models.computing(settings.compute_dtype, device):
+    with models.computing(config.compute_dtype, device):
         start_new, start_kept = _loss(model, new), _loss(model, kept)
+    shuffled = draw.sample(list(rows.new), len(rows.new))
+    few = replace(few, new=list(islice(cycle(shuffled), updates * config.batch_size)))
     found = []
-    tried = replace(
-        few, new=list(islice(cycle(draw.sample(list(rows.new), len(rows.new))), updates * config.batch_size))
-    )
     for factor in FACTORS[rungs]:
         lr = float(f"{factor * rule.value:.0e}")
-        after = _trained(settings, in_precision(row, settings.compute_dtype, device), model, tried, lr, new, kept)
+        after = _trained(config, in_precision(row, config.compute_dtype, device), model, few, lr, new, kept)
         found.append(Rung(lr=lr, gained=start_new - after[0], lost=after[1] - start_kept))
-    return RangeTest(rungs=tuple(found), chosen=_best(found, updates))
+    return best_rung(found, updates)
 
 
-def _best(rungs: Sequence[Rung], updates: int) -> Chosen:
+def best_rung(rungs: Sequence[Rung], updates: int) -> Chosen:
     """The rate with the best score, the lower one of two equal ones."""
     best = max(rungs, key=lambda rung: (rung.score, -rung.lr))
     tried = "; ".join(map(str, rungs))
@@ -371,17 +290,12 @@ def _few(rows: Material, held: Sequence[Encoded], draw: random.Random) -> tuple[
     return replace(rows, past=tuple(past)), draw.sample(kept, min(MEASURED, len(kept)))
 
 
-def _update_size(
-    config: AdaptConfig,
-    settings: Settings,
-    row: Method,
-    rows: Material,
-    few: Material,
-    measured: Sequence[Encoded],
+def _affordable(
+    config: AdaptConfig, row: Method, rows: Material, few: Material, measured: Sequence[Encoded]
 ) -> tuple[int, int] | None:
     """The rungs and updates of the best test that costs a tenth of the job; a forward pass is a third of an update."""
     whole = tokens_per_epoch(config, row, rows)
-    budget = SHARE * settings.epochs * (whole.training + whole.evidence)
+    budget = SHARE * config.epochs * (whole.training + whole.evidence)
     update = padded(rows.new) / len(rows.new) * config.batch_size
     for rungs, updates in TRIALS:
         cost = rungs * (updates * update + evidence_tokens(row, few)) + (rungs + 1) * padded(measured) / 3
@@ -391,7 +305,7 @@ def _update_size(
 
 
 def _trained(
-    settings: Settings,
+    config: AdaptConfig,
     row: Method,
     model: nn.Module,
     rows: Material,
@@ -400,16 +314,14 @@ def _trained(
     kept: Sequence[Encoded],
 ) -> tuple[float, float]:
     """The losses of new and kept rows after one pass over the rows at ten times the rate; the weights are restored."""
-    short = replace(
-        settings, lr=TENFOLD * lr, epochs=1, order="file", warmup_steps=0, warmup_share=0.0, lr_schedule="constant"
-    )
-    training = start(short, row, model, rows)
+    fixed = {"epochs": 1, "order": "file", "warmup_steps": 0, "lr_schedule": "constant"}
+    training = start(config.model_copy(update={"lr": TENFOLD * lr, **fixed}), row, model, rows)
     weights = {name: value.clone() for name, value in training.weights().items()}
     try:
         for _ in training.run():
             pass
         model.eval()
-        with models.computing(settings.compute_dtype, next(model.parameters()).device):
+        with models.computing(config.compute_dtype, next(model.parameters()).device):
             return _loss(model, new), _loss(model, kept)
     except (FloatingPointError, Exploded):
         return math.inf, math.inf

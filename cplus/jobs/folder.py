@@ -1,4 +1,4 @@
-"""A job's folder: its paths, its lock, what may be replaced, and other finished jobs beside it."""
+"""A job's folder: its paths, its lock, what may be replaced, and other finished jobs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,104 +15,37 @@ from cplus.base import files, locks
 from cplus.data.examples import fingerprint
 from cplus.distributed import processes
 from cplus.jobs.settings import AdaptConfig, check_repeated, settings
-from cplus.receipts.page import ComparedRun, read_receipt
+from cplus.receipts.contents import ComparedRun
+from cplus.receipts.page import read_receipt
 from cplus.training.rows import Group
-
-# A job's folder: its paths, its lock, and what may be replaced.
-
 
 FORMAT = "cplus-job/1"
 _LOOKS, _PAUSE = 50, 0.2  # a shared file system may show a new file seconds later
 _OURS = (
-    "settings.json",
-    "work",
-    "model",
-    "bank",
-    "anchors.jsonl",
-    "past.jsonl",
-    "record.json",
-    "receipt.json",
-    "receipt.html",
-    "README.md",
-    "tensorboard",
-)
+    "settings.json", "work", "model", "bank", "anchors.jsonl", "past.jsonl", "record.json", "receipt.json",
+    "receipt.html", "README.md", "tensorboard",
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
 class Folder:
     """The paths of one job."""
 
-    root: Path
-
-    @property
-    def settings(self) -> Path:
-        """The job's settings; this file marks the folder as a job's."""
-        return self.root / "settings.json"
-
-    @property
-    def work(self) -> Path:
-        """Files that only an unfinished job needs."""
-        return self.root / "work"
-
-    @property
-    def home(self) -> Path:
-        """The folder that relative paths refer to; removed with the work folder."""
-        return self.work / "home.json"
-
-    @property
-    def answers(self) -> Path:
-        """The base model's answers."""
-        return self.work / "before.json"
-
-    @property
-    def seconds(self) -> Path:
-        """The seconds spent so far, by part."""
-        return self.work / "seconds.json"
-
-    @property
-    def checkpoint(self) -> Path:
-        """The last state of the training, one file: a file is replaced in one move, a folder is not."""
-        return self.work / "checkpoint.pt"
-
-    @property
-    def best(self) -> Path:
-        """The weights of the best epoch so far."""
-        return self.work / "best.pt"
-
-    @property
-    def good(self) -> Path:
-        """The weights of the last epoch at which past rows had not lost too much."""
-        return self.work / "good.pt"
-
-    @property
-    def bank(self) -> Path:
-        """The sealed probes."""
-        return self.root / "bank"
-
-    @property
-    def anchors(self) -> Path:
-        """The anchors, for later jobs that protect them too."""
-        return self.root / "anchors.jsonl"
-
-    @property
-    def past(self) -> Path:
-        """The held-out past rows that the base model wrote itself."""
-        return self.root / "past.jsonl"
-
-    @property
-    def model(self) -> Path:
-        """The adapted model, for plain transformers."""
-        return self.root / "model"
-
-    @property
-    def record(self) -> Path:
-        """The figures, written last: this file marks the job as finished."""
-        return self.root / "record.json"
-
-    @property
-    def card(self) -> Path:
-        """The model card."""
-        return self.root / "README.md"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.settings = root / "settings.json"  # marks the folder as a job's
+        self.bank = root / "bank"
+        self.anchors = root / "anchors.jsonl"  # for later jobs that protect them too
+        self.past = root / "past.jsonl"  # held-out rows that the base model wrote itself
+        self.model = root / "model"
+        self.card = root / "README.md"
+        self.record = root / "record.json"  # written last: marks the job as finished
+        self.work = root / "work"  # what only an unfinished job needs
+        self.home = self.work / "home.json"  # the folder that relative paths refer to
+        self.answers = self.work / "before.json"
+        self.seconds = self.work / "seconds.json"
+        self.checkpoint = self.work / "checkpoint.pt"  # one file is replaced in one move, a folder is not
+        self.best = self.work / "best.pt"
+        self.good = self.work / "good.pt"
 
     def clear_work(self) -> None:
         """Remove what only an unfinished job needs."""
@@ -144,18 +77,14 @@ def check_free(folder: Folder, *, force: bool) -> None:
             f"{folder.root}: exists and is not a job's folder, so nothing in it is replaced; choose another out"
         )
     if not force:
-        state = (
-            "holds a finished job" if folder.record.is_file() else f"holds an unfinished job: --resume {folder.root}"
-        )
-        raise ValueError(f"{folder.root}: {state}; choose another out, or --force to replace it")
+        state = "a finished job" if folder.record.is_file() else f"an unfinished job: --resume {folder.root}"
+        raise ValueError(f"{folder.root}: holds {state}; choose another out, or --force to replace it")
 
 
 def check_seen(folder: Folder) -> None:
     """Refuse a folder that some process of the job does not see."""
-    found = False
     for _ in range(_LOOKS):
-        found = folder.settings.is_file()
-        if found:
+        if found := folder.settings.is_file():
             break
         time.sleep(_PAUSE)
     for process, (sees, host) in enumerate(processes.gathered((found, socket.gethostname()))):
@@ -167,7 +96,7 @@ def check_seen(folder: Folder) -> None:
 
 
 def begin_folder(
-    folder: Folder, config: AdaptConfig, home: Path, format: str = FORMAT, chosen: Sequence[Mapping[str, Any]] = ()
+    folder: Folder, config: AdaptConfig, home: Path, format: str = FORMAT, chosen: Sequence[Any] = ()
 ) -> None:
     """Remove what an earlier job wrote, nothing else, and write this job's settings."""
     _clear(folder)
@@ -189,11 +118,9 @@ def _clear(folder: Folder) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def rewrite(
-    folder: Folder, config: AdaptConfig, format: str = FORMAT, chosen: Sequence[Mapping[str, Any]] = ()
-) -> None:
+def rewrite(folder: Folder, config: AdaptConfig, format: str = FORMAT, chosen: Sequence[Any] = ()) -> None:
     """Replace the settings of a job that has begun, and why it has those that were not given, in one file."""
-    body = {"format": format, "settings": config.model_dump(mode="json"), "chosen": list(chosen)}
+    body = {"format": format, "settings": config.model_dump(mode="json"), "chosen": [asdict(own) for own in chosen]}
     files.write_json(folder.settings, body)
 
 
@@ -266,8 +193,7 @@ class FinishedJob:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the verdict, each set of rows before and after, and the receipt's path."""
-        from cplus.receipts.contents import of_figures
-        from cplus.receipts.verdict import headline
+        from cplus.receipts.verdict import headline, of_figures
 
         links = {"receipt": str(self.folder / "receipt.html"), "model": str(self.folder / "model")}
         return of_figures(headline(self.record["figures"]), self.record["figures"], links)

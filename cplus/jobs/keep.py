@@ -1,4 +1,4 @@
-"""What a job keeps: rows that the base model writes itself, and the bank of probes."""
+"""What a job keeps: rows that the base model writes itself, held-out ones first, then anchors, then the bank."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from cplus.base import files
 from cplus.data import interfaces
 from cplus.data.examples import Example
-from cplus.data.interfaces import Freeform
+from cplus.data.interfaces import Interface
 from cplus.jobs.folder import Folder
 from cplus.jobs.progress import bank_view, say
 from cplus.jobs.settings import AdaptConfig, allotted
@@ -24,9 +23,6 @@ from cplus.probes.bank import Bank, Probe, described, seal
 from cplus.probes.build import bank_folder, cached_bank
 from cplus.probes.settings import TOPICS, ProbeSettings
 from cplus.training.rows import Group, Rows
-
-# The rows to keep that the base model writes itself: held-out past rows first, then anchors, then the bank.
-
 
 PAST_ROWS = 40
 """Self-written rows that are held out to measure Retention on."""
@@ -67,7 +63,7 @@ def portions(config: AdaptConfig, method: Method, num_new: int) -> list[Portion]
     whole = {name: share / sum(weights.values()) for name, share in weights.items()}
     past = allotted(PAST_ROWS if config.past is None else 0, whole)
     anchors = allotted(config.num_anchors, whole)
-    probes = allotted(config.settings(num_new).num_probes, weights)
+    probes = allotted(config.settings(num_new).probes.num_probes, weights)
     found = [
         Portion(
             ability=name,
@@ -81,12 +77,10 @@ def portions(config: AdaptConfig, method: Method, num_new: int) -> list[Portion]
     return [portion for portion in found if portion.total]
 
 
-def interface_of(config: AdaptConfig, base: Loaded) -> Freeform:
+def interface_of(config: AdaptConfig, base: Loaded) -> Interface:
     """How self-written rows are read: through the chat template, or as plain text where there is none."""
     chat = bool(getattr(base.tokenizer, "chat_template", None)) and not config.plain
-    bound = interfaces.build("freeform", base.tokenizer, chat=chat, turns=config.turns, thinking=config.thinking)
-    assert isinstance(bound, Freeform)
-    return bound
+    return interfaces.build("freeform", base.tokenizer, chat=chat, turns=config.turns, thinking=config.thinking)
 
 
 def writing_settings(config: AdaptConfig, name: str, count: int) -> ProbeSettings:
@@ -107,15 +101,14 @@ def with_written(config: AdaptConfig, method: Method, rows: Rows, base: Loaded) 
     if not asked:
         return rows, None
     bound = interface_of(config, base)
-    banks = [_bank(config, base, bound, portion) for portion in asked]
-    return split_up(config, method, rows, bound, asked, banks)
+    return split_up(config, method, rows, bound, asked, [_bank(config, base, bound, portion) for portion in asked])
 
 
 def split_up(
     config: AdaptConfig,
     method: Method,
     rows: Rows,
-    bound: Freeform,
+    bound: Interface,
     asked: Sequence[Portion],
     banks: Sequence[Bank],
 ) -> tuple[Rows, Written | None]:
@@ -141,15 +134,20 @@ def split_up(
         name="past", part="retention", interface=bound, examples=tuple(held), max_new_tokens=limit, by_base=True
     )
     group = Group(name="anchors", part="retention", interface=bound, examples=tuple(anchors), max_new_tokens=limit)
+    names = " and ".join(portion.ability for portion in asked)
+    counts: dict[str, Sequence[object]] = {"held out to measure on": held, "anchors": anchors, "probes": probes}
+    parts = ", ".join(f"{len(own)} {purpose}" for purpose, own in counts.items() if own)
+    told = f"The base model wrote and answered the rows to keep ({names}) itself: {parts}."
     rows = replace(
         rows,
         past=past if held else rows.past,
         anchors=group if anchors else given,
-        notes=(*_still_true(rows.notes, held), _note(asked, len(held), len(anchors), len(probes))),
+        # The note that there are no held-out past rows is no longer true.
+        notes=(*(note for note in rows.notes if not (held and note.startswith("Retention is measured on the"))), told),
     )
     if not method.needs_bank:
         return rows, None
-    count = config.settings(len(rows.new.examples)).num_probes
+    count = config.settings(len(rows.new.examples)).probes.num_probes
     return rows, Written(
         probes=tuple(probes),
         manifest=_manifest(asked, banks),
@@ -158,31 +156,18 @@ def split_up(
     )
 
 
-def is_cached(config: AdaptConfig, base: Loaded, portion: Portion) -> bool:
-    """Whether the base model has written these rows before."""
-    return _written_before(config, base, interface_of(config, base), portion) is not None
-
-
-def _written_before(config: AdaptConfig, base: Loaded, bound: Freeform, portion: Portion) -> Path | None:
+def written_before(config: AdaptConfig, base: Loaded, portion: Portion) -> Path | None:
     """A bank in the cache that begins with these rows."""
     for count in (portion.total, portion.at_most):
-        place = bank_folder(base, bound, (), writing_settings(config, portion.ability, count))
-        if place.exists():
+        settings = writing_settings(config, portion.ability, count)
+        if (place := bank_folder(base, interface_of(config, base), (), settings)).exists():
             return place
     return None
 
 
-def stand_in(few: Sequence[Probe], count: int) -> Bank:
-    """A bank of `count` rows for a plan: a few rows again and again, under different ids."""
-    rows = islice(cycle(few), count)
-    probes = tuple(replace(own, example=replace(own.example, id=f"{own.example.id}-{i}")) for i, own in enumerate(rows))
-    counts = {"requests": count, "accepted": count, "rejected": {}}
-    return Bank(probes=probes, manifest={"counts": counts, "probes_sha256": ""})
-
-
-def _bank(config: AdaptConfig, base: Loaded, bound: Freeform, portion: Portion) -> Bank:
+def _bank(config: AdaptConfig, base: Loaded, bound: Interface, portion: Portion) -> Bank:
     settings = writing_settings(config, portion.ability, portion.total)
-    if (place := _written_before(config, base, bound, portion)) is not None:
+    if (place := written_before(config, base, portion)) is not None:
         say(f"keep {portion.ability}: {portion.total} self-written rows reused from {place}")
         return Bank.load(place, model_fingerprint=base.fingerprint)
     say(f"keep {portion.ability}: the base model writes {portion.total} rows of its own; they are cached")
@@ -217,19 +202,6 @@ def _manifest(asked: Sequence[Portion], banks: Sequence[Bank]) -> dict[str, Any]
     return {**own, "counts": counts, "yield": round(accepted / requests, 6), "parts": parts}
 
 
-def _still_true(notes: Sequence[str], held: Sequence[Example]) -> list[str]:
-    """The notes without the one that there are no held-out past rows."""
-    return [note for note in notes if not (held and note.startswith("Retention is measured on the"))]
-
-
-def _note(asked: Sequence[Portion], held: int, anchors: int, probes: int) -> str:
-    names = " and ".join(portion.ability for portion in asked)
-    parts = [f"{held} held out to measure on"] if held else []
-    parts += [f"{anchors} anchors"] if anchors else []
-    parts += [f"{probes} probes"] if probes else []
-    return f"The base model wrote and answered the rows to keep ({names}) itself: {', '.join(parts)}."
-
-
 # The job's bank: a given one, one from the cache, or a new one; a sealed copy is stored beside the model.
 
 
@@ -262,16 +234,13 @@ def earlier_bank(place: Path, anchors: Group) -> Bank:
     folder = Folder(place).bank
     if not folder.exists():
         raise ValueError(f"{place}: its job has anchors but no bank; use a method that needs no bank, like cpl")
-    return _same_interface(Bank.load(folder, anchors=anchors.examples), folder, anchors)
+    return checked_bank(folder, None, anchors)
 
 
-def checked_bank(folder: Path, base: Loaded, anchors: Group) -> Bank:
-    """The bank in the folder, if it was sealed for this model, these anchors and their interface."""
-    bank = Bank.load(folder, model_fingerprint=base.fingerprint, anchors=anchors.examples)
-    return _same_interface(bank, folder, anchors)
-
-
-def _same_interface(bank: Bank, folder: Path, anchors: Group) -> Bank:
+def checked_bank(folder: Path, base: Loaded | None, anchors: Group) -> Bank:
+    """The bank in the folder, if it was sealed for these anchors and their interface, and by this model if given."""
+    writer = None if base is None else base.fingerprint
+    bank = Bank.load(folder, model_fingerprint=writer, anchors=anchors.examples)
     if bank.manifest["interface"] != anchors.interface.name:
         raise ValueError(
             f"probe bank {folder} was sealed for the interface {bank.manifest['interface']}, but the anchors use "

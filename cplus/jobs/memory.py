@@ -1,4 +1,4 @@
-"""A model's size and a job's bytes in memory and on disk, and the devices it fits on."""
+"""A model's size and one estimate of a job's bytes, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cplus import models
 from cplus.base.cost import activation_bytes
 from cplus.base.environment import free_memory
-from cplus.core.evidence import Evidence, Reference, Remembered
-from cplus.core.gates import Gate
+from cplus.core.evidence import Evidence, Reference
 from cplus.core.guard import Guard
 from cplus.core.optim import AdamW
 from cplus.distributed import processes as world
@@ -26,11 +25,9 @@ from cplus.jobs.settings import AdaptConfig
 from cplus.methods.adapters import Lora
 from cplus.methods.repair import BYTES_PER_PARAMETER
 from cplus.methods.table import Method
+from cplus.methods.variants import Remembered
 from cplus.models import loading
 from cplus.training.driver import STATE_BYTES, adapted, build_optimizer
-
-# A model's size and a job's bytes in memory and on disk, computed before anything large is loaded.
-
 
 CHECKPOINTED = 8
 """Gradient checkpointing keeps one vector per layer in place of about this many times as much."""
@@ -50,14 +47,39 @@ class ModelSize:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """Bytes of a job in one process at its peak, by what they are for."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gate: int
+    """Evidence and average, and what an update adds for a moment."""
+    objective: int
+    """What the method itself holds, like a copy of the base model."""
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(asdict(self).values())
+
+    def over(self, devices: int) -> int:
+        """Bytes on each of several devices: the state is sharded, and an evaluation sees the whole weights."""
+        if devices == 1:
+            return self.total
+        return (self.total - self.activations) // devices + max(self.activations, self.weights)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes a job holds and writes; `held` is certain, `peak` adds an estimate of the activations."""
+    """Bytes a job holds and writes here; `held` is certain, `peak` adds an estimate of the activations."""
 
     held: int
     peak: int
     available: int
-    kept_bytes_per_parameter: float
-    step_bytes_per_parameter: float
+    gate: int
+    checkpoint: int
     disk: int
     free: int
 
@@ -94,59 +116,50 @@ def model_size(config: AdaptConfig, method: Method, where: Path | str) -> ModelS
 def _adapted(config: AdaptConfig, method: Method, model: nn.Module) -> nn.Module:
     """The model as it trains; adapters that are computed from the weights count as training all weights."""
     try:
-        found: nn.Module = adapted(replace(config.settings(), gradient_checkpointing=False), method, model)
+        found: nn.Module = adapted(config.model_copy(update={"gradient_checkpointing": False}), method, model)
         return found
     except NotImplementedError:  # no weight is read here
         return model
 
 
-def footprint(config: AdaptConfig, method: Method, size: ModelSize, num_anchors: int) -> Footprint:
-    """The job's bytes in memory and on disk."""
-    kept, step = guard_bytes(config, method, num_anchors, size.trainable)
-    states = STATE_BYTES[config.optimizer]
-    gradient = 4
-    objective = method.bytes_per_parameter
-    weights = 4 * (size.parameters - size.packed) + round(loading.BYTES_PER_WEIGHT * size.packed)
-    held = weights + round(size.trainable * (gradient + states + kept + step + objective))
-    if method.after is not None:  # of frozen weights too, because adapters are merged into them
-        held += 4 * (size.parameters - size.trainable)
-    if config.repair:
-        held = max(held, BYTES_PER_PARAMETER * size.parameters)
-    device = models.choose_device(config.device)
-    held = on_this_machine(held, weights, config.sharding, device)
-    checkpoint = round(size.trainable * (4 + states + kept))
-    # Merged, packed weights are float32 again.
-    expanded = 4 * size.packed if config.lora is not None and config.lora.merge else 0
-    activations = size.activation_bytes // (CHECKPOINTED if config.gradient_checkpointing else 1)
-    # A checkpoint is written beside the one it replaces.
-    sums = 8 * size.parameters if config.repair else 0
-    disk = 2 * checkpoint + 4 * size.parameters + sums + (64 << 20)
-    return Footprint(
-        held=held,
-        peak=held + max(activations, expanded),
-        available=available(device),
-        kept_bytes_per_parameter=kept + objective,
-        step_bytes_per_parameter=step,
-        disk=disk,
-        free=disk_free(config.out),
+def job_bytes(config: AdaptConfig, method: Method, size: ModelSize, num_anchors: int, *, copies: bool = False) -> Bytes:
+    """The one estimate of a job's memory, from the model's configuration and a gate on a small layer."""
+    frozen = size.parameters - size.trainable
+    return Bytes(
+        weights=4 * (size.parameters - size.packed) + round(loading.BYTES_PER_WEIGHT * size.packed),
+        gradients=4 * size.trainable,
+        optimizer=STATE_BYTES[config.optimizer] * size.trainable,
+        gate=round(sum(guard_bytes(config, method, num_anchors, size.trainable, copies=copies)) * size.trainable),
+        # What acts after training needs the frozen weights too, because adapters are merged into them.
+        objective=round(method.bytes_per_parameter * size.trainable) + 4 * frozen * (method.after is not None),
+        activations=size.activation_bytes // (CHECKPOINTED if config.gradient_checkpointing else 1),
     )
 
 
-def checkpointed(need: Footprint, size: ModelSize) -> int:
-    """Bytes at the peak if activations are computed twice."""
-    return need.peak - size.activation_bytes + size.activation_bytes // CHECKPOINTED
-
-
-def on_this_machine(held: int, weights: int, sharding: str, device: torch.device) -> int:
-    """Bytes on one GPU, or in the memory that all processes on this machine share.
-
-    Shards are a part of everything, and the whole weights while the model is evaluated.
-    """
+def footprint(config: AdaptConfig, method: Method, size: ModelSize, num_anchors: int) -> Footprint:
+    """The job's bytes in memory and on disk, on this machine."""
+    parts, device = job_bytes(config, method, size, num_anchors), models.choose_device(config.device)
+    held = parts.total - parts.activations
+    if config.repair:
+        held = max(held, BYTES_PER_PARAMETER * size.parameters)
     processes = world.started()[1]
-    if processes == 1:
-        return held
-    own = held if sharding == "ddp" else held // processes + weights
-    return own if device.type == "cuda" else own * world.neighbours()
+    if processes > 1:  # one GPU's, or what all processes of this machine share; evaluations see the whole weights
+        held = held if config.sharding == "ddp" else held // processes + parts.weights
+        held *= 1 if device.type == "cuda" else world.neighbours()
+    # Merged, packed weights are float32 again.
+    expanded = 4 * size.packed if config.lora is not None and config.lora.merge else 0
+    checkpoint = 4 * size.trainable + parts.optimizer + parts.gate
+    sums = 8 * size.parameters if config.repair else 0
+    return Footprint(
+        held=held,
+        peak=held + max(parts.activations, expanded),
+        available=available(device),
+        gate=parts.gate,
+        checkpoint=checkpoint,
+        # A checkpoint is written beside the one it replaces.
+        disk=2 * checkpoint + 4 * size.parameters + sums + (64 << 20),
+        free=disk_free(config.out),
+    )
 
 
 def check_packed(path: Path, device: torch.device) -> None:
@@ -169,11 +182,13 @@ def guard_bytes(
     if not method.guarded:
         return 0.0, 0.0
     layer = nn.Linear(64, 64, bias=False, device=models.choose_device(config.device))
-    optimizer = build_optimizer(replace(config.settings(), lr=1e-3), layer)  # the rate takes no memory
+    optimizer = build_optimizer(config.model_copy(update={"lr": 1e-3}), layer)  # the rate takes no memory
     gate = method.build_gate(0)
     evidence: Evidence | None = None
     if method.evidence:
-        evidence = _Ones(num_anchors if method.vectors == "one per anchor" else 1, kept_dtype(gate))
+        small = gate is not None and gate.uses == "coefficients"  # which come in bfloat16, gradients in float32
+        count = num_anchors if method.vectors == "one per anchor" else 1
+        evidence = _Ones(count, torch.bfloat16 if small else torch.float32)
         evidence = Remembered(evidence, method.memory) if method.memory else evidence
     with Guard(optimizer, layer, evidence=evidence, gate=gate, projection=method.projection) as guard:
         if evidence is not None:
@@ -183,11 +198,6 @@ def guard_bytes(
         held = guard.nbytes, guard.step_nbytes
         one_pass = isinstance(optimizer, AdamW) and guard.compiles(trainable)
     return held[0] / layer.weight.numel(), 0.0 if one_pass and not copies else held[1] / layer.weight.numel()
-
-
-def kept_dtype(gate: Gate | None) -> torch.dtype:
-    """The type of the evidence that the guard gets: coefficients come in bfloat16, gradients in float32."""
-    return torch.bfloat16 if gate is not None and gate.uses == "coefficients" else torch.float32
 
 
 @dataclass(frozen=True)
@@ -218,93 +228,24 @@ def giga(count: int) -> str:
 
 def disk_free(path: Path) -> int:
     """Free bytes on the disk that a path, which need not exist yet, will be on."""
-    return shutil.disk_usage(_existing(path)).free
+    return shutil.disk_usage(
+        next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    ).free
 
 
-def _existing(path: Path) -> Path:
-    path = path.absolute()
-    return path if path.exists() else _existing(path.parent)
+# What a job needs with less and less memory, where it cannot run here; from the model's configuration alone.
 
 
-# Which devices a job fits on, and with which settings: bytes by part, from the model's configuration alone.
-
-
-MACHINES = ((1, 24), (1, 48), (1, 80), (2, 80), (8, 80))
-"""Number of devices and the gigabytes of each."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
-USABLE = 0.94
-"""The share of a device's memory that a process can fill; the rest is the driver's, or lost between blocks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """Bytes of a job on one device, by what they are for."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    gate: int
-    """Evidence and average, and what an update adds for a moment."""
-    objective: int
-    """What the method itself holds, like a copy of the base model."""
-    activations: int
-
-    @property
-    def total(self) -> int:
-        """All of it at the peak."""
-        return sum(asdict(self).values())
-
-    def over(self, devices: int) -> Parts:
-        """The largest share of one of several devices: the state is sharded, and a layer's weights are whole in use."""
-        if devices == 1:
-            return self
-        split = {name: value // devices for name, value in asdict(self).items() if name != "activations"}
-        # Evaluations see the whole weights, without gradients and activations of training.
-        return Parts(**{**split, "weights": self.weights // devices}, activations=max(self.activations, self.weights))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fit:
-    """What a machine needs to be able to do the job; `settings` is None if nothing that was tried fits."""
-
-    devices: int
-    gigabytes: int
-    settings: str | None
-    parts: Parts
-
-    def row(self) -> dict[str, Any]:
-        """The JSON object."""
-        return {**asdict(self), "total": self.parts.total}
-
-    def __str__(self) -> str:
-        where = f"{self.devices} x {self.gigabytes} GB"
-        if self.settings is None:
-            return f"{where}: no, the least is {giga(self.parts.total)} GB each"
-        return f"{where}: {self.settings or 'as chosen'}, {giga(self.parts.total)} GB each"
-
-
-def job_parts(config: AdaptConfig, method: Method, size: ModelSize, num_anchors: int) -> Parts:
-    """Bytes by part in one process, whichever device; the step of a GPU works on copies, so they are counted."""
-    kept, step = guard_bytes(config, method, num_anchors, size.trainable, copies=True)
-    activations = size.activation_bytes // (CHECKPOINTED if config.gradient_checkpointing else 1)
-    return Parts(
-        weights=4 * (size.parameters - size.packed) + round(loading.BYTES_PER_WEIGHT * size.packed),
-        gradients=4 * size.trainable,
-        optimizer=STATE_BYTES[config.optimizer] * size.trainable,
-        gate=round((kept + step) * size.trainable),
-        objective=round(method.bytes_per_parameter * size.trainable)
-        + (4 * (size.parameters - size.trainable) if method.after is not None else 0),
-        activations=activations,
-    )
 
 
 def _tried(config: AdaptConfig) -> Iterator[tuple[str, AdaptConfig]]:
     """The settings as they are, then with less and less memory; adapters are tried where they can be trained."""
-    yield "", config
+    yield "as chosen", config
     light = config.model_copy(update={"gradient_checkpointing": True})
     if not config.gradient_checkpointing:
         yield "--set gradient_checkpointing=true", light
-    if config.settings().row.beta is not None and config.ema is None:
+    if config.row.beta is not None and config.ema is None:
         small = light.model_copy(update={"ema": "uint8"})
         yield "--set gradient_checkpointing=true --set ema=uint8", small
         if config.optimizer == "adamw" and find_spec("bitsandbytes") is not None:
@@ -314,96 +255,52 @@ def _tried(config: AdaptConfig) -> Iterator[tuple[str, AdaptConfig]]:
         few = light.model_copy(update={"lora": Lora(r=16)})
         yield "--set gradient_checkpointing=true --lora r=16", few
         if config.load != loading.NAME:
-            yield (
-                "--set gradient_checkpointing=true --lora r=16 --set load=4bit",
-                few.model_copy(update={"load": loading.NAME}),
-            )
-
-
-def fits(config: AdaptConfig, method: Method, where: Path | str, size: ModelSize, num_anchors: int) -> list[Fit]:
-    """For each machine the first settings that fit it; `size` is the model's with the settings as they are."""
-    tried = []
-    for text, changed in _tried(config):
-        same = (changed.lora, changed.load) == (config.lora, config.load)
-        own = size if same else model_size(changed, method, where)
-        row = replace(method, ema=changed.ema or method.ema)
-        tried.append((text, changed, job_parts(changed, row, own, num_anchors)))
-    found = []
-    for devices, gigabytes in MACHINES:
-        best = Fit(devices=devices, gigabytes=gigabytes, settings=None, parts=tried[0][2].over(devices))
-        for text, changed, whole in tried:
-            if devices > 1 and changed.load == loading.NAME:
-                continue  # weights in 4 bits cannot be sharded
-            parts = whole.over(devices)
-            here = Fit(devices=devices, gigabytes=gigabytes, settings=None, parts=parts)
-            if parts.total <= USABLE * gigabytes * 1e9:
-                best = replace(here, settings=text)
-                break
-            best = min(best, here, key=lambda fit: fit.parts.total)
-        found.append(best)
-    return found
+            packed = few.model_copy(update={"load": loading.NAME})
+            yield "--set gradient_checkpointing=true --lora r=16 --set load=4bit", packed
 
 
 @dataclass(frozen=True, kw_only=True)
-class DevicePlan:
-    """What a job needs, part by part, and which devices it fits on; the whole plan of one that cannot run here."""
+class SizePlan:
+    """The plan of a job that cannot run here: what it needs as chosen and with less, in one process."""
 
     config: AdaptConfig
     size: ModelSize
     reason: str
-    parts: Parts
-    devices: tuple[Fit, ...]
+    needs: dict[str, Bytes]
 
     def row(self) -> dict[str, Any]:
         """The JSON object."""
-        return {
-            "settings": self.config.model_dump(mode="json"),
-            "size": asdict(self.size),
-            "reason": self.reason,
-            "bytes": {**asdict(self.parts), "total": self.parts.total},
-            "devices": [fit.row() for fit in self.devices],
-        }
+        needs = {text: {**asdict(own), "total": own.total} for text, own in self.needs.items()}
+        settings = self.config.model_dump(mode="json")
+        return {"settings": settings, "size": asdict(self.size), "reason": self.reason, "bytes": needs}
 
     def lines(self) -> list[str]:
-        """The plan in words."""
+        """The plan in words; weights in 4 bits cannot be sharded."""
+        first = asdict(self.needs["as chosen"])
+        each = ", ".join(f"{name} {value / self.size.parameters:.2f}" for name, value in first.items())
+        shown = []
+        for text, own in self.needs.items():
+            several = "" if "4bit" in text else f", {giga(own.over(2))} on each of 2, {giga(own.over(8))} on each of 8"
+            shown.append(f"needs      {text}: {giga(own.total)} GB on one device{several}")
         return [
             f"model      {self.config.model}: {self.size.parameters:,} parameters, {self.size.trainable:,} trained",
-            *self.device_lines(),
-            *([f"here       {self.reason}"] if self.reason else []),
+            f"bytes      per parameter: {each}",
+            *shown,
+            f"here       {self.reason}",
         ]
 
-    def device_lines(self) -> list[str]:
-        """Bytes by part, and one line for each machine."""
-        first = self.devices[0]
-        if first.settings == "":
-            fits_all = f"{first.gigabytes} GB and more: as chosen, {giga(self.parts.total)} GB"
-            return [f"devices    {fits_all}"]
-        each = ", ".join(f"{name} {value / self.size.parameters:.2f}" for name, value in asdict(self.parts).items())
-        return [
-            f"bytes      {giga(self.parts.total)} GB on one device; per parameter: {each}",
-            *(f"devices    {fit}" for fit in self.devices),
-        ]
+
+def size_plan(config: AdaptConfig, method: Method, where: Path | str, reason: str) -> SizePlan:
+    """What the job would need; `reason` says why it cannot run here."""
+    size, needs = model_size(config, method, where), {}
+    for text, changed in _tried(config):
+        same = (changed.lora, changed.load) == (config.lora, config.load)
+        row = replace(method, ema=changed.ema or method.ema)
+        own = size if same else model_size(changed, method, where)
+        needs[text] = job_bytes(changed, row, own, config.num_anchors, copies=True)
+    return SizePlan(config=config, size=size, reason=reason, needs=needs)
 
 
 def has_weights(where: Path | str) -> bool:
     """Whether a model's folder holds weights; one that is not a folder is taken to have them."""
     return not isinstance(where, Path) or not where.is_dir() or any(any(where.glob(kind)) for kind in WEIGHTS)
-
-
-def device_plan(
-    config: AdaptConfig,
-    method: Method,
-    where: Path | str,
-    num_anchors: int,
-    reason: str = "",
-    size: ModelSize | None = None,
-) -> DevicePlan:
-    """What fits where; `reason` says why the job cannot run here."""
-    size = size or model_size(config, method, where)
-    return DevicePlan(
-        config=config,
-        size=size,
-        reason=reason,
-        parts=job_parts(config, method, size, num_anchors),
-        devices=tuple(fits(config, method, where, size, num_anchors)),
-    )

@@ -7,11 +7,12 @@ import dataclasses
 import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
 
@@ -25,8 +26,8 @@ from cplus.distributed import processes
 from cplus.evaluation.judges import judge
 from cplus.evaluation.statistics import noise_floor
 from cplus.evaluation.task import score_answers
-from cplus.jobs.choices import Chosen
 from cplus.jobs.folder import Folder, row_hashes
+from cplus.jobs.prepare import Job
 from cplus.jobs.progress import say
 from cplus.jobs.settings import AdaptConfig
 from cplus.methods.repair import Repaired, repair_row
@@ -38,24 +39,14 @@ from cplus.models.scoring import Score, log_likelihoods
 from cplus.probes.audit import ComparedRows, audit
 from cplus.probes.bank import Bank
 from cplus.probes.labels import without_stop
-from cplus.receipts.page import (
-    ComparedRun,
-    GateShare,
-    Losses,
-    ModelId,
-    Point,
-    Receipt,
-    RowSet,
-    bank_audit,
-    rows,
-    write_receipt,
-)
+from cplus.receipts.contents import GateShare, ModelId, Point, Receipt, compare
+from cplus.receipts.page import bank_audit, to_json, write_record
 from cplus.receipts.verdict import headline, sentences
 from cplus.training.driver import TrainingLog
 from cplus.training.gateshares import LayerShare
 from cplus.training.loop import updates_per_epoch
 from cplus.training.measure import GroupAnswers, evaluate, evaluate_texts, loss_of
-from cplus.training.rows import Group, Rows
+from cplus.training.rows import Group
 
 # A job's answers before and after training; the base model's are stored, so that a resumed job can read them.
 
@@ -79,42 +70,41 @@ def answer(
 
     The processes of a job answer a share of the rows each, and all of them get all answers.
     """
-    rank, size, count = processes.rank(), processes.size(), len(group.examples)
-    own = replace(group, examples=group.examples[rank::size], known=group.known[rank::size])
-    found = GroupAnswers(predictions=())
-    if own.examples or size == 1:
-        found = _answer(model, own, config, when, None if base is None else base[rank::size])
-    if size == 1:
-        return found
-    parts = processes.gathered(found)
+
+    def answered(places: Sequence[int]) -> list[tuple[Prediction, Score | None, Score | None]]:
+        own = group
+        if len(places) < len(group.examples):
+            examples = tuple(group.examples[i] for i in places)
+            own = replace(group, examples=examples, known=tuple(group.known[i] for i in places if group.known))
+        found = _answer(model, own, config, when, None if base is None else [base[i] for i in places])
+        return list(zip_longest(found.predictions, found.scores, found.base_answers))
+
+    rows = processes.spread(range(len(group.examples)), answered)
+    predictions, scores, own = zip(*rows, strict=True)
     return GroupAnswers(
-        predictions=tuple(processes.interleaved([part.predictions for part in parts], count)),
-        scores=tuple(processes.interleaved([part.scores for part in parts], count if parts[0].scores else 0)),
-        base_answers=tuple(
-            processes.interleaved([part.base_answers for part in parts], count if parts[0].base_answers else 0)
-        ),
+        predictions=predictions, scores=() if group.closed else scores, base_answers=() if group.closed else own
     )
 
 
 def _answer(
     model: nn.Module, group: Group, config: AdaptConfig, when: str, base: Sequence[Prediction] | None
 ) -> GroupAnswers:
-    what = f"{when}: {group.name}"
+    what, judged = f"{when}: {group.name}", judge(config.judge)
     if group.texts and group.part == "retention":
         return evaluate_texts(model, group, what=what)
     if group.known and when == "before":
         scores = () if group.closed else tuple(log_likelihoods(model, group.encoded(), what=what))
         found = GroupAnswers(predictions=group.known, scores=scores)
-    elif group.by_base and when == "before" and judge(config.judge) is None:
+    elif group.by_base and when == "before" and judged is None:
         found = evaluate_texts(model, group, what=what)
     else:
         # The base model's own answers were written with the limit of their ability.
         limit = group.max_new_tokens if group.by_base else None
         limit = limit or min(config.max_new_tokens, group.max_new_tokens or config.max_new_tokens)
-        found = evaluate(model, group, judge=judge(config.judge), max_new_tokens=limit, what=what)
+        found = evaluate(model, group, judge=judged, max_new_tokens=limit, what=what)
     if group.closed:
         return found
-    if group.by_base and judge(config.judge) is None:  # the responses are the base model's answers
+    if group.by_base and judged is None:  # the responses are the base model's answers
         return replace(found, base_answers=found.scores)
     texts = [str(prediction.answer) for prediction in (base or found.predictions)]
     own = score_answers(model, group.interface, group.examples, texts, what=f"{what}: the base model's answers")
@@ -199,7 +189,6 @@ def _from_row(row: dict[str, Any]) -> GroupAnswers:
 # The outputs of a finished job: the model, its card, the receipt and, last of all, the record.
 
 
-SCHEMA = 1
 _STARTS = {
     "acquisition": ("acquisition", "new_nll", 0.0),
     "validation": ("validation", "validation_nll", 0.0),
@@ -211,37 +200,29 @@ _POINT = tuple(f.name for f in dataclasses.fields(Point))
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """Everything the outputs are written from."""
+    """A job and what became of it; `good_epoch` is 0 for the base model, `repaired` may be why there was no repair."""
 
-    config: AdaptConfig
-    base: Loaded
-    after_fingerprint: str
-    rows: Rows
-    groups: Sequence[Group]
+    job: Job
     before: Before
     after: Mapping[str, GroupAnswers]
+    fingerprint: str
     log: TrainingLog
     bank: Bank | None
     layers: Sequence[LayerShare]
-    comparisons: Mapping[str, ComparedRun]
     parameters: int
     trainable: int
     actual: Mapping[str, Any]
-    best_epoch: int | None = None
-    repaired: Repaired | str | None = None
-    """What the repair did, or why there was none; None where it was not asked for."""
-    chosen: tuple[Chosen, ...] = ()
-    """The settings that were not given."""
-    good_epoch: int | None = None
-    """The epoch whose weights are written because a later one lost too much; 0 is the base model."""
+    best_epoch: int | None
+    good_epoch: int | None
+    repaired: Repaired | str | None
 
     @property
     def unfinished(self) -> dict[str, int] | None:
         """The updates done and planned, where training was ended before its last epoch and not by learning all."""
         if self.log.done:
             return None
-        planned = self.config.epochs * updates_per_epoch(len(self.rows.trained.examples), self.config.batch_size)
-        return {"updates": self.log.cursor.step, "planned": planned}
+        config, count = self.job.config, len(self.job.rows.trained.examples)
+        return {"updates": self.log.cursor.step, "planned": config.epochs * updates_per_epoch(count, config.batch_size)}
 
     @property
     def cost(self) -> dict[str, int | float]:
@@ -259,26 +240,30 @@ def write_model(folder: Folder, model: Any, tokenizer: Any, dtype: str) -> None:
         tokenizer.save_pretrained(part)
 
 
-def write_outputs(folder: Folder, done: Finished) -> dict[str, Any]:
+def write_outputs(done: Finished) -> dict[str, Any]:
     """Write receipt, card and record, and return the record: its presence marks the job as finished."""
-    shown = write_receipt(receipt(done), folder.root)
-    record = {
-        "schema": SCHEMA,
+    job, rows, config = done.job, done.job.rows, done.job.config
+    groups = {"new": rows.new, "anchors": rows.anchors, "past": rows.past, "validation": rows.validation}
+    id, license = origin(config.model)
+    own = {
         "kind": "adapt",
-        "settings": done.config.model_dump(mode="json"),
         "model": {
-            "name": done.config.model,
-            "id": origin(done.config.model)[0],
-            "license": origin(done.config.model)[1],
-            "before": done.base.fingerprint,
-            "after": done.after_fingerprint,
+            "name": config.model,
+            "id": id,
+            "license": license,
+            "before": job.base.fingerprint,
+            "after": done.fingerprint,
         },
-        "chosen": [dataclasses.asdict(own) for own in done.chosen],
-        "figures": shown["figures"],
-        "rows": row_hashes(done.groups),
-        "counts": counts(done),
-        "sources": [dataclasses.asdict(source) for source in done.rows.sources],
-        "tokens_by_role": tokens_by_role(done.rows.new.interface, done.rows.new.examples),
+        "chosen": [dataclasses.asdict(own) for own in job.chosen],
+        "rows": row_hashes(job.groups),
+        "counts": {
+            **{name: 0 if group is None else len(group.examples) for name, group in groups.items()},
+            "probes": 0 if done.bank is None else len(done.bank.probes),
+            "parameters": done.parameters,
+            "trainable": done.trainable,
+        },
+        "sources": [dataclasses.asdict(source) for source in rows.sources],
+        "tokens_by_role": tokens_by_role(rows.new.interface, rows.new.examples),
         "cost": done.cost,
         "actual": dict(done.actual),
         "steps": done.log.cursor.step,
@@ -287,48 +272,34 @@ def write_outputs(folder: Folder, done: Finished) -> dict[str, Any]:
         "repair": repair_row(done.repaired),
         "curve": done.log.curve,
         "bank": None if done.bank is None else dict(done.bank.manifest),
-        "notes": shown["notes"],
-        "receipt": shown["sha256"],
-        "environment": shown["environment"],
-        "created": shown["created"],
     }
-    files.write_text(folder.card, card(record))
-    record = files.sealed(record)
-    files.write_json(folder.record, record)
-    return record
-
-
-def counts(done: Finished) -> dict[str, int]:
-    """The numbers of rows, probes and parameters."""
-    groups = {
-        "new": done.rows.new,
-        "anchors": done.rows.anchors,
-        "past": done.rows.past,
-        "validation": done.rows.validation,
-    }
-    sizes = {name: 0 if group is None else len(group.examples) for name, group in groups.items()}
-    probes = 0 if done.bank is None else len(done.bank.probes)
-    return {**sizes, "probes": probes, "parameters": done.parameters, "trainable": done.trainable}
+    record = to_json(receipt(done), own)
+    files.write_text(job.folder.card, card(record))
+    return write_record(record, job.folder.root)
 
 
 def receipt(done: Finished) -> Receipt:
     """The job as a receipt."""
-    config = done.config
+    job, config = done.job, done.job.config
+    compared = [group for group in (job.rows.anchors, job.rows.new, job.rows.past) if group is not None]
+    sources = [ComparedRows(name=group.name, examples=group.examples) for group in compared]
+    followed = [group.drawn(config.evaluate_rows, config.seed) for group in job.groups if group.part != "external"]
     return Receipt(
         title=f"{config.model} adapted by {config.method}" + (" (unfinished)" if done.unfinished else ""),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        before=ModelId(name=config.model, fingerprint=done.base.fingerprint),
-        after=ModelId(name=f"{config.out.name}/model", fingerprint=done.after_fingerprint),
+        before=ModelId(name=config.model, fingerprint=job.base.fingerprint),
+        after=ModelId(name=f"{config.out.name}/model", fingerprint=done.fingerprint),
         method=config.method,
         sets=tuple(
-            row_set(config, group, done.before.answers[group.name], done.after[group.name]) for group in done.groups
+            compare(group, done.before.answers[group.name], done.after[group.name], judge=config.judge)
+            for group in job.groups
         ),
-        followed=_followed(done),
+        followed={group.name: len(group.examples) for group in followed},
         noise_floor=done.before.noise_floor,
         settings=config.model_dump(mode="json"),
-        environment=environment(threads=torch.get_num_threads(), device=str(done.base.device)),
-        curve=(_start(done), *(_point(point) for point in done.log.curve)),
-        comparisons=dict(done.comparisons),
+        environment=environment(threads=torch.get_num_threads(), device=str(job.base.device)),
+        curve=(_start(done, followed), *(_point(point) for point in done.log.curve)),
+        comparisons=dict(job.comparisons),
         gate=tuple(
             GateShare(
                 name=layer.name,
@@ -338,41 +309,41 @@ def receipt(done: Finished) -> Receipt:
             )
             for layer in done.layers
         ),
-        audit=None if done.bank is None else bank_audit(audit(done.bank, _sources(done))),
+        audit=None if done.bank is None else bank_audit(audit(done.bank, sources)),
         cost=done.cost,
         requirements=config.requirements,
-        notes=(*done.rows.notes, *_notes(done)),
+        notes=(*job.rows.notes, *_notes(done)),
     )
 
 
 def _notes(done: Finished) -> list[str]:
-    notes = list(done.log.watch.said)
-    if done.chosen:
-        values = ", ".join(own.named for own in done.chosen)
+    config, log, notes = done.job.config, done.log, list(done.log.watch.said)
+    if done.job.chosen:
+        values = ", ".join(own.named for own in done.job.chosen)
         notes.append(f"Chosen, because they were not given: {values}; record.json has the reasons.")
     if (cut := done.unfinished) is not None:
         notes.append(f"UNFINISHED: training was ended after update {cut['updates']} of {cut['planned']}.")
     if done.best_epoch is not None:
         notes.append(f"The weights are those of epoch {done.best_epoch}, the best on past and new rows.")
-    if done.log.lost:
-        limit = done.config.lost_limit
-        notes.append(f"Training ended after epoch {len(done.log.curve)}: past rows lost more than {limit:g}.")
+    if log.lost:
+        notes.append(f"Training ended after epoch {len(log.curve)}: past rows lost more than {config.lost_limit:g}.")
     if done.good_epoch:
         notes.append(f"The weights are those of epoch {done.good_epoch}, the last one evaluated before that.")
     elif done.good_epoch == 0:
         notes.append("The weights are the base model's, because the first evaluation lost too much; reduce the rate.")
-    if done.log.learned and len(done.log.curve) < done.config.epochs:
-        notes.append(f"Training ended after epoch {len(done.log.curve)}: every new row was learned.")
-    if (moved := _moved(done)) is not None:
+    if log.learned and len(log.curve) < config.epochs:
+        notes.append(f"Training ended after epoch {len(log.curve)}: every new row was learned.")
+    other = done.repaired is not None or done.good_epoch is not None or cut is not None
+    if not other and log.curve and done.best_epoch in (None, len(log.curve)) and "divergence" in log.curve[-1]:
         notes.append(
-            f"The model has moved {moved:.3f} nats per token from its base on new rows (KL of the next token, a known "
-            "predictor of forgetting)."
+            f"The model has moved {log.curve[-1]['divergence']:.3f} nats per token from its base on new rows (KL of "
+            "the next token, a known predictor of forgetting)."
         )
     if isinstance(done.repaired, str):
         notes.append(f"NOT REPAIRED: {done.repaired}.")
     elif done.repaired is not None:
         notes.append(f"Repair after training: {done.repaired}.")
-    if done.config.load == "4bit":
+    if config.load == "4bit":
         notes.append(
             "The base model was loaded in 4 bits (NF4): the figures before and after are of that model, not of the one "
             "in full precision."
@@ -383,69 +354,23 @@ def _notes(done: Finished) -> list[str]:
     return notes
 
 
-def _moved(done: Finished) -> float | None:
-    """The written model's divergence from its base, where the last evaluation during training was of that model."""
-    other = done.repaired is not None or done.good_epoch is not None or done.unfinished is not None
-    if other or not done.log.curve or done.best_epoch not in (None, len(done.log.curve)):
-        return None
-    return done.log.curve[-1].get("divergence")
-
-
-def _sources(done: Finished) -> list[ComparedRows]:
-    groups = (done.rows.anchors, done.rows.new, done.rows.past)
-    return [ComparedRows(name=group.name, examples=group.examples) for group in groups if group is not None]
-
-
-def row_set(config: AdaptConfig, group: Group, before: GroupAnswers, after: GroupAnswers) -> RowSet:
-    """A group's rows before and after, for a receipt."""
-    compared = rows(
-        group.examples,
-        before.predictions,
-        after.predictions,
-        interface=group.interface.name,
-        losses=[_losses(was, now) for was, now in zip(before.scores, after.scores, strict=True)],
-        answers=[
-            None if was is None or now is None else _losses(was, now)
-            for was, now in zip(before.base_answers, after.base_answers, strict=True)
-        ],
-    )
-    return RowSet(
-        name=group.name,
-        kind=group.part,
-        interface=group.interface.name,
-        rows=compared,
-        judge=None if group.closed else config.judge,
-        anchors=group.name == "anchors",
-    )
-
-
-def _losses(before: Score, after: Score) -> Losses:
-    # A likelihood of 1 may round to a loss below 0.
-    return Losses(before=max(0.0, -before.mean), after=max(0.0, -after.mean), tokens=before.num_tokens)
-
-
-def _followed(done: Finished) -> dict[str, int]:
-    """The number of rows behind each point of the curve."""
-    count, seed = done.config.evaluate_rows, done.config.seed
-    return {g.name: len(g.drawn(count, seed).examples) for g in done.groups if g.part != "external"}
-
-
-def _start(done: Finished) -> Point:
+def _start(done: Finished, followed: Sequence[Group]) -> Point:
     """The base model's point of the curve, on the rows evaluated during training: nothing lost, nothing learned."""
-    known: dict[str, float] = {}
-    for group in done.groups:
-        if group.part == "external":
-            continue
+    known = {"epoch": 0.0}
+    for group in followed:
         share, nll, start = _STARTS[group.part]
         if group.closed:
             known[share] = start
             continue
-        seen = {example.id for example in group.drawn(done.config.evaluate_rows, done.config.seed).examples}
-        scores = zip(group.examples, done.before.answers[group.name].scores, strict=True)
-        loss = loss_of([score for example, score in scores if example.id in seen])
-        known[nll] = max(0.0, loss)
+        known[nll] = max(0.0, loss_of(group_scores(group, done.before.answers[group.name])))
     moved = {"divergence": 0.0} if any("divergence" in point for point in done.log.curve) else {}
-    return _point({"epoch": 0.0, **known, **moved})
+    return _point({**known, **moved})
+
+
+def group_scores(group: Group, answers: GroupAnswers) -> list[Score]:
+    """The base model's scores of these rows, drawn from those it answered."""
+    seen = {example.id for example in group.examples}
+    return [score for own, score in zip(answers.predictions, answers.scores, strict=True) if own.id in seen]
 
 
 def _point(point: Mapping[str, float]) -> Point:
@@ -474,7 +399,7 @@ def card(record: Mapping[str, Any], template: str = "card.md") -> str:
 # A finished job on the hub: the model, its card and the receipt, in a repository that is private by default.
 
 
-BESIDE = ("README.md", "receipt.html", "receipt.json", "record.json")
+BESIDE = ("README.md", "receipt.html", "record.json")
 """What goes to the hub beside the model's own files."""
 _FAILURES: tuple[type[BaseException], ...] = (OSError, *HfHubHTTPError.__bases__)  # the HTTP library's own errors too
 
@@ -483,17 +408,12 @@ def check_push(config: AdaptConfig) -> None:
     """Refuse a job that could not be uploaded at its end: without a token, or with one that the hub does not take."""
     if config.push_to_hub is None:
         return
-    if get_token() is None:
-        raise ValueError(
-            f"push_to_hub {config.push_to_hub} needs a token with write access, and none was found; run 'hf auth "
-            "login' or set HF_TOKEN, or leave out push_to_hub"
-        )
     try:
         HfApi().whoami()
     except _FAILURES as error:
         raise ValueError(
             f"push_to_hub {config.push_to_hub}: the hub cannot be reached or does not take the token "
-            f"({type(error).__name__}); log in again with 'hf auth login', or leave out push_to_hub"
+            f"({type(error).__name__}); run 'hf auth login' or set HF_TOKEN, or leave out push_to_hub"
         ) from error
 
 

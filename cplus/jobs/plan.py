@@ -7,7 +7,7 @@ import math
 import tempfile
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, cycle, islice
 from pathlib import Path
@@ -19,23 +19,14 @@ from cplus import models
 from cplus.base import files
 from cplus.core.rows import MAX_TOKENS, Encoded
 from cplus.data.examples import FreeForm, Message
-from cplus.jobs.choices import (
-    SHARE,
-    Chosen,
-    Tokens,
-    assumed_material,
-    assumed_rows,
-    evidence_tokens,
-    is_open,
-    tokens_per_epoch,
-)
-from cplus.jobs.keep import interface_of, is_cached, portions, split_up, stand_in, with_written
-from cplus.jobs.memory import DevicePlan, Footprint, ModelSize, device_plan, giga, has_weights
+from cplus.jobs import choices
+from cplus.jobs.keep import earlier_bank, interface_of, portions, split_up, with_written, written_before
+from cplus.jobs.memory import Footprint, ModelSize, SizePlan, giga, has_weights, size_plan
 from cplus.jobs.outputs import FLOOR_ROWS, FLOOR_TOKENS
-from cplus.jobs.prepare import TooLarge, announce, bind_rows, load, preflight, row_of
+from cplus.jobs.prepare import Preflight, TooLarge, preflight, row_of, uses_bank
 from cplus.jobs.progress import PeakMemory, duration, say
 from cplus.jobs.repair import Given, prepare, ranked_by, trial_rows
-from cplus.jobs.rows import located
+from cplus.jobs.rows import bind_rows, load, located
 from cplus.jobs.settings import MAX_ROWS, AdaptConfig, RepairConfig
 from cplus.methods.repair import BYTES_PER_PARAMETER, TRIALS
 from cplus.methods.table import Material, Method, Past
@@ -43,10 +34,10 @@ from cplus.models import Loaded
 from cplus.models.decoding import ROWS, LocalEngine
 from cplus.models.scoring import log_likelihoods
 from cplus.probes.abilities import ability
-from cplus.probes.bank import Probe
+from cplus.probes.bank import Bank, Probe
 from cplus.probes.build import bank_folder
 from cplus.probes.settings import BLOCK
-from cplus.training.driver import STATE_BYTES, adapted, in_precision, start
+from cplus.training.driver import adapted, in_precision, start
 from cplus.training.loop import Stepped, updates_per_epoch
 from cplus.training.rows import Group, Rows, Source, past_rows
 
@@ -107,7 +98,9 @@ def training_pace(config: AdaptConfig, method: Method, base: Loaded, material: M
     batch = list(islice(cycle(longest), config.batch_size))
     short = Material(new=batch * 2, past=(_one_pass(material.past[0]),))
     method = replace(in_precision(method, config.compute_dtype, base.device), parts=1)
-    training = start(replace(config.settings(), epochs=1, order="file"), method, base.model, short)
+    lr = config.lr if isinstance(config.lr, float) else 0.0  # a rate that is still to be tested takes no other time
+    once = config.model_copy(update={"epochs": 1, "order": "file", "lr": lr})
+    training = start(once, method, base.model, short)
     update = evidence = 0.0
     last = time.perf_counter()
     for event in training.run():
@@ -180,20 +173,23 @@ def bank_seconds(config: AdaptConfig, rows: Rows, base: Loaded, pace: Pace) -> f
 def own_rows(config: AdaptConfig, method: Method, rows: Rows, base: Loaded) -> tuple[Rows, int, int]:
     """The rows with those that the base model wrote before, else with stand-ins: how many, and their length."""
     asked = portions(config, method, len(rows.new.examples))
-    if all(is_cached(config, base, portion) for portion in asked):
+    if all(written_before(config, base, portion) for portion in asked):
         return with_written(config, method, rows, base)[0], 0, 0
     lengths = [ability(portion.ability).answer_tokens for portion in asked]
-    banks = [stand_in([_stand_in(length)], portion.total) for portion, length in zip(asked, lengths, strict=True)]
+    banks = [_stand_ins(portion.total, length) for portion, length in zip(asked, lengths, strict=True)]
     rows, _ = split_up(config, method, rows, interface_of(config, base), asked, banks)
     total = sum(portion.total for portion in asked)
     return rows, total, REQUEST_TOKENS + max(lengths)
 
 
-def _stand_in(length: int) -> Probe:
-    """A request and an answer of about these many tokens."""
+def _stand_ins(count: int, length: int) -> Bank:
+    """A bank of requests and answers of about these many tokens, under different ids."""
     ask = Message(role="user", content=" ".join(["word"] * REQUEST_TOKENS))
     example = FreeForm(id="assumed", messages=(ask,), response=" ".join(["word"] * length))
-    return Probe(example=example, confidence=1.0, request=0, shots=(), topic=None)
+    one = Probe(example=example, confidence=1.0, request=0, shots=(), topic=None)
+    probes = tuple(replace(one, example=replace(example, id=f"assumed-{i}")) for i in range(count))
+    counts = {"requests": count, "accepted": count, "rejected": {}}
+    return Bank(probes=probes, manifest={"counts": counts, "probes_sha256": ""})
 
 
 def repair_seconds(
@@ -216,8 +212,7 @@ def saving_seconds(config: AdaptConfig, size: ModelSize, need: Footprint, base: 
     for name in ("scipy.stats", "jinja2"):  # what the pages need
         importlib.import_module(name)
     hashing = time.perf_counter() - begun
-    checkpoint = round(size.trainable * (4 + STATE_BYTES[config.optimizer] + need.kept_bytes_per_parameter))
-    count = max(4, min(_BLOB, checkpoint))
+    count = max(4, min(_BLOB, need.checkpoint))
     place = files.cache_folder()
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place) as folder:
@@ -226,102 +221,98 @@ def saving_seconds(config: AdaptConfig, size: ModelSize, need: Footprint, base: 
         per_byte = (time.perf_counter() - begun) / count
     saved = 1 + (updates // config.checkpoint_steps if config.checkpoint_steps is not None else 0)
     kept = 4 * size.trainable * config.epochs * (config.keep_best or config.lost_limit is not None)
-    return hashing + per_byte * (saved * checkpoint + 4 * size.parameters + kept)
+    return hashing + per_byte * (saved * need.checkpoint + 4 * size.parameters + kept)
 
 
-def shown_times(seconds: Mapping[str, float]) -> str:
-    """A time in words: in total with its range, then by part."""
-    total = sum(seconds.values())
-    parts = ", ".join(f"{part} {duration(spent)}" for part, spent in seconds.items())
-    return f"about {duration(total)} here ({duration(total / WITHIN)} to {duration(total * WITHIN)}): {parts}"
+def assumed_material(config: AdaptConfig, method: Method, rows: Rows, home: Path) -> tuple[Material, int]:
+    """Rows as tokens, and the number of probes; probes not yet written are taken to be as long as the anchors."""
+    anchors = [] if rows.anchors is None else rows.anchors.encoded()
+    count = len(rows.new.examples)
+    probes: list[Encoded] = []
+    wanted = uses_bank(config, method)
+    if wanted and rows.anchors is not None:
+        if config.bank is not None:
+            bank = Bank.load(Path(located(str(config.bank), home)))
+            probes = [rows.anchors.interface.encode(example) for example in bank.examples]
+        else:
+            probes = list(islice(cycle(anchors), config.settings(count).probes.num_probes))
+    past = [past_rows("past", anchors=anchors, probes=probes, synthetic=probes[:count])]
+    for place, group in zip(config.kept, rows.kept, strict=True):
+        written = earlier_bank(Path(located(str(place), home)), group).examples if wanted else ()
+        encoded = [group.interface.encode(example) for example in written]
+        past.append(past_rows(group.name, anchors=group.encoded(), probes=encoded, synthetic=encoded[:count]))
+    return Material(new=rows.trained.encoded(), past=tuple(past)), len(probes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The result of `--plan`: what a job needs, and its time on this machine as it is now if it runs to the end."""
 
-    config: AdaptConfig
-    size: ModelSize
-    need: Footprint
-    tokens: Tokens
+    found: Preflight
+    tokens: choices.Tokens
     updates: int
-    new: int
+    counts: dict[str, int]
     sources: tuple[Source, ...]
-    anchors: int
-    probes: int
     seconds: dict[str, float]
     warnings: tuple[str, ...]
-    devices: DevicePlan
-    chosen: tuple[Chosen, ...] = ()
-    trial_bytes: int | None = None
+    trial_bytes: int | None
     """Memory at the peak of what was timed; None where an earlier peak of the process hides it."""
 
     @property
     def peak(self) -> int:
         """Memory at the job's peak: as the trial measured it, else as computed."""
-        return self.need.peak if self.trial_bytes is None else self.trial_bytes
-
-    @property
-    def total(self) -> float:
-        """Seconds of the whole job."""
-        return sum(self.seconds.values())
-
-    @property
-    def writes(self) -> dict[str, str]:
-        """The files that the job will write."""
-        out = self.config.out
-        made = {
-            f"{out}/model": f"the adapted model, {giga(4 * self.size.parameters)} GB",
-            f"{out}/receipt.html": "what was learned and lost, row by row",
-            f"{out}/record.json": "settings, figures, curve, cost",
-            f"{out}/README.md": "the model card",
-            f"{out}/work": "checkpoint and the base model's answers, removed at the end",
-        }
-        return made | ({f"{out}/bank": f"{self.probes} sealed probes"} if self.probes else {})
+        return self.found.need.peak if self.trial_bytes is None else self.trial_bytes
 
     def row(self) -> dict[str, Any]:
         """The JSON object."""
         return {
-            "settings": self.config.model_dump(mode="json"),
-            "chosen": [asdict(own) for own in self.chosen],
-            "size": asdict(self.size),
-            "need": asdict(self.need),
-            **{key: value for key, value in self.devices.row().items() if key in ("bytes", "devices")},
+            "settings": self.found.config.model_dump(mode="json"),
+            "chosen": [asdict(own) for own in self.found.chosen],
+            "size": asdict(self.found.size),
+            "need": asdict(self.found.need),
             "trial_bytes": self.trial_bytes,
             "tokens_per_epoch": {**asdict(self.tokens), "percent_above_sft": self.tokens.percent},
             "updates_per_epoch": self.updates,
-            "counts": {"new": self.new, "anchors": self.anchors, "probes": self.probes},
+            "counts": self.counts,
             "sources": [asdict(source) for source in self.sources],
-            "seconds": self.seconds,
-            "total_seconds": self.total,
-            "within": WITHIN,
             "warnings": list(self.warnings),
-            "writes": self.writes,
+            "seconds": self.seconds,
+            "total_seconds": sum(self.seconds.values()),
+            "within": WITHIN,
         }
 
     def lines(self) -> list[str]:
         """The plan in words."""
-        need, tokens, size = self.need, self.tokens, self.size
-        kept, step = need.kept_bytes_per_parameter, need.step_bytes_per_parameter
-        base = "in float32" if self.config.load == "float32" else f"{size.packed:,} held in 4 bits"
+        config, need, tokens, size = self.found.config, self.found.need, self.tokens, self.found.size
+        base = "in float32" if config.load == "float32" else f"{size.packed:,} held in 4 bits"
         return [
-            f"model      {self.config.model}: {size.parameters:,} parameters, {size.trainable:,} trained, {base}",
-            f"rows       {self.new} new, {self.anchors} anchors, {self.probes} probes",
-            f"training   {self.config.epochs} epochs at most, {self.updates} updates each",
-            *(f"chosen     {own}" for own in self.chosen),
-            f"gate       {kept:.2f} bytes per trained parameter held, {step:.2f} more during an update",
+            f"model      {config.model}: {size.parameters:,} parameters, {size.trainable:,} trained, {base}",
+            f"rows       {', '.join(f'{count} {name}' for name, count in self.counts.items())}",
+            f"training   {config.epochs} epochs at most, {self.updates} updates each",
+            *(f"chosen     {own}" for own in self.found.chosen),
+            f"gate       {need.gate / size.trainable:.2f} bytes per trained parameter",
             f"cost       {tokens.percent:+.0f} % FLOPs against plain fine-tuning: {tokens.sft:,} tokens of new rows "
             f"per epoch, {tokens.training - tokens.sft:,} more trained on, {tokens.evidence:,} of evidence",
-            f"memory     {giga(need.held)} GB held, about {giga(self.peak)} at the peak; {giga(need.available)} free",
-            *self.devices.device_lines(),
-            f"disk       {giga(need.disk)} GB needed, {giga(need.free)} GB free",
-            f"time       {shown_times(self.seconds)}",
-            *(f"warning    {warning}" for warning in self.warnings),
-            *(f"writes     {path}: {what}" for path, what in self.writes.items()),
+            *_lines(need, self.peak, self.seconds, self.warnings, config.out, size),
         ]
 
 
-def plan_anywhere(config: AdaptConfig, *, starting: float = 0.0) -> Plan | DevicePlan:
+def _lines(
+    need: Any, peak: int, seconds: Mapping[str, float], warnings: Iterable[str], out: Path, size: ModelSize
+) -> list[str]:
+    """What the plans of a job and of a repair have in common."""
+    total = sum(seconds.values())
+    parts = ", ".join(f"{part} {duration(spent)}" for part, spent in seconds.items())
+    return [
+        f"memory     {giga(need.held)} GB held, about {giga(peak)} at the peak; {giga(need.available)} free",
+        f"disk       {giga(need.disk)} GB needed, {giga(need.free)} GB free",
+        f"time       about {duration(total)} here ({duration(total / WITHIN)} to {duration(total * WITHIN)}): {parts}",
+        *(f"warning    {warning}" for warning in warnings),
+        f"writes     {out}/model, {giga(4 * size.parameters)} GB; {out}/receipt.html, record.json and README.md",
+    ]
+
+
+def plan_anywhere(config: AdaptConfig, *, starting: float = 0.0) -> Plan | SizePlan:
     """The job's plan; for a model that is too large for this machine or has no weights here, what fits where."""
     home = Path.cwd()
     where = models.resolve(located(config.model, home))
@@ -331,7 +322,7 @@ def plan_anywhere(config: AdaptConfig, *, starting: float = 0.0) -> Plan | Devic
         reason = f"{where} holds no weights, so nothing was timed"
     except TooLarge as error:
         reason = str(error)
-    return device_plan(config, row_of(config), where, config.num_anchors, reason)
+    return size_plan(config, row_of(config), where, reason)
 
 
 def plan(config: AdaptConfig, *, starting: float = 0.0) -> Plan:
@@ -343,24 +334,18 @@ def plan(config: AdaptConfig, *, starting: float = 0.0) -> Plan:
     memory = PeakMemory(models.choose_device(config.device))
     found = preflight(config, home)
     config, method = found.config, found.method
-    announce(found)
     base = load(config, home)
     say("timing a sample of each part on this model and these rows")
-    notes: tuple[str, ...]
-    if found.tasks.split is None:
-        rows, own, length = own_rows(config, method, bind_rows(config, found.tasks, base), base)
-        notes = (f"the base model has not written its {own} rows yet; their length is assumed",) if own else ()
-    else:
-        rows, note = assumed_rows(config, found.tasks, base)
-        own, length, notes = 0, 0, (note,)
+    rows, own, length = own_rows(config, method, bind_rows(config, found.tasks, base), base)
+    notes = (f"the base model has not written its {own} rows yet; their length is assumed",) if own else ()
     seconds = {"starting": starting, "loading": time.perf_counter() - begun}
     material, probes = assumed_material(config, method, rows, home)
-    tokens = tokens_per_epoch(config, method, material)
+    tokens = choices.tokens_per_epoch(config, method, material)
     updates = updates_per_epoch(len(material.new), config.batch_size)
     saving = saving_seconds(config, found.size, found.need, base, config.epochs * updates)
     with models.computing(config.compute_dtype, base.device):
         pace = decoding_pace(base, material.new)
-    tried = replace(base, model=adapted(config.settings(), method, base.model))
+    tried = replace(base, model=adapted(config, method, base.model))
     update, evidence = training_pace(config, method, tried, material)
     pace = replace(pace, update=update, evidence=evidence)
     seconds["evaluating"] = evaluation_seconds(config, rows, base, pace)
@@ -368,30 +353,22 @@ def plan(config: AdaptConfig, *, starting: float = 0.0) -> Plan:
     if probes:
         seconds["writing probes"] += bank_seconds(config, rows, base, pace)
     epoch = tokens.training * update + tokens.evidence * evidence
-    once = evidence_tokens(method, material) * evidence if method.refresh == "once" else 0.0
+    once = choices.evidence_tokens(method, material) * evidence if method.refresh == "once" else 0.0
     seconds["training"] = config.epochs * epoch + once
-    if is_open(config):
-        seconds["choosing the rate"] = SHARE * seconds["training"]
+    if choices.is_open(config):
+        seconds["choosing the rate"] = choices.SHARE * seconds["training"]
     if config.repair:
         past = sum(len(row) for task in material.past for row in (*task.anchors, *task.probes)[:MAX_ROWS])
         seconds["repairing"] = repair_seconds(config, rows.new, past, pace)
     seconds["saving"] = saving
     return Plan(
-        config=config,
-        size=found.size,
-        need=found.need,
+        found=found,
         tokens=tokens,
         updates=updates,
-        new=len(rows.new.examples),
+        counts={"new": len(rows.new.examples), "anchors": len(material.past[0].anchors), "probes": probes},
         sources=rows.sources,
-        anchors=len(material.past[0].anchors),
-        probes=probes,
         seconds={part: spent for part, spent in seconds.items() if spent},
         warnings=(*found.warnings, *rows.notes, *notes),
-        devices=device_plan(
-            config, method, models.resolve(located(config.model, home)), config.num_anchors, size=found.size
-        ),
-        chosen=found.chosen,
         trial_bytes=memory.peak(),
     )
 
@@ -401,15 +378,8 @@ class RepairPlan:
     """The result of `cplus repair --plan`."""
 
     given: Given
-    probes: int
+    counts: dict[str, int]
     seconds: dict[str, float]
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """The numbers of rows and probes."""
-        rows = self.given.rows
-        anchors = 0 if rows.anchors is None else len(rows.anchors.examples)
-        return {"new": len(rows.new.examples), "anchors": anchors, "probes": self.probes}
 
     def row(self) -> dict[str, Any]:
         """The JSON object."""
@@ -419,34 +389,22 @@ class RepairPlan:
             "need": asdict(self.given.need),
             "counts": self.counts,
             "trials": TRIALS * self.given.config.rounds,
+            "warnings": [*self.given.rows.notes, *self.given.notes],
             "seconds": self.seconds,
             "total_seconds": sum(self.seconds.values()),
             "within": WITHIN,
-            "warnings": [*self.given.rows.notes, *self.given.notes],
         }
 
     def lines(self) -> list[str]:
         """The plan in words."""
-        given, config, need, counts = self.given, self.given.config, self.given.need, self.counts
-        tried = (
-            f"at most {TRIALS * config.rounds} evaluations of {trial_rows(given.rows.new, config.max_rows)} new rows"
-        )
-        by_importance = ranked_by(given.rows.new) == "importance"
-        used = f" and {min(counts['new'], config.max_rows)} new" if by_importance else ""
-        past = min(counts["anchors"] + self.probes, config.max_rows)
+        given, config, warnings = self.given, self.given.config, (*self.given.rows.notes, *self.given.notes)
+        rows = trial_rows(given.rows.new, config.max_rows)
         return [
-            f"models     {config.tuned} towards {config.model}: {given.size.parameters:,} parameters, in float32",
-            f"rows       {counts['new']} new, {counts['anchors']} anchors, {self.probes} probes",
-            f"ranking    {past} past{used} rows, one backward pass each; {config.rounds} round(s)",
-            f"search     {tried}",
-            f"memory     {giga(need.held)} GB held ({BYTES_PER_PARAMETER} bytes per parameter), about "
-            f"{giga(need.peak)} at the peak; {giga(need.available)} free",
-            f"disk       {giga(need.disk)} GB needed, {giga(need.free)} GB free",
-            f"time       {shown_times(self.seconds)}",
-            *(f"warning    {note}" for note in (*given.rows.notes, *given.notes)),
-            f"writes     {config.out}/model: the repaired model, {giga(4 * given.size.parameters)} GB",
-            f"writes     {config.out}/receipt.html: base, tuned and repaired model, row by row",
-            f"writes     {config.out}/record.json: settings and figures; {config.out}/README.md: the model card",
+            f"models     {config.tuned} towards {config.model}: {given.size.parameters:,} parameters, "
+            f"{BYTES_PER_PARAMETER} bytes per parameter",
+            f"rows       {', '.join(f'{count} {name}' for name, count in self.counts.items())}",
+            f"search     at most {TRIALS * config.rounds} evaluations of {rows} new rows in {config.rounds} round(s)",
+            *_lines(given.need, given.need.peak, self.seconds, warnings, config.out, given.size),
         ]
 
 
@@ -464,7 +422,7 @@ def plan_repair(config: RepairConfig) -> RepairPlan:
     assert anchors is not None
     with models.computing(config.compute_dtype, base.device):
         pace = decoding_pace(base, rows.new.encoded())
-    probes = config.settings(len(rows.new.examples)).num_probes
+    probes = config.settings(len(rows.new.examples)).probes.num_probes
     lengths = [len(row) for row in anchors.encoded()]
     past = sum(lengths) / len(lengths) * min(len(lengths) + probes, config.max_rows)
     seconds = {
@@ -472,4 +430,5 @@ def plan_repair(config: RepairConfig) -> RepairPlan:
         "writing probes": pace.decoding(own / ACCEPTED, length) + bank_seconds(config, rows, base, pace),
         "repairing": repair_seconds(config, rows.new, past, pace, rounds=config.rounds, max_rows=config.max_rows),
     }
-    return RepairPlan(given=given, probes=probes, seconds={part: spent for part, spent in seconds.items() if spent})
+    counts = {"new": len(rows.new.examples), "anchors": len(anchors.examples), "probes": probes}
+    return RepairPlan(given=given, counts=counts, seconds={part: spent for part, spent in seconds.items() if spent})

@@ -6,9 +6,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -20,9 +19,6 @@ from cplus.base.terminal import clean, console, progress
 from cplus.distributed import processes
 from cplus.probes.writing import Block, Sampled
 from cplus.training.loop import EpochEnded, Event, Refreshed, Stepped
-
-# Progress of a job: a bar in a terminal, plain lines elsewhere.
-
 
 _NAMES = {
     "loss": "loss {:.3f}",
@@ -84,23 +80,11 @@ class TrainingView:
         elif isinstance(event, EpochEnded) and point is not None:
             self._known |= point
             more = event.epoch < self._epochs
-            say(
-                f"epoch {event.epoch}/{self._epochs}: {described(point)}"
-                + (f"; {self._left(event.step)}" if more else "")
-            )
+            spent = (time.monotonic() - self._begun) / max(1, event.step - self._first)
+            left = f"; at most {duration(spent * (self._total - event.step))} left" if more else ""
+            say(f"epoch {event.epoch}/{self._epochs}: {described(point)}{left}")
             if more:
                 self._bars.update(self._bar, description=f"epoch {event.epoch + 1}/{self._epochs}: {self._begins}")
-
-    def _left(self, step: int) -> str:
-        spent = time.monotonic() - self._begun
-        return f"at most {duration(spent / max(1, step - self._first) * (self._total - step))} left"
-
-
-@contextmanager
-def training_view(*, epochs: int, updates: int, done: int, begins: str) -> Iterator[TrainingView]:
-    """The view of a training after `done` updates; `begins` describes the start of an epoch."""
-    with progress() as bars:
-        yield TrainingView(bars, epochs=epochs, updates=updates, done=done, begins=begins)
 
 
 @contextmanager
@@ -177,93 +161,33 @@ def _peak(device: torch.device) -> int | None:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-# The curves in a tracker: TensorBoard, Weights & Biases or Trackio, each by its own package.
+# The curves in a tracker, by accelerate's classes.
 
 
 PROJECT = "cplus"
 
 
-class Tracker(Protocol):
-    """Receives values by the update they belong to."""
+def tracker(name: str | None, out: Path, settings: Mapping[str, Any]) -> Any:
+    """Accelerate's tracker of that name, or None; the first process of a job logs for all.
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add values."""
-        ...
+    A resumed job continues its run.
+    """
+    if name is None or not processes.first():
+        return None
+    from accelerate import PartialState, tracking  # type: ignore[import-untyped]
 
-    def finish(self) -> None:
-        """End the run."""
-        ...
-
-
-class Nothing:
-    """No tracker."""
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Discard the values."""
-
-    def finish(self) -> None:
-        """Nothing to do."""
-
-
-class TensorBoard:
-    """Event files in the job's folder."""
-
-    def __init__(self, out: Path, settings: Mapping[str, Any]) -> None:
-        _package("tensorboard")
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(out / "tensorboard"))
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """One scalar per name."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def finish(self) -> None:
-        """Close the file."""
-        self._writer.close()
-
-
-class Hosted:
-    """Weights & Biases, and Trackio, which has the same interface; a resumed job continues its run."""
-
-    def __init__(self, package: str, options: Mapping[str, Any]) -> None:
-        self._run = _package(package).init(**options)
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """All values of one update."""
-        self._run.log(dict(values), step=step)
-
-    def finish(self) -> None:
-        """End the run."""
-        self._run.finish()
-
-
-def _wandb(out: Path, settings: Mapping[str, Any]) -> Tracker:
-    key = fingerprint([str(out.resolve()), dict(settings)])[:16]
-    options = {"project": PROJECT, "name": out.name, "id": key, "resume": "allow", "config": dict(settings), "dir": out}
-    return Hosted("wandb", options)
-
-
-def _trackio(out: Path, settings: Mapping[str, Any]) -> Tracker:
-    name = f"{out.name}-{fingerprint([str(out.resolve()), dict(settings)])[:8]}"
-    return Hosted("trackio", {"project": PROJECT, "name": name, "resume": "allow", "config": dict(settings)})
-
-
-TRACKERS: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": _wandb,
-    "trackio": _trackio,
-}
-
-
-def tracker(name: str | None, out: Path, settings: Mapping[str, Any]) -> Tracker:
-    """The tracker of that name, or none; the first process of a job logs for all."""
-    return Nothing() if name is None or not processes.first() else TRACKERS[name](out, settings)
-
-
-def _package(name: str) -> Any:
+    key = fingerprint([str(out.resolve()), dict(settings)])
+    same = {"resume": "allow", "config": dict(settings)}
+    options: dict[str, tuple[str, dict[str, Any]]] = {
+        "tensorboard": ("tensorboard", {"logging_dir": out}),
+        "wandb": (PROJECT, {"name": out.name, "id": key[:16], "dir": out, **same}),
+        "trackio": (PROJECT, {"name": f"{out.name}-{key[:8]}", **same}),
+    }
+    run, own = options[name]
+    found: Any = tracking.LOGGER_TYPE_TO_CLASS[name](run, **own)
+    PartialState()  # its loggers ask for it
     try:
-        return import_module(name)
+        found.start()
     except ImportError as error:
         raise ImportError(f"reporting to {name} needs its package: pip install {name}") from error
+    return found

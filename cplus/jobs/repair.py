@@ -7,7 +7,7 @@ import datetime
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,7 +20,7 @@ from cplus.base import files
 from cplus.base.environment import environment
 from cplus.base.files import canonical_json
 from cplus.core.rows import Encoded
-from cplus.data.examples import Example, fingerprint, lines, to_row
+from cplus.data.examples import Example, lines, to_row
 from cplus.distributed.processes import Interrupted, Interruption
 from cplus.evaluation.changes import acquisition, flips
 from cplus.evaluation.judges import judge
@@ -28,26 +28,13 @@ from cplus.jobs.checkpoint import read_state
 from cplus.jobs.folder import FinishedJob, Folder, begin_folder, check_free, claimed, discard, read_values, row_hashes
 from cplus.jobs.keep import Written, job_bank, with_written, written_bank
 from cplus.jobs.memory import ModelSize, available, disk_free, giga, model_size
-from cplus.jobs.outputs import Before, answer, base_answers, card, read_stored, row_set, write_model
-from cplus.jobs.prepare import bind_rows, load
+from cplus.jobs.outputs import answer, base_answers, card, write_model
 from cplus.jobs.progress import recorded, recorded_seconds, say
-from cplus.jobs.rows import Tasks, check_requirements, located, read
+from cplus.jobs.rows import bind_rows, check_requirements, load, located, read
 from cplus.jobs.settings import MAX_ROWS, AdaptConfig, RepairConfig, repair_settings
+from cplus.methods import repair as methods
 from cplus.methods.adapters import merged_from
-from cplus.methods.repair import (
-    BYTES_PER_PARAMETER,
-    FALL,
-    LOSS_ROWS,
-    POINTS,
-    By,
-    Check,
-    Repaired,
-    Sums,
-    Unrepairable,
-    check_weights,
-    loss_check,
-    repair_model,
-)
+from cplus.methods.repair import Check, Repaired, Sums, Unrepairable, loss_check, moved_weights, repair_model
 from cplus.methods.table import METHODS, Method
 from cplus.models import Loaded
 from cplus.models.loading import without_bars
@@ -55,136 +42,28 @@ from cplus.models.names import origin
 from cplus.models.scoring import log_likelihoods, predict
 from cplus.probes.audit import ComparedRows, audit
 from cplus.probes.bank import Bank
-from cplus.receipts.page import ModelId, Receipt, Repair, TunedSet, bank_audit, write_receipt
+from cplus.receipts.contents import ModelId, Receipt, Repair, TunedSet, compare
+from cplus.receipts.page import bank_audit, to_json, write_record
 from cplus.training.measure import GroupAnswers, changes, evaluate, kept, learned, loss_of
 from cplus.training.rows import Group, PastTask, Rows
 
-# The outputs of a repair: model, card, receipt of base, tuned and repaired model, and, last of all, the record.
+# What the tuned model reached; its free text is generated only for a judge.
 
 
-SCHEMA = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class RepairOutcome:
-    """Everything the outputs are written from."""
-
-    config: RepairConfig
-    base: Loaded
-    tuned: Loaded
-    after_fingerprint: str
-    rows: Rows
-    groups: Sequence[Group]
-    before: Before
-    tuned_sets: Sequence[TunedSet]
-    after: Mapping[str, GroupAnswers]
-    bank: Bank
-    repaired: Repaired
-    notes: Sequence[str]
-    seconds: Mapping[str, float]
-
-
-def tuned_set(group: Group, before: GroupAnswers, answers: GroupAnswers) -> TunedSet:
+def tuned_set(model: nn.Module, group: Group, before: GroupAnswers, config: AdaptConfig) -> TunedSet:
     """What the tuned model reached on a group, from its answers or from losses alone."""
-    nll = None if group.closed else max(0.0, loss_of(answers.scores))
-    if not answers.predictions or any(p.correct is None for p in (*before.predictions, *answers.predictions)):
-        return TunedSet(name=group.name, nll=nll)
-    table = flips(before.predictions, answers.predictions)
-    right = 100 * sum(p.right for p in answers.predictions) / len(answers.predictions)
-    return TunedSet(name=group.name, right=right, retention=kept(table), acquisition=learned(table), nll=nll)
-
-
-def write_outputs(folder: Folder, done: RepairOutcome) -> dict[str, Any]:
-    """Write receipt, card and record."""
-    shown = write_receipt(receipt(done), folder.root)
-    name, licence = origin(done.config.model)
-    record = {
-        "schema": SCHEMA,
-        "settings": done.config.shown(),
-        "model": {
-            "name": done.config.model,
-            "id": name,
-            "license": licence,
-            "before": done.base.fingerprint,
-            "tuned": done.tuned.fingerprint,
-            "after": done.after_fingerprint,
-        },
-        "figures": shown["figures"],
-        "repair": done.repaired.row(),
-        "rows": row_hashes(done.groups),
-        "counts": counts(done),
-        "actual": {"seconds": dict(done.seconds)},
-        "bank": dict(done.bank.manifest),
-        "notes": shown["notes"],
-        "receipt": shown["sha256"],
-        "environment": shown["environment"],
-        "created": shown["created"],
-    }
-    files.write_text(folder.card, card(record, "repair_card.md"))
-    record = files.sealed(record)
-    files.write_json(folder.record, record)
-    return record
-
-
-def counts(done: RepairOutcome) -> dict[str, int]:
-    """The numbers of rows, probes and parameters."""
-    rows = {"new": done.rows.new, "anchors": done.rows.anchors, "past": done.rows.past}
-    sizes = {name: 0 if group is None else len(group.examples) for name, group in rows.items()}
-    return {**sizes, "probes": len(done.bank.probes), "parameters": done.repaired.parameters}
-
-
-def receipt(done: RepairOutcome) -> Receipt:
-    """The repair as a receipt: before is the base, after the repaired model, the tuned one is beside them."""
-    config = done.config
-    groups = [group for group in (done.rows.anchors, done.rows.new, done.rows.past) if group is not None]
-    sources = [ComparedRows(name=group.name, examples=group.examples) for group in groups]
-    return Receipt(
-        title=f"{config.tuned} repaired towards {config.model}",
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        before=ModelId(name=config.model, fingerprint=done.base.fingerprint),
-        after=ModelId(name=f"{config.out.name}/model", fingerprint=done.after_fingerprint),
-        method="repair",
-        sets=tuple(
-            row_set(config, group, done.before.answers[group.name], done.after[group.name]) for group in done.groups
-        ),
-        repair=Repair(
-            tuned=ModelId(name=config.tuned, fingerprint=done.tuned.fingerprint),
-            undone=done.repaired.undone,
-            moved=done.repaired.moved,
-            sets=tuple(done.tuned_sets),
-        ),
-        noise_floor=done.before.noise_floor,
-        settings=config.shown(),
-        environment=environment(threads=torch.get_num_threads(), device=str(done.base.device)),
-        audit=bank_audit(audit(done.bank, sources)),
-        cost={"seconds": sum(done.seconds.values())},
-        requirements=config.requirements,
-        notes=(*done.rows.notes, *done.notes),
-    )
-
-
-# The tuned model's figures, stored for a resumed repair; its free text is generated only for a judge.
-
-
-def tuned_sets(
-    path: Path, tuned: Loaded, groups: Sequence[Group], before: Before, config: AdaptConfig
-) -> list[TunedSet]:
-    """The tuned model's figures on every group, from the file or measured now and written to it."""
-    identity = files.fingerprint([tuned.fingerprint, *(fingerprint(group.examples) for group in groups)])
-    if (stored := read_stored(path)) is not None:
-        if stored["identity"] != identity:
-            raise ValueError("the tuned model or the rows changed since the repair began; start a new repair")
-        return [TunedSet(**own) for own in stored["sets"]]
-    found = [tuned_set(group, before.answers[group.name], _answers(tuned.model, group, config)) for group in groups]
-    files.write_json(path, files.sealed({"identity": identity, "sets": [asdict(own) for own in found]}))
-    return found
-
-
-def _answers(model: nn.Module, group: Group, config: AdaptConfig) -> GroupAnswers:
     what, chosen = f"tuned: {group.name}", judge(config.judge)
-    if group.closed or chosen is not None:
-        return evaluate(model, group, judge=chosen, max_new_tokens=config.max_new_tokens, what=what)
-    return GroupAnswers(predictions=(), scores=tuple(log_likelihoods(model, group.encoded(), what=what)))
+    if not group.closed and (chosen is None or any(p.correct is None for p in before.predictions)):
+        return TunedSet(name=group.name, nll=max(0.0, loss_of(log_likelihoods(model, group.encoded(), what=what))))
+    answers = evaluate(model, group, judge=chosen, max_new_tokens=config.max_new_tokens, what=what)
+    table = flips(before.predictions, answers.predictions)
+    return TunedSet(
+        name=group.name,
+        right=100 * sum(p.right for p in answers.predictions) / len(answers.predictions),
+        retention=kept(table),
+        acquisition=learned(table),
+        nll=None if group.closed else max(0.0, loss_of(answers.scores)),
+    )
 
 
 # Importance sums on disk, so that a stopped repair continues with the next row.
@@ -235,7 +114,7 @@ class SumsOnDisk:
 
 def trial_rows(group: Group, max_rows: int) -> int:
     """The number of a group's rows that every trial of a share evaluates."""
-    return min(len(group.examples), max_rows if group.closed else min(max_rows, LOSS_ROWS))
+    return min(len(group.examples), max_rows if group.closed else min(max_rows, methods.LOSS_ROWS))
 
 
 def group_check(group: Group, before: GroupAnswers, tolerance: float | None, max_rows: int, seed: int) -> Check | None:
@@ -244,7 +123,10 @@ def group_check(group: Group, before: GroupAnswers, tolerance: float | None, max
     if not group.closed:
         few = group.drawn(trial_rows(group, max_rows), seed)
         return loss_check(
-            few.encoded(), name=group.name, tolerance=FALL if tolerance is None else tolerance, held_out=held_out
+            few.encoded(),
+            name=group.name,
+            tolerance=methods.FALL if tolerance is None else tolerance,
+            held_out=held_out,
         )
     wrong = {prediction.id for prediction in before.predictions if not prediction.right}
     examples = [example for example in group.drawn(max_rows, seed).examples if example.id in wrong]
@@ -261,27 +143,24 @@ def group_check(group: Group, before: GroupAnswers, tolerance: float | None, max
         answers = predict(model, group.interface, examples, what=f"repair: {group.name}")
         return 100 - acquisition(changes(known, answers)).percent
 
-    points = POINTS if tolerance is None else 100 * tolerance
+    points = methods.POINTS if tolerance is None else 100 * tolerance
     return Check(name=group.name, unit="% not known", measure=measure, tolerance=points, held_out=held_out)
 
 
-def ranked_by(new: Group) -> By:
+def ranked_by(new: Group) -> methods.By:
     """How weights are ranked, as measured: facts by importance, free text by blame (docs/repair.md)."""
     return "importance" if new.closed else "blame"
 
 
 def past_rows(tasks: Sequence[PastTask], max_rows: int, seed: int) -> list[Encoded]:
     """Every anchor, and probes drawn by the seed, up to the maximum."""
-    anchors = [task.interface.encode(example) for task in tasks for example in task.anchors]
-    probes = [task.interface.encode(example) for task in tasks for example in task.probes]
-    return [*_drawn(anchors, max_rows, seed), *_drawn(probes, max(0, max_rows - len(anchors)), seed)]
-
-
-def _drawn(rows: Sequence[Encoded], count: int, seed: int) -> list[Encoded]:
-    if len(rows) <= count:
-        return list(rows)
-    chosen = random.Random(f"{seed}/repair").sample(range(len(rows)), count)
-    return [rows[i] for i in sorted(chosen)]
+    found: list[Encoded] = []
+    for kind in ("anchors", "probes"):
+        rows = [task.interface.encode(example) for task in tasks for example in getattr(task, kind)]
+        count = min(len(rows), max_rows - len(found))
+        chosen = random.Random(f"{seed}/repair").sample(range(len(rows)), count)
+        found += [rows[i] for i in sorted(chosen)]
+    return found
 
 
 def repair_groups(
@@ -304,7 +183,8 @@ def repair_groups(
     trained = new[0].drawn(max_rows, config.seed).encoded()
     tuned = models.fingerprint(model)
     by = ranked_by(new[0])
-    identity = files.fingerprint([base.fingerprint, tuned, config.compute_dtype, by, *map(_tokens, (rows, trained))])
+    tokens = [[[*row.prompt, -1, *row.labels] for row in some] for some in (rows, trained)]
+    identity = files.fingerprint([base.fingerprint, tuned, config.compute_dtype, by, *tokens])
     store = SumsOnDisk(folder, identity, config.checkpoint_minutes, interruption)
 
     def notify(sentence: str) -> None:
@@ -329,10 +209,6 @@ def repair_groups(
     return done
 
 
-def _tokens(rows: Sequence[Encoded]) -> list[list[int]]:
-    return [[*row.prompt, -1, *row.labels] for row in rows]
-
-
 # The tuned model of a repair: loaded, its adapters merged, and checked against the base.
 
 
@@ -344,13 +220,9 @@ _TEXTS = 64
 def load_tuned(config: RepairConfig, base: Loaded, home: Path) -> Loaded:
     """The tuned model in float32; a folder of adapters is merged into a copy of the base."""
     place = Path(located(config.tuned, home)).expanduser()
-    if (place / "adapter_config.json").is_file():
-        return _merged(place, base)
-    name = str(place) if place.exists() else config.tuned
-    return models.load(name, device=config.device, trust_remote_code=config.trust_remote_code)
-
-
-def _merged(place: Path, base: Loaded) -> Loaded:
+    if not (place / "adapter_config.json").is_file():
+        name = str(place) if place.exists() else config.tuned
+        return models.load(name, device=config.device, trust_remote_code=config.trust_remote_code)
     with without_bars():
         model: Any = merged_from(place, copy.deepcopy(base.model))
     tokenizer = base.tokenizer
@@ -360,41 +232,27 @@ def _merged(place: Path, base: Loaded) -> Loaded:
 
 
 def check_pair(base: Loaded, tuned: Loaded, texts: Sequence[Example]) -> None:
-    """Refuse a tuned model that was not trained from the base: other weights, architecture or tokenizer, or none."""
-    check_tokenizers(base, tuned, texts)
-    check_weights(_shapes(base.model), _shapes(tuned.model))
-    for name in _COMPUTES:
-        was, now = (getattr(one.model.config.get_text_config(), name, None) for one in (base, tuned))
-        if was != now:
-            raise ValueError(
-                f"base and tuned model are not of one architecture: {name} is {was!r} in the base and {now!r} in the "
-                "tuned model; expected the model that the tuned one was trained from"
-            )
-    own = dict(base.model.named_parameters())
-    if all(torch.equal(own[name], p) for name, p in tuned.model.named_parameters()):
-        raise Unrepairable("base and tuned model have the same weights, so there is nothing to undo")
-
-
-def check_tokenizers(base: Loaded, tuned: Loaded, texts: Sequence[Example]) -> None:
-    """Refuse tokenizers whose tokens differ, in the vocabulary or on these rows."""
+    """Refuse a tuned model that was not trained from the base: another tokenizer, other weights or architecture."""
+    expected = "expected the model that the tuned one was trained from"
     was, now = base.tokenizer.get_vocab(), tuned.tokenizer.get_vocab()
     if was != now:
-        changed = sum(now.get(token) != number for token, number in was.items()) + len(now.keys() - was.keys())
-        raise ValueError(
-            f"the vocabularies of base and tuned model differ in {changed:,} tokens ({len(was):,} and {len(now):,}); "
-            "expected the model that the tuned one was trained from"
-        )
+        changed = len(dict(was.items() ^ now.items()))
+        raise ValueError(f"the vocabularies of base and tuned model differ in {changed:,} tokens; {expected}")
     for example in texts[:_TEXTS]:
         text = canonical_json(to_row(example))
         if base.tokenizer.encode(text) != tuned.tokenizer.encode(text):
             raise ValueError(
-                f"the tokenizers of base and tuned model split the row {example.id!r} into different tokens; expected "
-                "the model that the tuned one was trained from"
+                f"the tokenizers of base and tuned model split the row {example.id!r} into different tokens; {expected}"
             )
-
-
-def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+    own, others = (dict(one.model.named_parameters()) for one in (base, tuned))
+    moved_weights(own, others)
+    for name in _COMPUTES:
+        first, second = (getattr(one.model.config.get_text_config(), name, None) for one in (base, tuned))
+        if first != second:
+            raise ValueError(
+                f"base and tuned model are not of one architecture: {name} is {first!r} in the base and {second!r} in "
+                f"the tuned model; {expected}"
+            )
 
 
 # A repair prepared: everything checked, both models loaded, rows bound; nothing is written yet.
@@ -451,8 +309,10 @@ def prepare(config: RepairConfig, home: Path, write: Write = with_written) -> Gi
     base = load(config, home)
     tuned = load_tuned(config, base, home)
     notes = _one_template(config, base, tuned)
+    assert tasks.new is not None
+    check_pair(base, tuned, tasks.new.examples)
     with models.computing(config.compute_dtype, base.device):
-        rows, written = write(config, METHODS[config.method], _bound(config, tasks, base, tuned), base)
+        rows, written = write(config, METHODS[config.method], bind_rows(config, tasks, base), base)
     for note in (*rows.notes, *notes):
         say(f"note: {note}")
     groups = rows.evaluated(config.max_asked, config.seed)
@@ -470,12 +330,6 @@ def prepare(config: RepairConfig, home: Path, write: Write = with_written) -> Gi
     )
 
 
-def _bound(config: RepairConfig, tasks: Tasks, base: Loaded, tuned: Loaded) -> Rows:
-    assert tasks.new is not None
-    check_pair(base, tuned, tasks.new.examples)
-    return bind_rows(config, tasks, base)
-
-
 def _check_places(config: RepairConfig, home: Path) -> None:
     """Refuse an output folder that holds one of the models: replacing it would remove the model."""
     out = config.out.resolve()
@@ -487,7 +341,7 @@ def _check_places(config: RepairConfig, home: Path) -> None:
 
 def needed(config: RepairConfig, size: ModelSize) -> Need:
     """The bytes of a repair; one that cannot work is refused."""
-    held = BYTES_PER_PARAMETER * size.parameters
+    held = methods.BYTES_PER_PARAMETER * size.parameters
     found = Need(
         held=held,
         peak=held + size.activation_bytes,
@@ -567,10 +421,11 @@ def _work(given: Given, folder: Folder, interruption: Interruption) -> FinishedJ
 def _repaired(given: Given, folder: Folder, interruption: Interruption) -> dict[str, Any]:
     config, base, tuned, rows = given.config, given.base, given.tuned, given.rows
     assert rows.anchors is not None
+    tuned_id = ModelId(name=config.tuned, fingerprint=tuned.fingerprint)  # it is repaired in place
     with models.computing(config.compute_dtype, base.device), recorded(folder.seconds, "evaluating"):
         before = base_answers(folder.answers, base, given.groups, config)
         check_requirements(config, given.groups, before.answers)
-        sets = tuned_sets(folder.work / "tuned.json", tuned, given.groups, before, config)
+        tuned_sets = [tuned_set(tuned.model, group, before.answers[group.name], config) for group in given.groups]
     files.write_text(folder.anchors, lines(rows.anchors.examples))
     with recorded(folder.seconds, "writing probes"):
         bank = _bank(given, folder)
@@ -597,24 +452,52 @@ def _repaired(given: Given, folder: Folder, interruption: Interruption) -> dict[
             for group in given.groups
         }
     write_model(folder, tuned.model, tuned.tokenizer, config.save_dtype)
-    record = write_outputs(
-        folder,
-        RepairOutcome(
-            config=config,
-            base=base,
-            tuned=tuned,
-            after_fingerprint=models.fingerprint(tuned.model),
-            rows=rows,
-            groups=given.groups,
-            before=before,
-            tuned_sets=sets,
-            after=after,
-            bank=bank,
-            repaired=done,
-            notes=(*given.notes, *_notes(given)),
-            seconds=recorded_seconds(folder.seconds),
+    repaired_id = ModelId(name=f"{config.out.name}/model", fingerprint=models.fingerprint(tuned.model))
+    seconds = recorded_seconds(folder.seconds)
+    sources = [group for group in (rows.anchors, rows.new, rows.past) if group is not None]
+    receipt = Receipt(
+        title=f"{config.tuned} repaired towards {config.model}",
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        before=ModelId(name=config.model, fingerprint=base.fingerprint),
+        after=repaired_id,
+        method="repair",
+        sets=tuple(
+            compare(group, before.answers[group.name], after[group.name], judge=config.judge) for group in given.groups
         ),
+        repair=Repair(tuned=tuned_id, undone=done.undone, moved=done.moved, sets=tuple(tuned_sets)),
+        noise_floor=before.noise_floor,
+        settings=config.shown(),
+        environment=environment(threads=torch.get_num_threads(), device=str(base.device)),
+        audit=bank_audit(audit(bank, [ComparedRows(name=own.name, examples=own.examples) for own in sources])),
+        cost={"seconds": sum(seconds.values())},
+        requirements=config.requirements,
+        notes=(*rows.notes, *given.notes, *_notes(given)),
     )
+    name, licence = origin(config.model)
+    sizes = {"new": rows.new, "anchors": rows.anchors, "past": rows.past}
+    job = {
+        "kind": "repair",
+        "model": {
+            "name": config.model,
+            "id": name,
+            "license": licence,
+            "before": base.fingerprint,
+            "tuned": tuned_id.fingerprint,
+            "after": repaired_id.fingerprint,
+        },
+        "repair": done.row(),
+        "rows": row_hashes(given.groups),
+        "counts": {
+            **{name: 0 if group is None else len(group.examples) for name, group in sizes.items()},
+            "probes": len(bank.probes),
+            "parameters": done.parameters,
+        },
+        "actual": {"seconds": seconds},
+        "bank": dict(bank.manifest),
+    }
+    record = to_json(receipt, job)
+    files.write_text(folder.card, card(record, "repair_card.md"))
+    record = write_record(record, folder.root)
     folder.clear_work()
     return record
 

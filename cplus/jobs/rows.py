@@ -7,19 +7,25 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from cplus import models
 from cplus.base.files import cache_folder
 from cplus.data import interfaces
 from cplus.data.examples import Choice, Example, FreeForm, Prediction, to_row
 from cplus.data.interfaces import Interface
+from cplus.data.prompts import read_template
 from cplus.data.readers import weighted
 from cplus.data.tasks import Task, cached_split, draw_anchors, load_task, stack
-from cplus.evaluation.requirements import Measured, possible
+from cplus.evaluation.judges import judge
+from cplus.evaluation.requirements import Measured, require_possible
 from cplus.jobs.folder import Folder
+from cplus.jobs.progress import say
 from cplus.jobs.settings import AdaptConfig
 from cplus.methods.table import Method
 from cplus.models import Loaded
 from cplus.models.scoring import fitting, predict
+from cplus.probes.labels import own_answers
 from cplus.probes.settings import input_key
 from cplus.training.measure import GroupAnswers
 from cplus.training.rows import Group, Part, Rows, Source, overlap
@@ -210,10 +216,11 @@ def _held_out(config: AdaptConfig, task: Task | None, base: Loaded, new: Group) 
     """New rows to train on and new rows held out: those of the setting, or a tenth drawn by the seed."""
     if task is not None:
         held = group_of(config, task, base, name="validation", part="validation")
-        if both := overlap(held, new):
+        known = {input_key(example, options=False) for example in new.examples}
+        if both := [example.id for example in held.examples if input_key(example, options=False) in known]:
             raise ValueError(
-                f"{task.name}: {both} of {len(held.examples)} validation rows are also new rows, the first is "
-                f"{_first_shared(held, new)!r}; remove them from one of the two files"
+                f"{task.name}: {len(both)} of {len(held.examples)} validation rows are also new rows, the first is "
+                f"{both[0]!r}; remove them from one of the two files"
             )
         return new, held
     count = len(new.examples) // 10
@@ -226,11 +233,6 @@ def _held_out(config: AdaptConfig, task: Task | None, base: Loaded, new: Group) 
     ids = {example.id for example in copies}
     trained = tuple(example for example in new.examples if example.id not in ids)
     return replace(new, examples=trained), replace(new, name="validation", part="validation", examples=tuple(copies))
-
-
-def _first_shared(some: Group, others: Group) -> str:
-    known = {input_key(example, options=False) for example in others.examples}
-    return next(example.id for example in some.examples if input_key(example, options=False) in known)
 
 
 def notes(config: AdaptConfig, rows: Rows) -> tuple[str, ...]:
@@ -331,8 +333,6 @@ def _external(config: AdaptConfig, task: Task, base: Loaded) -> Group:
 
 def _split_rows(config: AdaptConfig, task: Task, base: Loaded) -> Rows:
     """The rows that the base model answers correctly and incorrectly, cached per model, task and machine."""
-    from cplus.evaluation.judges import judge
-
     whole = group_of(config, task, base, name=task.name, part="external")
     if not whole.closed:
         raise ValueError(f"{task.name} is free text; a split needs multiple choice: provide new and anchors as files")
@@ -390,6 +390,66 @@ def check_requirements(config: AdaptConfig, groups: tuple[Group, ...], before: M
         )
         for group in groups
     ]
-    for requirement in config.requirements:
-        if (problem := possible(requirement, parts)) is not None:
-            raise ValueError(problem)
+    require_possible(config.requirements, parts)
+
+
+# The base model and the rows bound to it.
+
+
+def load(config: AdaptConfig, home: Path) -> Loaded:
+    """The base model in the precision and with the chat template of the settings."""
+    loaded = models.load(
+        located(config.model, home),
+        dtype=config.load,
+        device=config.device,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision,
+    )
+    if (written := template(config, home)) is not None:
+        loaded.tokenizer.chat_template = written
+    return loaded
+
+
+def template(config: AdaptConfig, home: Path) -> str | None:
+    """The chat template of the settings."""
+    place = config.chat_template
+    return None if place is None else read_template(Path(located(str(place), home)))
+
+
+def bind_rows(config: AdaptConfig, tasks: Tasks, base: Loaded) -> Rows:
+    """The rows bound to the model, with its own answers where the settings say so."""
+    with models.computing(config.compute_dtype, base.device):
+        rows = gather(config, tasks, base)
+        return answered(rows, base, config.max_length or base.window) if config.own_answers else rows
+
+
+def answered(rows: Rows, base: Loaded, limit: int) -> Rows:
+    """The rows to keep with the base model's own answers, where they are free text."""
+    given = {"anchors": rows.anchors, "past": rows.past}
+    found = {
+        name: with_own_answers(group, base, limit)
+        for name, group in given.items()
+        if group is not None and not group.closed
+    }
+    groups: Any = {name: group for name, (group, _) in found.items()}
+    return replace(rows, **groups, notes=(*rows.notes, *(sentence for _, sentence in found.values())))
+
+
+def with_own_answers(group: Group, base: Loaded, limit: int) -> tuple[Group, str]:
+    """The group with the base model's greedy answers, kept in the cache, and a note about it.
+
+    A row that its answer makes longer than `limit` tokens is left out too.
+    """
+    say(f"the base model answers the {len(group.examples)} {group.name} rows; its answers are cached")
+    examples = own_answers(base, group.interface, group.examples, name=group.name)
+    examples = tuple(fitting(group.interface, examples, limit, "exclude"))
+    if not examples:
+        raise ValueError(
+            f"none of the {len(group.examples)} {group.name} rows fits {limit} tokens with the model's own answer; "
+            "raise max_length, or supply other rows"
+        )
+    lost = len(group.examples) - len(examples)
+    note = f"The {group.name} rows hold the base model's own answers" + (
+        f"; left out without a complete answer: {lost}" * bool(lost)
+    )
+    return replace(group, examples=examples), f"{note}."

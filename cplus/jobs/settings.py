@@ -5,24 +5,19 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from cplus.data.readers import check_once, parse_columns, weighted
 from cplus.evaluation.judges import NAMES
 from cplus.evaluation.requirements import Requirement, parse
-from cplus.methods.adapters import Lora
 from cplus.probes.abilities import ABILITIES, GENERAL
-from cplus.training.settings import OptimizerName, Settings
-
-# What is wrong with settings, in sentences; the names that other trainers have for ours.
-
+from cplus.training.settings import Positive, TrainSettings
 
 OTHER_NAMES = {
     "learning_rate": "lr", "lr_scheduler": "lr_schedule", "lr_scheduler_type": "lr_schedule", "optim": "optimizer",
@@ -49,6 +44,8 @@ def sentences(error: ValidationError, names: Iterable[str]) -> str:
 
 def unknown(name: str, names: list[str]) -> str:
     """A name that is no setting, answered with the nearest that is one."""
+    if name == "micro_batches":  # jobs of earlier versions have it
+        return "'micro_batches' is gone: the processes divide each batch; remove it, and begin a stopped job again"
     near = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in names else difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]}?" if near else "'cplus adapt --schema' lists all settings"
     return f"{name!r} is not a setting; {hint}"
@@ -66,6 +63,13 @@ def _fault(fault: Mapping[str, Any], names: list[str]) -> str:
     message = str(fault["msg"]).partition(" for <class")[0]
     message = message.replace("Input should be", "must be").replace("Input is not", "must be")
     return f"{name} {message}, got {fault['input']!r:.60}"
+
+
+def refuse(*cases: tuple[bool, str]) -> None:
+    """Raise the sentence of the first case that is true."""
+    for wrong, sentence in cases:
+        if wrong:
+            raise ValueError(sentence)
 
 
 # The setting `keep`: what a job keeps, by name or as a file, each with its share.
@@ -95,15 +99,13 @@ def parse_keep(text: str) -> Kept:
     (Kept(name='general', weight=0.7), True)
     """
     name, mark, number = text.strip().rpartition("=")
-    if not mark:
-        name, number = text.strip(), "1"
     try:
-        weight = float(number)
+        kept = Kept(name, float(number)) if mark else Kept(number)
     except ValueError:
-        raise ValueError(f"expected {EXPECTED}, got {text!r}") from None
-    if not name or not (math.isfinite(weight) and weight > 0):
+        kept = Kept("")
+    if not kept.name or not (math.isfinite(kept.weight) and kept.weight > 0):
         raise ValueError(f"expected {EXPECTED}, each with a weight above 0, got {text!r}")
-    return Kept(name, weight)
+    return kept
 
 
 def given_file(entries: Sequence[Kept]) -> str | None:
@@ -135,11 +137,6 @@ def shares(entries: Sequence[Kept], *, anchors: bool) -> dict[str, float]:
     return {name: weight / total for name, weight in weights.items()}
 
 
-def default(*, given: bool) -> dict[str, float]:
-    """Without the setting: the general behaviour, unless rows to keep are given."""
-    return {} if given else {GENERAL: 1.0}
-
-
 def allotted(count: int, weights: Mapping[str, float]) -> dict[str, int]:
     """A number of rows by shares that sum to at most 1, to the largest remainders first.
 
@@ -154,68 +151,32 @@ def allotted(count: int, weights: Mapping[str, float]) -> dict[str, int]:
     return found
 
 
-# One schema for `cplus adapt`: the command line, YAML files and Python use the same names.
-
-
-WARMUP_SHARE = 0.1
-"""A job's learning rate rises over this share of its updates unless it says otherwise (docs/studies.md, frontier)."""
-AUTO = "auto"
-"""The learning rate of a job that tests several."""
 CHOSEN = ("lr", "epochs", "evaluate_every", "compute_dtype", "gradient_checkpointing")
 """Settings that choose themselves where they are not given."""
-Positive: TypeAlias = Annotated[int, Field(ge=1)]
-Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
 
-def _checked(text: object) -> object:
-    if isinstance(text, str):
-        parse(text)
-    return text
+def _checked(reader: Callable[[str], object]) -> BeforeValidator:
+    """A text that this reader accepts."""
+
+    def check(text: object) -> object:
+        if isinstance(text, str):
+            reader(text)
+        return text
+
+    return BeforeValidator(check)
 
 
-def _kept(text: object) -> object:
-    if isinstance(text, str):
-        parse_keep(text)
-    return text
+def _stop(value: str) -> None:
+    """`learned`, `never`, or `lost:0.02`."""
+    number = re.fullmatch(r"lost:(\d*\.?\d+(?:e-?\d+)?)", value)
+    if value not in ("learned", "never") and (number is None or float(number[1]) == 0):
+        raise ValueError(f"expected learned, never or lost:LIMIT with a limit above 0, like lost:0.02, got {value!r}")
 
 
-def _stop(value: object) -> object:
-    """`learned`, `never`, or `lost:0.02`, checked."""
-    if isinstance(value, str) and value not in ("learned", "never"):
-        mark, _, number = value.partition(":")
-        try:
-            limit = float(number)
-        except ValueError:
-            limit = math.nan
-        if mark != "lost" or not (math.isfinite(limit) and limit > 0):
-            raise ValueError(
-                f"expected learned, never or lost:LIMIT with a limit above 0, like lost:0.02, got {value!r}"
-            )
-    return value
-
-
-def _rate(value: object) -> object:
-    """A number above 0, or `auto`."""
-    if value is None or value == AUTO:
-        return value
-    try:
-        rate = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
-    except ValueError:
-        rate = math.nan
-    if not (math.isfinite(rate) and rate > 0):
-        raise ValueError(f"expected a learning rate above 0, or {AUTO} to test several, got {value!r:.60}")
-    return rate
-
-
-def _repository(value: object) -> object:
-    """A name on the hub, checked by its form."""
-    if isinstance(value, str) and not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", value):
+def _repository(value: str) -> None:
+    """A name on the hub, by its form."""
+    if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", value):
         raise ValueError(f"expected a repository on the hub as owner/name, got {value!r:.60}")
-    return value
-
-
-def _columns(value: object) -> object:
-    return parse_columns(value) if isinstance(value, str) else value
 
 
 def _new(value: object) -> object:
@@ -230,20 +191,8 @@ def _new(value: object) -> object:
     return given[0] if len(given) == 1 else tuple(given)
 
 
-def _lora(value: object) -> object:
-    """`r=16,merge=false` as a mapping; other values are left to the schema."""
-    if not isinstance(value, str):
-        return value
-    pairs = [part.partition("=") for part in value.split(",")]
-    if not all(mark for _, mark, _ in pairs):
-        raise ValueError(f"expected r=16 or r=16,alpha=32,dropout=0.05,merge=false, got {value!r}")
-    return {key.strip(): text.strip() for key, _, text in pairs}
-
-
-class AdaptConfig(BaseModel):
+class AdaptConfig(TrainSettings):
     """Everything that decides a job. Unknown names are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
     model: str = Field(description="Model to adapt: alias, hub id, folder or GGUF file.")
     out: Path = Field(Path("out"), description="Output folder.")
@@ -254,7 +203,7 @@ class AdaptConfig(BaseModel):
         "b.jsonl=0.5 uses half of its rows, b.jsonl=2 each row twice per epoch.",
     )
     anchors: str | None = Field(None, description="Rows the model must keep, used as evidence: a file or a named task.")
-    keep: tuple[Annotated[str, BeforeValidator(_kept)], ...] = Field(
+    keep: tuple[Annotated[str, _checked(parse_keep)], ...] = Field(
         (),
         description="What to keep: general (default without anchors), json, style, thinking or tools, written by the "
         "base model itself; a file of rows (as anchors); none. Several with weights, like general=0.7. Repeatable.",
@@ -292,9 +241,9 @@ class AdaptConfig(BaseModel):
     thinking: Literal["off", "keep"] = Field(
         "off", description="Thinking models: train and evaluate without thinking, or keep it in free text."
     )
-    columns: Annotated[dict[str, str] | None, BeforeValidator(_columns)] = Field(
-        None, description="Names of the columns where they differ: prompt=question,response=answer."
-    )
+    columns: Annotated[
+        dict[str, str] | None, BeforeValidator(lambda value: parse_columns(value) if isinstance(value, str) else value)
+    ] = Field(None, description="Names of the columns where they differ: prompt=question,response=answer.")
     chat_template: Path | None = Field(None, description="File with a chat template to use instead of the model's.")
     max_new_tokens: Positive = Field(
         256,
@@ -315,85 +264,21 @@ class AdaptConfig(BaseModel):
         "user",
         description="paper: batch size 1, file order, constant rate 1e-6, 25 epochs, weight decay 0.1, 512 probes.",
     )
-    method: str = Field("cplus", description="Name from 'cplus methods', or python:module:ROW for your own.")
-    anchor_weight: Share | None = Field(
-        None, description="Weight of the anchors against the probes in the evidence; default: the method's own, 0.5."
-    )
-    beta: float | None = Field(
-        None, ge=0, lt=1, description="Smoothing of the mask over steps; default: the method's own, 0.9."
-    )
-    ema: Literal["float32", "bfloat16", "uint8"] | None = Field(
-        None, description="Type of the gate's average: 4, 2 or 1 bytes per parameter; default: float32, the exact one."
-    )
-    strength: float | None = Field(
-        None, description="Weight, threshold or share of a method that has one; default: the method's own."
-    )
     bank: Path | None = Field(
         None, description="Sealed probe bank to use; default: build one, or reuse it from the cache."
     )
-    num_probes: Positive | None = Field(
-        None, description="Number of probes in the bank (N); default: the number of new rows, at least 32, at most 512."
-    )
-    shots: Positive = Field(2, description="Anchors shown in each request for a probe (K).")
-    temperature: float = Field(0.8, gt=0, description="Sampling temperature of the probes (T).")
-    topics: bool = Field(False, description="Name one of 24 topics in each request for a probe.")
     repair: bool = Field(
         False, description="After training, undo the changes that anchors and probes need most and the new rows least."
     )
 
-    epochs: Positive = Field(
-        25,
-        description="Maximum number of epochs; default: 25, for free text those of 60 updates, at least 3.",
-    )
-    stop: Annotated[str, BeforeValidator(_stop)] = Field(
+    stop: Annotated[str, _checked(_stop)] = Field(
         "learned",
         description="learned: stop after the first epoch in which every new row is correct. never: run all epochs. "
         "lost:0.02: as learned, and stop before past rows lose 0.02 (nats per token, or share of Retention).",
     )
-    batch_size: Positive = Field(
-        8, description="New rows per update, split into smaller passes where memory requires it."
-    )
-    micro_batches: Positive | None = Field(
-        None,
-        description="Parts of a batch that are computed apart, by any number of processes with the same result; "
-        "default: one for each process that the job starts with, on a CPU at least 2.",
-    )
-    order: Literal["shuffled", "file"] = Field("shuffled", description="Order of the new rows within an epoch.")
-    optimizer: OptimizerName = Field(
-        "adamw", description="Optimizer that proposes the update; adamw8bit keeps its moments in 8 bits (bitsandbytes)."
-    )
-    lr: Annotated[float | str | None, BeforeValidator(_rate)] = Field(
-        None,
-        description="Learning rate; default: by the size of the model. auto: a short test of several rates on the "
-        "rows, at most a tenth of the job.",
-    )
-    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning rate schedule; linear and cosine decay to 0."
-    )
-    warmup_steps: int | None = Field(
-        None,
-        ge=0,
-        description="Number of updates over which the learning rate rises from 0; default: a tenth of all updates.",
-    )
-    weight_decay: float = Field(0.0, ge=0, description="Weight decay; part of the proposed update, so it is gated too.")
-    clip_norm: float = Field(1.0, ge=0, description="Maximum norm of the gradient; 0 disables clipping.")
     load: Literal["float32", "4bit"] = Field(
         "float32", description="Precision of the base model in memory; 4bit trains adapters alone (lora)."
     )
-    lora: Annotated[Lora | None, BeforeValidator(_lora)] = Field(
-        None, description="Train LoRA adapters: r=16, or r=16,alpha=32,dropout=0.05,merge=false."
-    )
-    compute_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32",
-        description="Precision of forward and backward passes; weights and optimizer state stay float32. Default: "
-        "bfloat16 on GPUs that have it.",
-    )
-    gradient_checkpointing: bool = Field(
-        False,
-        description="Recompute activations in the backward pass: less memory, about a third more time; default: where "
-        "memory requires it.",
-    )
-    seed: int = Field(0, ge=0, description="Random seed for drawing anchors, sampling probes and ordering rows.")
 
     max_asked: Positive = Field(
         500, description="Free text: maximum number of rows per set to evaluate, because generation is slow."
@@ -405,7 +290,7 @@ class AdaptConfig(BaseModel):
         "text are chosen.",
     )
     evaluate_rows: Positive = Field(64, description="Rows per evaluation during training; the final one uses all.")
-    require: tuple[Annotated[str, BeforeValidator(_checked)], ...] = Field(
+    require: tuple[Annotated[str, _checked(parse)], ...] = Field(
         (),
         description="retention>=0.9, acquisition>=0.9, past-loss<=+0.05 or new-loss<=1; exit code 2 if its 95 % bound "
         "misses it. Repeatable.",
@@ -416,7 +301,7 @@ class AdaptConfig(BaseModel):
     save_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Precision of the written weights; training stays in float32."
     )
-    push_to_hub: Annotated[str | None, BeforeValidator(_repository)] = Field(
+    push_to_hub: Annotated[str | None, _checked(_repository)] = Field(
         None, description="Upload model, card and receipt to this repository of the hub, owner/name, when done."
     )
     public: bool = Field(False, description="With push_to_hub: create a public repository; default: a private one.")
@@ -495,8 +380,8 @@ class AdaptConfig(BaseModel):
     @property
     def written(self) -> dict[str, float]:
         """The abilities for which the base model writes the rows to keep, each with its share of them."""
-        if not self.keep:
-            return default(given=bool(self.anchors or self.split or self.kept))
+        if not self.keep:  # the general behaviour, unless rows to keep are given
+            return {} if self.anchors or self.split or self.kept else {GENERAL: 1.0}
         return shares([parse_keep(text) for text in self.keep], anchors=self.anchors is not None)
 
     @property
@@ -505,34 +390,9 @@ class AdaptConfig(BaseModel):
         mark, _, number = self.stop.partition(":")
         return float(number) if mark == "lost" else None
 
-    def settings(self, num_new: int = 0) -> Settings:
-        """The engine's settings; by default as many probes as new rows, so that a refresh costs about an epoch."""
-        return Settings(
-            method=self.method,
-            seed=self.seed,
-            epochs=self.epochs,
-            lr=self.lr if isinstance(self.lr, float) else math.nan,  # not chosen yet: nothing trains with it
-            batch_size=self.batch_size,
-            order=self.order,
-            optimizer=self.optimizer,
-            weight_decay=self.weight_decay,
-            clip_norm=self.clip_norm or None,
-            warmup_steps=self.warmup_steps or 0,
-            warmup_share=WARMUP_SHARE if self.warmup_steps is None else 0.0,
-            lr_schedule=self.lr_schedule,
-            anchor_weight=self.anchor_weight,
-            beta=self.beta,
-            ema=self.ema,
-            strength=self.strength,
-            num_probes=self.num_probes or min(512, max(32, num_new)),
-            shots=self.shots,
-            temperature=self.temperature,
-            topics=self.topics,
-            lora=self.lora,
-            compute_dtype=self.compute_dtype,
-            gradient_checkpointing=self.gradient_checkpointing,
-            micro_batches=self.micro_batches,
-        )
+    def settings(self, num_new: int = 0) -> AdaptConfig:
+        """With the number of probes: by default as many as new rows, so that a refresh costs about an epoch."""
+        return self.model_copy(update={"num_probes": self.num_probes or min(512, max(32, num_new))})
 
     @property
     def new_files(self) -> tuple[str, ...]:
@@ -556,7 +416,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "topics", "repair",
     ),
     "How it is learned": (
-        "epochs", "stop", "batch_size", "micro_batches", "order", "optimizer", "lr", "lr_schedule", "warmup_steps",
+        "epochs", "stop", "batch_size", "order", "optimizer", "lr", "lr_schedule", "warmup_steps",
         "weight_decay", "clip_norm", "load", "lora", "compute_dtype", "gradient_checkpointing", "seed",
     ),
     "What is watched and written": (
@@ -648,26 +508,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def schema() -> dict[str, Any]:
     """The JSON Schema of the settings."""
     return AdaptConfig.model_json_schema()
-
-
-def example() -> str:
-    """A YAML file with every setting, its default and its description; settings without a value are comments."""
-    lines = ["# cplus adapt --config adapt.yaml", "", *_example_lines("model", "smollm2-135m")]
-    given = {"new": "new.jsonl", "anchors": "keep.jsonl", "past": "held-out.jsonl"}
-    for group, names in GROUPS.items():
-        lines += ["", f"# --- {group} ---"]
-        for name in names:
-            lines += _example_lines(name, given.get(name))
-    return "\n".join(lines) + "\n"
-
-
-def _example_lines(name: str, given: str | None) -> list[str]:
-    field: FieldInfo = AdaptConfig.model_fields[name]
-    value = field.default if given is None else given
-    value = str(value) if isinstance(value, Path) else value
-    empty = value is None or value == () or name in CHOSEN
-    shown = "" if empty else " " + yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
-    return [f"# {field.description}", f"{'# ' if empty else ''}{name}:{shown}"]
 
 
 # The settings of `cplus repair`: those of a job that concern rows, probes and evaluation, and its own.

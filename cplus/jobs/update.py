@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from cplus.jobs.folder import FinishedJob, Folder, claimed
 from cplus.jobs.progress import say
 from cplus.jobs.settings import DECIDED, AdaptConfig, check_repeated, settings
 from cplus.probes.bank import Bank
-from cplus.receipts.page import RowSet, read_receipt
+from cplus.receipts.contents import RowSet
+from cplus.receipts.page import read_receipt
 
 # The ledger file: the hash of every file of each stage, and the stage it followed. It does not import torch.
 
@@ -68,61 +69,21 @@ class Ledger:
         return self.place(len(self.entries) + 1)
 
 
-@dataclass(frozen=True)
 class StageFolder:
     """The paths of one stage."""
 
-    root: Path
-
-    @property
-    def arguments(self) -> Path:
-        """The update's arguments; resuming requires the same ones."""
-        return self.root / "asked.json"
-
-    @property
-    def new(self) -> Path:
-        """The rows learned."""
-        return self.root / "new.jsonl"
-
-    @property
-    def past(self) -> Path:
-        """First stage: the held-out rows on which the base model is evaluated."""
-        return self.root / "past.jsonl"
-
-    @property
-    def anchors(self) -> Path:
-        """The anchors of the previous task, or of the base model."""
-        return self.root / "anchors.jsonl"
-
-    @property
-    def watched(self) -> Path:
-        """The learned rows that later stages evaluate again: those that this stage evaluated."""
-        return self.root / "watched.jsonl"
-
-    @property
-    def base(self) -> Path:
-        """First stage: the rows on which later stages evaluate what the base model could do."""
-        return self.root / "base.jsonl"
-
-    @property
-    def flips(self) -> Path:
-        """Every evaluated row, by set: kept, lost, gained or still wrong."""
-        return self.root / "flips.json"
-
-    @property
-    def job(self) -> Path:
-        """The output of `cplus adapt`: model, bank, anchors, record, receipt."""
-        return self.root / "job"
-
-    @property
-    def model(self) -> Path:
-        """The model after the stage."""
-        return self.job / "model"
-
-    @property
-    def record(self) -> Path:
-        """The job's figures."""
-        return self.job / "record.json"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.arguments = root / "asked.json"  # resuming requires the same ones
+        self.new = root / "new.jsonl"
+        self.past = root / "past.jsonl"  # first stage: held-out rows on which the base model is evaluated
+        self.anchors = root / "anchors.jsonl"  # of the previous task, or of the base model
+        self.watched = root / "watched.jsonl"  # the rows that this stage evaluated, for later stages
+        self.base = root / "base.jsonl"  # first stage: rows for what the base model could do
+        self.flips = root / "flips.json"  # every evaluated row, by set: kept, lost, gained or still wrong
+        self.job = root / "job"  # the output of `cplus adapt`
+        self.model = self.job / "model"
+        self.record = self.job / "record.json"
 
 
 def exists(root: Path) -> bool:
@@ -135,14 +96,12 @@ def read(root: Path) -> Ledger:
     if not exists(root):
         raise ValueError(f"{root}: expected a ledger with {NAME}; start one with 'cplus update {root} --model ...'")
     raw = files.read_json(root / NAME)
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise ValueError(f"{root / NAME}: expected the format {FORMAT}; it was written by another version")
     try:
-        entries = tuple(Entry(**entry) for entry in raw["stages"])
-        return Ledger(root=root, entries=entries, head=raw["head"])
-    except (KeyError, TypeError) as error:
-        names = ", ".join(f.name for f in fields(Entry))
-        raise ValueError(f"{root / NAME}: expected head and stages with {names}; {error}") from error
+        if raw["format"] == FORMAT:
+            return Ledger(root=root, entries=tuple(Entry(**entry) for entry in raw["stages"]), head=raw["head"])
+    except (KeyError, TypeError):
+        pass
+    raise ValueError(f"{root / NAME}: expected the format {FORMAT}; it was written by another version")
 
 
 def append(ledger: Ledger, *, task: str, before: str, after: str, created: str) -> Ledger:
@@ -248,24 +207,8 @@ def answered(place: StageFolder, new: str, kept: str, external: Sequence[str]) -
     return named | dict(zip(external, others, strict=False))
 
 
-def flips(sets: Mapping[str, RowSet]) -> Table:
-    """The outcome of each row, by set; rows without a judgement are omitted."""
-    return {name: {row.id: row.kind for row in group.rows if row.kind is not None} for name, group in sets.items()}
-
-
-def was_right(kind: Kind) -> bool:
-    """Whether the row was right before the stage."""
-    return kind in ("kept", "lost")
-
-
-def is_right(kind: Kind) -> bool:
-    """Whether the row was right after the stage."""
-    return kind in ("kept", "gained")
-
-
-def tables(ledger: Ledger) -> list[Table]:
-    """The flips of every stage."""
-    return [files.read_json(ledger.place(entry.stage).flips) for entry in ledger.entries]
+BEFORE, AFTER = ("kept", "lost"), ("kept", "gained")
+"""The outcomes of a row that was right before the stage, and after it."""
 
 
 def matrix(found: list[Table]) -> list[list[float | None]]:
@@ -278,9 +221,9 @@ def matrix(found: list[Table]) -> list[list[float | None]]:
     for stage, table in enumerate(found, start=1):
         for task in range(1, stage + 1):
             rows = table[set_name(task)]
-            cells[stage][task - 1] = _share([is_right(kind) for kind in rows.values()])
+            cells[stage][task - 1] = _share(rows, AFTER)
             if task == stage:
-                cells[stage - 1][task - 1] = _share([was_right(kind) for kind in rows.values()])
+                cells[stage - 1][task - 1] = _share(rows, BEFORE)
     return cells
 
 
@@ -294,17 +237,12 @@ def histories(found: list[Table]) -> dict[str, dict[str, list[bool]]]:
         for name, rows in table.items():
             if name in by_set:
                 continue  # its rows were followed from their first stage on
-            later = found[number:]
-            by_set[name] = {
-                id: [was_right(kind)] * (name == BASE) + [is_right(t[name][id]) for t in _evaluating(later, name, id)]
-                for id, kind in rows.items()
+            kinds = {id: [own.get(name, {}).get(id) for own in found[number:]] for id in rows}
+            by_set[name] = {  # up to the first stage that did not evaluate the row
+                id: [rows[id] in BEFORE] * (name == BASE) + [kind in AFTER for kind in takewhile(bool, later)]
+                for id, later in kinds.items()
             }
     return by_set
-
-
-def _evaluating(found: list[Table], name: str, id: str) -> list[Table]:
-    """The stages up to the first that did not evaluate the row."""
-    return list(takewhile(lambda table: id in table.get(name, {}), found))
 
 
 def report(ledger: Ledger) -> dict[str, Any]:
@@ -312,7 +250,7 @@ def report(ledger: Ledger) -> dict[str, Any]:
 
     Paper: App. E.9 (average task accuracy).
     """
-    found = tables(ledger)
+    found: list[Table] = [files.read_json(ledger.place(entry.stage).flips) for entry in ledger.entries]
     cells, by_set = matrix(found), histories(found)
     numbers = range(1, len(found) + 1)
     return {
@@ -326,7 +264,7 @@ def report(ledger: Ledger) -> dict[str, Any]:
             "all": survival([history for rows in by_set.values() for history in rows.values()]),
             **{name: survival(list(rows.values())) for name, rows in by_set.items()},
         },
-        "base": [_share([is_right(k) for k in table[BASE].values()]) if BASE in table else None for table in found],
+        "base": [_share(table.get(BASE, {}), AFTER) for table in found],
         "stages": [_stage(ledger, number, by_set) for number in numbers],
     }
 
@@ -348,29 +286,17 @@ def _stage(ledger: Ledger, number: int, by_set: dict[str, dict[str, list[bool]]]
     }
 
 
-def _share(right: list[bool]) -> float | None:
-    return 100 * sum(right) / len(right) if right else None
+def _share(rows: Mapping[str, Kind], right: Collection[str]) -> float | None:
+    return 100 * sum(kind in right for kind in rows.values()) / len(rows) if rows else None
 
 
 # One more stage: `cplus adapt` from the last stage's model, with each earlier task as a separate past task.
 
 
-OF_ONE_STAGE = frozenset(
-    {
-        *DECIDED,
-        "model",
-        "new",
-        "anchors",
-        "past",
-        "validation",
-        "external",
-        "require",
-        "report_to",
-        "revision",
-        "preset",
-        "own_answers",
-    }
-)
+OF_ONE_STAGE = {
+    *DECIDED, "model", "new", "anchors", "past", "validation", "external", "require", "report_to", "revision", "preset",
+    "own_answers",
+}  # fmt: skip
 """Settings that belong to one stage; the others default to those of the previous stage."""
 
 
@@ -393,7 +319,9 @@ def update(root: Path, given: Mapping[str, Any], *, force: bool = False) -> Upda
     _check_place(root, given)
     with claimed(Folder(root)):
         files.tidy(root)
-        ledger = _verified(read(root)) if exists(root) else Ledger(root=root)
+        ledger = read(root) if exists(root) else Ledger(root=root)
+        if wrong := problems(ledger, models=False):
+            raise ValueError(f"{root}: {wrong[0]}; a ledger that was changed cannot be updated")
         place = ledger.next
         files.tidy(place.root)
         config = _started(ledger, place, given, force=force)
@@ -423,16 +351,12 @@ def _check_place(root: Path, given: Mapping[str, Any]) -> None:
         raise ValueError(f"{root}: there is no ledger yet; give the first update the model to start from")
 
 
-def _verified(ledger: Ledger) -> Ledger:
-    wrong = problems(ledger, models=False)
-    if wrong:
-        raise ValueError(f"{ledger.root}: {wrong[0]}; a ledger that was changed cannot be updated")
-    return ledger
-
-
 def _started(ledger: Ledger, place: StageFolder, given: Mapping[str, Any], *, force: bool) -> AdaptConfig:
     """The stage's settings; writes its rows and then its arguments, which mark the stage as started."""
-    values = {**({} if "preset" in given else _inherited(ledger)), **given}
+    values = dict(given)
+    if ledger.entries and "preset" not in given:
+        last = files.read_json(ledger.place(len(ledger.entries)).record)["settings"]
+        values = {name: value for name, value in last.items() if name not in OF_ONE_STAGE} | values
     check_repeated(values, given, ledger.root)
     new = load_task(str(given["new"]), values.get("data_dir"))
     arguments = {name: str(value) for name, value in sorted(given.items())} | {"rows": new.fingerprint}
@@ -467,13 +391,6 @@ def _rows(ledger: Ledger, place: StageFolder, values: Mapping[str, Any]) -> dict
     return found
 
 
-def _inherited(ledger: Ledger) -> dict[str, Any]:
-    if not ledger.entries:
-        return {}
-    last = files.read_json(ledger.place(len(ledger.entries)).record)["settings"]
-    return {name: value for name, value in last.items() if name not in OF_ONE_STAGE}
-
-
 def _anchors(ledger: Ledger, values: Mapping[str, Any]) -> tuple[Example, ...]:
     """The anchors of the last task: given, or drawn from its rows that are now right."""
     if values.get("anchors") is not None:
@@ -481,8 +398,8 @@ def _anchors(ledger: Ledger, values: Mapping[str, Any]) -> tuple[Example, ...]:
     if not ledger.entries:
         return ()
     number = len(ledger.entries)
-    known = tables(ledger)[-1][set_name(number)]
-    right = [row for row in read_file(ledger.place(number).watched) if is_right(known.get(row.id, "lost"))]
+    known = files.read_json(ledger.place(number).flips)[set_name(number)]
+    right = [row for row in read_file(ledger.place(number).watched) if known.get(row.id) in AFTER]
     count = int(values.get("num_anchors") or AdaptConfig.model_fields["num_anchors"].default)
     if not right:
         raise ValueError(f"stage {number} answers none of its rows correctly, so there are no anchors; give some")
@@ -527,10 +444,9 @@ def _external(ledger: Ledger) -> list[tuple[str, Path]]:
     """What a stage evaluates besides its own and the last task's rows: the base model's rows and earlier tasks."""
     if not ledger.entries:
         return []
-    first = ledger.place(1)
-    base = first.base if first.base.is_file() else None
+    base = ledger.place(1).base
     tasks = [(set_name(stage), ledger.place(stage).watched) for stage in range(1, len(ledger.entries))]
-    return [*([] if base is None else [(BASE, base)]), *tasks]
+    return [*([(BASE, base)] if base.is_file() else []), *tasks]
 
 
 def _worked(config: AdaptConfig, place: StageFolder, given: Mapping[str, Any]) -> FinishedJob:
@@ -572,7 +488,9 @@ def _sealed(ledger: Ledger, place: StageFolder, task: str, outcome: FinishedJob)
     if number == 1 and BASE in sets:
         source = place.past if place.past.is_file() else place.anchors
         files.write_text(place.base, lines(_evaluated(source, sets[BASE])))
-    files.write_json(place.flips, flips(sets))
+    # Rows without a judgement are omitted.
+    outcomes = {name: {row.id: row.kind for row in own.rows if row.kind is not None} for name, own in sets.items()}
+    files.write_json(place.flips, outcomes)
     model = outcome.record["model"]
     grown = append(ledger, task=task, before=model["before"], after=model["after"], created=outcome.record["created"])
     say(f"stage {number} sealed {str(grown.head)[:12]}")

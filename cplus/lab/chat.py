@@ -12,11 +12,11 @@ from itertools import pairwise
 from typing import Any
 
 from cplus.evaluation.statistics import Estimate, rise
-from cplus.lab.drawing import ADDED_HERE, cell, colour_and_marker, mark_not_run, method_name, panels
-from cplus.lab.records import Result, RunResult
+from cplus.lab.drawing import ADDED_HERE, cell, colour_and_marker, method_name, panels, picture
+from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Study, Summary, SummaryRow, Table, run_results
-from cplus.lab.summaries import Metric, Seed, by_seed, mean_of, over_seeds, pick, shown
+from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Study, Summary, SummaryRow, Table
+from cplus.lab.summaries import Metric, Seed, by_seed, grouped, mean_of, pick, row, shown
 from cplus.training.settings import RunSpec
 
 LEVEL = 0.85
@@ -125,16 +125,14 @@ def share_after_training(result: RunResult) -> float | None:
     return None if after is None else after / (result.seconds - after)
 
 
-def summary(results: Sequence[Result]) -> Summary:
+def summary(mine: Sequence[RunResult]) -> Summary:
     """A row for each setting, method, kind of rows and rate; claims against each neighbour at its best rate."""
-    mine = run_results(results)
     rows: list[SummaryRow] = []
     claims: list[Claim] = []
     answers: list[str] = []
     for where, neighbours, kept in (("style", NEIGHBOURS, KEPT), ("format", IN_FORMAT, KEPT[:1])):
         here = [result for result in mine if setting(result.spec) == where]
-        keys = dict.fromkeys((r.spec.method, r.spec.keep, r.spec.lr) for r in here)
-        table = {key: pick(here, method=key[0], keep=key[1], lr=key[2]) for key in keys}
+        table = grouped(here, lambda run: (run.spec.method, run.spec.keep, run.spec.lr))
         best = {name: _best([own for key, own in table.items() if key[0] == name]) for name in neighbours}
         ours = {keep: by_seed(pick(here, method=OURS, keep=keep), risen) for keep in kept}
         rows += map(_row, table.values())
@@ -191,14 +189,8 @@ COLUMNS: Mapping[str, Metric] = {
 
 def _row(own: Sequence[RunResult]) -> SummaryRow:
     first = own[0].spec
-    figures = {name: over_seeds(own, metric) for name, metric in COLUMNS.items()}
-    at = {
-        "past": setting(first),
-        "method": first.method,
-        "keep": first.keep if first.num_probes else "",
-        "lr": first.lr,
-    }
-    return SummaryRow(at=at, figures={name: value for name, value in figures.items() if value is not None})
+    keep = first.keep if first.num_probes else ""
+    return row({"past": setting(first), "method": first.method, "keep": keep, "lr": first.lr}, own, COLUMNS)
 
 
 # The frontier on a chat model: past against new loss while it learns; not in the paper.
@@ -210,22 +202,20 @@ TITLES = {"style": "past: answers of any kind", "format": "past: answers in JSON
 
 def fig_chat(found: Collected) -> Picture:
     """Every run of the scale's own rate as a line from the base model to where it stopped learning."""
-    own = [run for run in found.studies["chat"].runs if run.spec.lr == found.scale.base.lr]
-    figure, axes = panels(len(TITLES), width=8.4, height=3.6)
+    own = pick(found.studies["chat"].results, lr=found.scale.base.lr)
+    figure, axes = panels(len(TITLES), width=8.4, height=3.6, ylabel="rise of the past answers' loss")
     for axis, (name, title) in zip(axes, TITLES.items(), strict=True):
         _draw(axis, [run for run in own if setting(run.spec) == name])
         axis.set(title=title, xlabel="loss of the new answers (nats a token): learned to the right")
-    axes[0].set_ylabel("rise of the past answers' loss")
     seeds = len({run.spec.seed for run in own})
     caption = (
         f"A chat model learns terse answers; n = {seeds} seeds. Methods are compared where the new loss is {LEVEL}."
     )
-    return Picture(label="fig:chat", paper="Added here", caption=caption, figure=figure)
+    return picture(figure, "fig:chat", "Added here", caption, "")
 
 
 def _draw(axis: Any, runs: Sequence[RunResult]) -> None:
     if not runs:
-        mark_not_run(axis)
         return
     named: set[str] = set()
     for run in runs:

@@ -33,29 +33,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cplus.core.algorithm import blend, coefficient, collaborates, smooth
-from cplus.core.evidence import Evidence, MeanGradient, Source, borrowed_gradients, free_bytes, named
+from cplus.core.engine import trainable
+from cplus.core.evidence import Evidence, MeanGradient, Source, borrowed_gradients
 from cplus.core.gates import Proposal
 from cplus.core.guard import Guard
 from cplus.core.kernels import Signs, sign_of
 from cplus.core.losses import answer_losses
 from cplus.core.rows import Encoded
-from cplus.core.shards import trainable
 from cplus.methods.objectives import mean_backward
 from cplus.methods.table import METHODS, Material
-from cplus.training.gateshares import (
-    BLOCK,
-    LayerSums,
-    Sums,
-    admitted,
-    agrees,
-    apart,
-    applied,
-    judged,
-    layer_of,
-    masked,
-    masses,
-    middle_down_projection,
-)
+from cplus.methods.variants import free_bytes
+from cplus.training import gateshares
+from cplus.training.gateshares import BLOCK, LayerSums, Sums, layer_of, masked, middle_down_projection
 from cplus.training.loop import EpochEnded, Event, Prepared, Refreshed, Schedule
 
 # An optimizer's proposals, computed one tensor at a time without taking the step.
@@ -140,7 +129,7 @@ class Shelf:
         return self._stored(key).to(device)
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
-        """Some coordinates of the flat tensor."""
+        """Some coordinates of the flat tensor; a change of them is stored."""
         return self._stored(key).reshape(-1)[start:stop]
 
     def remove(self, key: str) -> None:
@@ -185,11 +174,11 @@ class Admission:
     def __call__(self, position: int, proposal: Proposal, c: Tensor) -> None:
         """Add one step of one tensor."""
         theta, proposed = proposal.theta, proposal.proposed
-        self.sums.add(position, {**masked(theta, proposed, proposal.sign), **applied(theta, proposed, c)})
+        self.sums.add(position, {**masked(theta, proposed, proposal.sign), **gateshares.applied(theta, proposed, c)})
 
     def report(self) -> dict[str, Any]:
         """Shares by epoch and by layer."""
-        return by_epoch_and_layer(self.sums, admitted)
+        return by_epoch_and_layer(self.sums, gateshares.admitted)
 
 
 def by_epoch_and_layer(found: LayerSums, figures: Callable[[Sums], Mapping[str, Any]]) -> dict[str, Any]:
@@ -233,14 +222,16 @@ class References:
         """Add one step of one tensor."""
         theta, proposed, sign, device = proposal.theta, proposal.proposed, proposal.sign, proposal.theta.device
         past = self.shelf.get(f"cpl-{position}", device)
-        sums = masses(theta, proposed, sign, c, past) | {"apart_cpl": apart(theta, proposed, sign, past)}
+        sums = gateshares.masses(theta, proposed, sign, c, past) | {
+            "apart_cpl": gateshares.apart(theta, proposed, sign, past)
+        }
         del past  # one reference in memory at a time
-        sums["apart_own"] = apart(theta, proposed, sign, self.shelf.get(f"own-{position}", device))
+        sums["apart_own"] = gateshares.apart(theta, proposed, sign, self.shelf.get(f"own-{position}", device))
         self.sums.add(position, sums | {"energy": masked(theta, proposed, sign)["energy"]})
 
     def report(self) -> dict[str, Any]:
         """Masses and agreements by epoch and by layer."""
-        return by_epoch_and_layer(self.sums, judged)
+        return by_epoch_and_layer(self.sums, gateshares.judged)
 
 
 class Coordinates:
@@ -298,7 +289,7 @@ class Geometry:
         layer_sums = LayerSums([""] * len(self.guard.params))
         for i, (theta, proposed) in enumerate(proposals(self.guard.model, self.guard.optimizer, self.rows)):
             layer_sums.add(i, masked(theta, proposed, self.guard.evidence_at(i)))
-        self.found.append({"completed_epochs": completed, **admitted(layer_sums.epochs()[1])})
+        self.found.append({"completed_epochs": completed, **gateshares.admitted(layer_sums.epochs()[1])})
 
     def report(self) -> list[dict[str, Any]]:
         """One row per point."""
@@ -396,7 +387,7 @@ def observable(prepared: Prepared, names: Sequence[str]) -> Guard:
             f"method {prepared.method.name!r} has no gate, so {', '.join(names)} have nothing to observe; leave them "
             f"out, or choose one of {', '.join(gated)}"
         )
-    if guard.where.sharded:
+    if guard.engine.sharded:
         raise TypeError("diagnostics need whole parameters, but these are sharded; run in one process or with DDP")
     return guard
 
@@ -413,7 +404,9 @@ def references(guard: Guard, layers: Sequence[str], prepared: Prepared, full: Ma
         weight = sum(weight for weight, kind in method.evidence if kind == "anchors")
         rest = replace(method, evidence=tuple(pair for pair in method.evidence if pair[1] != "anchors")).sources(full)
         others = MeanGradient(model=model, sources=rest) if rest else None
-    return References(guard, layers, cpl=cpl.reduction(model, cpl.sources(full)), weight=weight, others=others)
+    return References(
+        guard, layers, cpl=cpl.reduction(model=model, sources=cpl.sources(full)), weight=weight, others=others
+    )
 
 
 # The masks of all references over one replay of proposals, stored as a few sums per coordinate.
@@ -434,68 +427,25 @@ BYTES = 4 * len(KEPT)
 
 
 def replay(
-    shelf: Shelf,
-    model: nn.Module,
-    optimizer: Optimizer,
-    batches: Sequence[Sequence[Encoded]],
-    *,
-    beta: float,
-    room: int | None = None,
+    shelf: Shelf, model: nn.Module, optimizer: Optimizer, batches: Sequence[Sequence[Encoded]], *, beta: float
 ) -> int:
     """Propose one update per batch, with the weights frozen and the moments advancing; return the number of updates.
 
-    Paper: App. E.8; App. E.11, a common sequence of proposed updates. The sums are collected in memory and stored
-    once; where only some of the parameters' sums fit into it, the same updates are proposed again for the others.
+    Paper: App. E.8; App. E.11, a common sequence of proposed updates. The sums are collected where the shelf has them.
     """
-    params = trainable(optimizer)
-    sizes = [p.numel() for p in params]
-    place, space = working_memory(BYTES * sum(sizes), params[0].device) if room is None else (params[0].device, room)
+    for i, p in enumerate(trainable(optimizer)):
+        for name in KEPT:
+            shelf.put(f"{name}-{i}", torch.zeros(p.numel()))
     t = 0
-    for number, group in enumerate(groups(sizes, space // BYTES)):
-        if number:
-            optimizer.state.clear()  # the moments start again, as they did for the first group
-        sums = {i: {name: torch.zeros(sizes[i], device=place) for name in KEPT} for i in group}
-        for t, rows in enumerate(batches, start=1):
-            for i, (theta, proposed) in enumerate(proposals(model, optimizer, rows, advance=True)):
-                if i in sums:
-                    _add(sums[i], theta.reshape(-1), proposed.reshape(-1), beta=beta, t=t)
-        for i in group:
-            for name, values in sums.pop(i).items():
-                shelf.put(f"{name}-{i}", values)
+    for t, rows in enumerate(batches, start=1):
+        for i, (theta, proposed) in enumerate(proposals(model, optimizer, rows, advance=True)):
+            old, new = theta.reshape(-1), proposed.reshape(-1)
+            for start in range(0, old.numel(), BLOCK):
+                stop = start + BLOCK
+                sums = {name: shelf.read(f"{name}-{i}", start, stop) for name in KEPT}
+                delta = new[start:stop].double() - old[start:stop].double()
+                accumulate(sums, delta.to(sums["up"].device), beta=beta, t=t)
     return t
-
-
-def working_memory(need: int, device: torch.device) -> tuple[torch.device, int]:
-    """Where sums are collected: on the device if half of its free memory suffices, else in the host's memory."""
-    if need <= free_bytes(device) // 2:
-        return device, need
-    host = torch.device("cpu")
-    return host, min(need, free_bytes(host) // 2)
-
-
-def groups(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Positions of consecutive tensors that have room together; one that is larger than the room is alone.
-
-    >>> groups([3, 4, 9, 1], 8)
-    [[0, 1], [2], [3]]
-    """
-    found: list[list[int]] = []
-    left = 0
-    for position, size in enumerate(sizes):
-        if not found or size > left:
-            found.append([])
-            left = room
-        found[-1].append(position)
-        left -= size
-    return found
-
-
-def _add(sums: dict[str, Tensor], old: Tensor, new: Tensor, *, beta: float, t: int) -> None:
-    """Add one step of one tensor to its sums, block by block."""
-    for start in range(0, old.numel(), BLOCK):
-        stop = start + BLOCK
-        delta = new[start:stop].double() - old[start:stop].double()
-        accumulate({name: own[start:stop] for name, own in sums.items()}, delta.to(sums["up"].device), beta=beta, t=t)
 
 
 def accumulate(sums: dict[str, Tensor], delta: Tensor, *, beta: float, t: int) -> None:
@@ -594,9 +544,9 @@ def audit(
 
     Paper: App. E.8; App. E.11. The optimizer's moments advance, so use a new optimizer.
     """
-    params, names = trainable(optimizer), named(model)
+    params, names = trainable(optimizer), {id(p): name for name, p in model.named_parameters()}
     labels = [names.get(id(p), "others") for p in params]
-    shelf = Shelf(scratch_bytes(sum(p.numel() for p in params), len(given.anchors)))
+    shelf = Shelf(scratch_bytes(sum(p.numel() for p in params), len(given.anchors)), params[0].device)
     try:
         updates = replay(shelf, model, optimizer, batches, beta=beta)
         keep_signs(shelf, model, params, given)
@@ -684,7 +634,7 @@ def compared_names(num_anchors: int) -> dict[str, str]:
 def agreements(sums: Sums, given: Evidences) -> dict[str, list[float | None]]:
     """By number of anchors: CPL with full-data CPL, CPLUS with full-data CPLUS, CPLUS with full-data CPL."""
     return {
-        kind: [agrees(sums[f"{kind}_{count}"], sums["energy"]) for count in sorted(given.anchors)]
+        kind: [gateshares.agrees(sums[f"{kind}_{count}"], sums["energy"]) for count in sorted(given.anchors)]
         for kind in ("cpl", "cplus", "cross")
     }
 
@@ -692,7 +642,7 @@ def agreements(sums: Sums, given: Evidences) -> dict[str, list[float | None]]:
 def pairs(sums: Sums, num_anchors: int) -> list[dict[str, Any]]:
     """The agreement between the binary masks of each pair of references."""
     return [
-        {"first": a, "second": b, "agreement": agrees(sums[f"{a}/{b}"], sums["energy"])}
+        {"first": a, "second": b, "agreement": gateshares.agrees(sums[f"{a}/{b}"], sums["energy"])}
         for a, b in combinations(compared_names(num_anchors), 2)
     ]
 

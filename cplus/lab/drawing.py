@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from cplus.evaluation.statistics import Estimate
 from cplus.lab.estimate import PARAMETERS
 from cplus.lab.records import RunResult
-from cplus.lab.study import Cell, Collected, ComparisonLine, Picture
+from cplus.lab.study import Cell, Collected, ComparisonLine, Picture, Table
 from cplus.lab.summaries import Metric, over_seeds, pick, retained, shown, table
 from cplus.receipts.figures import COLOURS, OTHER, label, save
-
-# Shared drawing helpers: panels, lines with standard errors, one legend, a note in a panel that was not run.
-
 
 INK, SOFT, LINE, CARD = "#1d2430", "#586372", "#e0e4ea", "#ffffff"
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -60,15 +56,6 @@ _STYLE = {
 Points: TypeAlias = Sequence[tuple[float, Estimate]]
 
 
-@contextmanager
-def style() -> Iterator[None]:
-    """The style of all figures; the ids in an SVG, and so its bytes, depend on the drawing alone."""
-    import matplotlib
-
-    with matplotlib.rc_context(_STYLE):
-        yield
-
-
 def method_name(method: str) -> str:
     """A method's name in figures and tables.
 
@@ -83,25 +70,54 @@ def colour_and_marker(method: str) -> tuple[str, str]:
     return FURTHER_STYLES.get(method, (COLOURS.get(method, OTHER), MARKERS.get(method, "o")))
 
 
-def panels(columns: int, rows: int = 1, *, width: float = 3.2, height: float = 2.6, share: Any = False) -> Any:
-    """A figure and its axes row by row, without global state; each panel has horizontal grid lines."""
+def panels(
+    count: int,
+    columns: int | None = None,
+    *,
+    width: float = 3.2,
+    height: float = 2.6,
+    share: Any = False,
+    ylabel: str = "",
+    **more: Any,
+) -> Any:
+    """A figure and its panels row by row, without global state; the first of each row has the label.
+
+    `figure.estimates` are those of the lines drawn; the caption has the number of their seeds.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(max(4.5, width * columns), height * rows + 0.35), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False, sharey=share).flat)
+    columns = columns or count
+    rows = -(-count // columns)
+    figure: Any = Figure(figsize=(max(4.5, width * columns), height * rows + 0.35), layout="constrained")
+    figure.estimates = []
+    axes = list(figure.subplots(rows, columns, squeeze=False, sharey=share, **more).flat)
     for axis in axes:
         axis.grid(visible=True, axis="y")
-    return figure, axes
+    for axis in axes[::columns]:
+        axis.set_ylabel(ylabel)
+    for axis in axes[count:]:
+        axis.set_axis_off()
+    return figure, axes[:count]
 
 
-def mark_not_run(axis: Any) -> None:
-    """Write "not run" into an empty panel."""
-    axis.text(0.5, 0.5, "not run", transform=axis.transAxes, ha="center", va="center", color=SOFT)
+def picture(figure: Any, label: str, paper: str, caption: str, errors: str = "Means and standard errors") -> Picture:
+    """The finished figure: empty panels are marked, one legend above all, the seeds in the caption."""
+    found: dict[str, Any] = {}
+    for axis in figure.axes:
+        if axis.axison and not axis.has_data():
+            axis.text(0.5, 0.5, "not run", transform=axis.transAxes, ha="center", va="center", color=SOFT)
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+            found.setdefault(name, handle)
+    if found and not any(axis.get_legend() for axis in figure.axes):
+        figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=min(len(found), 5))
+    seeds = f" {errors}, {seed_count(figure.estimates)}." if errors else ""
+    return Picture(label=label, paper=paper, caption=caption + seeds, figure=figure)
 
 
 def line(axis: Any, points: Points, name: str | None, colour: str, marker: str, **more: Any) -> None:
     """One line with its standard errors; a single seed has none."""
     if points:
+        axis.figure.estimates += [found for _, found in points]
         axis.errorbar(
             [x for x, _ in points],
             [found.mean for _, found in points],
@@ -115,12 +131,9 @@ def line(axis: Any, points: Points, name: str | None, colour: str, marker: str, 
 
 
 def lines(axis: Any, series: Mapping[str, Points]) -> None:
-    """One line per method, CPLUS drawn on top; a panel without points is marked as not run."""
+    """One line per method, CPLUS drawn on top."""
     for method, points in series.items():
-        colour, marker = colour_and_marker(method)
-        line(axis, points, method_name(method), colour, marker, zorder=3 if method == "cplus" else 2)
-    if not any(series.values()):
-        mark_not_run(axis)
+        line(axis, points, method_name(method), *colour_and_marker(method), zorder=3 if method == "cplus" else 2)
 
 
 def points_by(results: Sequence[RunResult], field: str, metric: Metric = retained) -> Points:
@@ -134,14 +147,10 @@ def by_budget(results: Sequence[RunResult], method: str) -> Points:
     return points_by(pick(results, method=method), "num_anchors")
 
 
-def estimates_of(series: Mapping[str, Points]) -> list[Estimate]:
-    """All estimates of several lines."""
-    return [found for points in series.values() for _, found in points]
-
-
 def level_line(axis: Any, found: Estimate | None, method: str) -> None:
     """A method without an anchor budget: a horizontal line with its standard error as a band."""
     if found is not None:
+        axis.figure.estimates.append(found)
         colour, _ = colour_and_marker(method)
         axis.axhline(found.mean, color=colour, linestyle="--", linewidth=1.3, label=method_name(method))
         if found.error:
@@ -156,16 +165,6 @@ def budget_axis(axis: Any, values: Iterable[int]) -> None:
         axis.set_xticks(found, [str(value) for value in found])
         axis.set_xticks([], minor=True)
     axis.set_xlabel("anchors A (rows)")
-
-
-def legend(figure: Any) -> None:
-    """One legend above all panels, with each name once."""
-    found: dict[str, Any] = {}
-    for axis in figure.axes:
-        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
-            found.setdefault(name, handle)
-    if found:
-        figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=min(len(found), 5))
 
 
 def heat_map(axis: Any, values: Sequence[Sequence[float]], rows: Sequence[str], columns: Sequence[str]) -> Any:
@@ -239,20 +238,33 @@ def cell(found: Estimate | None, published: Any = None) -> Cell:
     return Cell(measured=shown(found), published=None if published is None else f"{published:.2f}")
 
 
+Row: TypeAlias = tuple[tuple[str, ...], Sequence[Estimate | None], Sequence[Any]]
+"""A row of a table: its names, the measured numbers, and the published ones."""
+
+
 def rows_by_method(
     results: Sequence[RunResult],
     names: Mapping[str, tuple[str, ...]],
     metrics: Sequence[Metric],
     published: Mapping[str, Sequence[Any]],
-) -> tuple[tuple[tuple[str | Cell, ...], ...], list[Estimate | None]]:
-    """One row per method, its names first and then each metric with the published value; and all estimates."""
-    rows: list[tuple[str | Cell, ...]] = []
-    drawn: list[Estimate | None] = []
-    for method, words in names.items():
-        found = [over_seeds(pick(results, method=method), metric) for metric in metrics]
-        rows.append((*words, *map(cell, found, published[method])))
-        drawn += found
-    return tuple(rows), drawn
+) -> list[Row]:
+    """One row per method with these metrics."""
+    found = {method: pick(results, method=method) for method in names}
+    return [(names[m], [over_seeds(own, metric) for metric in metrics], published[m]) for m, own in found.items()]
+
+
+def measured_table(
+    label: str, paper: str, columns: tuple[str, ...], rows: Iterable[Row], caption: str, remark: str
+) -> Table:
+    """A table of measured numbers with the published ones; its caption has the number of seeds."""
+    rows = list(rows)
+    return Table(
+        label=label,
+        paper=paper,
+        caption=f"{caption}, {seed_count(each for _, found, _ in rows for each in found)}. {remark}",
+        columns=columns,
+        rows=tuple((*words, *map(cell, found, published)) for words, found, published in rows),
+    )
 
 
 def compare_methods(
@@ -293,6 +305,8 @@ def joined_names(methods: Sequence[str]) -> str:
 
 def draw(make: Callable[[Collected], Picture], found: Collected, folder: Path) -> tuple[Picture, list[Path]]:
     """Draw one figure and write it as SVG and PNG; the same records give the same bytes."""
-    with style():
-        picture = make(found)
-        return picture, save(picture.figure, folder / picture.label.replace(":", "-"))
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE):  # the ids in an SVG, and so its bytes, depend on the drawing alone
+        drawn = make(found)
+        return drawn, save(drawn.figure, folder / drawn.label.replace(":", "-"))

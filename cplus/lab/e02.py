@@ -6,21 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from cplus.evaluation.statistics import Estimate
-from cplus.lab.drawing import (
-    INK,
-    colour_and_marker,
-    joined,
-    legend,
-    line,
-    mark_not_run,
-    method_name,
-    panels,
-    seed_count,
-)
-from cplus.lab.records import Result, RunResult
+from cplus.lab.drawing import INK, colour_and_marker, joined, line, method_name, panels, picture
+from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Study, Summary, run_results
+from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Study, Summary
 from cplus.lab.summaries import Metric, leads, margin, over_seeds, pick, shown, table
 from cplus.training.settings import RunSpec
 
@@ -54,16 +43,14 @@ def change_on(task: str) -> Metric:
     return metric
 
 
-def kept(result: RunResult) -> float | None:
-    """The mean share of correct answers kept over the outside tasks."""
-    return result.external_kept
-
-
-def summary(results: Sequence[Result]) -> Summary:
+def summary(mine: Sequence[RunResult]) -> Summary:
     """Change of outside accuracy by adaptation task and method."""
-    mine = run_results(results)
     outside = sorted({name for result in mine for name in result.external})
-    figures = {"change": change, "kept": kept, **{f"change on {name}": change_on(name) for name in outside}}
+    figures: dict[str, Metric] = {
+        "change": change,
+        "kept": lambda result: result.external_kept,
+        **{f"change on {name}": change_on(name) for name in outside},
+    }
     rows = table(mine, ("task", "method"), figures)
     ours = pick(mine, method="cplus")
     claims = (
@@ -84,32 +71,26 @@ def summary(results: Sequence[Result]) -> Summary:
 # E2, beyond the represented target: the change on tasks that are neither trained on nor anchors (Figs. 4, 16).
 
 
-def draw_outside_changes(axis: Any, here: Sequence[RunResult]) -> list[Estimate]:
+def draw_outside_changes(axis: Any, here: Sequence[RunResult]) -> None:
     """The change on every outside task by method, and their average as diamonds; also panel (b) of Fig. 1."""
     tasks = sorted({name for result in here for name in result.external})
-    metrics = [*(change_on(task) for task in tasks), change]
-    drawn = []
     for number, method in enumerate(METHODS):
         own, (colour, marker) = pick(here, method=method), colour_and_marker(method)
-        for x, metric in enumerate(metrics):
-            if (found := over_seeds(own, metric)) is not None:
-                average = x == len(tasks)
-                line(
-                    axis,
-                    [(x + 0.14 * (number - 1.5), found)],
-                    None if average else method_name(method),
-                    colour,
-                    "D" if average else marker,
-                    markersize=6 if average else 4.5,
-                    linestyle="none",
-                )
-                drawn.append(found)
-    axis.axhline(0.0, color=INK, linewidth=0.8)
-    axis.set_xticks(range(len(metrics)), [*tasks, "average"])
+        for x, metric in enumerate((*map(change_on, tasks), change)):
+            average, found = x == len(tasks), over_seeds(own, metric)
+            line(
+                axis,
+                [(x + 0.14 * (number - 1.5), found)] if found else [],
+                None if average else method_name(method),
+                colour,
+                "D" if average else marker,
+                markersize=6 if average else 4.5,
+                linestyle="none",
+            )
+    if here:
+        axis.axhline(0.0, color=INK, linewidth=0.8)
+    axis.set_xticks(range(len(tasks) + 1), [*tasks, "average"])
     axis.set_ylabel("change of accuracy (points)")
-    if not drawn:
-        mark_not_run(axis)
-    return drawn
 
 
 def fig_medqa_broader_capability(found: Collected) -> Picture:
@@ -121,20 +102,17 @@ def fig_medqa_broader_capability(found: Collected) -> Picture:
     tasks = [cell.task for cell in grid if cell.model == grid[0].model]
     tasks = tasks[1:] or tasks
     figure, axes = panels(len(tasks), width=3.4, height=2.7)
-    drawn: list[Estimate] = []
     for axis, task in zip(axes, tasks, strict=True):
-        drawn += draw_outside_changes(axis, pick(found.studies["e02"].runs, task=task))
+        draw_outside_changes(axis, pick(found.studies["e02"].results, task=task))
         axis.set_title(f"after {task}")
         axis.tick_params(axis="x", labelrotation=20)
     for axis in axes[1:]:
         axis.set_ylabel("")
-    legend(figure)
     caption = (
         "Change of accuracy from the base model on tasks used neither for training nor as anchors, by the task that "
-        f"was learned; diamonds are averages. Each panel has its own range. Means and standard errors, "
-        f"{seed_count(drawn)}."
+        "was learned; diamonds are averages. Each panel has its own range."
     )
-    return Picture(label="fig:medqa-broader-capability", paper="Fig. 4", caption=caption, figure=figure)
+    return picture(figure, "fig:medqa-broader-capability", "Fig. 4", caption)
 
 
 def fig_broader_capability_appendix(found: Collected) -> Picture:
@@ -142,47 +120,31 @@ def fig_broader_capability_appendix(found: Collected) -> Picture:
 
     Paper: Fig. 16.
     """
-    from matplotlib.figure import Figure
-
-    here = pick(found.studies["e02"].runs, task=found.scale.grid[0].task)
+    here = pick(found.studies["e02"].results, task=found.scale.grid[0].task)
     tasks = sorted({name for result in here for name in result.external})
-    figure = Figure(figsize=(5.2, 4.4), layout="constrained")
-    axis = figure.add_subplot(projection="polar")
+    figure, [axis] = panels(1, width=5.2, height=4.05, subplot_kw={"projection": "polar"})
     angles = [2 * math.pi * i / max(1, len(tasks)) for i in range(len(tasks))]
-    drawn: list[Estimate] = []
     for method in METHODS:
         scores = [over_seeds(pick(here, method=method), relative(task)) for task in tasks]
         known = [(angle, score) for angle, score in zip(angles, scores, strict=True) if score is not None]
+        colour, marker = colour_and_marker(method)
+        line(axis, known, None, colour, "none", linestyle="none")
         if known:
-            colour, marker = colour_and_marker(method)
-            around, values = [a for a, _ in known], [s.mean for _, s in known]
-            axis.errorbar(around, values, [s.error or 0.0 for _, s in known], color=colour, linestyle="none", capsize=2)
-            axis.plot(
-                [*around, around[0]], [*values, values[0]], color=colour, marker=marker, label=method_name(method)
-            )
-            drawn += [score for _, score in known]
-    circle = [2 * math.pi * i / 120 for i in range(121)]
-    axis.plot(circle, [100.0] * 121, color=INK, linestyle="--", linewidth=1.0, label="base model")
+            around, heights = zip(*((angle, score.mean) for angle, score in (*known, known[0])), strict=True)
+            axis.plot(around, heights, color=colour, marker=marker, label=method_name(method))
+    if values := [estimate.mean for estimate in figure.estimates]:
+        circle = [2 * math.pi * i / 120 for i in range(121)]
+        axis.plot(circle, [100.0] * 121, color=INK, linestyle="--", linewidth=1.0, label="base model")
+        low, high = min(*values, 100.0), max(*values, 100.0)
+        room = max(1.0, 0.15 * (high - low))  # a radial range in which the differences are visible
+        axis.set_ylim(low - 2 * room, high + room)
     axis.set_xticks(angles, tasks)
-    _radial_range(axis, drawn)
-    if not drawn:
-        mark_not_run(axis)
-    legend(figure)
+    axis.grid(visible=True)
     caption = (
         f"Scores after adapting to {found.scale.grid[0].task}, in percent of the base model's score on each task; "
-        f"the dashed line is 100 %. The radial axis does not begin at 0. Means and standard errors, "
-        f"{seed_count(drawn)}."
+        "the dashed line is 100 %. The radial axis does not begin at 0."
     )
-    return Picture(label="fig:broader-capability-appendix", paper="Fig. 16", caption=caption, figure=figure)
-
-
-def _radial_range(axis: Any, drawn: Sequence[Estimate]) -> None:
-    """A radial range in which the differences are visible."""
-    values = [found.mean for found in drawn] or [100.0]
-    low, high = min(*values, 100.0), max(*values, 100.0)
-    room = max(1.0, 0.15 * (high - low))
-    axis.set_ylim(low - 2 * room, high + room)
-    axis.grid(visible=True)
+    return picture(figure, "fig:broader-capability-appendix", "Fig. 16", caption)
 
 
 def relative(task: str) -> Metric:
@@ -199,17 +161,17 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     """The mean change on outside tasks by method, then CPLUS's after each task, with the paper's."""
     own, paper = found.studies["e02"], STUDY.published[0].numbers
     changes = ", ".join(f"{value:+.2f} after {task}" for task, value in paper.items())
-    tasks = dict.fromkeys(getattr(spec, "task", "") for spec in own.specs)
+    tasks = dict.fromkeys(spec.task for spec in own.specs)
     return [
         ComparisonLine(
             "change on outside tasks, SFT / CPL / CPLUS (points)",
-            joined([over_seeds(pick(own.runs, method=m), change) for m in ("sft", "cpl", "cplus")], sign=True),
+            joined([over_seeds(pick(own.results, method=m), change) for m in ("sft", "cpl", "cplus")], sign=True),
             f"CPLUS {changes}",
         ),
         *(
             ComparisonLine(
                 f"CPLUS after {task} (points)",
-                shown(over_seeds(pick(own.runs, method="cplus", task=task), change), sign=True),
+                shown(over_seeds(pick(own.results, method="cplus", task=task), change), sign=True),
                 f"{paper[task]:+.2f}" if task in paper else "other tasks",
             )
             for task in tasks

@@ -5,22 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cplus.evaluation.statistics import Estimate
-from cplus.lab.drawing import (
-    PALETTE,
-    budget_axis,
-    compare_methods,
-    line,
-    lines,
-    mark_not_run,
-    panels,
-    points_by,
-    rows_by_method,
-    seed_count,
-)
-from cplus.lab.records import Result, RunResult
+from cplus.lab import drawing
+from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Study, Summary, Table, run_results
+from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Study, Summary, Table
 from cplus.lab.summaries import KEPT_AND_LEARNED, above, learned, margin, over_seeds, pick, retained, shown, table
 from cplus.training.settings import RunSpec
 
@@ -60,9 +48,8 @@ def _weighted(scale: Scale, weight: float, budget: int, seed: int) -> RunSpec:
     return scale.at(anchor_weight=weight, num_anchors=budget, seed=seed)
 
 
-def summary(results: Sequence[Result]) -> Summary:
+def summary(mine: Sequence[RunResult]) -> Summary:
     """Retention of every variant; CPLUS against each variant without a component and against each other setting."""
-    mine = run_results(results)
     budget = next((r.spec.num_anchors for r in mine if r.spec.method == "cplus-norm-aligned"), 8)
     here = pick(mine, num_anchors=budget, anchor_weight=0.5, beta=0.9, shots=2, temperature=0.8)
     whole = pick(here, method="cplus")
@@ -150,60 +137,40 @@ def fig_hyperparameters(found: Collected) -> Picture:
 
     Paper: Fig. 11.
     """
-    runs = found.studies["e04"].runs
-    few = min(found.scale.budgets)
-    figure, (left, middle, right) = panels(3, width=3.2, height=2.7)
-    drawn = _generation_panel(left, pick(runs, method="cplus", anchor_weight=0.5, beta=0.9, num_anchors=few))
-    left.set_title(f"generation, A = {few}")
-    drawn += _weights(middle, pick(runs, beta=0.9, shots=2, temperature=0.8))
-    budget_axis(middle, (a for a in BUDGETS if a in found.scale.budgets))
+    runs, few = found.studies["e04"].results, min(found.scale.budgets)
+    figure, (left, middle, right) = drawing.panels(3, width=3.2, height=2.7)
+    here = pick(runs, method="cplus", anchor_weight=0.5, beta=0.9, num_anchors=few)
+    for colour, marker, shots in zip(drawing.PALETTE, "os", sorted({run.spec.shots for run in here}), strict=False):
+        drawing.line(
+            left, drawing.points_by(pick(here, shots=shots), "temperature"), f"{shots} examples", colour, marker
+        )
+    left.set(title=f"generation, A = {few}", xlabel="sampling temperature")
+    here = pick(runs, beta=0.9, shots=2, temperature=0.8, num_anchors=BUDGETS)
+    for colour, marker, weight in zip(drawing.PALETTE, "v^os", WEIGHTS, strict=False):
+        own = pick(here, method="cplus", anchor_weight=weight) if weight else pick(here, method="cplus-probes")
+        name = f"anchors {weight:g}" if weight else "probes alone"
+        drawing.line(middle, drawing.points_by(own, "num_anchors"), name, colour, marker)
+    drawing.budget_axis(middle, (a for a in BUDGETS if a in found.scale.budgets))
     middle.set_title("weight of the anchors")
-    drawn += _betas(right, pick(runs, num_anchors=found.scale.anchors, anchor_weight=0.5))
+    _betas(right, pick(runs, num_anchors=found.scale.anchors, anchor_weight=0.5))
     right.set(title=f"smoothing, A = {found.scale.anchors}", xlabel="beta of the mask's average")
     for axis in (left, middle, right):
         axis.set_ylabel("Retention (%)")
-        if axis.get_legend_handles_labels()[0]:
+        if axis.has_data():
             axis.legend(fontsize=7)
     caption = (
-        f"Left: probes generated with so many examples in context at each temperature. Middle: weight of the anchors' "
-        f"gradient in the blend; 0 is probes alone. Right: smoothing of the mask; 0 is the binary mask. Means and "
-        f"standard errors, {seed_count(drawn)}."
+        "Left: probes generated with so many examples in context at each temperature. Middle: weight of the anchors' "
+        "gradient in the blend; 0 is probes alone. Right: smoothing of the mask; 0 is the binary mask."
     )
-    return Picture(label="fig:hyperparameters", paper="Fig. 11", caption=caption, figure=figure)
+    return drawing.picture(figure, "fig:hyperparameters", "Fig. 11", caption)
 
 
-def _generation_panel(axis: Any, here: Sequence[RunResult]) -> list[Estimate]:
-    drawn = []
-    for colour, marker, shots in zip(PALETTE, "os", sorted({result.spec.shots for result in here}), strict=False):
-        points = points_by(pick(here, shots=shots), "temperature")
-        line(axis, points, f"{shots} examples", colour, marker)
-        drawn += [found for _, found in points]
-    axis.set_xlabel("sampling temperature")
-    if not drawn:
-        mark_not_run(axis)
-    return drawn
-
-
-def _weights(axis: Any, here: Sequence[RunResult]) -> list[Estimate]:
-    drawn = []
-    for colour, marker, weight in zip(PALETTE, "v^os", WEIGHTS, strict=False):
-        alone = weight == 0
-        own = pick(here, method="cplus-probes") if alone else pick(here, method="cplus", anchor_weight=weight)
-        points = [(x, found) for x, found in points_by(own, "num_anchors") if x in BUDGETS]
-        line(axis, points, "probes alone" if alone else f"anchors {weight:g}", colour, marker)
-        drawn += [found for _, found in points]
-    if not drawn:
-        mark_not_run(axis)
-    return drawn
-
-
-def _betas(axis: Any, here: Sequence[RunResult]) -> list[Estimate]:
+def _betas(axis: Any, here: Sequence[RunResult]) -> None:
     binary = over_seeds(pick(here, method="cplus-no-ema"), retained)
-    smooth = points_by(pick(here, method="cplus", shots=2, temperature=0.8), "beta")
+    smooth = drawing.points_by(pick(here, method="cplus", shots=2, temperature=0.8), "beta")
     points = [*([(0.0, binary)] if binary else []), *smooth]
-    lines(axis, {"cplus": [(float(x), found) for x, (_, found) in enumerate(points)]})
+    drawing.lines(axis, {"cplus": [(float(x), found) for x, (_, found) in enumerate(points)]})
     axis.set_xticks(range(len(points)), [f"{beta:g}" for beta, _ in points])
-    return [found for _, found in points]
 
 
 def tab_cplus_ablation(found: Collected) -> Table:
@@ -220,13 +187,13 @@ def tab_cplus_ablation(found: Collected) -> Table:
         "cplus-gradient": ("mask on the gradient (added here)",),
     }
     paper = {method: (STUDY.published[0].numbers.get(method), None) for method in names}
-    rows, drawn = rows_by_method(_at_default_settings(found), names, (retained, learned), paper)
-    return Table(
-        label="tab:cplus-ablation",
-        paper="Table 1",
-        caption=f"Component ablation at A = {found.scale.anchors}, {seed_count(drawn)}. Published: one seed.",
-        columns=("Variant", "Retention (%)", "Acquisition (%)"),
-        rows=rows,
+    return drawing.measured_table(
+        "tab:cplus-ablation",
+        "Table 1",
+        ("Variant", "Retention (%)", "Acquisition (%)"),
+        drawing.rows_by_method(_at_default_settings(found), names, (retained, learned), paper),
+        f"Component ablation at A = {found.scale.anchors}",
+        "Published: one seed.",
     )
 
 
@@ -237,20 +204,20 @@ def tab_ema_selection(found: Collected) -> Table:
     """
     names = {"cplus-no-ema": ("Mean", "None"), "cplus": ("Mean", "0.9"), "cplus-cvar": ("CVaR", "0.9")}
     paper = {method: (STUDY.published[1].numbers[method], 100.0) for method in names}
-    own = pick(found.studies["e04"].runs, num_anchors=64, anchor_weight=0.5, beta=0.9)
-    rows, drawn = rows_by_method(own, names, (retained, learned), paper)
-    return Table(
-        label="tab:ema-selection",
-        paper="Table 3",
-        caption=f"Reference reduction and mask smoothing at A = 64, {seed_count(drawn)}. Published: three runs.",
-        columns=("Reduction", "EMA", "Retention (%)", "Acquisition (%)"),
-        rows=rows,
+    own = pick(found.studies["e04"].results, num_anchors=64, anchor_weight=0.5, beta=0.9)
+    return drawing.measured_table(
+        "tab:ema-selection",
+        "Table 3",
+        ("Reduction", "EMA", "Retention (%)", "Acquisition (%)"),
+        drawing.rows_by_method(own, names, (retained, learned), paper),
+        "Reference reduction and mask smoothing at A = 64",
+        "Published: three runs.",
     )
 
 
 def _at_default_settings(found: Collected) -> list[RunResult]:
     """The runs of the component ablation: one budget, default blend, smoothing and generation."""
-    runs, anchors = found.studies["e04"].runs, found.scale.anchors
+    runs, anchors = found.studies["e04"].results, found.scale.anchors
     return pick(runs, num_anchors=anchors, anchor_weight=0.5, beta=0.9, shots=2, temperature=0.8)
 
 
@@ -261,7 +228,7 @@ def comparison(found: Collected) -> list[ComparisonLine]:
         "Retention, binary mask / smoothed / norm-aligned (%)": ("cplus-no-ema", "cplus", "cplus-norm-aligned"),
     }
     here, paper = _at_default_settings(found), STUDY.published[0].numbers
-    return [compare_methods(what, here, methods, paper) for what, methods in lines_of.items()]
+    return [drawing.compare_methods(what, here, methods, paper) for what, methods in lines_of.items()]
 
 
 STUDY = Study(

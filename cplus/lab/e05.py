@@ -4,39 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from cplus.evaluation.statistics import Estimate, estimate
-from cplus.lab.drawing import (
-    Points,
-    cell,
-    estimates_of,
-    joined,
-    joined_names,
-    joined_numbers,
-    legend,
-    lines,
-    method_name,
-    panels,
-    seed_count,
-)
-from cplus.lab.records import Result, SequenceResult
+from cplus.lab import drawing
+from cplus.lab.records import SequenceResult
 from cplus.lab.scales import Scale, seedless
-from cplus.lab.study import (
-    Cell,
-    Claim,
-    Collected,
-    ComparisonLine,
-    Picture,
-    Published,
-    Study,
-    Summary,
-    SummaryRow,
-    Table,
-    sequence_results,
-)
+from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Study, Summary, SummaryRow, Table
 from cplus.lab.summaries import difference, mean_of, seed_of, shown
-from cplus.training.settings import SequenceSpec
+from cplus.training.settings import Recipe, SequenceSpec
 
 METHODS = ("sft", "replay", "cpl", "cplus")
 
@@ -48,24 +25,8 @@ def runs(scale: Scale) -> list[SequenceSpec]:
 
 def _spec(scale: Scale, method: str, seed: int) -> SequenceSpec:
     run = scale.at(method=method, seed=seed)
-    spec = SequenceSpec(
-        model=run.model,
-        tasks=scale.tasks,
-        interface=run.interface,
-        method=method,
-        seed=seed,
-        num_anchors=run.num_anchors,
-        num_probes=run.num_probes,
-        num_new=run.num_new,
-        num_rows=scale.sequence_rows,
-        lr=run.lr,
-        weight_decay=run.weight_decay,
-        epochs=run.epochs,
-        batch_size=run.batch_size,
-        order=run.order,
-        topics=run.topics,
-        compute_dtype=run.compute_dtype,
-    )
+    shared = {field.name: getattr(run, field.name) for field in fields(Recipe)}
+    spec = SequenceSpec(**{**shared, "seed": seed}, tasks=scale.tasks, num_rows=scale.sequence_rows)
     return replace(spec, seed=0) if seedless(spec) else spec
 
 
@@ -82,9 +43,8 @@ def kept(result: SequenceResult) -> float:
     return statistics.fmean(stage["retention"] for stage in result.stages if stage["retention"] is not None)
 
 
-def summary(results: Sequence[Result]) -> Summary:
+def summary(mine: Sequence[SequenceResult]) -> Summary:
     """Average accuracy after each stage, final accuracy on every task, and CPLUS against the other methods."""
-    mine = sequence_results(results)
     by_method = {method: [r for r in mine if r.spec.method == method] for method in METHODS}
     ends = {m: {seed_of(r): average(r, len(r.spec.tasks)) for r in own} for m, own in by_method.items()}
     stays = {m: {seed_of(r): kept(r) for r in own} for m, own in by_method.items()}
@@ -145,31 +105,22 @@ def fig_sequential_multitask(found: Collected) -> Picture:
 
     Paper: Fig. 6.
     """
-    own, tasks = found.studies["e05"].sequences, found.scale.tasks
-    columns = len(tasks) + 1 if len(tasks) < 4 else 3
-    figure, axes = panels(columns, -(-(len(tasks) + 1) // columns), width=3.0, height=2.3, share=True)
-    drawn: list[Estimate] = []
-    for index, (axis, task) in enumerate(zip(axes, (*tasks, "average"), strict=False)):
-        series = {method: _stages(own, method, index, len(tasks)) for method in METHODS}
-        lines(axis, series)
-        axis.set(title="all tasks so far" if task == "average" else task, xlim=(0.6, len(tasks) + 0.4))
+    own, tasks = found.studies["e05"].results, found.scale.tasks
+    columns, count = len(tasks) + 1 if len(tasks) < 4 else 3, len(tasks) + 1
+    figure, axes = drawing.panels(count, columns, width=3.0, height=2.3, share=True, ylabel="accuracy (%)")
+    for index, (axis, task) in enumerate(zip(axes, (*tasks, "all tasks so far"), strict=True)):
+        drawing.lines(axis, {method: _stages(own, method, index, len(tasks)) for method in METHODS})
+        axis.set(title=task, xlim=(0.6, len(tasks) + 0.4))
         axis.set_xticks(range(1, len(tasks) + 1), [f"{n}" for n in range(1, len(tasks) + 1)])
         axis.set_xlabel("tasks learned")
-        drawn += estimates_of(series)
-    for axis in axes[len(tasks) + 1 :]:
-        axis.set_axis_off()
-    for axis in axes[::columns]:
-        axis.set_ylabel("accuracy (%)")
-    legend(figure)
     caption = (
         f"Accuracy on each task from the stage that learns it, in the order {' → '.join(tasks)}; the last panel is the "
-        f"unweighted mean over the tasks met. The first stage is shared. Means and standard errors, "
-        f"{seed_count(drawn)}."
+        "unweighted mean over the tasks met. The first stage is shared."
     )
-    return Picture(label="fig:sequential-multitask", paper="Fig. 6", caption=caption, figure=figure)
+    return drawing.picture(figure, "fig:sequential-multitask", "Fig. 6", caption)
 
 
-def _stages(results: Sequence[SequenceResult], method: str, index: int, count: int) -> Points:
+def _stages(results: Sequence[SequenceResult], method: str, index: int, count: int) -> drawing.Points:
     """The accuracy on one task after each stage from its own on; the index after the last task is the average."""
     own = [result for result in results if result.spec.method == method]
     if not own:
@@ -185,13 +136,13 @@ def tab_sequential_stage_summary(found: Collected) -> Table:
     Paper: Table 7.
     """
     tasks = found.scale.tasks[1:]
-    rows, drawn = _rows(found, [f"average after {task}" for task in tasks], STUDY.published[0].numbers)
-    return Table(
-        label="tab:sequential-stage-summary",
-        paper="Table 7",
-        caption=f"Average Task Accuracy (%), {seed_count(drawn)}. Published: after arc_c, mmlu, medqa, three seeds.",
-        columns=("Method", *(f"After {task}" for task in tasks)),
-        rows=rows,
+    return drawing.measured_table(
+        "tab:sequential-stage-summary",
+        "Table 7",
+        ("Method", *(f"After {task}" for task in tasks)),
+        _rows(found, [f"average after {task}" for task in tasks], STUDY.published[0].numbers),
+        "Average Task Accuracy (%)",
+        "Published: after arc_c, mmlu, medqa, three seeds.",
     )
 
 
@@ -202,43 +153,35 @@ def tab_sequential_final(found: Collected) -> Table:
     """
     tasks, averages, final = found.scale.tasks, STUDY.published[0].numbers, STUDY.published[1].numbers
     columns = [*(f"{task} at the end" for task in tasks), f"average after {tasks[-1]}"]
-    rows, drawn = _rows(found, columns, {method: (*final[method], averages[method][-1]) for method in METHODS})
-    return Table(
-        label="tab:sequential-final",
-        paper="Table 8",
-        caption=f"Accuracy (%) at the end, {seed_count(drawn)}. Published: csqa, arc_c, mmlu, medqa, three seeds.",
-        columns=("Method", *tasks, "Average"),
-        rows=rows,
+    return drawing.measured_table(
+        "tab:sequential-final",
+        "Table 8",
+        ("Method", *tasks, "Average"),
+        _rows(found, columns, {method: (*final[method], averages[method][-1]) for method in METHODS}),
+        "Accuracy (%) at the end",
+        "Published: csqa, arc_c, mmlu, medqa, three seeds.",
     )
 
 
-def _rows(
-    found: Collected, figures: Sequence[str], published: Mapping[str, Sequence[float]]
-) -> tuple[tuple[tuple[str | Cell, ...], ...], list[Estimate | None]]:
+def _rows(found: Collected, figures: Sequence[str], published: Mapping[str, Sequence[float]]) -> list[drawing.Row]:
     """One row per method; published numbers only where the sequence has as many tasks as the paper's."""
-    measured = _summary_figures(found)
-    rows: list[tuple[str | Cell, ...]] = []
-    drawn: list[Estimate | None] = []
-    for method in METHODS:
-        own = [measured.get(method, {}).get(name) for name in figures]
-        paper = published[method] if len(found.scale.tasks) == 4 else (None,) * len(figures)
-        rows.append((method_name(method), *map(cell, own, paper)))
-        drawn += own
-    return tuple(rows), drawn
-
-
-def _summary_figures(found: Collected) -> dict[str, Mapping[str, Estimate]]:
-    return {row.at["method"]: row.figures for row in found.studies["e05"].summary.rows}
+    measured = {row.at["method"]: row.figures for row in found.studies["e05"].summary.rows}
+    none = (None,) * len(figures)
+    papers: Mapping[str, Sequence[Any]] = published if len(found.scale.tasks) == 4 else dict.fromkeys(METHODS, none)
+    return [
+        ((drawing.method_name(m),), [measured.get(m, {}).get(name) for name in figures], papers[m]) for m in METHODS
+    ]
 
 
 def comparison(found: Collected) -> list[ComparisonLine]:
     """The average accuracy after the last task, with the paper's."""
-    last, measured = f"average after {found.scale.tasks[-1]}", _summary_figures(found)
+    last, numbers = f"average after {found.scale.tasks[-1]}", STUDY.published[0].numbers
+    rows = _rows(found, [last], {method: numbers[method][-1:] for method in METHODS})
     return [
         ComparisonLine(
-            f"average accuracy at the end, {joined_names(METHODS)} (%)",
-            joined([measured.get(method, {}).get(last) for method in METHODS]),
-            joined_numbers([STUDY.published[0].numbers[method][-1] for method in METHODS]),
+            f"average accuracy at the end, {drawing.joined_names(METHODS)} (%)",
+            drawing.joined([found[0] for _, found, _ in rows]),
+            drawing.joined_numbers([numbers[method][-1] for method in METHODS]),
         )
     ]
 

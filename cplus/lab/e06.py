@@ -6,35 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from cplus.evaluation.statistics import Estimate, estimate
-from cplus.lab.drawing import (
-    Points,
-    colour_and_marker,
-    compare_methods,
-    estimates_of,
-    legend,
-    line,
-    lines,
-    mark_not_run,
-    method_name,
-    model_size,
-    panels,
-    seed_count,
-)
-from cplus.lab.records import Result, RunResult
+from cplus.lab import drawing
+from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import (
-    Claim,
-    Collected,
-    ComparisonLine,
-    Picture,
-    Published,
-    Study,
-    Summary,
-    SummaryRow,
-    judged,
-    run_results,
-)
-from cplus.lab.summaries import above, flops, leads, margin, over_seeds, pick, retained, seed_of, shown, table
+from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Study, Summary, SummaryRow, judged
+from cplus.lab.summaries import above, flops, grouped, leads, margin, over_seeds, pick, retained, seed_of, shown, table
 from cplus.training.settings import RunSpec
 
 CURVES = ("sft", "replay", "cpl", "cplus")
@@ -73,16 +49,16 @@ def lowest(result: RunResult) -> float | None:
     return min((point["retention"] for point in result.curve), default=None)
 
 
-def summary(results: Sequence[Result]) -> Summary:
+def summary(results: Sequence[RunResult]) -> Summary:
     """Full Acquisition, lowest and final Retention by method; gain and cost relative to SFT by model and method."""
-    curves = [result for result in run_results(results) if result.curve]
-    ends = [result for result in run_results(results) if not result.curve]
+    curves = [result for result in results if result.curve]
+    ends = [result for result in results if not result.curve]
     points = table(
         curves,
         ("method",),
         {"first full epoch": first_full, "lowest retention": lowest, "final retention": retained},
     )
-    costs = tuple(row for model in dict.fromkeys(r.spec.model for r in ends) for row in _costs(pick(ends, model=model)))
+    costs = tuple(row for own in grouped(ends, lambda r: r.spec.model).values() for row in _costs(own))
     words = "with the small bank CPLUS keeps more than {}"
     claims = leads(words, ends, COMPARED[:-1], paper="Sec. 4.6; Fig. 7") + _dynamics(curves)
     full = {name: over_seeds(pick(curves, method=name), first_full) for name in ("cpl", "cplus")}
@@ -179,29 +155,27 @@ def fig_retention_compute(found: Collected) -> Picture:
     Paper: Fig. 7.
     """
     rows = [row for row in found.studies["e06"].summary.rows if "gain over SFT" in row.figures]
-    models = sorted({row.at["model"] for row in rows}, key=model_size) or [found.scale.base.model]
-    figure, axes = panels(len(models), width=3.3, height=2.8)
-    drawn: list[Estimate] = []
+    models = sorted({row.at["model"] for row in rows}, key=drawing.model_size) or [found.scale.base.model]
+    figure, axes = drawing.panels(len(models), width=3.3, height=2.8, ylabel="Retention gained over SFT (points)")
     for axis, model in zip(axes, models, strict=True):
         here = [row for row in rows if row.at["model"] == model]
         for row in here:
-            gain, cost = row.figures["gain over SFT"], row.figures["cost"]
-            colour, marker = colour_and_marker(row.at["method"])
-            name = method_name(row.at["method"])
-            line(axis, [(cost.mean, gain)], name, colour, marker, linestyle="none", markersize=6)
-            drawn.append(gain)
+            points, method = [(row.figures["cost"].mean, row.figures["gain over SFT"])], row.at["method"]
+            drawing.line(
+                axis,
+                points,
+                drawing.method_name(method),
+                *drawing.colour_and_marker(method),
+                linestyle="none",
+                markersize=6,
+            )
         _cost_axis(axis, [row.figures["cost"].mean for row in here])
         axis.set(title=model, xlabel="training FLOPs (times SFT's, log scale)")
-        if not here:
-            mark_not_run(axis)
-    axes[0].set_ylabel("Retention gained over SFT (points)")
-    legend(figure)
     caption = (
         f"Retention gained over SFT against training FLOPs relative to SFT, A = {found.scale.anchors}, "
-        f"N = {found.scale.small_bank} probes; one-time preparation is left out. Vertical scales differ. Means and "
-        f"standard errors, {seed_count(drawn)}."
+        f"N = {found.scale.small_bank} probes; one-time preparation is left out. Vertical scales differ."
     )
-    return Picture(label="fig:retention-compute", paper="Fig. 7", caption=caption, figure=figure)
+    return drawing.picture(figure, "fig:retention-compute", "Fig. 7", caption)
 
 
 def _cost_axis(axis: Any, values: Sequence[float]) -> None:
@@ -218,17 +192,15 @@ def fig_learning_dynamics(found: Collected) -> Picture:
 
     Paper: Fig. 8.
     """
-    own = found.studies["e06"].runs
-    figure, (left, right) = panels(2, width=4.0, height=2.9)
-    drawn = _over_epochs(left, own, "retention")
+    own = found.studies["e06"].results
+    figure, (left, right) = drawing.panels(2, width=4.0, height=2.9)
+    _over_epochs(left, own, "retention")
     draw_path(right, own)
-    legend(figure)
     caption = (
         f"Left: Retention after every epoch. Right: the path of Acquisition and Retention. A = {found.scale.anchors}. "
-        f"Large markers are the first epoch with full Acquisition. Error bars (left) are standard errors, "
-        f"{seed_count(drawn)}."
+        "Large markers are the first epoch with full Acquisition."
     )
-    return Picture(label="fig:learning-dynamics", paper="Fig. 8", caption=caption, figure=figure)
+    return drawing.picture(figure, "fig:learning-dynamics", "Fig. 8", caption, "Error bars (left) are standard errors")
 
 
 def fig_epoch_level_dynamics(found: Collected) -> Picture:
@@ -236,51 +208,44 @@ def fig_epoch_level_dynamics(found: Collected) -> Picture:
 
     Paper: Fig. 12.
     """
-    own = found.studies["e06"].runs
-    figure, (left, middle, right) = panels(3, width=3.2, height=2.7)
-    drawn = _over_epochs(left, own, "retention")
+    own = found.studies["e06"].results
+    figure, (left, middle, right) = drawing.panels(3, width=3.2, height=2.7)
+    _over_epochs(left, own, "retention")
     _over_epochs(middle, own, "acquisition")
     draw_path(right, own)
     right.set_ylim(left.get_ylim())
-    legend(figure)
     caption = (
-        f"Retention and Acquisition after every epoch, and the path of both, on the scale of the left panel. "
-        f"A = {found.scale.anchors}, learning rate {found.scale.base.lr:g}. Error bars are standard errors, "
-        f"{seed_count(drawn)}."
+        "Retention and Acquisition after every epoch, and the path of both, on the scale of the left panel. "
+        f"A = {found.scale.anchors}, learning rate {found.scale.base.lr:g}."
     )
-    return Picture(label="fig:epoch-level-dynamics", paper="Fig. 12", caption=caption, figure=figure)
+    return drawing.picture(figure, "fig:epoch-level-dynamics", "Fig. 12", caption, "Error bars are standard errors")
 
 
-def _over_epochs(axis: Any, results: Sequence[RunResult], name: str) -> list[Estimate]:
+def _over_epochs(axis: Any, results: Sequence[RunResult], name: str) -> None:
     series = {method: _curve(results, method, name) for method in CURVES}
-    lines(axis, series)
+    drawing.lines(axis, series)
     for method, points in series.items():
-        _mark_first_full(axis, points, points, _curve(results, method, "acquisition"), colour_and_marker(method)[0])
+        _mark_first_full(
+            axis, points, points, _curve(results, method, "acquisition"), drawing.colour_and_marker(method)[0]
+        )
     axis.locator_params(axis="x", integer=True)
     axis.set(xlabel="epochs", ylabel=f"{name.capitalize()} (%)")
-    return estimates_of(series)
 
 
 def draw_path(axis: Any, results: Sequence[RunResult]) -> None:
     """Retention against Acquisition, epoch by epoch."""
     for method in CURVES:
-        colour, marker = colour_and_marker(method)
+        colour, marker = drawing.colour_and_marker(method)
         kept, learned = _curve(results, method, "retention"), _curve(results, method, "acquisition")
-        axis.plot(
-            [found.mean for _, found in learned],
-            [found.mean for _, found in kept],
-            color=colour,
-            marker=marker,
-            markersize=3.5,
-            linewidth=1.3,
-        )
+        across, up = [found.mean for _, found in learned], [found.mean for _, found in kept]
+        if kept:
+            name = drawing.method_name(method)
+            axis.plot(across, up, color=colour, marker=marker, markersize=3.5, linewidth=1.3, label=name)
         _mark_first_full(axis, [(found.mean, found) for _, found in learned], kept, learned, colour)
     axis.set(xlabel="Acquisition (%)", ylabel="Retention (%)")
-    if not any(result.curve for result in results):
-        mark_not_run(axis)
 
 
-def _curve(results: Sequence[RunResult], method: str, name: str) -> Points:
+def _curve(results: Sequence[RunResult], method: str, name: str) -> drawing.Points:
     """Retention or Acquisition after every epoch; by definition the base model has 100 and 0 percent."""
     own = [result for result in pick(results, method=method) if result.curve]
     if not own:
@@ -291,7 +256,9 @@ def _curve(results: Sequence[RunResult], method: str, name: str) -> Points:
     return [(0.0, start), *after]
 
 
-def _mark_first_full(axis: Any, across: Points, up: Points, learned: Points, colour: str) -> None:
+def _mark_first_full(
+    axis: Any, across: drawing.Points, up: drawing.Points, learned: drawing.Points, colour: str
+) -> None:
     """A large filled marker at the first epoch whose mean Acquisition is full."""
     for (x, _), (_, y), (_, now) in zip(across, up, learned, strict=True):
         if now.mean >= 100.0:
@@ -302,11 +269,11 @@ def _mark_first_full(axis: Any, across: Points, up: Points, learned: Points, col
 def comparison(found: Collected) -> list[ComparisonLine]:
     """The first epoch at full Acquisition, with the paper's, and the cost of CPLUS."""
     own = found.studies["e06"]
-    curves = [result for result in own.runs if result.curve]
+    curves = [result for result in own.results if result.curve]
     ours = [row.figures for row in own.summary.rows if row.at.get("method") == "cplus"]
     costs = [figures["cost"] for figures in ours if "cost" in figures]
     return [
-        compare_methods(
+        drawing.compare_methods(
             "first epoch at full Acquisition, CPLUS / Replay / CPL",
             curves,
             ("cplus", "replay", "cpl"),

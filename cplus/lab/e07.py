@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cplus.evaluation.statistics import Estimate
-from cplus.lab.drawing import cell, joined, joined_numbers, seed_count
-from cplus.lab.records import Result, RunResult
+from cplus.lab.drawing import Row, joined, joined_numbers, measured_table
+from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import (
-    Cell,
-    Collected,
-    CollectedStudy,
-    ComparisonLine,
-    Published,
-    Study,
-    Summary,
-    Table,
-    run_results,
-)
+from cplus.lab.study import Collected, ComparisonLine, Published, Study, Summary, Table
 from cplus.lab.summaries import Metric, above, learned, margin, over_seeds, pick, retained, shown, table
 from cplus.training.settings import RunSpec
 
@@ -50,23 +39,17 @@ def overall(result: RunResult) -> float | None:
     return right / (counts["asked"] + counts["wrong"])
 
 
-def supplied(result: RunResult) -> float | None:
-    """Accuracy on the supplied anchors themselves; None in records from before it was measured."""
-    return result.anchors_right
-
-
-METRICS = {
+METRICS: dict[str, Metric] = {
     "retention": retained,
     "correction": corrected,
     "overall": overall,
     "acquisition": learned,
-    "supplied anchors": supplied,
+    "supplied anchors": lambda result: result.anchors_right,  # None in records from before it was measured
 }
 
 
-def summary(results: Sequence[Result]) -> Summary:
+def summary(mine: Sequence[RunResult]) -> Summary:
     """Retention, Correction and overall accuracy on the anchors' task by composition."""
-    mine = run_results(results)
     most = max((result.spec.wrong_anchors for result in mine), default=0)
     right, wrong = pick(mine, wrong_anchors=0), pick(mine, wrong_anchors=most)
     claims = (
@@ -96,40 +79,41 @@ def tab_anchor_composition(found: Collected) -> Table:
     Paper: Table 4.
     """
     own, anchors = found.studies["e07"], found.scale.anchors
-    rows: list[tuple[str | Cell, ...]] = []
-    drawn: list[Estimate | None] = []
-    for wrong in _wrong_counts(own):
-        measured = [over_seeds(pick(own.runs, wrong_anchors=wrong), metric) for metric in COLUMNS.values()]
-        paper = STUDY.published[0].numbers.get(str(wrong), (None,) * 3) if anchors == 8 else (None,) * 3
-        own_rows = over_seeds(pick(own.runs, wrong_anchors=wrong), supplied)
-        last = cell(own_rows, STUDY.published[1].numbers["supplied anchors"] if anchors == 8 else None)
-        rows.append((str(anchors - wrong), str(wrong), *map(cell, measured, paper), last))
-        drawn += measured
+    published: dict[str, tuple[float, ...]] = {}
+    if anchors == 8:
+        [supplied] = STUDY.published[1].numbers.values()
+        published = {wrong: (*values, supplied) for wrong, values in STUDY.published[0].numbers.items()}
+    metrics = (*COLUMNS.values(), METRICS["supplied anchors"])
+    groups = {
+        wrong: pick(own.results, wrong_anchors=wrong)
+        for wrong in dict.fromkeys(spec.wrong_anchors for spec in own.specs)
+    }
+    rows: list[Row] = [
+        (
+            (str(anchors - wrong), str(wrong)),
+            [over_seeds(runs, metric) for metric in metrics],
+            published.get(str(wrong), (None,) * len(metrics)),
+        )
+        for wrong, runs in groups.items()
+    ]
     new, kept = found.scale.new_and_anchor_task
-    return Table(
-        label="tab:anchor-composition",
-        paper="Table 4",
-        caption=f"Anchors of {kept} while {new} is learned, {seed_count(drawn)}. Published: CSQA and MedQA, one seed.",
-        columns=(
-            "Base-correct",
-            "Base-wrong",
-            "Retention (%)",
-            "Correction (%)",
-            "Overall (%)",
-            "Anchors (%)",
-        ),
-        rows=tuple(rows),
+    return measured_table(
+        "tab:anchor-composition",
+        "Table 4",
+        ("Base-correct", "Base-wrong", "Retention (%)", "Correction (%)", "Overall (%)", "Anchors (%)"),
+        rows,
+        f"Anchors of {kept} while {new} is learned",
+        "Published: CSQA and MedQA, one seed.",
     )
-
-
-def _wrong_counts(own: CollectedStudy) -> list[int]:
-    return list(dict.fromkeys(getattr(spec, "wrong_anchors", 0) for spec in own.specs))
 
 
 def comparison(found: Collected) -> list[ComparisonLine]:
     """Each metric with only correct and with only wrong anchors, with the paper's."""
     own = found.studies["e07"]
-    ends = [pick(own.runs, wrong_anchors=wrong) for wrong in (0, max(_wrong_counts(own), default=0))]
+    ends = [
+        pick(own.results, wrong_anchors=wrong)
+        for wrong in (0, max(dict.fromkeys(spec.wrong_anchors for spec in own.specs), default=0))
+    ]
     paper = [STUDY.published[0].numbers[wrong] for wrong in ("0", "8")]
     return [
         ComparisonLine(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cplus.lab.drawing import compare_methods, joined_names, method_name, rows_by_method, seed_count
-from cplus.lab.records import Result, RunResult
+from cplus.lab.drawing import compare_methods, joined_names, measured_table, method_name, rows_by_method
+from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Collected, ComparisonLine, Published, Study, Summary, Table, run_results
+from cplus.lab.study import Collected, ComparisonLine, Published, Study, Summary, Table
 from cplus.lab.summaries import leads, learned, margin, over_seeds, pick, retained, shown, table
 from cplus.training.settings import RunSpec
 
@@ -27,9 +27,8 @@ def overall(result: RunResult) -> float:
     return (result.retention * past + result.acquisition * new) / (past + new)
 
 
-def summary(results: Sequence[Result]) -> Summary:
+def summary(mine: Sequence[RunResult]) -> Summary:
     """Acquisition, Retention and overall accuracy by method."""
-    mine = run_results(results)
     ours = pick(mine, method="cplus")
     claims = (
         *leads("CPLUS keeps more than {} under the aggressive schedule", mine, METHODS[:-1], paper=WHERE),
@@ -53,24 +52,22 @@ def tab_fixed_aggressive_update(found: Collected) -> Table:
 
     Paper: Table 5.
     """
-    names = {method: (method_name(method),) for method in METHODS}
-    metrics = (learned, retained, overall)
-    rows, drawn = rows_by_method(found.studies["e08"].runs, names, metrics, STUDY.published[0].numbers)
     lr, epochs = found.scale.aggressive_schedule
-    return Table(
-        label="tab:fixed-aggressive-update",
-        paper="Table 5",
-        caption=(
-            f"Learning rate {lr:g} for {epochs} epochs, {seed_count(drawn)}. Published: 1e-05 for 10 epochs, seed 0."
-        ),
-        columns=("Method", "Acquisition (%)", "Retention (%)", "Overall accuracy (%)"),
-        rows=rows,
+    names = {method: (method_name(method),) for method in METHODS}
+    own, paper = found.studies["e08"].results, STUDY.published[0].numbers
+    return measured_table(
+        "tab:fixed-aggressive-update",
+        "Table 5",
+        ("Method", "Acquisition (%)", "Retention (%)", "Overall accuracy (%)"),
+        rows_by_method(own, names, (learned, retained, overall), paper),
+        f"Learning rate {lr:g} for {epochs} epochs",
+        "Published: 1e-05 for 10 epochs, seed 0.",
     )
 
 
 def comparison(found: Collected) -> list[ComparisonLine]:
     """Retention and Acquisition by method, with the paper's."""
-    runs, paper = found.studies["e08"].runs, STUDY.published[0].numbers
+    runs, paper = found.studies["e08"].results, STUDY.published[0].numbers
     return [
         compare_methods(
             f"{name}, {joined_names(METHODS)} (%)",

@@ -5,35 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cplus.evaluation.statistics import Estimate, estimate
-from cplus.lab.drawing import (
-    Points,
-    compare_methods,
-    estimates_of,
-    joined_names,
-    legend,
-    lines,
-    panels,
-    rows_by_method,
-    seed_count,
-)
-from cplus.lab.records import Result, RunResult
+from cplus.evaluation.statistics import estimate
+from cplus.lab import drawing, summaries
+from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Collected, ComparisonLine, Picture, Published, Study, Summary, Table, run_results
-from cplus.lab.summaries import (
-    Metric,
-    above,
-    free_text,
-    leads,
-    learned,
-    margin,
-    over_seeds,
-    pick,
-    retained,
-    retention_measure,
-    shown,
-    table,
-)
+from cplus.lab.study import Collected, ComparisonLine, Picture, Published, Study, Summary, Table
+from cplus.lab.summaries import KEPT_AND_LEARNED, Metric, learned, over_seeds, pick, retained, shown, table
 from cplus.training.settings import RunSpec
 
 CONTROLS = ("norm-matched", "shuffled")
@@ -88,17 +65,15 @@ GEOMETRY = {
 }
 
 
-def summary(results: Sequence[Result]) -> Summary:
-    """Retention of CPLUS and its controls (free text at matched learning); what the masks of CPL and CPLUS admit."""
-    mine = [result for result in run_results(results) if not result.spec.diagnose]
-    observed = [result for result in run_results(results) if result.spec.diagnose]
-    kept = retention_measure(mine)
+def summary(results: Sequence[RunResult]) -> Summary:
+    """Retention of CPLUS and its controls; what the masks of CPL and CPLUS admit."""
+    mine = pick(results, diagnose=())
+    observed = [result for result in results if result.spec.diagnose]
     ours = pick(mine, method="cplus")
-    paper = None if free_text(mine) else "Sec. 4.4; Table 6"
     claims = (
-        *leads(f"CPLUS {kept.better_than} {{}}", mine, CONTROLS, kept.metric, paper=paper),
+        *summaries.leads("CPLUS keeps more than {}", mine, CONTROLS, paper="Sec. 4.4; Table 6"),
         *(
-            above(
+            summaries.above(
                 f"in the first states CPL's mask admits more {words} than CPLUS's, in percent",
                 pick(observed, method="cpl"),
                 pick(observed, method="cplus"),
@@ -106,10 +81,9 @@ def summary(results: Sequence[Result]) -> Summary:
                 paper="App. E.7; Fig. 13",
             )
             for kind, words in (("coordinates", "coordinates"), ("energy", "update energy"))
-            if not free_text(mine)
         ),
     )
-    lost = {name: shown(margin(ours, pick(mine, method=name), kept.metric), sign=True) for name in CONTROLS}
+    lost = {name: shown(summaries.margin(ours, pick(mine, method=name)), sign=True) for name in CONTROLS}
     harm = [over_seeds(pick(observed, method=name), GEOMETRY["harmful admitted"]) for name in ("cpl", "cplus")]
     shares = [f"{100 * found.mean:.0f} %" if found else "not run" for found in harm]
     answer = (
@@ -117,13 +91,7 @@ def summary(results: Sequence[Result]) -> Summary:
         f"{lost['shuffled']} more than its own coefficients in other places; of the update mass harmful to all past "
         f"rows CPL admits {shares[0]} and CPLUS {shares[1]}."
     )
-    if free_text(mine):
-        answer = (
-            f"At matched learning of free text the past answers' loss rises by {lost['norm-matched']} "
-            f"{kept.points_more} under CPLUS than under an update of the same size without its mask, and by "
-            f"{lost['shuffled']} less than under its own coefficients in other places."
-        )
-    rows = (*table(mine, ("method",), kept.columns), *table(observed, ("method",), GEOMETRY))
+    rows = (*table(mine, ("method",), KEPT_AND_LEARNED), *table(observed, ("method",), GEOMETRY))
     return Summary(rows=rows, answer=answer, claims=claims)
 
 
@@ -135,30 +103,24 @@ def fig_gradient_source_dynamics(found: Collected) -> Picture:
 
     Paper: Fig. 13.
     """
-    observed = [result for result in found.studies["e09"].runs if "geometry" in result.diagnostics]
-    figure, axes = panels(2, width=3.8, height=2.7, share=True)
-    drawn: list[Estimate] = []
+    observed = pick(found.studies["e09"].results, diagnose=TAPS)
+    figure, axes = drawing.panels(2, width=3.8, height=2.7, share=True, ylabel="share admitted")
     for axis, kind in zip(axes, ("coordinates", "energy"), strict=True):
-        series = {method: _admitted(pick(observed, method=method), kind) for method in ("cpl", "cplus")}
-        lines(axis, series)
+        drawing.lines(axis, {method: _admitted(pick(observed, method=method), kind) for method in ("cpl", "cplus")})
         axis.locator_params(axis="x", integer=True)
         axis.set(title=f"admitted {kind}", xlabel="epochs completed")
-        drawn += estimates_of(series)
-    axes[0].set_ylabel("share admitted")
-    legend(figure)
     caption = (
         "What the masks admit of the proposed updates before smoothing, at a few states of training. Left: share of "
-        f"coordinates. Right: share of squared update size. Means and standard errors, {seed_count(drawn)}."
+        "coordinates. Right: share of squared update size."
     )
-    return Picture(label="fig:gradient-source-dynamics", paper="Fig. 13", caption=caption, figure=figure)
+    return drawing.picture(figure, "fig:gradient-source-dynamics", "Fig. 13", caption)
 
 
-def _admitted(results: Sequence[RunResult], kind: str) -> Points:
-    states: dict[float, list[float]] = {}
-    for result in results:
-        for state in result.diagnostics["geometry"]:
-            states.setdefault(state["completed_epochs"], []).append(state["mask"][kind])
-    return [(epoch, estimate(values)) for epoch, values in sorted(states.items())]
+def _admitted(results: Sequence[RunResult], kind: str) -> drawing.Points:
+    states = summaries.grouped(
+        (s for r in results for s in r.diagnostics["geometry"]), lambda state: state["completed_epochs"]
+    )
+    return [(epoch, estimate([state["mask"][kind] for state in own])) for epoch, own in sorted(states.items())]
 
 
 def tab_matched_update_controls(found: Collected) -> Table:
@@ -173,25 +135,21 @@ def tab_matched_update_controls(found: Collected) -> Table:
         "cpl": ("CPL", "none (App. E.7)"),
     }
     paper = {method: (STUDY.published[0].numbers[method], 100.0) for method in names}
-    rows, drawn = rows_by_method(_without_diagnostics(found), names, (retained, learned), paper)
-    return Table(
-        label="tab:matched-update-controls",
-        paper="Table 6",
-        caption=f"Matched update controls at A = {found.scale.anchors}, {seed_count(drawn)}. Published: seed 0.",
-        columns=("Method", "Matched property", "Retention (%)", "Acquisition (%)"),
-        rows=rows,
+    return drawing.measured_table(
+        "tab:matched-update-controls",
+        "Table 6",
+        ("Method", "Matched property", "Retention (%)", "Acquisition (%)"),
+        drawing.rows_by_method(pick(found.studies["e09"].results, diagnose=()), names, (retained, learned), paper),
+        f"Matched update controls at A = {found.scale.anchors}",
+        "Published: seed 0.",
     )
-
-
-def _without_diagnostics(found: Collected) -> list[RunResult]:
-    return [result for result in found.studies["e09"].runs if not result.spec.diagnose]
 
 
 def comparison(found: Collected) -> list[ComparisonLine]:
     """Retention of CPLUS, CPL and the two controls, with the paper's."""
     methods = ("norm-matched", "shuffled", "cpl", "cplus")
-    what = f"Retention, {joined_names(methods)} (%)"
-    return [compare_methods(what, _without_diagnostics(found), methods, STUDY.published[0].numbers)]
+    own, what = pick(found.studies["e09"].results, diagnose=()), f"Retention, {drawing.joined_names(methods)} (%)"
+    return [drawing.compare_methods(what, own, methods, STUDY.published[0].numbers)]
 
 
 STUDY = Study(

@@ -5,35 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cplus.evaluation.statistics import Estimate, estimate
-from cplus.lab.drawing import (
-    Points,
-    budget_axis,
-    by_budget,
-    estimates_of,
-    heat_map,
-    joined,
-    legend,
-    line,
-    lines,
-    mark_not_run,
-    panels,
-    seed_count,
-)
-from cplus.lab.records import Result, RunResult
+from cplus.evaluation.statistics import estimate
+from cplus.lab.drawing import Points, budget_axis, by_budget, heat_map, joined, line, lines, panels, picture, seed_count
+from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import (
-    Claim,
-    Collected,
-    ComparisonLine,
-    Picture,
-    Published,
-    Study,
-    Summary,
-    SummaryRow,
-    run_results,
-)
-from cplus.lab.summaries import KEPT_AND_LEARNED, Seed, above, difference, pick, shown, table
+from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Study, Summary, SummaryRow
+from cplus.lab.summaries import KEPT_AND_LEARNED, Seed, above, difference, grouped, mean_of, pick, shown, table
 from cplus.training.settings import RunSpec
 
 KINDS = {"cpl": "CPL with full-data CPL", "cplus": "CPLUS with full-data CPLUS", "cross": "CPLUS with full-data CPL"}
@@ -53,13 +30,12 @@ def runs(scale: Scale) -> list[RunSpec]:
     ]
 
 
-def summary(results: Sequence[Result]) -> Summary:
+def summary(results: Sequence[RunResult]) -> Summary:
     """Update-weighted agreement by budget and layer, and Retention."""
-    audits = [result for result in run_results(results) if "audit" in result.diagnostics]
-    plain = [result for result in run_results(results) if not result.spec.diagnose]
-    rows = (*_by_budget(audits), *_by_layer(audits), *table(plain, ("method", "num_anchors"), KEPT_AND_LEARNED))
+    audits = {run.spec.seed: run.diagnostics["audit"] for run in results if "audit" in run.diagnostics}
+    plain = pick(results, diagnose=())
     agrees: dict[str, dict[Seed, float]] = {
-        kind: {a.spec.seed: _mean(a.diagnostics["audit"][kind]) for a in audits} for kind in KINDS
+        kind: {seed: _percent(audit[kind]) for seed, audit in audits.items()} for kind in KINDS
     }
     claims = (
         Claim(
@@ -76,51 +52,44 @@ def summary(results: Sequence[Result]) -> Summary:
         *(
             Claim(
                 f"{name} agrees more with its full-data mask at the most anchors than at the fewest, in percent",
-                difference(_at(audits, kind, -1), _at(audits, kind, 0)),
+                mean_of({seed: _percent([a[kind][-1]]) - _percent([a[kind][0]]) for seed, a in audits.items()}),
                 paper="App. E.11; Fig. 17",
             )
             for kind, name in (("cpl", "CPL"), ("cplus", "CPLUS"))
         ),
     )
-    means = {kind: estimate(list(own.values())) if own else None for kind, own in agrees.items()}
+    means = {kind: shown(mean_of(own)) for kind, own in agrees.items()}
     answer = (
-        f"Over all budgets CPL's mask agrees with its full-data mask on {shown(means['cpl'])} % of the update energy "
-        f"and CPLUS's with its own on {shown(means['cplus'])} %, a difference of {shown(claims[0].margin, sign=True)} "
-        f"points; CPLUS's agrees with full-data CPL's on {shown(means['cross'])} %."
+        f"Over all budgets CPL's mask agrees with its full-data mask on {means['cpl']} % of the update energy "
+        f"and CPLUS's with its own on {means['cplus']} %, a difference of {shown(claims[0].margin, sign=True)} "
+        f"points; CPLUS's agrees with full-data CPL's on {means['cross']} %."
     )
+    rows = (*_rows(list(audits.values())), *table(plain, ("method", "num_anchors"), KEPT_AND_LEARNED))
     return Summary(rows=rows, answer=answer, claims=claims)
 
 
+def _percent(values: Sequence[float | None]) -> float:
+    return _mean([100.0 * value for value in values if value is not None])
+
+
 def _mean(values: Sequence[float | None]) -> float:
-    found = [100.0 * value for value in values if value is not None]
-    return sum(found) / len(found)
+    """NaN for a layer without updates."""
+    found = [value for value in values if value is not None]
+    return sum(found) / len(found) if found else float("nan")
 
 
-def _at(audits: Sequence[RunResult], kind: str, index: int) -> dict[Seed, float]:
-    """Each seed's agreement at one of the budgets."""
-    return {result.spec.seed: _mean([result.diagnostics["audit"][kind][index]]) for result in audits}
-
-
-def _by_budget(audits: Sequence[RunResult]) -> list[SummaryRow]:
-    budgets = list(dict.fromkeys(b for result in audits for b in result.diagnostics["audit"]["budgets"]))
-    rows = []
-    for index, budget in enumerate(budgets):
-        own = [result.diagnostics["audit"] for result in audits]
-        figures = {KINDS[kind]: estimate([_mean([found[kind][index]]) for found in own]) for kind in KINDS}
-        rows.append(SummaryRow(at={"num_anchors": budget}, figures=figures))
-    return rows
-
-
-def _by_layer(audits: Sequence[RunResult]) -> list[SummaryRow]:
-    layers: dict[str, list[dict[str, Any]]] = {}
-    for result in audits:
-        for layer in result.diagnostics["audit"]["layers"]:
-            layers.setdefault(layer["layer"], []).append(layer)
+def _rows(audits: Sequence[dict[str, Any]]) -> list[SummaryRow]:
+    """The agreements of each budget, then those of each layer."""
+    budgets = audits[0]["budgets"] if audits else []
+    by_budget = {b: [{kind: [audit[kind][i]] for kind in KINDS} for audit in audits] for i, b in enumerate(budgets)}
+    by_layer = grouped((layer for audit in audits for layer in audit["layers"]), lambda layer: layer["layer"])
     return [
         SummaryRow(
-            at={"layer": name}, figures={KINDS[kind]: estimate([_mean(one[kind]) for one in own]) for kind in KINDS}
+            at={field: value},
+            figures={words: estimate([_percent(one[kind]) for one in own]) for kind, words in KINDS.items()},
         )
-        for name, own in layers.items()
+        for field, groups in (("num_anchors", by_budget), ("layer", by_layer))
+        for value, own in groups.items()
     ]
 
 
@@ -133,19 +102,19 @@ def fig_mask_analysis(found: Collected) -> Picture:
     Paper: Fig. 14.
     """
     figure, (left, right) = panels(2, width=3.8, height=2.8)
-    drawn = _agreements(left, _audits(found))
+    _agreements(left, _audits(found))
     left.set_title("agreement")
-    plain = [result for result in found.studies["e10"].runs if not result.spec.diagnose]
+    seeds = seed_count(figure.estimates)
+    plain = pick(found.studies["e10"].results, diagnose=())
     lines(right, {method: by_budget(plain, method) for method in ("cpl", "cplus")})
     budget_axis(right, (result.spec.num_anchors for result in plain))
     right.set(title="Retention", ylabel="Retention (%)")
-    legend(figure)
     caption = (
         "Left: update-weighted agreement of each method's mask with that of all past rows, over the same proposals at "
-        f"fixed weights, {seed_count(drawn)}. Right: Retention of the runs of E1 at the same budgets. Error bars are "
+        f"fixed weights, {seeds}. Right: Retention of the runs of E1 at the same budgets. Error bars are "
         "standard errors."
     )
-    return Picture(label="fig:mask-analysis", paper="Fig. 14", caption=caption, figure=figure)
+    return picture(figure, "fig:mask-analysis", "Fig. 14", caption, "")
 
 
 def fig_mask_analysis_coordinates(found: Collected) -> Picture:
@@ -163,34 +132,26 @@ def fig_mask_analysis_coordinates(found: Collected) -> Picture:
         image = heat_map(left, values, names, [])
         left.set_xlabel(f"{len(values[0])} coordinates of {audits[0]['coordinates']['tensor']}", fontsize=7)
         figure.colorbar(image, ax=left, label="mean coefficient", location="top", shrink=0.5)
-    else:
-        mark_not_run(left)
-    drawn = _agreements(right, audits)
-    legend(figure)
+    _agreements(right, audits)
     updates = f"the same {audits[0]['updates']:,} proposed updates" if audits else "the same proposed updates"
     caption = (
         f"Left: CPLUS's update-weighted mean mask over {updates}, at the coordinates with the most update energy, in "
-        "one order in every row (first seed). Right: agreement with each method's own full-data mask; 1 is identical. "
-        f"Error bars are standard errors, {seed_count(drawn)}."
+        "one order in every row (first seed). Right: agreement with each method's own full-data mask; 1 is identical."
     )
-    return Picture(label="fig:mask-analysis-coordinates", paper="Fig. 15", caption=caption, figure=figure)
+    return picture(figure, "fig:mask-analysis-coordinates", "Fig. 15", caption, "Error bars are standard errors")
 
 
 def _audits(found: Collected) -> list[dict[str, Any]]:
-    return [r.diagnostics["audit"] for r in found.studies["e10"].runs if "audit" in r.diagnostics]
+    return [r.diagnostics["audit"] for r in found.studies["e10"].results if "audit" in r.diagnostics]
 
 
-def _agreements(axis: Any, audits: Sequence[dict[str, Any]]) -> list[Estimate]:
+def _agreements(axis: Any, audits: Sequence[dict[str, Any]]) -> None:
     """Each method's agreement by budget over the seeds."""
     budgets = audits[0]["budgets"] if audits else ()
-    series = {
-        kind: [(budget, estimate([audit[kind][i] for audit in audits])) for i, budget in enumerate(budgets)]
-        for kind in ("cpl", "cplus")
-    }
-    lines(axis, series)
+    for kind in ("cpl", "cplus"):
+        lines(axis, {kind: [(b, estimate([audit[kind][i] for audit in audits])) for i, b in enumerate(budgets)]})
     budget_axis(axis, budgets)
     axis.set_ylabel("agreement with own reference")
-    return estimates_of(series)
 
 
 def fig_mask_agreement_all_layers(found: Collected) -> Picture:
@@ -200,16 +161,15 @@ def fig_mask_agreement_all_layers(found: Collected) -> Picture:
     """
     audits = _audits(found)
     figure, axes = panels(2, width=4.2, height=_layers_height(audits))
-    images = [_layer_panel(axis, audits, kind) for axis, kind in zip(axes, ("cpl", "cplus"), strict=True)]
-    if images[-1] is not None:
-        figure.colorbar(images[-1], ax=axes, label="agreement")
-    caption = (
-        f"Update-weighted agreement by layer and number of anchors; one colour scale from 0 to 1. Mean over the seeds, "
-        f"n = {len(audits)}."
-        if audits
-        else "Not run."
+    for axis, kind in zip(axes, ("cpl", "cplus"), strict=True):
+        image = _layer_panel(axis, audits, kind)
+    if audits:
+        figure.colorbar(image, ax=axes, label="agreement")
+    words = (
+        "Update-weighted agreement by layer and number of anchors; one colour scale from 0 to 1. Mean over the seeds"
     )
-    return Picture(label="fig:mask-agreement-all-layers", paper="Fig. 17", caption=caption, figure=figure)
+    caption = f"{words}, n = {len(audits)}." if audits else "Not run."
+    return picture(figure, "fig:mask-agreement-all-layers", "Fig. 17", caption, "")
 
 
 def fig_mask_cross_reference(found: Collected) -> Picture:
@@ -220,21 +180,19 @@ def fig_mask_cross_reference(found: Collected) -> Picture:
     audits = _audits(found)
     figure, (left, right) = panels(2, width=4.2, height=_layers_height(audits))
     layer, points = _recorded_layer(audits)
-    line(left, points, "CPLUS with full-data CPL", "#0072B2", "o")
+    line(left, points, None, "#0072B2", "o")
     budget_axis(left, audits[0]["budgets"] if audits else ())
     left.set(title=f"(a) {layer}", ylabel="agreement", ylim=(0.0, 1.0))
-    if not points:
-        mark_not_run(left)
     image = _layer_panel(right, audits, "cross")
     right.set_title("(b) all layers")
-    if image is not None:
+    if audits:
         figure.colorbar(image, ax=right, label="agreement")
     caption = (
-        f"CPLUS's masks against the mask that CPL makes of all past rows, a reference it does not aim at. (a) The "
-        f"layer of the recorded coordinates, with standard errors. (b) All layers, means. "
-        f"{seed_count(e for _, e in points)}."
+        "CPLUS's masks against the mask that CPL makes of all past rows, a reference it does not aim at. (a) The "
+        "layer of the recorded coordinates, with standard errors. (b) All layers, means. "
+        f"{seed_count(figure.estimates)}."
     )
-    return Picture(label="fig:mask-cross-reference", paper="Fig. 18", caption=caption, figure=figure)
+    return picture(figure, "fig:mask-cross-reference", "Fig. 18", caption, "")
 
 
 def _layers_height(audits: Sequence[dict[str, Any]]) -> float:
@@ -242,23 +200,14 @@ def _layers_height(audits: Sequence[dict[str, Any]]) -> float:
 
 
 def _layer_panel(axis: Any, audits: Sequence[dict[str, Any]], kind: str) -> Any:
-    """Agreement by layer and budget, the mean over the seeds; NaN for a layer without updates."""
+    """Agreement by layer and budget, the mean over the seeds."""
     axis.set(title=KINDS[kind], xlabel="anchors A (rows)", ylabel="layer")
     if not audits:
-        mark_not_run(axis)
         return None
-    budgets = audits[0]["budgets"]
     names = [layer["layer"] for layer in audits[0]["layers"]]
-    values = [
-        [_mean_line([audit["layers"][layer][kind][i] for audit in audits]) for i in range(len(budgets))]
-        for layer in range(len(names))
-    ]
-    return heat_map(axis, values, names, [str(budget) for budget in budgets])
-
-
-def _mean_line(values: Sequence[float | None]) -> float:
-    found = [value for value in values if value is not None]
-    return sum(found) / len(found) if found else float("nan")
+    own = [zip(*(audit["layers"][layer][kind] for audit in audits), strict=True) for layer in range(len(names))]
+    values = [[_mean(seeds) for seeds in budgets] for budgets in own]
+    return heat_map(axis, values, names, [str(budget) for budget in audits[0]["budgets"]])
 
 
 def _recorded_layer(audits: Sequence[dict[str, Any]]) -> tuple[str, Points]:
@@ -277,8 +226,7 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     rows = [r for r in found.studies["e10"].summary.rows if KINDS["cpl"] in r.figures and "num_anchors" in r.at]
     last = max(rows, key=lambda row: int(row.at["num_anchors"]), default=None)
     at = f"at A = {last.at['num_anchors']}" if last else "at the largest budget"
-    audits = [run.diagnostics["audit"]["updates"] for run in found.studies["e10"].runs if "audit" in run.diagnostics]
-    over = f"over {max(audits, default=0)} updates (the paper: 678)"
+    over = f"over {max((audit['updates'] for audit in _audits(found)), default=0)} updates (the paper: 678)"
     paper = STUDY.published[0].numbers
     return [
         ComparisonLine(

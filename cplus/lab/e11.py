@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cplus.evaluation.statistics import Estimate
-from cplus.lab.drawing import PALETTE, compare_methods, legend, line, mark_not_run, method_name, panels, seed_count
-from cplus.lab.records import Result, RunResult
+from cplus.lab.drawing import PALETTE, compare_methods, line, method_name, panels, picture
+from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Collected, ComparisonLine, Picture, Published, Study, Summary, run_results
+from cplus.lab.study import Collected, ComparisonLine, Picture, Published, Study, Summary
 from cplus.lab.summaries import Metric, above, learned, over_seeds, pick, retained, shown, table
 from cplus.training.settings import RunSpec
 
@@ -53,9 +52,8 @@ METRICS = {
 }
 
 
-def summary(results: Sequence[Result]) -> Summary:
+def summary(mine: Sequence[RunResult]) -> Summary:
     """Retention, macro-averaged over answers and corrected for the prior; CPLUS against banks with other labels."""
-    mine = run_results(results)
     ours = pick(mine, method="cplus")
     claims = (
         above("CPLUS keeps more than with one constant label", ours, pick(mine, method="constant-label")),
@@ -75,31 +73,24 @@ def summary(results: Sequence[Result]) -> Summary:
 
 def fig_answer_prior(found: Collected) -> Picture:
     """Retention, its mean over answers, and Retention with each answer's mean change of score removed."""
-    own = found.studies["e11"].runs
-    figure, (axis,) = panels(1, width=6.4, height=3.0)
+    own = found.studies["e11"].results
+    figure, (axis,) = panels(1, width=6.4, height=3.0, ylabel="Retention (%)")
     kinds = {"retention": "as asked", "macro": "averaged over answers", "corrected": "prior taken off"}
-    drawn: list[Estimate] = []
     for number, (kind, name) in enumerate(kinds.items()):
         each = ((x, over_seeds(pick(own, method=m), METRICS[kind])) for x, m in enumerate(METHODS))
         points = [(x + 0.18 * (number - 1), estimate) for x, estimate in each if estimate is not None]
         line(axis, points, name, PALETTE[number], "os^"[number], linestyle="none")
-        drawn += [estimate for _, estimate in points]
     axis.set_xticks(range(len(METHODS)), [method_name(method) for method in METHODS])
-    axis.set_ylabel("Retention (%)")
-    if not drawn:
-        mark_not_run(axis)
-    legend(figure)
     caption = (
         "How much of forgetting is a moved prior over answers: Retention, the mean over answers of their Retention, "
-        f"and Retention after each answer's mean change of score is taken off. Means and standard errors, "
-        f"{seed_count(drawn)}."
+        "and Retention after each answer's mean change of score is taken off."
     )
-    return Picture(label="fig:answer-prior", paper="Added here", caption=caption, figure=figure)
+    return picture(figure, "fig:answer-prior", "Added here", caption)
 
 
 def comparison(found: Collected) -> list[ComparisonLine]:
     """The share of forgetting that is a moved prior, and Retention by the labels of the bank."""
-    own, banks = found.studies["e11"].runs, ("constant-label", "cplus", "balanced-label")
+    own, banks = found.studies["e11"].results, ("constant-label", "cplus", "balanced-label")
     return [
         compare_methods("forgetting that is a moved prior, SFT / CPLUS (%)", own, ("sft", "cplus"), None, explained),
         compare_methods("Retention, one constant label / as it came / balanced (%)", own, banks, None),

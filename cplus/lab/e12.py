@@ -6,23 +6,12 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from cplus.lab.drawing import ADDED_HERE, colour_and_marker, joined, mark_not_run, panels, seed_count
-from cplus.lab.records import Result, RunResult
+from cplus.lab import summaries
+from cplus.lab.drawing import ADDED_HERE, colour_and_marker, joined, panels, picture
+from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Collected, ComparisonLine, Picture, Published, Study, Summary, run_results
-from cplus.lab.summaries import (
-    KEPT_AND_LEARNED,
-    Metric,
-    above,
-    by_seed,
-    margin,
-    over_seeds,
-    pick,
-    retained,
-    shown,
-    strongest,
-    table,
-)
+from cplus.lab.study import Collected, ComparisonLine, Picture, Published, Study, Summary
+from cplus.lab.summaries import KEPT_AND_LEARNED, Metric, by_seed, over_seeds, pick, retained, shown
 from cplus.receipts.figures import OTHER
 from cplus.training.settings import RunSpec
 
@@ -71,33 +60,30 @@ def setting_name(result: RunResult) -> str:
     return f"{seen} every {when}" + (f", memory {spec.memory}" if spec.memory else "")
 
 
-def by_setting(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
-    """The runs of each use of evidence."""
-    groups: dict[str, list[RunResult]] = {}
-    for result in results:
-        groups.setdefault(setting_name(result), []).append(result)
-    return groups
-
-
-def summary(results: Sequence[Result]) -> Summary:
+def summary(mine: Sequence[RunResult]) -> Summary:
     """Retention by use of evidence; the best one within the fixed bank's budget against the fixed bank."""
-    mine = run_results(results)
     columns: dict[str, Metric] = {**KEPT_AND_LEARNED, "evidence rows": cost}
-    rows = table(mine, FIELDS, columns)
+    rows = summaries.table(mine, FIELDS, columns)
     few = min((result.spec.num_probes for result in mine), default=0)
     fixed = pick(mine, num_probes=few, parts=1, refresh=None, memory=0.0)
     if not fixed:
         return Summary(rows=rows, answer="The fixed bank was not run.", claims=())
     budget = TOLERANCE * max(by_seed(fixed, cost).values())
-    within = {label: own for label, own in by_setting(mine).items() if max(by_seed(own, cost).values()) <= budget}
+    within = {
+        label: own
+        for label, own in summaries.grouped(mine, setting_name).items()
+        if max(by_seed(own, cost).values()) <= budget
+    }
     first, fresh = halves(fixed)
-    best = strongest({label: of_seeds(own, first) for label, own in within.items()}) or setting_name(fixed[0])
+    best = summaries.strongest({label: of_seeds(own, first) for label, own in within.items()}) or setting_name(fixed[0])
     claims = tuple(
-        above(f"{label} keeps more than the fixed bank, on fresh seeds", of_seeds(own, fresh), of_seeds(fixed, fresh))
+        summaries.above(
+            f"{label} keeps more than the fixed bank, on fresh seeds", of_seeds(own, fresh), of_seeds(fixed, fresh)
+        )
         for label, own in within.items()
         if label != setting_name(fixed[0])
     )
-    gain = shown(margin(of_seeds(within[best], fresh), of_seeds(fixed, fresh)), sign=True)
+    gain = shown(summaries.margin(of_seeds(within[best], fresh), of_seeds(fixed, fresh)), sign=True)
     answer = (
         f"Of {len(within)} uses at the cost of {few} probes per epoch the best on {len(first)} seeds is {best}; on "
         f"{len(fresh)} fresh seeds it keeps {gain} points more than the fixed bank."
@@ -121,34 +107,30 @@ def of_seeds(results: Sequence[RunResult], seeds: set[int]) -> list[RunResult]:
 
 def fig_rotating_evidence(found: Collected) -> Picture:
     """Retention of every use of a refresh budget, and its rows of evidence."""
-    groups = by_setting(found.studies["e12"].runs)
-    means = {name: (over_seeds(own, retained), over_seeds(own, cost)) for name, own in groups.items()}
+    groups = summaries.grouped(found.studies["e12"].results, setting_name)
     order = sorted(groups, key=lambda name: statistics.fmean(result.retention for result in groups[name]))
     figure, (axis,) = panels(1, width=7.0, height=max(2.6, 0.3 * len(order) + 0.8))
     axis.grid(visible=True, axis="x")
     base = f"all {found.scale.base.num_probes} every epoch"
     for y, name in enumerate(order):
-        kept, rows = means[name]
-        if kept is not None and rows is not None:
-            colour = colour_and_marker("cplus")[0] if name == base else OTHER
-            axis.errorbar([kept.mean], [y], xerr=[kept.error or 0.0], color=colour, marker="o", capsize=2)
-            axis.annotate(
-                f"{rows.mean:,.0f} rows", (1.0, y), xycoords=("axes fraction", "data"), va="center", fontsize=7
-            )
+        kept, rows = summaries.row({}, groups[name], {"kept": retained, "rows": cost}).figures.values()
+        colour = colour_and_marker("cplus")[0] if name == base else OTHER
+        axis.errorbar([kept.mean], [y], xerr=[kept.error or 0.0], color=colour, marker="o", capsize=2)
+        place = {"xycoords": ("axes fraction", "data"), "va": "center", "fontsize": 7}
+        axis.annotate(f"{rows.mean:,.0f} rows", (1.0, y), **place)
+        figure.estimates.append(kept)
     axis.set_yticks(range(len(order)), order)
     axis.set_xlabel("Retention (%)")
-    if not order:
-        mark_not_run(axis)
     caption = (
         "Uses of evidence by Retention, with the rows of evidence of a whole run at the right; the dark point is the "
-        f"fixed bank. Means and standard errors, {seed_count(kept for kept, _ in means.values())}."
+        "fixed bank."
     )
-    return Picture(label="fig:rotating-evidence", paper="Added here", caption=caption, figure=figure)
+    return picture(figure, "fig:rotating-evidence", "Added here", caption)
 
 
 def comparison(found: Collected) -> list[ComparisonLine]:
     """Retention with the small bank, with parts of the large one, and with all of it."""
-    groups = by_setting(found.studies["e12"].runs)
+    groups = summaries.grouped(found.studies["e12"].results, setting_name)
     few, large = found.scale.base.num_probes, found.scale.large_bank
     names = (f"all {few} every epoch", f"1/{large // few} of {large} every epoch", f"all {large} every epoch")
     return [

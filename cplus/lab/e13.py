@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cplus.evaluation.statistics import Estimate, LossPoint, common_level, crossing
-from cplus.lab.drawing import (
-    ADDED_HERE,
-    colour_and_marker,
-    joined,
-    joined_names,
-    legend,
-    method_name,
-    panels,
-    seed_count,
-)
+from cplus.lab.drawing import ADDED_HERE, joined, joined_names, panels, picture
 from cplus.lab.e06 import draw_path
-from cplus.lab.records import Result, RunResult
+from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Collected, ComparisonLine, Picture, Study, Summary, run_results
+from cplus.lab.study import Collected, ComparisonLine, Picture, Study, Summary
 from cplus.lab.summaries import Metric, above, leads, margin, over_seeds, pick, retained, shown, table
 from cplus.training.settings import RunSpec
 
@@ -53,20 +44,15 @@ def kept_at(acquisition: float) -> Metric:
     return lambda result: 100.0 - crossing(path(result), 100.0 - acquisition) if result.curve else None
 
 
-def with_warmup(results: Sequence[RunResult], warm: bool) -> list[RunResult]:
-    """The runs with a warm-up, or those without."""
-    return [result for result in results if bool(result.spec.warmup) == warm]
-
-
 def epochs_to_learn(result: RunResult) -> float | None:
     """The first epoch with 99 % Acquisition; None if there is none."""
     return next((point["epoch"] for point in result.curve if point["acquisition"] >= LEARNED), None)
 
 
-def summary(results: Sequence[Result]) -> Summary:
+def summary(results: Sequence[RunResult]) -> Summary:
     """Retention when the new rows are first learned, and at the end, by schedule and method."""
-    mine = [result for result in run_results(results) if result.curve]
-    gentle, constant = with_warmup(mine, True), with_warmup(mine, False)
+    mine = [result for result in results if result.curve]
+    gentle, constant = pick(mine, warmup=SHARE), pick(mine, warmup=0.0)
     common = level(mine)
     kept, ours = kept_at(common), pick(gentle, method="cplus")
     columns: dict[str, Metric] = {
@@ -98,51 +84,46 @@ def summary(results: Sequence[Result]) -> Summary:
 # E13, a gentle start: Acquisition and Retention at a constant rate and with a warm-up; not in the paper.
 
 
-SCHEDULES = {"constant rate": False, "gentle start": True}
+SCHEDULES = {"constant rate": 0.0, "gentle start": SHARE}
 
 
 def fig_gentle_start(found: Collected) -> Picture:
     """The path of Acquisition and Retention at a constant rate and with a warm-up."""
     own = found.studies["e13"]
     figure, axes = panels(2, width=4.0, height=2.9, share=True)
-    for axis, (title, warm) in zip(axes, SCHEDULES.items(), strict=True):
-        draw_path(axis, with_warmup(own.runs, warm))
+    for axis, (title, warmup) in zip(axes, SCHEDULES.items(), strict=True):
+        draw_path(axis, pick(own.results, warmup=warmup))
         axis.set(title=title)
     axes[1].set_ylabel("")
-    for method in METHODS:
-        colour, marker = colour_and_marker(method)
-        axes[0].plot([], [], color=colour, marker=marker, label=method_name(method))
-    legend(figure)
-    drawn = [row.figures["final retention"] for row in own.summary.rows]
+    figure.estimates += [row.figures["final retention"] for row in own.summary.rows]
     caption = (
         f"The path of Acquisition and Retention, epoch by epoch, at a constant learning rate and at one that rises "
-        f"over {SHARE:.0%} of the updates. Large markers are the first epoch with full Acquisition. Means, "
-        f"{seed_count(drawn)}."
+        f"over {SHARE:.0%} of the updates. Large markers are the first epoch with full Acquisition."
     )
-    return Picture(label="fig:gentle-start", paper="Added here", caption=caption, figure=figure)
+    return picture(figure, "fig:gentle-start", "Added here", caption, "Means")
 
 
 def comparison(found: Collected) -> list[ComparisonLine]:
     """Retention at equal Acquisition by schedule: SFT and CPLUS, then every method."""
-    runs = found.studies["e13"].runs
+    runs = found.studies["e13"].results
     common = level([result for result in runs if result.curve])
 
-    def kept(method: str, warm: bool) -> Estimate | None:
-        return over_seeds(with_warmup(pick(runs, method=method), warm), kept_at(common))
+    def kept(method: str, warmup: float) -> Estimate | None:
+        return over_seeds(pick(runs, method=method, warmup=warmup), kept_at(common))
 
     return [
         ComparisonLine(
             f"Retention where {common:.0f} % are learned, constant rate / gentle start, SFT and CPLUS (%)",
-            " and ".join(joined([kept(m, warm) for warm in (False, True)]) for m in ("sft", "cplus")),
+            " and ".join(joined([kept(m, warmup) for warmup in SCHEDULES.values()]) for m in ("sft", "cplus")),
             ADDED_HERE,
         ),
         *(
             ComparisonLine(
                 f"the same, {title}, {joined_names(METHODS)} (%)",
-                joined([kept(method, warm) for method in METHODS]),
+                joined([kept(method, warmup) for method in METHODS]),
                 ADDED_HERE,
             )
-            for title, warm in SCHEDULES.items()
+            for title, warmup in SCHEDULES.items()
         ),
     ]
 

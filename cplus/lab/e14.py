@@ -5,32 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cplus.lab.drawing import (
-    PALETTE,
-    budget_axis,
-    estimates_of,
-    legend,
-    line,
-    mark_not_run,
-    panels,
-    points_by,
-    seed_count,
-)
-from cplus.lab.records import Result, RunResult
+from cplus.lab.drawing import PALETTE, budget_axis, line, panels, picture, points_by, seed_count
+from cplus.lab.records import RunResult
 from cplus.lab.scales import SCARCE, Scale
-from cplus.lab.study import (
-    Cell,
-    Collected,
-    ComparisonLine,
-    Picture,
-    Published,
-    Study,
-    Summary,
-    SummaryRow,
-    Table,
-    run_results,
-)
-from cplus.lab.summaries import KEPT_AND_LEARNED, Metric, above, margin, pick, shown, table
+from cplus.lab.study import Cell, Collected, ComparisonLine, Picture, Published, Study, Summary, Table
+from cplus.lab.summaries import KEPT_AND_LEARNED, Metric, above, pick, shown, table
 from cplus.training.settings import RunSpec
 
 NUM_BANKS = 3
@@ -52,14 +31,14 @@ def runs(scale: Scale) -> list[RunSpec]:
     ]
 
 
-def of_bank(*path: str, percent: bool = False) -> Metric:
+def of_bank(*path: str) -> Metric:
     """One number of the bank's audit."""
 
     def metric(result: RunResult) -> float | None:
         value: Any = result.diagnostics.get("bank")
         for step in path if value is not None else ():
             value = value[step]
-        return None if value is None else (100.0 if percent else 1.0) * float(value)
+        return None if value is None else float(value)
 
     return metric
 
@@ -92,16 +71,13 @@ def pooled(results: Sequence[RunResult]) -> dict[str, float] | None:
     return together(found) if found else None
 
 
-def summary(results: Sequence[Result]) -> Summary:
+def summary(mine: Sequence[RunResult]) -> Summary:
     """Retention with and without the cue by budget, and the audit of the banks."""
-    mine = run_results(results)
     budgets = sorted({result.spec.num_anchors for result in mine})
-    gains = {budget: shown(margin(*_sides(mine, budget)), sign=True) for budget in budgets}
     claims = tuple(
         above(f"CPLUS keeps more with the topic cue than without it, A={budget}", *_sides(mine, budget))
         for budget in budgets
     )
-    rows: tuple[SummaryRow, ...] = table(mine, ("topics", "num_anchors"), AUDITED)
     together = pooled(banks(mine, cue=True))
     audited = "not run"
     if together is not None:
@@ -110,9 +86,10 @@ def summary(results: Sequence[Result]) -> Summary:
             f"{together['mean']:.3f}, {together['exact']:.0f} exact and {together['near']:.0f} near copies of "
             "evaluated rows"
         )
-    listed = ", ".join(f"{gain} at A={budget}" for budget, gain in gains.items()) or "not run"
+    gains = [shown(claim.margin, sign=True) for claim in claims]
+    listed = ", ".join(f"{gain} at A={budget}" for budget, gain in zip(budgets, gains, strict=True)) or "not run"
     answer = f"The topic cue changes Retention by {listed} points; in the banks with the cue {audited}."
-    return Summary(rows=rows, answer=answer, claims=claims)
+    return Summary(rows=table(mine, ("topics", "num_anchors"), AUDITED), answer=answer, claims=claims)
 
 
 def _sides(results: Sequence[RunResult], budget: int) -> tuple[list[RunResult], list[RunResult]]:
@@ -137,46 +114,41 @@ LINES = {
 
 def fig_topic_cue(found: Collected) -> Picture:
     """Retention and the share of valid requests by anchor budget, with the topic cue and without it."""
-    runs = found.studies["e14"].runs
-    figure, (left, right) = panels(2, width=3.8, height=2.7)
-    share_valid = of_bank("yield", percent=True)
-    drawn = []
+    runs = found.studies["e14"].results
+    figure, (left, right) = panels(2, width=3.8, height=2.7, ylabel="Retention (%)")
     for (name, cue), colour, marker in zip(CUES.items(), PALETTE, "so", strict=False):
-        own = pick(runs, topics=cue)
-        kept = points_by(own, "num_anchors")
-        line(left, kept, name, colour, marker)
-        line(right, points_by(own, "num_anchors", share_valid), name, colour, marker)
-        drawn += estimates_of({name: kept})
-    for axis, label in ((left, "Retention (%)"), (right, "requests that became a probe (%)")):
+        line(left, points_by(pick(runs, topics=cue), "num_anchors"), name, colour, marker)
+    seeds = seed_count(figure.estimates)
+    for (name, cue), colour, marker in zip(CUES.items(), PALETTE, "so", strict=False):
+        valid = points_by(pick(runs, topics=cue), "num_anchors", lambda run: 100.0 * run.diagnostics["bank"]["yield"])
+        line(right, valid, name, colour, marker)
+    for axis in (left, right):
         budget_axis(axis, (result.spec.num_anchors for result in runs))
-        axis.set_ylabel(label)
-        if not runs:
-            mark_not_run(axis)
-    legend(figure)
+    right.set_ylabel("requests that became a probe (%)")
     caption = (
         "Left: Retention of CPLUS with the 24-area topic cue in its requests and without it. Right: the share of "
-        f"requests whose text was valid, new and labelled. Means and standard errors, {seed_count(drawn)}. The paper "
+        f"requests whose text was valid, new and labelled. Means and standard errors, {seeds}. The paper "
         "reports no consistent gain from the cue, on one seed."
     )
-    return Picture(label="fig:topic-cue", paper="App. C.1", caption=caption, figure=figure)
+    return picture(figure, "fig:topic-cue", "App. C.1", caption, "")
 
 
 def tab_bank_audit(found: Collected) -> Table:
     """The banks side by side, with the cue and without it, and together with the paper's three."""
-    runs = found.studies["e14"].runs
     paper = STUDY.published[0].numbers
-    groups = {name: banks(runs, cue=cue) for name, cue in CUES.items()}
-    columns = [f"{name}, seed {result.spec.seed}" for name, own in groups.items() for result in own]
+    groups = {name: banks(found.studies["e14"].results, cue=cue) for name, cue in CUES.items()}
+    alone = {f"{name}, seed {run.spec.seed}": pooled([run]) for name, own in groups.items() for run in own}
+    together = {f"together, {name}": pooled(own) for name, own in groups.items()}
+
+    def text(key: str, figures: Mapping[str, float] | None) -> str:
+        if figures is None:
+            return "not run"
+        return f"{figures[key]:.3f}" if key in ("mean", "median", "p10") else f"{figures[key]:,.0f}"
+
     rows: list[tuple[str | Cell, ...]] = []
     for key, words in LINES.items():
-        alone = [pooled([result]) or {} for own in groups.values() for result in own]
-        cells = [Cell(measured=_number(key, figures[key])) for figures in alone]
-        both: list[Cell] = []
-        for name, own in groups.items():
-            together: Mapping[str, float] | None = pooled(own)
-            text = "not run" if together is None else _number(key, together[key])
-            both.append(Cell(measured=text, published=_number(key, paper[key]) if CUES[name] else None))
-        rows.append((words, *cells, *both))
+        cells = [Cell(measured=text(key, figures)) for figures in (*alone.values(), *together.values())]
+        rows.append((words, *cells[:-1], Cell(measured=cells[-1].measured, published=text(key, paper))))
     return Table(
         label="tab:bank-audit",
         paper="App. C.2",
@@ -184,20 +156,16 @@ def tab_bank_audit(found: Collected) -> Table:
             "Banks of the first seeds, one column each, then together; published: three banks with the cue against "
             "1,096 evaluated prompts."
         ),
-        columns=("figure", *columns, *(f"together, {name}" for name in CUES)),
+        columns=("figure", *alone, *together),
         rows=tuple(rows),
     )
-
-
-def _number(key: str, value: float) -> str:
-    return f"{value:.3f}" if key in ("mean", "median", "p10") else f"{value:,.0f}"
 
 
 def comparison(found: Collected) -> list[ComparisonLine]:
     """The cue's gain, and the audit of the banks together, with the paper's."""
     own = found.studies["e14"]
     gains = [f"A = {claim.says.rpartition('=')[2]}: {shown(claim.margin, sign=True)}" for claim in own.summary.claims]
-    together, paper = pooled(banks(own.runs, cue=True)), STUDY.published[0].numbers
+    together, paper = pooled(banks(own.results, cue=True)), STUDY.published[0].numbers
     return [
         ComparisonLine(
             "CPLUS with the topic cue minus without it (points of Retention)",

@@ -13,6 +13,7 @@ from typing import Any
 
 from cplus.lab.records import Result, Spec
 from cplus.lab.study import run_title
+from cplus.lab.summaries import grouped
 from cplus.methods.table import Method, method
 from cplus.models.names import PACKAGED
 from cplus.training.settings import RunSpec
@@ -235,10 +236,7 @@ def assign(found: Sequence[Device], workers: int, spec: Spec) -> list[tuple[Devi
 
 def by_width(specs: Iterable[Spec], found: Sequence[Device]) -> dict[int, list[Spec]]:
     """The runs by the number of devices they take; without devices all of them take one place each."""
-    groups: dict[int, list[Spec]] = {}
-    for spec in specs:
-        groups.setdefault(width(spec, found) if found else 1, []).append(spec)
-    return groups
+    return grouped(specs, lambda spec: width(spec, found) if found else 1)
 
 
 def teams(

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cplus.lab.drawing import cell, compare_methods, joined_names, method_name
-from cplus.lab.records import Result, RunResult
+from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale, canonical
-from cplus.lab.study import Claim, Collected, ComparisonLine, Study, Summary, Table, run_results
+from cplus.lab.study import Claim, Collected, ComparisonLine, Study, Summary, Table
 from cplus.lab.summaries import Metric, by_seed, difference, learned, over_seeds, pick, retained, shown, table, updates
 from cplus.training.settings import RunSpec
 
@@ -94,9 +94,8 @@ COLUMNS: Mapping[str, Metric] = {
 }
 
 
-def summary(results: Sequence[Result]) -> Summary:
+def summary(mine: Sequence[RunResult]) -> Summary:
     """A row for each model, method and rate; CPLUS against each neighbour at its best rate."""
-    mine = run_results(results)
     rows = table(mine, ("model", "method", "lr"), COLUMNS)
     claims: list[Claim] = []
     answers: list[str] = []
@@ -157,7 +156,7 @@ def tab_facts(found: Collected) -> Table:
 
 def comparison(found: Collected) -> list[ComparisonLine]:
     """Retention of every method at each model's first rate."""
-    runs = found.studies["facts"].runs
+    runs = found.studies["facts"].results
     what = f"Retention where 99 % are learned, {joined_names(METHODS)} (%)"
     return [
         compare_methods(f"{model}: {what}", pick(runs, model=model, lr=own.base.lr), METHODS, None)

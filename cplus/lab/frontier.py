@@ -12,21 +12,12 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from cplus.evaluation.statistics import Estimate, estimate
-from cplus.lab.drawing import (
-    ADDED_HERE,
-    SOFT,
-    cell,
-    colour_and_marker,
-    line,
-    mark_not_run,
-    method_name,
-    panels,
-    seed_count,
-)
-from cplus.lab.records import Result, RunResult
+from cplus.lab import summaries
+from cplus.lab.drawing import ADDED_HERE, SOFT, cell, colour_and_marker, line, method_name, panels, picture
+from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Study, Summary, SummaryRow, Table, run_results
-from cplus.lab.summaries import KEPT_AND_LEARNED, by_seed, flops, mean_of, over_seeds, pick, retained, shown, updates
+from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Study, Summary, SummaryRow, Table
+from cplus.lab.summaries import by_seed, flops, mean_of, over_seeds, pick, retained, row, shown, updates
 from cplus.training.settings import RunSpec
 
 RUNGS = 5
@@ -53,28 +44,6 @@ TUNING_SEEDS = (100,)
 FIRST_SEED = 5
 """The first of the seeds that report; those below were seen while the rules of this study were made."""
 ABLE = ("wise-ft", "sft-repair", "cplus-repair")
-NEIGHBOURS = (
-    "sft",
-    "replay",
-    "probe-replay",
-    "anchor-probe-replay",
-    "distillation",
-    "probe-distillation",
-    "kl-base",
-    "asft",
-    "eaft",
-    "talr",
-    "stm",
-    "flow",
-    "ewc",
-    "lora",
-    "osf",
-    "freeze-layers",
-    "ssu",
-    "mofo",
-    "cautious",
-    "wise-ft",
-)
 OURS = ("cpl", "cplus", "cplus-curvature", "sft-repair", "cplus-repair")
 RECIPE = "cplus-repair"
 """What the claims are about: the row that keeps most within the budget on the tuning seed."""
@@ -126,6 +95,11 @@ CHOSEN: Mapping[str, Choice] = {
 """What the tuning seed chose at the scale `desk`; a test compares it with the committed results."""
 
 
+METHODS = (*CHOSEN, "asft")
+"""Every method of the study; asft learned at no rate."""
+NEIGHBOURS = tuple(method for method in METHODS if method not in OURS)
+
+
 def ladder(method: str) -> list[Choice]:
     """Five rates with a warm-up, each half of the one before; the lower three of them also without one."""
     top = TOP.get(method, 1.6)
@@ -151,11 +125,11 @@ def run_of(scale: Scale, method: str, choice: Choice, seed: int) -> RunSpec:
 def runs(scale: Scale) -> list[RunSpec]:
     """Every method's ladder on the tuning seed; on others its chosen rung, and the ladders of SFT and its repair."""
     if scale.name == "smoke":
-        tried = [run_of(scale, method, ladder(method)[0], 0) for method in (*NEIGHBOURS, *OURS)]
+        tried = [run_of(scale, method, ladder(method)[0], 0) for method in METHODS]
         return [*tried, *(demo_run(scale, method, 0) for method in BROUGHT_BACK)]
     seeds = range(FIRST_SEED, FIRST_SEED + scale.seeds_where_five)
     return [
-        *(run_of(scale, m, rung, seed) for m in (*NEIGHBOURS, *OURS) for rung in ladder(m) for seed in TUNING_SEEDS),
+        *(run_of(scale, m, rung, seed) for m in METHODS for rung in ladder(m) for seed in TUNING_SEEDS),
         *(run_of(scale, m, rung, seed) for m in LADDERS for rung in ladder(m)[:LADDER] for seed in seeds),
         *(run_of(scale, "sft", Choice(rate=SLOWEST, warm=warm), seed) for warm in (True, False) for seed in seeds),
         *(run_of(scale, m, rung, seed) for m, rung in CHOSEN.items() for seed in seeds),
@@ -252,11 +226,11 @@ def chosen(results: Sequence[RunResult], base_lr: float) -> dict[str, Choice]:
 def reported(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
     """The chosen rung of each method on the seeds that chose nothing; every run where a scale has not that rung."""
     mine = [result for result in results if result.spec.seed not in TUNING_SEEDS]
-    own: dict[str, list[RunResult]] = {}
-    for method in dict.fromkeys(result.spec.method for result in mine):
-        runs_of_it = pick(mine, method=method)
-        own[method] = [r for r in runs_of_it if rung_of(r, _lr(mine)) == CHOSEN.get(method)] or runs_of_it
-    return own
+    own = summaries.grouped(mine, lambda result: result.spec.method)
+    return {
+        method: [run for run in runs if rung_of(run, _lr(mine)) == CHOSEN.get(method)] or runs
+        for method, runs in own.items()
+    }
 
 
 def _lr(results: Sequence[RunResult]) -> float:
@@ -264,12 +238,10 @@ def _lr(results: Sequence[RunResult]) -> float:
     return max(result.spec.lr for result in pick(results, method="sft")) / 1.6
 
 
-def summary(results: Sequence[Result]) -> Summary:
+def summary(whole: Sequence[RunResult]) -> Summary:
     """Each method at its own best rate: updates, Retention and distance from SFT's line by three costs."""
-    whole = run_results(results)
-    mine = [result for result in whole if not as_in_the_demo(result)]
-    plain = [result for result in pick(mine, method="sft") if result.spec.seed not in TUNING_SEEDS]
-    table = reported(mine)
+    mine = _others(whole)
+    plain, table = pick(mine, method="sft"), reported(mine)
     rows = tuple(_row(method, own, plain) for method, own in table.items())
     ours = by_seed(table.get(RECIPE, []), retained)
     ahead = distances(table.get(RECIPE, []), plain)
@@ -294,12 +266,11 @@ def summary(results: Sequence[Result]) -> Summary:
 
 def _row(method: str, own: Sequence[RunResult], plain: Sequence[RunResult]) -> SummaryRow:
     first = own[0].spec
-    found = {
-        **{name: over_seeds(own, metric) for name, metric in {**KEPT_AND_LEARNED, **COSTS}.items()},
-        **{f"above SFT at equal {name}": mean_of(distances(own, plain, cost)) for name, cost in COSTS.items()},
-    }
     at = {"method": method, "lr": first.lr, "warmup": bool(first.warmup), "beyond": first.beyond}
-    return SummaryRow(at=at, figures={name: value for name, value in found.items() if value is not None})
+    plainly = row(at, own, {**summaries.KEPT_AND_LEARNED, **COSTS})
+    above = {f"above SFT at equal {name}": mean_of(distances(own, plain, cost)) for name, cost in COSTS.items()}
+    known = {name: value for name, value in above.items() if value is not None}
+    return SummaryRow(at=at, figures={**plainly.figures, **known})
 
 
 # The frontier: Retention against updates, every method at its own best rate; not in the paper.
@@ -312,13 +283,13 @@ LOWEST = 75.0
 PLACES = {"cplus": (-32, 2), "cplus-curvature": (7, -2), "cplus-repair": (7, 3), "sft-repair": (-52, 3)}
 
 
-def _others(runs: list[RunResult]) -> list[RunResult]:
+def _others(runs: Sequence[RunResult]) -> list[RunResult]:
+    """The runs on ladders, but for those of the tuning seed."""
     return [run for run in runs if run.spec.seed not in TUNING_SEEDS and not as_in_the_demo(run)]
 
 
-def _plain_line(runs: list[RunResult]) -> list[tuple[float, Estimate]]:
+def _plain_line(plain: Sequence[RunResult]) -> list[tuple[float, Estimate]]:
     """Mean updates and Retention of SFT at each rung that learned everything on every seed."""
-    plain = pick(_others(runs), method="sft")
     points = []
     for rate, warmup in sorted({(run.spec.lr, run.spec.warmup) for run in plain}):
         own = pick(plain, lr=rate, warmup=warmup)
@@ -329,34 +300,30 @@ def _plain_line(runs: list[RunResult]) -> list[tuple[float, Estimate]]:
 
 def fig_frontier(found: Collected) -> Picture:
     """SFT's line over its ladder of rates, and each other method's chosen point."""
-    runs = found.studies["frontier"].runs
+    runs = _others(found.studies["frontier"].results)
     figure, [axis] = panels(1, width=6.4, height=3.6)
-    plain, table = _plain_line(list(runs)), reported(_others(list(runs)))
-    if not plain:
-        mark_not_run(axis)
-    else:
-        colour, marker = colour_and_marker("sft")
-        line(axis, plain, "SFT, ten rates and schedules", colour, marker, linewidth=1.6)
+    plain, table = _plain_line(pick(runs, method="sft")), reported(runs)
+    kept = {method: estimate([run.retention for run in own]) for method, own in table.items()}
+    if plain:
+        line(axis, plain, "SFT, ten rates and schedules", *colour_and_marker("sft"), linewidth=1.6)
         for method, own in table.items():
-            best = estimate([run.retention for run in own]).mean
-            if method != "sft" and all(run.acquisition >= LEARNED for run in own) and best >= LOWEST:
-                _point(axis, method, own)
+            whole = all(run.acquisition >= LEARNED for run in own)
+            if method != "sft" and whole and kept[method].mean >= LOWEST:
+                _point(axis, method, sum(map(updates, own)) / len(own), kept[method])
         axis.plot([], [], "o", color=SOFT, alpha=0.5, markersize=3.5, label="another method at its best rate")
         axis.legend(loc="lower right")
     axis.set(xscale="log", xlabel="updates until the new rows are learned", ylabel="Retention (%)")
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if str(value)[0] in "235" else "")
-    estimates = [estimate([run.retention for run in own]) for own in table.values()]
+    figure.estimates = list(kept.values())
     caption = (
         "Retention against the number of updates until 99 % of the new rows are learned. Every method has the rate and "
-        "schedule that a seed of its own chose; the line is plain fine-tuning over its ladder of rates. Means and "
-        f"standard errors, {seed_count(estimates)}."
+        "schedule that a seed of its own chose; the line is plain fine-tuning over its ladder of rates."
     )
-    return Picture(label="fig:frontier", paper="Added here", caption=caption, figure=figure)
+    return picture(figure, "fig:frontier", "Added here", caption)
 
 
-def _point(axis: Any, method: str, own: list[RunResult]) -> None:
-    x, y = sum(map(updates, own)) / len(own), estimate([run.retention for run in own])
+def _point(axis: Any, method: str, x: float, y: Estimate) -> None:
     if method not in {**NAMED, **PLACES}:
         axis.plot([x], [y.mean], "o", color=SOFT, alpha=0.5, markersize=3.5)
         return

@@ -84,17 +84,21 @@ def _short(text: str, digits: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What differs between the rows of a source and the paper's set; counts of rows."""
+    """What differs between the rows of a source and the paper's set; counts of rows.
+
+    `where` is the file that the rows were read from; `found` is None where there is no such file.
+    """
 
     name: str
     expected: int
-    found: int
+    found: int | None = None
     missing: int = 0
     extra: int = 0
     changed_answers: int = 0
     other_options: int = 0
     other_text: int = 0
     reordered: bool = False
+    where: Path | None = None
 
     @property
     def same(self) -> bool:
@@ -115,15 +119,24 @@ class Difference:
         return words + (["in another order"] if self.reordered else [])
 
     def __str__(self) -> str:
+        if self.found is None:
+            return f"{self.name}: not at hand; 'cplus study data build {self.name}' selects its rows"
+        where = "" if self.where is None else f" ({self.where})"
         if self.same:
-            return f"{self.name}: {self.found:,} rows, the paper's"
-        return f"{self.name}: {self.found:,} rows, not the paper's {self.expected:,}: {', '.join(self.parts)}"
+            return f"{self.name}: {self.found:,} rows, the paper's{where}"
+        return f"{self.name}: {self.found:,} rows, not the paper's {self.expected:,}: {', '.join(self.parts)}{where}"
 
     def row(self) -> dict[str, Any]:
         """The JSON object."""
-        found = asdict(self)
-        del found["name"]
-        return {"same": self.same, **found}
+        counts = {name: value for name, value in asdict(self).items() if name not in ("name", "where")}
+        return {
+            "name": self.name,
+            "rows": self.expected,
+            "sha256": paper_sets()[self.name].sha256,
+            "where": None if self.where is None else str(self.where),
+            "same": self.same,
+            **({} if self.found is None else counts),
+        }
 
 
 def compare(name: str, examples: Sequence[Example]) -> Difference:
@@ -133,16 +146,13 @@ def compare(name: str, examples: Sequence[Example]) -> Difference:
         return Difference(name=name, expected=len(wanted.rows), found=len(examples))
     places = _by_question(examples)
     taken: dict[int, None] = {}  # in the order of the paper's rows
-    counts = dict.fromkeys(("missing", "changed_answers", "other_options", "other_text"), 0)
+    counts: dict[str, Any] = dict.fromkeys(("missing", "changed_answers", "other_options", "other_text"), 0)
     for key in wanted.rows:
         at = _best(key, places, taken)
-        if at is None:
-            counts["missing"] += 1
-            continue
-        index, own = at
-        taken[index] = None
-        kind = _kind(key, own)
-        if kind:
+        if at is not None:
+            taken[at[0]] = None
+        kind = "missing" if at is None else _kind(key, at[1])
+        if kind is not None:
             counts[kind] += 1
     extra, reordered = len(examples) - len(taken), list(taken) != sorted(taken)
     return Difference(
@@ -232,48 +242,16 @@ SPLITS: dict[str, tuple[str, ...]] = {
 """The splits of the hub's copies that the four sets were drawn from."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SetAtHand:
-    """One of the four sets: where its rows are, and how they differ from the paper's."""
-
-    name: str
-    where: Path | None
-    difference: Difference | None
-
-    @property
-    def same(self) -> bool:
-        """Whether the rows at hand are the paper's."""
-        return self.difference is not None and self.difference.same
-
-    def __str__(self) -> str:
-        if self.difference is None:
-            return f"{self.name}: not at hand; 'cplus study data build {self.name}' selects its rows"
-        return f"{self.difference} ({self.where})"
-
-    def row(self) -> dict[str, Any]:
-        """The JSON object."""
-        found = {} if self.difference is None else self.difference.row()
-        known = paper_sets()[self.name]
-        return {
-            "name": self.name,
-            "rows": len(known.rows),
-            "sha256": known.sha256,
-            "where": None if self.where is None else str(self.where),
-            "same": self.same,
-            **found,
-        }
-
-
-def at_hand(name: str, data_dir: Path | None = None) -> SetAtHand:
+def at_hand(name: str, data_dir: Path | None = None) -> Difference:
     """The rows that a run would read: those of the folder, else those of the cache; the hub is not asked."""
     folder = folder_of(data_dir)
     path = cached(name) if folder is None else folder / f"{name}.jsonl"
     if not path.is_file():
-        return SetAtHand(name=name, where=None, difference=None)
-    return SetAtHand(name=name, where=path, difference=compare(name, read_file(path)))
+        return Difference(name=name, expected=len(paper_sets()[name].rows))
+    return replace(compare(name, read_file(path)), where=path)
 
 
-def build(name: str, data_dir: Path | None = None) -> SetAtHand:
+def build(name: str, data_dir: Path | None = None) -> Difference:
     """Select the paper's rows from a folder's file or from the hub, check them and write them into the cache.
 
     Rows that are missing or have another answer or number of options are an error, and nothing is written.
@@ -288,7 +266,7 @@ def build(name: str, data_dir: Path | None = None) -> SetAtHand:
     path = cached(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_text(path, lines(found))
-    return SetAtHand(name=name, where=path, difference=difference)
+    return replace(difference, where=path)
 
 
 def _source(name: str, folder: Path | None) -> tuple[str, tuple[Example, ...]]:

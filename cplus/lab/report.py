@@ -72,6 +72,7 @@ def _page_figure(make: Callable[[Collected], Picture], found: Collected, folder:
 
 def _section(own: CollectedStudy, found: Collected, folder: Path) -> dict[str, Any]:
     """The part of the page about one study."""
+    done = {result.spec for result in own.results}
     return {
         "own": own,
         "command": found.command(own.study.name),
@@ -79,7 +80,7 @@ def _section(own: CollectedStudy, found: Collected, folder: Path) -> dict[str, A
         "figures": [_page_figure(make, found, folder) for make in own.study.figures],
         "tables": [make(found) for make in own.study.tables],
         "all_figures": all_figures(own.summary.rows),
-        "missing": [run_title(spec) for spec in own.missing],
+        "missing": [run_title(spec) for spec in own.specs if spec not in done],
         "seeds": ", ".join(str(seed) for seed in sorted({result.spec.seed for result in own.results})) or "none",
         "costs": _costs(own),
     }
@@ -103,9 +104,9 @@ def _precise(row: SummaryRow, name: str) -> str:
     found = row.figures.get(name)
     if found is None:
         return "not run"
-    if abs(found.mean) <= 1 and (found.error or 0.0) < 0.05:
-        return f"{found.mean:.3f}" + ("" if found.error is None else f" ± {found.error:.3f}") + f" (n={found.count})"
-    return f"{found.mean:,.2f}" + ("" if found.error is None else f" ± {found.error:.2f}") + f" (n={found.count})"
+    digits = 3 if abs(found.mean) <= 1 and (found.error or 0.0) < 0.05 else 2
+    error = "" if found.error is None else f" ± {found.error:.{digits}f}"
+    return f"{found.mean:,.{digits}f}{error} (n={found.count})"
 
 
 def _costs(own: CollectedStudy) -> list[tuple[str, str]]:

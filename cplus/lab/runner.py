@@ -7,24 +7,24 @@ import multiprocessing
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from cplus.base.files import cache_folder, canonical_json, read_json, replacing, tidy
 from cplus.base.locks import Held, beside, holding
-from cplus.distributed import processes as leader
-from cplus.distributed import processes as world
+from cplus.distributed import processes
 from cplus.lab import SCALES, STUDIES, runs_of
 from cplus.lab.estimate import Device, by_width, teams
 from cplus.lab.records import Result, Spec, load_result, parse_result, record_name, save_result
-from cplus.training.settings import RunSpec, SequenceSpec
+from cplus.lab.summaries import T
+from cplus.lab.summaries import grouped as grouped_by
+from cplus.training.settings import RunSpec, SequenceSpec, StudySettings
 
 if TYPE_CHECKING:
     from cplus.lab import sequence
@@ -177,11 +177,14 @@ def execute(spec: Spec, folder: Path, *, wait: float = 0.0) -> RunOutcome:
     Processes that share a run call it together; the first one has the lock and writes.
     """
     with ExitStack() as held:
-        if (known := world.shared(lambda: _known(spec, folder, wait, held))) is not None:
+        if (known := processes.shared(lambda: _known(spec, folder, wait, held))) is not None:
             return known
-        found = _result(spec)
-        if world.first():
-            save(found, folder)
+        started = time.perf_counter()
+        found = _run(spec) if isinstance(spec, RunSpec) else _sequence(spec)
+        took = {"wall_seconds": round(time.perf_counter() - started, 2)}
+        placed = {"placed_on": os.environ[PLACED]} if PLACED in os.environ else {}
+        if processes.first():
+            save(replace(found, environment={**found.environment, **took, **placed}), folder)
         return "done"
 
 
@@ -198,39 +201,31 @@ def _known(spec: Spec, folder: Path, wait: float, held: ExitStack) -> RunOutcome
     return None
 
 
-def _result(spec: Spec) -> Result:
-    started = time.perf_counter()
-    found = _run(spec) if isinstance(spec, RunSpec) else _sequence(spec)
-    wall = round(time.perf_counter() - started, 2)
-    placed = {"placed_on": os.environ[PLACED]} if PLACED in os.environ else {}
-    return replace(found, environment={**found.environment, "wall_seconds": wall, **placed})
-
-
 def _run(spec: RunSpec) -> Result:
     from cplus.lab import runs
 
-    base = world.in_turn(lambda: CACHE.base(spec.model))
-    given = leader.led_in_turn(lambda: CACHE.comparison(spec), (base.model, base.tokenizer))
+    base = processes.in_turn(lambda: CACHE.base(spec.model))
+    given = processes.led_in_turn(lambda: CACHE.comparison(spec), (base.model, base.tokenizer))
     return runs.run(spec, given)
 
 
 def _sequence(spec: SequenceSpec) -> Result:
     from cplus.lab import sequence
 
-    if world.size() > 1:
-        raise ValueError(f"a sequence of tasks runs in one process, got {world.size()}; use a larger device")
+    if processes.size() > 1:
+        raise ValueError(f"a sequence of tasks runs in one process, got {processes.size()}; use a larger device")
     return sequence.run_sequence(spec, CACHE.base(spec.model), CACHE.banks, first=CACHE.first(spec))
 
 
 class ProcessCache:
-    """The last model with its splits, external tasks, comparison and first checkpoint; banks and splits are on disk."""
+    """The last model and what was computed from it; banks and splits are on disk too.
+
+    Of comparisons and first checkpoints only the last is kept: runs that share one are done one after another.
+    """
 
     def __init__(self) -> None:
         self._base: Loaded | None = None
-        self._splits: dict[tuple[Any, ...], TaskSplit] = {}
-        self._external: dict[tuple[Any, ...], Group] = {}
-        self._comparison: tuple[Spec, Comparison] | None = None
-        self._first: tuple[Spec, sequence.Stage] | None = None
+        self._found: dict[str, dict[Any, Any]] = {}
 
     @property
     def banks(self) -> Path:
@@ -242,84 +237,78 @@ class ProcessCache:
         from cplus import models
 
         if self._base is None or self._base.name != model:
-            self._base, self._splits, self._external = models.load(model), {}, {}
-            self._comparison = self._first = None
+            self._base, self._found = models.load(model), {}
         return self._base
+
+    def _once(self, kind: str, key: Any, make: Callable[[], T]) -> T:
+        own = self._found.setdefault(kind, {})
+        if key not in own:
+            if kind in ("comparison", "first"):
+                own.clear()
+            own[key] = make()
+        found: T = own[key]
+        return found
 
     def split(self, spec: RunSpec, task: str, *, kept: bool) -> TaskSplit:
         """A task split by what the base model answers correctly."""
         from cplus.lab.runs import split_task
 
         base, key = self.base(spec.model), (kept, task, spec.interface, spec.compute_dtype, spec.num_rows)
-        if key not in self._splits:
+
+        def make() -> TaskSplit:
             folder = cache_folder() / "splits"
-            found = split_task(base, task, spec.interface, folder, spec.compute_dtype, spec.num_rows, kept=kept)
-            self._splits[key] = found
-        return self._splits[key]
+            return split_task(base, task, spec.interface, folder, spec.compute_dtype, spec.num_rows, kept=kept)
+
+        return self._once("split", key, make)
 
     def external_task(self, base: Loaded, name: str, spec: RunSpec) -> Group:
         """An external task with the base model's answers, evaluated once per seed."""
         from cplus.lab.runs import external_task
 
         key = name, spec.seed, spec.external_limit, spec.interface, spec.compute_dtype
-        if key not in self._external:
-            self._external[key] = external_task(base, name, spec)
-        return self._external[key]
+        return self._once("external", key, lambda: external_task(base, name, spec))
 
     def comparison(self, spec: RunSpec) -> Comparison:
-        """What the methods of a run's comparison share; the last one is reused for runs that differ only by method."""
+        """What the methods of a run's comparison share."""
+        return self._once("comparison", without_method(spec), lambda: self._set_up(spec))
+
+    def _set_up(self, spec: RunSpec) -> Comparison:
         from cplus.lab.runs import set_up
 
-        base, shared = self.base(spec.model), without_method(spec)
-        if self._comparison is None or self._comparison[0] != shared:
-            learned = self.split(spec, spec.task, kept=False)
-            kept = self.split(spec, spec.anchor_task, kept=True) if spec.anchor_task else None
-            name = f"{spec.model}-{spec.task}-{spec.seed}".replace("/", "-")
-            with holding(self.banks / f".{name}.lock", wait=3600.0):
-                made = set_up(spec, base, learned, self.banks, kept=kept, external=self.external_task)
-            self._comparison = shared, made
-        return self._comparison[1]
+        base, learned = self.base(spec.model), self.split(spec, spec.task, kept=False)
+        kept = self.split(spec, spec.anchor_task, kept=True) if spec.anchor_task else None
+        name = f"{spec.model}-{spec.task}-{spec.seed}".replace("/", "-")
+        with holding(self.banks / f".{name}.lock", wait=3600.0):
+            return set_up(spec, base, learned, self.banks, kept=kept, external=self.external_task)
 
     def first(self, spec: SequenceSpec) -> sequence.Stage:
         """The checkpoint after the first task, which all methods of a sequence share."""
         from cplus.lab import sequence
 
-        base, shared = self.base(spec.model), without_method(spec)
-        if self._first is None or self._first[0] != shared:
-            self._first = shared, sequence.first_stage(spec, base)
-        return self._first[1]
+        base = self.base(spec.model)
+        return self._once("first", without_method(spec), lambda: sequence.first_stage(spec, base))
 
 
-def without_method(spec: Spec) -> Spec:
-    """The spec with its method and training settings reset, so that runs of one comparison give equal ones.
+OF_TRAINING = set(StudySettings.model_fields) | {
+    "evaluate_every",
+    "warmup",
+    "stop_at",
+    "beyond",
+    "stop_loss",
+    "diagnose",
+}
+"""The settings that differ between the runs of one comparison."""
 
-    Such runs share model, split, anchors, new rows, bank and external tasks, and are done one after another.
+
+def without_method(spec: Spec) -> Any:
+    """What runs of one comparison have in common, which are done one after another: model, rows, bank, external tasks.
+
+    Methods of a sequence share its first task; anchors and probes come after it.
     """
     if isinstance(spec, SequenceSpec):
         return replace(spec, method="sft", num_anchors=0, num_probes=0)
-    return replace(
-        spec,
-        method="",
-        anchor_weight=0.5,
-        beta=0.9,
-        optimizer="",
-        lr=0.0,
-        lora=0,
-        weight_decay=0.0,
-        epochs=1,
-        batch_size=1,
-        order="file",
-        evaluate_every=0,
-        parts=1,
-        refresh=None,
-        memory=0.0,
-        warmup=0.0,
-        stop_at=None,
-        strength=None,
-        beyond=0,
-        stop_loss=None,
-        diagnose=(),
-    )
+    kept = {"seed", "num_probes", "shots", "temperature", "topics", "compute_dtype"}
+    return tuple(getattr(spec, each.name) for each in fields(spec) if each.name not in OF_TRAINING - kept)
 
 
 CACHE = ProcessCache()
@@ -435,35 +424,27 @@ class Worker:
             )
             for rank in range(size)
         ]
+        self._waiting = ThreadPoolExecutor(1)
 
     def submit(self, spec: Spec, folder: Path) -> Future[RunOutcome]:
         """The run's outcome, once every process has ended it or one has failed."""
         parts = [pool.submit(execute, spec, folder) for pool in self._pools]
-        if len(parts) == 1:
-            return parts[0]
-        whole: Future[RunOutcome] = Future()
-        lock = threading.Lock()
-
-        def ended(part: Future[RunOutcome]) -> None:
-            with lock:
-                if whole.done() or part.cancelled():
-                    return
-                if (error := part.exception()) is not None:
-                    whole.set_exception(error)
-                elif all(each.done() for each in parts):
-                    whole.set_result(parts[0].result())
-
-        for part in parts:
-            part.add_done_callback(ended)
-        return whole
+        return parts[0] if len(parts) == 1 else self._waiting.submit(_together, parts)
 
     def stop(self) -> None:
         """Terminate its processes; results are written atomically, and locks are released."""
         for pool in self._pools:
-            processes = list((pool._processes or {}).values())
+            running = list((pool._processes or {}).values())
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in processes:
+            for process in running:
                 process.terminate()
+        self._waiting.shutdown(wait=False, cancel_futures=True)
+
+
+def _together(parts: Sequence[Future[RunOutcome]]) -> RunOutcome:
+    for part in wait(parts, return_when=FIRST_EXCEPTION).done:
+        part.result()
+    return parts[0].result()
 
 
 def _free_port() -> int:
@@ -472,7 +453,7 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def _next(waiting: Sequence[Spec], last: Spec | None, taken: set[Spec]) -> int:
+def _next(waiting: Sequence[Spec], last: Spec | None, taken: set[Any]) -> int:
     """The index of the first run of the worker's last setting, else of a setting no worker has, else 0."""
     own = None if last is None else without_method(last)
     free = 0
@@ -502,7 +483,7 @@ def _begin(threads: int, visible: str, rank: int, size: int, port: int) -> None:
     if size > 1:
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
         os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in numbers.items()}})
-        _JOINED.enter_context(world.joined())
+        _JOINED.enter_context(processes.joined())
 
 
 # Runs on a cluster: one array job of groups of runs that share a setting; interrupted groups are requeued.
@@ -527,7 +508,7 @@ class RunGroup:
         """Do the runs one after another; the tasks of one job do each run together."""
         if self.processes > 1:
             _submitit().helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
-        with world.joined():
+        with processes.joined():
             return list(in_this_process(self.specs, self.folder))
 
     def __submitit_checkpoint__(self) -> Any:
@@ -548,10 +529,10 @@ class Cluster:
         memory = self.parameters.get(DEVICE_GB)
         found = [] if memory is None else [Device(name="", memory=float(memory) * 1e9)] * MOST_DEVICES
         submitted = []
-        for processes, own in sorted(by_width(specs, found).items()):
-            executor, groups = self._executor(processes), grouped(own)
+        for count, own in sorted(by_width(specs, found).items()):
+            executor, groups = self._executor(count), grouped(own)
             with executor.batch():
-                jobs = [executor.submit(RunGroup(group, folder.absolute(), processes)) for group in groups]
+                jobs = [executor.submit(RunGroup(group, folder.absolute(), count)) for group in groups]
             submitted += list(zip(jobs, groups, strict=True))
         for job, group in submitted:
             failure = job.exception()  # waits for the job
@@ -576,10 +557,8 @@ class Cluster:
 
 def grouped(specs: Sequence[Spec]) -> list[list[Spec]]:
     """Runs of one setting together, at most RUNS_PER_JOB per job."""
-    groups: dict[Spec, list[Spec]] = {}
-    for spec in specs:
-        groups.setdefault(without_method(spec), []).append(spec)
-    return [own[i : i + RUNS_PER_JOB] for own in groups.values() for i in range(0, len(own), RUNS_PER_JOB)]
+    groups = grouped_by(specs, without_method).values()
+    return [own[i : i + RUNS_PER_JOB] for own in groups for i in range(0, len(own), RUNS_PER_JOB)]
 
 
 def _submitit() -> Any:

@@ -17,7 +17,6 @@ from torch import nn
 from cplus import models
 from cplus.base.cost import cost_row
 from cplus.base.environment import environment
-from cplus.core.evidence import free_bytes
 from cplus.data import interfaces
 from cplus.data.examples import Choice, Example, FreeForm, Message, Prediction
 from cplus.data.interfaces import Interface
@@ -31,6 +30,7 @@ from cplus.lab.paper_sets import paper_sets
 from cplus.lab.records import RunResult
 from cplus.methods.repair import repair_row
 from cplus.methods.table import METHODS, Material
+from cplus.methods.variants import free_bytes
 from cplus.models import Loaded
 from cplus.models.scoring import predict
 from cplus.probes.abilities import GENERAL, MIN_YIELD
@@ -43,7 +43,7 @@ from cplus.training.driver import Done, Evaluate, Training, begin, build_optimiz
 from cplus.training.loop import EpochEnded, Event, Prepared, Schedule, build_schedule, epoch_batches
 from cplus.training.measure import answered, changes
 from cplus.training.rows import Group, Part, PastTask
-from cplus.training.settings import RunSpec, Settings
+from cplus.training.settings import RunSpec, TrainSettings
 from cplus.training.sharding import needs_whole, sharded
 
 # What the base model knows of a task: its rows split into past (answered correctly) and new (answered incorrectly).
@@ -220,7 +220,7 @@ def _to_keep(
 ) -> tuple[tuple[Example, ...], tuple[Example, ...], Bank | None]:
     """Anchors and probes: given ones and a bank written from them, rows written from nothing, or both."""
     if spec.keep == "anchors":
-        sealed = bank(spec, base, interface, anchors, banks) if spec.num_probes else None
+        sealed = cached_bank(base, interface, anchors, spec.settings.probes, banks=banks) if spec.num_probes else None
         return anchors, sealed.examples if sealed else (), sealed
     few = spec.num_probes if spec.keep == "general" else spec.num_probes // 2
     settings = ProbeSettings(
@@ -235,13 +235,9 @@ def _to_keep(
     own, probes = written[: spec.num_anchors], written[spec.num_anchors :]
     if spec.keep == "general":
         return own, probes, None
-    rest = replace(spec, num_probes=spec.num_probes - few)
-    return (*anchors, *own), (*bank(rest, base, interface, anchors, banks).examples, *probes), None
-
-
-def bank(spec: RunSpec, base: Loaded, interface: Interface, anchors: Sequence[Example], banks: Path) -> Bank:
-    """The sealed bank of these anchors and the spec's settings, from the folder of banks or written into it now."""
-    return cached_bank(base, interface, anchors, spec.settings.probes, banks=banks)
+    rest = replace(spec.settings.probes, num_probes=spec.num_probes - few)
+    given = cached_bank(base, interface, anchors, rest, banks=banks).examples
+    return (*anchors, *own), (*given, *probes), None
 
 
 def new_rows(found: Split, spec: RunSpec) -> tuple[Example, ...]:
@@ -307,11 +303,12 @@ def set_aside(base: Loaded) -> Iterator[None]:
         base.model.to(base.device)
 
 
-def in_memory(settings: Settings, model: nn.Module) -> Settings:
+def in_memory(settings: TrainSettings, model: nn.Module) -> TrainSettings:
     """The settings, with gradient checkpointing where memory is short: slower, with the same numbers."""
     first = next(model.parameters())
     numbers = sum(p.numel() for p in model.parameters()) // processes.size()
-    return dataclasses.replace(settings, gradient_checkpointing=free_bytes(first.device) < TRAINING_BYTES * numbers)
+    short = free_bytes(first.device) < TRAINING_BYTES * numbers
+    return settings.model_copy(update={"gradient_checkpointing": short})
 
 
 def run(spec: RunSpec, given: Comparison, *, watch: OnEvent = lambda event: None) -> RunResult:
@@ -519,7 +516,7 @@ def _after_training(spec: RunSpec, given: Comparison, model: nn.Module) -> dict[
     if "permuted" in spec.diagnose:
         if interface.name != "letter":
             raise ValueError(f"permuting options requires the letter interface, got {spec.interface}")
-        found["permuted"] = permuted(answers, rows).row()
+        found["permuted"] = permuted(answers, rows)
     return found
 
 

@@ -215,7 +215,7 @@ DESK_REAL = Scale(
     large_bank=32,
     aggressive_schedule=(1e-4, 4),
     new_and_anchor_task=("csqa", "instruct_short"),
-    studies=("e01", "e03", "e09", "chat", "facts"),
+    studies=("chat", "facts"),
 )
 QWEN = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b")
 OTHERS = {"gemma-2-2b-it": 1e-6, "phi-3.5-mini": 1e-5}

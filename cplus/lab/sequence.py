@@ -19,17 +19,16 @@ from cplus.data import interfaces
 from cplus.data.examples import Example, Prediction
 from cplus.data.tasks import Split, draw_anchors, load_task, split, stack
 from cplus.evaluation.changes import Flip, acquisition, flips, percent, retention
-from cplus.evaluation.statistics import average_accuracy, backward_transfer, survival
+from cplus.evaluation.statistics import survival
 from cplus.lab.records import SequenceResult
-from cplus.lab.runs import bank, new_rows
+from cplus.lab.runs import new_rows
 from cplus.methods.repair import repair_row
 from cplus.models.scoring import predict
+from cplus.probes.build import cached_bank
 from cplus.training.driver import begin
 from cplus.training.loop import Event
 from cplus.training.rows import Group, PastTask
 from cplus.training.settings import RunSpec, SequenceSpec
-
-__all__ = ["average_accuracy", "backward_transfer", "first_stage", "run_sequence", "survival"]
 
 StageWatch = Callable[[int, Event], None]
 """Receives the loop's events with the number of their stage."""
@@ -154,7 +153,9 @@ def past_task(run: RunSpec, last: Stage, task: Group, index: int, banks: Path) -
     found = split_by_answers(task, last.answers[index], last.current, run.compute_dtype)
     anchors = draw_anchors(found, run.num_anchors, run.seed)
     wanted = anchors and run.num_probes and run.settings.row.needs_bank
-    written = bank(run, last.current, task.interface, anchors, banks).examples if wanted else ()
+    written = (
+        cached_bank(last.current, task.interface, anchors, run.settings.probes, banks=banks).examples if wanted else ()
+    )
     return PastTask(
         name=task.name,
         interface=task.interface,

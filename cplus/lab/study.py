@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cplus.evaluation.statistics import Estimate
-from cplus.lab.records import Result, RunResult, SequenceResult, Spec
+from cplus.lab.records import Spec
 from cplus.lab.scales import Scale
 from cplus.training.settings import RunSpec
 
@@ -124,16 +124,6 @@ class Published:
     numbers: Mapping[str, Any]
 
 
-def run_results(results: Iterable[Result]) -> list[RunResult]:
-    """The results of runs on one task."""
-    return [result for result in results if isinstance(result, RunResult)]
-
-
-def sequence_results(results: Iterable[Result]) -> list[SequenceResult]:
-    """The results of task sequences."""
-    return [result for result in results if isinstance(result, SequenceResult)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Picture:
     """A figure with its label in the paper, or one of our own, and its caption."""
@@ -181,7 +171,7 @@ class Study:
     question: str
     paper: str
     runs: Callable[[Scale], Sequence[Spec]]
-    summary: Callable[[Sequence[Result]], Summary]
+    summary: Callable[[Sequence[Any]], Summary]
     published: tuple[Published, ...] = ()
     figures: tuple[Callable[[Collected], Picture], ...] = ()
     tables: tuple[Callable[[Collected], Table], ...] = ()
@@ -190,28 +180,12 @@ class Study:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectedStudy:
-    """A study with its runs at the scale, the results that exist, and their summary."""
+    """A study with its runs at the scale, the results that exist, and their summary; results are of one kind."""
 
     study: Study
-    specs: tuple[Spec, ...]
-    results: tuple[Result, ...]
+    specs: tuple[Any, ...]
+    results: tuple[Any, ...]
     summary: Summary
-
-    @property
-    def runs(self) -> list[RunResult]:
-        """The results of runs on one task."""
-        return run_results(self.results)
-
-    @property
-    def sequences(self) -> list[SequenceResult]:
-        """The results of task sequences."""
-        return sequence_results(self.results)
-
-    @property
-    def missing(self) -> list[Spec]:
-        """The runs without a result."""
-        done = {result.spec for result in self.results}
-        return [spec for spec in self.specs if spec not in done]
 
     @property
     def verdict(self) -> str:

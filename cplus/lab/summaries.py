@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-from cplus.evaluation.statistics import Estimate, LossPoint, common_level, estimate, rise
+from cplus.evaluation.statistics import Estimate, estimate
 from cplus.lab.records import Result, RunResult
 from cplus.lab.scales import seedless
 from cplus.lab.study import Claim, SummaryRow
@@ -25,6 +24,17 @@ def pick(results: Iterable[RunResult], **wanted: Any) -> list[RunResult]:
         return found in value if isinstance(value, tuple) and not isinstance(found, tuple) else found == value
 
     return [result for result in results if all(fits(result, name, value) for name, value in wanted.items())]
+
+
+T = TypeVar("T")
+
+
+def grouped(things: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """The things with equal keys together, in order of appearance."""
+    groups: dict[Any, list[T]] = {}
+    for thing in things:
+        groups.setdefault(key(thing), []).append(thing)
+    return groups
 
 
 def retained(result: RunResult) -> float:
@@ -53,98 +63,16 @@ def flops(result: RunResult) -> float:
 KEPT_AND_LEARNED: Mapping[str, Metric] = {"retention": retained, "acquisition": learned}
 
 
-@dataclass(frozen=True, kw_only=True)
-class RetentionMeasure:
-    """How much of its past behaviour a run retains.
-
-    `metric` is higher for a better run and equals `lossless` if nothing is lost; `better_than` and `points_more` are
-    the words for a lead; `columns` are the metrics of the study's table.
-    """
-
-    metric: Metric
-    lossless: float
-    better_than: str
-    points_more: str
-    columns: Mapping[str, Metric]
-
-
-RETENTION = RetentionMeasure(
-    metric=retained,
-    lossless=100.0,
-    better_than="keeps more than",
-    points_more="points more",
-    columns=KEPT_AND_LEARNED,
-)
-
-
-def retention_measure(results: Sequence[RunResult]) -> RetentionMeasure:
-    """Retention; for free text, the negated rise of the past answers' loss at matched learning."""
-    if not free_text(results):
-        return RETENTION
-    past_loss_rise = matched_rise(results)
-
-    def negated(result: RunResult) -> float | None:
-        found = past_loss_rise(result)
-        return None if found is None else -found
-
-    return RetentionMeasure(
-        metric=negated,
-        lossless=0.0,
-        better_than="loses less than",
-        points_more="hundredths of a nat less",
-        columns={"rise of past loss, nats/100": past_loss_rise, **KEPT_AND_LEARNED, **LOSSES},
-    )
-
-
-def free_text(results: Iterable[RunResult]) -> bool:
-    """Whether any of the runs has free-text answers."""
-    return any(result.spec.interface == "freeform" for result in results)
-
-
-LOSSES: Mapping[str, Metric] = {
-    "past loss": lambda result: result.past_nll,
-    "new loss": lambda result: result.new_nll,
-}
-
-
-def matched_rise(results: Iterable[RunResult]) -> Metric:
-    """The rise of the past answers' loss, in hundredths of a nat, at matched learning.
-
-    Learning is matched at the lowest loss of the new answers that all these runs of the same model, task and seed
-    reach.
-    """
-    curves: dict[tuple[int, str, str], list[list[LossPoint]]] = {}
-    for result in results:
-        if losses := _loss_curve(result):
-            curves.setdefault(_pairing_key(result), []).append(losses)
-    levels = {key: common_level(own) for key, own in curves.items()}
-
-    def metric(result: RunResult) -> float | None:
-        losses = _loss_curve(result)
-        return 100 * rise(losses, levels[_pairing_key(result)]) if losses else None
-
-    return metric
-
-
-def _loss_curve(result: RunResult) -> list[LossPoint]:
-    return [(point["new_nll"], point["past_nll"]) for point in result.curve if "new_nll" in point]
-
-
-def _pairing_key(result: RunResult) -> tuple[int, str, str]:
-    return result.spec.seed, result.spec.model, result.spec.task
-
-
 def table(results: Sequence[RunResult], by: Sequence[str], metrics: Mapping[str, Metric]) -> tuple[SummaryRow, ...]:
     """One row per combination of these fields of the spec, in order of appearance."""
-    groups: dict[tuple[Any, ...], list[RunResult]] = {}
-    for result in results:
-        groups.setdefault(tuple(getattr(result.spec, name) for name in by), []).append(result)
-    rows = []
-    for values, own in groups.items():
-        found = {name: over_seeds(own, metric) for name, metric in metrics.items()}
-        at = dict(zip(by, values, strict=True))
-        rows.append(SummaryRow(at=at, figures={name: value for name, value in found.items() if value is not None}))
-    return tuple(rows)
+    groups = grouped(results, lambda result: tuple(getattr(result.spec, name) for name in by))
+    return tuple(row(dict(zip(by, values, strict=True)), own, metrics) for values, own in groups.items())
+
+
+def row(at: Mapping[str, Any], results: Sequence[RunResult], metrics: Mapping[str, Metric]) -> SummaryRow:
+    """One row of a table; figures that no run has are left out."""
+    found = {name: over_seeds(results, metric) for name, metric in metrics.items()}
+    return SummaryRow(at=at, figures={name: value for name, value in found.items() if value is not None})
 
 
 def seed_of(result: Result) -> Seed:
@@ -154,17 +82,14 @@ def seed_of(result: Result) -> Seed:
 
 def by_seed(results: Iterable[RunResult], metric: Metric) -> dict[Seed, float]:
     """Each seed's mean of a metric over its runs; runs without it are left out."""
-    values: dict[Seed, list[float]] = {}
-    for result in results:
-        if (value := metric(result)) is not None:
-            values.setdefault(seed_of(result), []).append(value)
-    return {seed: statistics.fmean(own) for seed, own in values.items()}
+    values = ((seed_of(result), value) for result in results if (value := metric(result)) is not None)
+    groups = grouped(values, lambda pair: pair[0])
+    return {seed: statistics.fmean(value for _, value in own) for seed, own in groups.items()}
 
 
 def over_seeds(results: Iterable[RunResult], metric: Metric) -> Estimate | None:
     """Mean and standard error over seeds; None if no run has the metric."""
-    values = list(by_seed(results, metric).values())
-    return estimate(values) if values else None
+    return mean_of(by_seed(results, metric))
 
 
 def paired(left: Mapping[Seed, float], right: Mapping[Seed, float]) -> dict[Seed, tuple[float, float]]:
@@ -196,9 +121,7 @@ def margin(left: Iterable[RunResult], right: Iterable[RunResult], metric: Metric
 
 
 def _by_model_and_task(results: Iterable[RunResult], metric: Metric) -> dict[tuple[str, str], dict[Seed, float]]:
-    groups: dict[tuple[str, str], list[RunResult]] = {}
-    for result in results:
-        groups.setdefault((result.spec.model, result.spec.task), []).append(result)
+    groups = grouped(results, lambda result: (result.spec.model, result.spec.task))
     return {key: by_seed(own, metric) for key, own in groups.items()}
 
 

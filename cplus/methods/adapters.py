@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from cplus.methods.objectives import Strength
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -58,18 +60,15 @@ def osf(model: nn.Module, seed: int) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class LastBlocks:
+class LastBlocks(Strength):
     """Train the last blocks of the model alone: `strength` is the share of blocks that is frozen, the first ones.
 
     Embeddings, final norm and head are frozen too. Nothing is random, so the seed has no effect.
     """
 
     strength: float = 0.5
+    within = "[0, 1)"
     trains: str = "last blocks"
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.strength < 1.0:
-            raise ValueError(f"the share of frozen blocks must lie in [0, 1), got {self.strength}")
 
     def __call__(self, model: nn.Module, seed: int) -> nn.Module:
         """Freeze everything, then let the last blocks train."""

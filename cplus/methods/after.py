@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from cplus.base.cost import Work
-from cplus.core.rows import Encoded, batched, measured
 from cplus.methods.objectives import Material, Rows
 
 if TYPE_CHECKING:
@@ -77,6 +76,8 @@ class Averaged:
         if self.strength is not None:
             move(model, base, tuned, self.strength)
             return Work(), None
+        from cplus.methods.repair import known_rows
+
         with computing():
             known, work = known_rows(model, material)
         for tenths in range(1, 11) if known else (10,):
@@ -101,82 +102,16 @@ def move(model: nn.Module, base: Mapping[str, Tensor], tuned: Mapping[str, Tenso
                 p.copy_(torch.lerp(base[name].to(p.device), tuned[name], share))
 
 
-def known_rows(model: nn.Module, material: Material) -> tuple[set[Encoded], Work]:
-    """The new rows that a model knows, and the forward passes that this took.
-
-    A row with choices is known if its target is the best of them by mean token log-likelihood, as Acquisition counts
-    it; any other if each of its target tokens is the likeliest one after those before it.
-    """
-    from cplus.models.scoring import read_targets, score_candidates
-
-    choices = {row: own for row in material.new if len(own := material.choices.get(row, ())) > 1}
-    scores = score_candidates(model, [row.prompt for row in choices], list(choices.values()), what="known rows")
-    known = {
-        row
-        for (row, own), found in zip(choices.items(), scores, strict=True)
-        if own[max(range(len(own)), key=lambda i: found[i].mean)] == row.target
-    }
-    others = [row for row in material.new if row not in choices]
-    readings = read_targets(model, others, what="known rows")
-    known |= {row for row, reading in zip(others, readings, strict=True) if reading.likeliest}
-    passed = sum(len(row.prompt) + sum(map(len, own)) for row, own in choices.items())
-    return known, Work(forward=passed + sum(measured(part).padded for part in batched(others)))
-
-
 @dataclass(frozen=True)
 class Undone:
-    """Weights reset to the base model's, those that past rows need most against new ones (`cplus.methods.repair`).
+    """Weights reset to the base model's, those that past rows need most; where nothing can be undone they stay."""
 
-    `points` is how many percentage points of new rows with choices may become unknown (`known_rows`); the loss of free
-    text, and of rows with choices of which the tuned model knows less than half, may rise by 5 % of its fall instead,
-    on at most 64 of them.
-    Weights are ranked by importance where rows have choices, else by blame. Where nothing can be undone they stay.
-    """
-
-    points: float = 1.0
     needs: tuple[Rows, ...] = ("anchors", "probes")
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.points <= 100.0:
-            raise ValueError(f"the points of Acquisition to give up must lie in [0, 100], got {self.points}")
 
     def __call__(
         self, model: nn.Module, base: Mapping[str, Tensor], material: Material, computing: Computing = nullcontext
     ) -> Outcome:
-        """Squared gradients of all rows, or a gradient of the past rows, then a search for the share."""
-        from cplus.methods.repair import TRIALS, Check, Unrepairable, judged, loss_check, repair_model
+        """Repair the model."""
+        from cplus.methods.repair import repair_material
 
-        past, new = [*material.rows("anchors"), *material.rows("probes")], list(material.new)
-        read = Work()
-
-        def unknown(model: nn.Module) -> float:
-            nonlocal read
-            known, passed = known_rows(model, material)
-            read += passed
-            return 100 * sum(row not in known for row in new) / len(new)
-
-        free = not any(len(own) > 1 for own in material.choices.values())
-        check = Check(name="new", unit="% not known", measure=unknown, tolerance=self.points)
-        with computing():
-            by_loss = free or unknown(model) > 50.0
-        weights = {name: base.get(name, p.detach()) for name, p in model.named_parameters()}
-        batches = batched(past) if free else ([row] for row in (*past, *new))
-        work = sum(map(measured, batches), Work())
-        found: Repaired | str
-        try:
-            found = repair_model(
-                model,
-                weights,
-                past,
-                new,
-                checks=[loss_check(judged(new)) if by_loss else check],
-                by="blame" if free else "importance",
-                computing=computing,
-            )
-            tried = found.trials
-        except Unrepairable as error:
-            found, tried = str(error), TRIALS
-        # Past rows are read by base, tuned and repaired model, new rows by base and tuned model and at every trial.
-        readings = ((3, past), (2 + tried, judged(new) if by_loss else []))
-        passes = sum(count * measured(part).padded for count, rows in readings for part in batched(rows))
-        return work + read + Work(forward=passes), found
+        return repair_material(model, base, material, computing)

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from cplus.base.cost import Work
-from cplus.core.evidence import Losses, Reference, Source, borrowed_gradients, check_finite, named, refuse_unreached
+from cplus.core.engine import Engine, engine_of, local
+from cplus.core.evidence import Losses, Reference, Source, borrowed_gradients, checked_norm, refuse_unreached
 from cplus.core.gates import Proposal
 from cplus.core.losses import answer_losses, last_logits, left_padded
-from cplus.core.passes import Turn
 from cplus.core.rows import batched, measured
-from cplus.core.shards import Layout, layout, local
 
 # The curvature gate: a coordinate moves the less, the more past rows depend on it at the base model.
 
@@ -35,19 +34,19 @@ def attenuation(squares: Tensor, damping: float) -> Tensor:
     return damping / (damping + squares)
 
 
-def damping(squares: Sequence[Tensor], share: float, where: Layout) -> float:
+def damping(squares: Sequence[Tensor], share: float, engine: Engine | None = None) -> float:
     """The d with which the mean of d / (d + F) over all coordinates with F > 0 is `share`; 1 if there are none.
 
     F is rounded to bfloat16 here and counted by value, so that shards add up to the same counts bit for bit.
 
-    >>> round(damping([torch.tensor([0.0, 1.0, 1.0])], 0.5, Layout()), 6)
+    >>> round(damping([torch.tensor([0.0, 1.0, 1.0])], 0.5), 6)
     1.0
     """
     counts = torch.zeros(VALUES, dtype=torch.float64, device=squares[0].device)
     for own in squares:
         bits = own.detach().bfloat16().view(torch.int16).flatten().int()
         counts += torch.bincount(bits, minlength=VALUES)[:VALUES]
-    counts = (where.sum(counts) if where.sharded else counts).cpu()
+    counts = (engine.sum(counts) if engine is not None and engine.sharded else counts).cpu()
     values = torch.arange(VALUES, dtype=torch.int16).view(torch.bfloat16).double()
     used = (counts > 0) & (values > 0) & values.isfinite()
     counts, values = counts[used], values[used]
@@ -78,20 +77,19 @@ class Curvature:
 
     def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
         """One backward pass per row at the current parameters."""
-        where = layout(params, named(self.model))
+        engine = engine_of(self.model, params)
         for source in self.sources:
-            where.check_alike(source.at(refresh), source.name, params[0].device)
-        squares, totals, work = self._squares(params, refresh, where)
+            engine.check_alike(source.at(refresh), source.name, params[0].device)
+        squares, totals, work = self._squares(params, refresh, engine)
         means = {s.name: total / len(s.at(refresh)) for s, total in zip(self.sources, totals, strict=True)}
-        check_finite(self.model, params, squares, means, where)
-        strength = damping(squares, self.share, where)
-        total = sum(float(own.double().sum()) for own in squares)
-        total = where.sums([total], squares[0].device)[0] if where.sharded else total
+        checked_norm(engine, params, squares, means)
+        strength = damping(squares, self.share, engine)
+        total = engine.over_shards(sum(float(own.double().sum()) for own in squares), squares[0].device)
         coefficients = [attenuation(own, strength).bfloat16() for own in squares]
         return Reference(vectors=[coefficients], losses=means, work=work, norm=math.sqrt(total))
 
     def _squares(
-        self, params: Sequence[nn.Parameter], refresh: int, where: Layout
+        self, params: Sequence[nn.Parameter], refresh: int, engine: Engine
     ) -> tuple[list[Tensor], list[float], Work]:
         """F, each source's summed loss, and the passes. Shards see every row; whole copies share the rows."""
         seen = [
@@ -99,22 +97,21 @@ class Curvature:
             for i, source in enumerate(self.sources)
             for row in source.at(refresh)
         ]
-        own = seen if where.sharded else where.rows(seen)
+        own = seen if engine.sharded else engine.rows(seen)
         squares = [torch.zeros_like(local(p), dtype=torch.float32) for p in params]
         totals = [0.0] * len(self.sources)
         with borrowed_gradients(self.model, params) as passes:
             for i, weight, row in own:
                 loss = self.losses(self.model, [row]).sum()
-                passes.backward(loss, Turn(alone=True))
+                passes.backward(loss)
                 totals[i] += float(loss.detach())
                 for square, gradient in zip(squares, passes.take(), strict=True):
                     if gradient is not None:
                         square.addcmul_(gradient.float(), gradient.float(), value=weight)
             if own:
-                refuse_unreached(self.model, passes.trained, passes.unreached())
-        if not where.sharded:
-            squares = [where.sum(square) for square in squares]
-            totals = where.sums(totals, squares[0].device)
+                refuse_unreached(engine, passes, passes.unreached())
+        if not engine.sharded:
+            squares, totals = engine.total(squares), engine.sums(totals, squares[0].device)
         return squares, totals, sum((measured([row]) for _, _, row in seen), Work())
 
 
@@ -138,7 +135,7 @@ class ColumnShield:
 
     def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
         """One forward pass over every source at the current parameters."""
-        if layout(params, named(self.model)).sharded:
+        if engine_of(self.model, params).sharded:
             raise ValueError("source-shielded updates compare whole columns, but the weights are sharded; use one rank")
         layers = shielded_layers(self.model, params)
         squares, work = self._squares(layers, refresh)

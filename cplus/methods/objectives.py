@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from cplus.base.cost import Work
 from cplus.core.rows import MAX_TOKENS, Encoded, batched, like_length, measured
@@ -15,8 +15,6 @@ from cplus.distributed import processes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-    from cplus.core.shards import Layout
 
 
 # The rows of a training, by what they are for: new rows to learn, and each past task's rows.
@@ -74,35 +72,34 @@ class Material:
 Backward: TypeAlias = Callable[[Sequence[Encoded]], tuple[float, Work]]
 
 
-class Build(Protocol):
-    """Binds an objective to a model and to the rows that it uses besides the batch.
+class Build:
+    """Binds an objective to a model and to the rows that it uses besides the batch."""
 
-    One that has a field `strength` is configured by the setting of that name.
-    """
-
-    @property
-    def needs(self) -> tuple[Rows, ...]:
-        """The kinds of past rows it requires."""
-        ...
-
-    @property
-    def bytes_per_parameter(self) -> float:
-        """The memory it holds besides the model when training in float32."""
-        ...
-
-    @property
-    def anchor_passes(self) -> float:
-        """Forward-and-backward passes over the anchors per update; a forward pass alone counts one third."""
-        ...
-
-    @property
-    def read_by_base(self) -> tuple[Rows, ...]:
-        """The kinds of trained rows that the frozen model reads too: one more forward pass each."""
-        ...
+    needs: tuple[Rows, ...] = ()
+    """The kinds of past rows it requires."""
+    bytes_per_parameter: float = 0.0
+    """The memory it holds besides the model when training in float32."""
+    anchor_passes: float = 0.0
+    """Forward-and-backward passes over the anchors per update; a forward pass alone counts one third."""
+    read_by_base: tuple[Rows, ...] = ()
+    """The kinds of trained rows that the frozen model reads too: one more forward pass each."""
 
     def __call__(self, model: nn.Module, material: Material) -> Backward:
         """A function that adds one batch's gradient to `.grad` and returns its loss and work."""
-        ...
+        raise NotImplementedError
+
+
+class Strength:
+    """A part of a method with one number to choose, `strength`, which is set by the setting of that name."""
+
+    strength: float
+    within: str = "[0, inf)"
+
+    def __post_init__(self) -> None:
+        low, high = map(float, self.within[1:-1].split(","))
+        above = self.strength > low or (self.strength == low and self.within[0] == "[")
+        if not above or not (self.strength < high or (self.strength == high and self.within[-1] == "]")):
+            raise ValueError(f"the strength of {type(self).__name__} must lie in {self.within}, got {self.strength}")
 
 
 def mean_backward(
@@ -125,49 +122,38 @@ def spread_backward(
     model: nn.Module, rows: Sequence[Encoded], losses: Callable[[nn.Module, Sequence[Encoded]], Tensor]
 ) -> tuple[float, Work]:
     """`mean_backward` with the passes split over the processes of a job: every one gets the gradient of all rows."""
-    from cplus.core.evidence import named
-    from cplus.core.passes import drawing, passing, turns
-    from cplus.core.shards import layout
+    import torch
 
-    params, made = [p for p in model.parameters() if p.requires_grad], passing(model)
-    where, device = layout(params, named(model)), params[0].device
-    batches = list(like_length(rows, MAX_TOKENS, made.parts or where.world))
-    scale, work, found = made.scale(where) / len(rows), Work(), [0.0] * len(batches)
-    with drawing(device) as draw:
-        for turn in turns(batches, where):
-            draw(turn.number)
-            part = [rows[item] for item in turn.items]
-            loss = losses(model, part).sum()
-            made.backward(loss * (turn.weight * scale), turn, params)
-            if turn.weight:
-                found[turn.number], work = float(loss.detach()) / len(rows), work + measured(part)
-    if not where.sharded and not made.copies:
-        sum_gradients(params, where)
-    counts = where.sums([work.rows, work.tokens, work.padded, *found], device)
-    return sum(counts[3:]), Work(rows=int(counts[0]), tokens=int(counts[1]), padded=int(counts[2]))
+    from cplus.core.engine import engine_of
 
-
-def sum_gradients(params: Sequence[nn.Parameter], where: Layout) -> None:
-    """Each gradient's sum over the processes; they reach the same parameters in all of them."""
-    for p in params:
-        if p.grad is not None:
-            where.sum(p.grad)
+    params = [p for p in model.parameters() if p.requires_grad]
+    engine, device, total, work = engine_of(model, params), params[0].device, 0.0, Work()
+    batches = list(like_length(rows, MAX_TOKENS, engine.world))
+    first = int(torch.randint(2**62, ()))  # the same in all processes
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        torch.manual_seed(first + engine.rank)  # no two processes drop the same values
+        for items, weight, _ in engine.turns(batches):
+            part = [rows[item] for item in items]
+            loss = losses(model, part).sum() / len(rows)
+            (loss * (weight * engine.averaging)).backward()  # type: ignore[no-untyped-call]
+            if weight:
+                total, work = total + float(loss.detach()), work + measured(part)
+    engine.total([p.grad for p in params if p.grad is not None])
+    total, *counts = engine.sums([total, work.rows, work.tokens, work.padded], device)
+    return total, Work(rows=int(counts[0]), tokens=int(counts[1]), padded=int(counts[2]))
 
 
 def averaged(backward: Backward, model: nn.Module) -> Backward:
     """An objective that needs the whole batch: every process computes it, and all continue with the same mean."""
-    from cplus.core.shards import layout
+    from cplus.core.engine import Engine
 
-    params = [p for p in model.parameters() if p.requires_grad]
-    where = layout(params, {})
+    params, engine = [p for p in model.parameters() if p.requires_grad], Engine(model)
 
     def mean(rows: Sequence[Encoded]) -> tuple[float, Work]:
         loss, work = backward(rows)
-        sum_gradients(params, where)
-        for p in params:
-            if p.grad is not None:
-                p.grad.div_(where.world)
-        return where.sums([loss], params[0].device)[0] / where.world, work
+        for gradient in engine.total([p.grad for p in params if p.grad is not None]):
+            gradient.div_(engine.world)
+        return engine.sums([loss], params[0].device)[0] / engine.world, work
 
     return mean
 
@@ -180,20 +166,14 @@ def splits(objective: object) -> bool:
 
 
 @dataclass(frozen=True)
-class Answers:
+class Answers(Build):
     """The answers' cross-entropy: SFT's objective, the mean over rows of each row's mean token loss."""
-
-    needs: tuple[Rows, ...] = ()
-    bytes_per_parameter: float = 0.0
-    anchor_passes: float = 0.0
-    read_by_base: tuple[Rows, ...] = ()
 
     def __call__(self, model: nn.Module, material: Material) -> Backward:
         """Past rows are not used."""
         from cplus.core.losses import answer_losses
-        from cplus.core.passes import passing
 
-        if processes.size() > 1 or passing(model).parts is not None:
+        if processes.size() > 1:
             return lambda rows: spread_backward(model, rows, answer_losses)
         return lambda rows: mean_backward(model, rows, answer_losses)
 
@@ -204,12 +184,6 @@ answers = Answers()
 def copied(model: nn.Module) -> nn.Module:
     """The frozen model: a copy of the current one, 4 bytes per parameter in float32."""
     return copy.deepcopy(model).eval().requires_grad_(False)
-
-
-def check_strength(strength: float) -> None:
-    """Refuse a weight of a penalty that would reward what it should prevent."""
-    if not 0.0 <= strength < math.inf:
-        raise ValueError(f"the strength of a penalty must be a number from 0 on, got {strength}")
 
 
 def from_copy(model: nn.Module) -> Callable[[nn.Module, Sequence[Encoded]], Tensor]:
@@ -243,20 +217,16 @@ def from_outputs(model: nn.Module, rows: Sequence[Encoded]) -> Callable[[nn.Modu
 
 
 @dataclass(frozen=True)
-class Distillation:
+class Distillation(Strength, Build):
     """The answers' cross-entropy plus `strength` times KL(frozen || model) on the anchors.
 
     Source: Hinton et al. 2015; the strength is ours (docs/interpretations.md).
     """
 
     strength: float
-    needs: tuple[Rows, ...] = ("anchors",)
-    bytes_per_parameter: float = 4.0
-    anchor_passes: float = 4 / 3  # the teacher's forward pass too
-    read_by_base: tuple[Rows, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_strength(self.strength)
+    needs = ("anchors",)
+    bytes_per_parameter = 4.0
+    anchor_passes = 4 / 3  # the teacher's forward pass too
 
     def __call__(self, model: nn.Module, material: Material) -> Backward:
         """The frozen model is the current one; where they are smaller than it, its outputs are kept in its place."""
@@ -276,7 +246,7 @@ class Distillation:
 
 
 @dataclass(frozen=True)
-class ElasticWeights:
+class ElasticWeights(Strength, Build):
     """The answers' cross-entropy plus EWC's penalty, with the anchors' empirical Fisher at the base model.
 
     Source: Kirkpatrick et al. 2017, Eq. 3.    L + strength / 2 * sum_i F_i (theta_i - theta0_i)^2
@@ -285,27 +255,23 @@ class ElasticWeights:
     """
 
     strength: float
-    needs: tuple[Rows, ...] = ("anchors",)
-    bytes_per_parameter: float = 8.0
-    anchor_passes: float = 0.0
-    read_by_base: tuple[Rows, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_strength(self.strength)
+    needs = ("anchors",)
+    bytes_per_parameter = 8.0
 
     def __call__(self, model: nn.Module, material: Material) -> Backward:
         """The Fisher information and the base parameters are those of the current model."""
         import torch
 
-        from cplus.core.evidence import borrowed_gradients, take_gradients
+        from cplus.core.engine import engine_of
+        from cplus.core.evidence import borrowed_gradients, taken
         from cplus.core.losses import answer_losses
 
         anchors, params = material.rows("anchors"), [p for p in model.parameters() if p.requires_grad]
         fisher, base = [torch.zeros_like(p) for p in params], [p.detach().clone() for p in params]
-        with borrowed_gradients(model, params):
+        with borrowed_gradients(model, params) as passes:
             for row in anchors:
                 mean_backward(model, [row], answer_losses)
-                for f, g in zip(fisher, take_gradients(model, params), strict=True):
+                for f, g in zip(fisher, taken(engine_of(model, params), params, passes), strict=True):
                     f.addcmul_(g, g, value=1.0 / len(anchors))
 
         def backward(rows: Sequence[Encoded]) -> tuple[float, Work]:
@@ -362,20 +328,13 @@ def top_entropy(logits: Tensor, losses: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Entropic:
+class Entropic(Strength, Build):
     """Token losses weighted by the model's uncertainty: where it is sure of another token, little is learned.
 
     Source: Diao et al. 2026, EAFT.    mean over tokens of (H(top 20) / ln 20)^strength * loss
     """
 
     strength: float = 1.0
-    needs: tuple[Rows, ...] = ()
-    bytes_per_parameter: float = 0.0
-    anchor_passes: float = 0.0
-    read_by_base: tuple[Rows, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_strength(self.strength)
 
     def __call__(self, model: nn.Module, material: Material) -> Backward:
         """Past rows are not used."""
@@ -387,7 +346,7 @@ class Entropic:
 
 
 @dataclass(frozen=True)
-class Tempered:
+class Tempered(Strength, Build):
     """Token losses weighted by how easy the token is, relative to the batch.
 
     Source: Lin et al. 2025, TALR.    w = max(exp(-loss / tau), 0.01), divided by its mean over the batch's tokens
@@ -397,14 +356,7 @@ class Tempered:
     """
 
     strength: float = 1.0
-    needs: tuple[Rows, ...] = ()
-    bytes_per_parameter: float = 0.0
-    anchor_passes: float = 0.0
-    read_by_base: tuple[Rows, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.strength < math.inf:
-            raise ValueError(f"the strength of a temperature must be above 0, got {self.strength}")
+    within = "(0, inf)"
 
     def __call__(self, model: nn.Module, material: Material) -> Backward:
         """Past rows are not used."""
@@ -447,7 +399,7 @@ def _easy(losses: Tensor, tau: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Masked:
+class Masked(Strength, Build):
     """The answers' cross-entropy without the tokens that surprise the base model.
 
     Source: Wu et al. 2025, STM.    tokens with exp(loss at the base model) > strength are not learned
@@ -456,14 +408,7 @@ class Masked:
     """
 
     strength: float = 2.5
-    needs: tuple[Rows, ...] = ()
-    bytes_per_parameter: float = 0.0
-    anchor_passes: float = 0.0
-    read_by_base: tuple[Rows, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.strength < math.inf:
-            raise ValueError(f"the strength of token masking is a perplexity above 0, got {self.strength}")
+    within = "(0, inf)"
 
     def __call__(self, model: nn.Module, material: Material) -> Backward:
         """One forward pass over the new rows at the base model."""
@@ -480,21 +425,14 @@ class Masked:
 
 
 @dataclass(frozen=True)
-class EasyRows:
+class EasyRows(Strength, Build):
     """The answers' cross-entropy with rows weighted by how easy the base model finds them.
 
     Source: Sanyal et al. 2025, FLOW, Algorithm 1.    w = exp(-loss0 / tau), tau = strength * median of loss0
     """
 
     strength: float = 1.0
-    needs: tuple[Rows, ...] = ()
-    bytes_per_parameter: float = 0.0
-    anchor_passes: float = 0.0
-    read_by_base: tuple[Rows, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.strength < math.inf:
-            raise ValueError(f"the strength of a temperature must be above 0, got {self.strength}")
+    within = "(0, inf)"
 
     def __call__(self, model: nn.Module, material: Material) -> Backward:
         """One forward pass over the new rows at the base model."""
@@ -512,7 +450,7 @@ class EasyRows:
 
 
 @dataclass(frozen=True)
-class HeldToBase:
+class HeldToBase(Strength, Build):
     """The new rows' loss plus `strength` times KL(frozen || model) at the same tokens.
 
     Source: Zhu et al. 2025, ASFT.    mean over tokens of (w * loss + strength * KL), w by `weigh`
@@ -520,13 +458,8 @@ class HeldToBase:
 
     strength: float
     weigh: Weigh = alike
-    needs: tuple[Rows, ...] = ()
-    bytes_per_parameter: float = 4.0
-    anchor_passes: float = 0.0
-    read_by_base: tuple[Rows, ...] = ("new",)
-
-    def __post_init__(self) -> None:
-        check_strength(self.strength)
+    bytes_per_parameter = 4.0
+    read_by_base = ("new",)
 
     def __call__(self, model: nn.Module, material: Material) -> Backward:
         """The frozen model is a copy of the current one."""
@@ -551,20 +484,16 @@ class HeldToBase:
 
 
 @dataclass(frozen=True)
-class ReplayedDistillation:
+class ReplayedDistillation(Strength, Build):
     """Cross-entropy on the new rows of a batch, `strength` times KL(frozen || model) on its probes.
 
     Source: Hinton et al. 2015; the batches are those of probe replay, so that every probe is seen once per epoch.
     """
 
     strength: float = 1.0
-    needs: tuple[Rows, ...] = ("probes",)
-    bytes_per_parameter: float = 4.0
-    anchor_passes: float = 0.0
-    read_by_base: tuple[Rows, ...] = ("probes",)
-
-    def __post_init__(self) -> None:
-        check_strength(self.strength)
+    needs = ("probes",)
+    bytes_per_parameter = 4.0
+    read_by_base = ("probes",)
 
     def __call__(self, model: nn.Module, material: Material) -> Backward:
         """The frozen model is a copy of the current one; a row that is both new and a probe counts as new."""

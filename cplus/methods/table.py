@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from functools import partial
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from cplus.base.environment import user_module
 from cplus.methods import adapters, after, objectives
@@ -22,22 +24,31 @@ if TYPE_CHECKING:
     from cplus.core.guard import Projection
 
 
-# The table of methods: a method is its training rows, its objective, its evidence, its projection and its gate.
-#
 # A row states what differs from SFT, which settings the method has, and the rows and memory it needs; no other code in
 # this package tests for a method by name. A user's own method is one more row, given as `python:module:ROW` in place of
 # a name; an ablation is `dataclasses.replace`. A row may also train adapters instead of the model's own weights.
 
 
 Refresh: TypeAlias = Literal["once", "epoch"] | int
-BuildEvidence: TypeAlias = "Callable[[nn.Module, tuple[Source, ...]], Evidence]"
 
 
-def mean_gradient(model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
-    """The paper's evidence."""
-    from cplus.core.evidence import MeanGradient
+class BuildEvidence(Protocol):
+    """Evidence of a model from its sources."""
 
-    return MeanGradient(model=model, sources=sources)
+    def __call__(self, *, model: nn.Module, sources: tuple[Source, ...]) -> Evidence: ...
+
+
+def _named(path: str, *args: Any, **more: Any) -> Any:
+    return resolve_name(f"cplus.{path}")(*args, **more)
+
+
+def lazy(path: str, **more: Any) -> Any:
+    """What the function or class at this path returns; it is imported when first called, for torch takes seconds."""
+    return partial(_named, path, **more)
+
+
+mean_gradient: BuildEvidence = lazy("core.evidence:MeanGradient")
+"""The paper's evidence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +111,9 @@ class Method:
         """The evidence that the row's gate or projection reads; None if it reads none."""
         if not self.evidence:
             return None
-        from cplus.core.evidence import Remembered
+        from cplus.methods.variants import Remembered
 
-        found = self.reduction(model, self.sources(material))
+        found = self.reduction(model=model, sources=self.sources(material))
         return Remembered(found, self.memory) if self.memory else found
 
     @property
@@ -158,40 +169,18 @@ class Method:
         )
 
 
-def _logit_basis(model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
-    from cplus.core.evidence import LogitBasis
+def _logit_basis(*, model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
+    from cplus.methods.variants import LogitBasis
 
     return LogitBasis(model=model, rows=[row for source in sources for row in source.rows])
 
 
-def _norm_aligned(model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
-    from cplus.core.evidence import NormAligned
-
-    return NormAligned(model=model, sources=sources)
-
-
-def _tail(model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
-    from cplus.core.evidence import Tail
-
-    return Tail(model=model, sources=sources)
-
-
 def _agem(gradients: Sequence[Tensor], vectors: Sequence[Sequence[Tensor]]) -> None:
-    from cplus.core.evidence import agem
-
-    agem(gradients, vectors[0])
-
-
-def _ogd(gradients: Sequence[Tensor], vectors: Sequence[Sequence[Tensor]]) -> None:
-    from cplus.core.evidence import ogd
-
-    ogd(gradients, vectors)
+    _named("methods.variants:agem", gradients, vectors[0])
 
 
 def _masked_gradient(gradients: Sequence[Tensor], vectors: Sequence[Sequence[Tensor]]) -> None:
-    from cplus.core.evidence import collaborative_gradient
-
-    collaborative_gradient(gradients, vectors[0])
+    _named("methods.variants:collaborative_gradient", gradients, vectors[0])
 
 
 def smoothed(row: Method, seed: int) -> Gate:
@@ -221,21 +210,18 @@ def _shuffled(row: Method, seed: int) -> Gate:
     return Shuffled(smoothed(row, seed), seed=seed)
 
 
-def _cautious(row: Method, seed: int) -> Gate:
-    from cplus.core.gates import Elementwise, cautious
+def _elementwise(path: str, uses: Literal["nothing", "signs", "coefficients"], row: Method, seed: int) -> Gate:
+    from cplus.core.gates import Elementwise
 
-    return Elementwise(cautious, uses="nothing", whole=False)
+    return Elementwise(resolve_name(f"cplus.{path}"), uses=uses, whole=False)
 
 
 @dataclass(frozen=True)
-class LargestMomenta:
+class LargestMomenta(objectives.Strength):
     """MoFO's gate; `strength` is the share of each tensor's coordinates that moves."""
 
     strength: float
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.strength <= 1.0:
-            raise ValueError(f"the share of coordinates to update must lie in (0, 1], got {self.strength}")
+    within = "(0, 1]"
 
     def __call__(self, row: Method, seed: int) -> Gate:
         """A new gate."""
@@ -245,57 +231,46 @@ class LargestMomenta:
 
 
 @dataclass(frozen=True)
-class Shield:
+class Shield(objectives.Strength):
     """SSU's evidence; `strength` is the share of each linear layer's columns that is frozen."""
 
     strength: float
+    within = "[0, 1]"
 
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.strength <= 1.0:
-            raise ValueError(f"the share of columns to freeze must lie in [0, 1], got {self.strength}")
-
-    def __call__(self, model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
+    def __call__(self, *, model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
         """The columns of this model that matter to these sources."""
         from cplus.methods.curvature import ColumnShield
 
         return ColumnShield(model=model, sources=sources, share=self.strength)
 
 
-def _shielded(row: Method, seed: int) -> Gate:
-    from cplus.core.gates import Elementwise
-    from cplus.methods.curvature import shielded
-
-    return Elementwise(shielded, uses="signs", whole=False)
-
-
 @dataclass(frozen=True)
-class PastCurvature:
+class PastCurvature(objectives.Strength):
     """The curvature gate's evidence; `strength` is the mean coefficient over all coordinates."""
 
     strength: float
+    within = "(0, 1)"
     kept_bytes: float = 2.0
     """Bytes per parameter that the gate keeps of it: coefficients in bfloat16."""
 
-    def __post_init__(self) -> None:
-        if not 0.0 < self.strength < 1.0:
-            raise ValueError(f"the mean coefficient of the curvature gate must lie in (0, 1), got {self.strength}")
-
-    def __call__(self, model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
+    def __call__(self, *, model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
         """The coefficients of this model for these sources."""
         from cplus.methods.curvature import Curvature
 
         return Curvature(model=model, sources=sources, share=self.strength)
 
 
-def _stored(row: Method, seed: int) -> Gate:
-    from cplus.core.gates import Elementwise, stored
-
-    return Elementwise(stored, uses="coefficients", whole=False)
-
-
 BLEND: tuple[tuple[float, Rows], ...] = ((0.5, "anchors"), (0.5, "probes"))
 CPL_PAPER = "Yang et al. 2026, CPL"
 
+CPLUS = Method(
+    name="cplus",
+    summary="Scales down coordinates that are harmful according to anchors and self-probes, smoothed over steps.",
+    paper="Algorithm 1",
+    evidence=BLEND,
+    beta=0.9,
+    gate=smoothed,
+)
 _ROWS = (
     Method(name="sft", summary="Supervised fine-tuning on the new data alone.", paper="Sec. 4.1"),
     Method(
@@ -338,7 +313,7 @@ _ROWS = (
         refresh="once",
         reduction=_logit_basis,
         vectors="one per anchor",
-        projection=_ogd,
+        projection=lazy("methods.variants:ogd"),
     ),
     Method(
         name="distillation",
@@ -420,61 +395,48 @@ _ROWS = (
         evidence=((1.0, "anchors"),),
         gate=binary,
     ),
-    Method(
-        name="cplus",
-        summary="Scales down coordinates that are harmful according to anchors and self-probes, smoothed over steps.",
-        paper="Algorithm 1",
-        evidence=BLEND,
-        beta=0.9,
-        gate=smoothed,
-    ),
-    Method(
+    CPLUS,
+    replace(
+        CPLUS,
         name="norm-matched",
         summary="Control: the plain update's direction at the norm CPLUS would apply.",
         paper="App. E.6",
-        evidence=BLEND,
-        beta=0.9,
         gate=_norm_matched,
     ),
-    Method(
+    replace(
+        CPLUS,
         name="shuffled",
         summary="Control: CPLUS's coefficients permuted inside each tensor at every step.",
         paper="App. E.6",
-        evidence=BLEND,
-        beta=0.9,
         gate=_shuffled,
     ),
-    Method(
+    replace(
+        CPLUS,
         name="constant-label",
         summary="Control: CPLUS with every probe's answer replaced by the bank's most frequent one.",
         paper="docs/interpretations.md",
         evidence=((0.5, "anchors"), (0.5, "constant")),
-        beta=0.9,
-        gate=smoothed,
     ),
-    Method(
+    replace(
+        CPLUS,
         name="balanced-label",
         summary="Control: CPLUS with no answer holding more than its even share of the probes.",
         paper="docs/interpretations.md",
         evidence=((0.5, "anchors"), (0.5, "balanced")),
-        beta=0.9,
-        gate=smoothed,
     ),
-    Method(
+    replace(
+        CPLUS,
         name="cplus-anchors",
         summary="Ablation: the anchors' gradient alone, smoothed.",
         paper="Table 1",
         evidence=((1.0, "anchors"),),
-        beta=0.9,
-        gate=smoothed,
     ),
-    Method(
+    replace(
+        CPLUS,
         name="cplus-probes",
         summary="Ablation: the self-probes' gradient alone, smoothed.",
         paper="Table 1",
         evidence=((1.0, "probes"),),
-        beta=0.9,
-        gate=smoothed,
     ),
     Method(
         name="cplus-no-ema",
@@ -483,42 +445,34 @@ _ROWS = (
         evidence=BLEND,
         gate=binary,
     ),
-    Method(
+    replace(
+        CPLUS,
         name="cplus-norm-aligned",
         summary="Ablation: the probes' gradient scaled to the anchors' norm before the blend.",
         paper="Table 1",
-        evidence=BLEND,
-        reduction=_norm_aligned,
-        beta=0.9,
-        gate=smoothed,
+        reduction=lazy("methods.variants:NormAligned"),
     ),
-    Method(
+    replace(
+        CPLUS,
         name="cplus-cvar",
         summary="Ablation: each source's gradient over its worst quarter of examples only.",
         paper="Table 3",
-        evidence=BLEND,
-        reduction=_tail,
-        beta=0.9,
-        gate=smoothed,
+        reduction=lazy("methods.variants:Tail"),
     ),
-    Method(
+    replace(
+        CPLUS,
         name="cplus-rotating",
         summary="Variant: each epoch sees another quarter of the bank, at a quarter of the cost.",
         paper="docs/interpretations.md",
-        evidence=BLEND,
         parts=4,
-        beta=0.9,
-        gate=smoothed,
     ),
-    Method(
+    replace(
+        CPLUS,
         name="cplus-remembering",
         summary="Variant: as cplus-rotating, and what was seen before keeps half its weight.",
         paper="docs/interpretations.md",
-        evidence=BLEND,
         parts=4,
         memory=0.5,
-        beta=0.9,
-        gate=smoothed,
     ),
     Method(
         name="cplus-curvature",
@@ -527,7 +481,7 @@ _ROWS = (
         evidence=BLEND,
         refresh="once",
         reduction=PastCurvature(strength=0.5),
-        gate=_stored,
+        gate=partial(_elementwise, "core.gates:stored", "coefficients"),
     ),
     Method(
         name="cplus-gradient",
@@ -540,7 +494,7 @@ _ROWS = (
         name="cautious",
         summary="Blocks every coordinate of the update that does not descend the new data's own gradient.",
         paper="Liang et al. 2024, Cautious Optimizers",
-        gate=_cautious,
+        gate=partial(_elementwise, "core.gates:cautious", "nothing"),
     ),
     Method(
         name="mofo",
@@ -555,7 +509,7 @@ _ROWS = (
         evidence=BLEND,
         refresh="once",
         reduction=Shield(strength=0.5),
-        gate=_shielded,
+        gate=partial(_elementwise, "methods.curvature:shielded", "signs"),
     ),
     Method(
         name="wise-ft",
@@ -569,23 +523,19 @@ _ROWS = (
         paper="docs/repair.md",
         after=after.Undone(),
     ),
-    Method(
+    replace(
+        CPLUS,
         name="cplus-repair",
         summary="CPLUS, then resets the weights that past rows need more than new ones.",
         paper="docs/repair.md",
-        evidence=BLEND,
-        beta=0.9,
-        gate=smoothed,
         after=after.Undone(),
     ),
-    Method(
+    replace(
+        CPLUS,
         name="replay-cplus",
         summary="Replay's training rows and CPLUS's gate together.",
         paper="docs/interpretations.md",
         train_on=("new", "anchors"),
-        evidence=BLEND,
-        beta=0.9,
-        gate=smoothed,
     ),
 )
 
@@ -622,44 +572,20 @@ def _imported(name: str) -> Method:
     return found
 
 
-def configured(
-    row: Method,
-    *,
-    anchor_weight: float | None = None,
-    beta: float | None = None,
-    ema: str | None = None,
-    parts: int | None = None,
-    refresh: int | None = None,
-    memory: float | None = None,
-    strength: float | None = None,
-) -> Method:
-    """The method with these settings; None keeps its own value, and a setting it does not have is refused by name."""
-    changes: dict[str, Any] = {}
-    if anchor_weight is not None:
-        _check_use(row, "anchor_weight", blends(row), "it does not blend anchors with probes", blends)
+def configured(row: Method, **settings: Any) -> Method:
+    """The method with these of `USES`; None keeps its own value, and a setting it does not have is refused by name."""
+    changes = {name: value for name, value in settings.items() if value is not None}
+    for setting in changes:
+        fits, reason = USES[setting]
+        if not fits(row):
+            others = ", ".join(name for name, other in METHODS.items() if fits(other))
+            raise ValueError(
+                f"method {row.name!r} has no use for {setting}: {reason}; leave it out, or choose one of {others}"
+            )
+    if (weight := changes.pop("anchor_weight", None)) is not None:
         kinds = [kind for _, kind in row.evidence]
-        weights = {kind: anchor_weight if kind == "anchors" else 1.0 - anchor_weight for kind in kinds}
-        changes["evidence"] = tuple((weights[kind], kind) for kind in kinds)
-    if beta is not None:
-        _check_use(row, "beta", row.beta is not None, "it smooths no mask", lambda other: other.beta is not None)
-        changes["beta"] = beta
-    if ema is not None:
-        _check_use(row, "ema", row.beta is not None, "it smooths no mask", lambda other: other.beta is not None)
-        changes["ema"] = ema
-    if parts is not None:
-        _check_use(row, "parts", shows_bank(row), "its evidence has no bank to split into parts", shows_bank)
-        changes["parts"] = parts
-    if refresh is not None:
-        _check_use(row, "refresh", bool(row.evidence), "it uses no evidence", lambda other: bool(other.evidence))
-        changes["refresh"] = refresh
-    if memory is not None:
-        _check_use(row, "memory", remembers(row), "it does not refresh any evidence", remembers)
-        changes["memory"] = memory
-    if strength is not None:
-        name = row.part_with_strength
-        reason = "it has no penalty, threshold or share to choose"
-        _check_use(row, "strength", name is not None, reason, lambda other: other.part_with_strength is not None)
-        assert name is not None
+        changes["evidence"] = tuple((weight if kind == "anchors" else 1.0 - weight, kind) for kind in kinds)
+    if (strength := changes.pop("strength", None)) is not None and (name := row.part_with_strength) is not None:
         changes[name] = replace(getattr(row, name), strength=strength)
     return replace(row, **changes)
 
@@ -680,9 +606,13 @@ def remembers(row: Method) -> bool:
     return bool(row.evidence) and row.vectors == "one" and row.refresh != "once"
 
 
-def _check_use(row: Method, setting: str, has_use: bool, reason: str, fits: Callable[[Method], bool]) -> None:
-    if not has_use:
-        others = ", ".join(name for name, other in METHODS.items() if fits(other))
-        raise ValueError(
-            f"method {row.name!r} has no use for {setting}: {reason}; leave it out, or choose one of {others}"
-        )
+USES: dict[str, tuple[Callable[[Method], bool], str]] = {
+    "anchor_weight": (blends, "it does not blend anchors with probes"),
+    "beta": (lambda row: row.beta is not None, "it smooths no mask"),
+    "ema": (lambda row: row.beta is not None, "it smooths no mask"),
+    "parts": (shows_bank, "its evidence has no bank to split into parts"),
+    "refresh": (lambda row: bool(row.evidence), "it uses no evidence"),
+    "memory": (remembers, "it does not refresh any evidence"),
+    "strength": (lambda row: row.part_with_strength is not None, "it has no penalty, threshold or share to choose"),
+}
+"""Which methods have a setting, and why the others have none."""

@@ -8,34 +8,13 @@ from typing import TYPE_CHECKING, Any
 from cplus.models.names import ALIASES, PRESETS, Preset
 
 if TYPE_CHECKING:
-    from cplus.models.loading import (
-        Loaded,
-        as_dtype,
-        choose_device,
-        computing,
-        fingerprint,
-        load,
-        of,
-        resolve,
-        save,
-        window,
-    )
+    from cplus.models.loading import Loaded, as_dtype, choose_device, computing, fingerprint, load, of, resolve, save
+    from cplus.models.loading import window as window
 
 __all__ = [
-    "ALIASES",
-    "PRESETS",
-    "Loaded",
-    "Preset",
-    "as_dtype",
-    "choose_device",
-    "computing",
-    "fingerprint",
-    "load",
-    "of",
-    "resolve",
-    "save",
-    "window",
-]
+    "ALIASES", "PRESETS", "Loaded", "Preset", "as_dtype", "choose_device", "computing", "fingerprint", "load", "of",
+    "resolve", "save", "window",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

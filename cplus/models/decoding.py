@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal, Protocol, TypeAlias
+from functools import cache, cached_property
+from typing import Any, Literal, TypeAlias
 
 import torch
 import transformers
@@ -150,7 +150,7 @@ class Slots:
         buffers = [[t.new_zeros(rows, t.shape[1], columns, t.shape[-1]) for t in pair] for pair in like.layers]
         # Zeros, not garbage: a masked column has weight 0, and 0 times NaN is NaN.
         self.cache = Cache(layers=[_Layer(self, keys, values) for keys, values in buffers])
-        self._columns = columns
+        self._buffers, self._columns = [buffer for pair in buffers for buffer in pair], columns
 
     @property
     def first(self) -> int:
@@ -166,8 +166,9 @@ class Slots:
         self.starts[row : row + 1] = [start]
         for chunk in chunks:
             columns = slice(start, start + chunk.num_tokens)
-            for layer, (keys, values) in zip(self.cache.layers, chunk.layers, strict=True):
-                layer.keys[row, :, columns], layer.values[row, :, columns] = keys[0], values[0]
+            parts = (part for pair in chunk.layers for part in pair)
+            for buffer, part in zip(self._buffers, parts, strict=True):
+                buffer[row, :, columns] = part[0]
             start = columns.stop
 
     def drop(self, row: int) -> None:
@@ -177,9 +178,8 @@ class Slots:
         if row == self.rows:
             return
         self.starts[row] = last
-        for layer in self.cache.layers:
-            for buffer in (layer.keys, layer.values):
-                buffer[row, :, last : self.end] = buffer[self.rows, :, last : self.end]
+        for buffer in self._buffers:
+            buffer[row, :, last : self.end] = buffer[self.rows, :, last : self.end]
 
     def step(self, model: Any, tokens: Sequence[int]) -> Tensor:
         """Append one token to each row and return the logits after it."""
@@ -200,9 +200,8 @@ class Slots:
 
     def _shift(self) -> None:
         by = self.first
-        for layer in self.cache.layers:
-            for buffer in (layer.keys, layer.values):
-                buffer[: self.rows, :, : self.end - by] = buffer[: self.rows, :, by : self.end].clone()
+        for buffer in self._buffers:
+            buffer[: self.rows, :, : self.end - by] = buffer[: self.rows, :, by : self.end].clone()
         self.starts = [start - by for start in self.starts]
         self.end -= by
 
@@ -224,26 +223,17 @@ def grouped_attention(model: Any) -> Iterator[None]:
 
 
 def _attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     rows, heads, length, width = query.shape
     groups = heads // key.shape[1]
     if length > 1 or groups == 1:
-        plain: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+        plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return plain
     # One query per head: heads that share keys become the queries of one head.
     shared = query.reshape(rows, key.shape[1], groups, width)
     out = torch.nn.functional.scaled_dot_product_attention(
-        shared, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+        shared, key, value, attn_mask=attention_mask, scale=options.get("scaling")
     )
     return out.reshape(rows, 1, heads, value.shape[-1]), None
 
@@ -277,10 +267,6 @@ class Sampling:
     def __post_init__(self) -> None:
         if not self.temperature > 0:
             raise ValueError(f"temperature must be above 0, got {self.temperature}")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not all(self.stop):
-            raise ValueError(f"expected non-empty stop texts, got {self.stop!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,18 +280,6 @@ class Sample:
     text: str
     tokens: int
     end: End
-
-
-class Engine(Protocol):
-    """Continues requests; the same list of requests always gives the same samples, whatever order they finish in."""
-
-    def describe(self) -> dict[str, Any]:
-        """The description of the engine in a bank's manifest."""
-        ...
-
-    def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
-        """Yield each request's sample when it is finished."""
-        ...
 
 
 def request_seed(seed: int, index: int) -> int:
@@ -350,10 +324,6 @@ class Reader:
         self._last = {mark[-1] for mark in stop}
         self._may_end: dict[int, bool] = {}
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """The text of a row."""
-        return self._decode(tokens)
-
     def stopped(self, tokens: Sequence[int]) -> str | None:
         """The row's text up to and including its stop text, or None while there is none."""
         token = tokens[-1]
@@ -390,21 +360,16 @@ Choose: TypeAlias = Callable[[Tensor, Sequence[DecodingRow]], list[int]]
 class LocalEngine:
     """Finished rows are replaced immediately; common prefixes of prompts are computed once."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, rows: int = ROWS, prefix_bytes: int = 1 << 30) -> None:
-        if rows < 1:
-            raise ValueError(f"expected at least one row, got {rows}")
+    def __init__(self, model: Any, tokenizer: Any, rows: int = ROWS, *, prefix_bytes: int = 1 << 30) -> None:
         self._model, self._tokenizer, self._rows = model, tokenizer, rows
-        self._pieces: dict[int, str] = {}
+        self._piece = cache(lambda token: self._decode([token]))
         self._prefixes = Prefixes(model, self._ends, max_bytes=prefix_bytes)
-        self._eos = _end_tokens(model, tokenizer)
+        ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        self._eos = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process's engine computes its own prefixes."""
-        return LocalEngine._rebuilt, (self._model, self._tokenizer, self._rows)
-
-    @staticmethod
-    def _rebuilt(model: Any, tokenizer: Any, rows: int) -> LocalEngine:
-        return LocalEngine(model, tokenizer, rows=rows)
+        return LocalEngine, (self._model, self._tokenizer, self._rows)
 
     def describe(self) -> dict[str, Any]:
         """Everything that affects the last bit of a float and so, rarely, a token."""
@@ -421,10 +386,13 @@ class LocalEngine:
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
         """Yield each request's sample when it is finished."""
         limit = sampling.max_new_tokens
-        drawn = {request.index: _uniforms(request.seed, limit) for request in requests}
+        drawn = {
+            request.index: torch.rand(limit, generator=torch.Generator().manual_seed(request.seed), dtype=torch.float64)
+            for request in requests
+        }
 
         def draw(logits: Tensor, rows: Sequence[DecodingRow]) -> list[int]:
-            uniforms = torch.tensor([drawn[row.index][len(row.tokens)] for row in rows], dtype=torch.float64)
+            uniforms = torch.stack([drawn[row.index][len(row.tokens)] for row in rows])
             tokens: list[int] = pick(logits, uniforms, sampling.temperature).tolist()
             return tokens
 
@@ -461,7 +429,12 @@ class LocalEngine:
         if not rows:
             return
         longest = max(len(row.prompt) for row in rows)
-        self._check_window(longest + limit)
+        window = getattr(self._model.config, "max_position_embeddings", None)
+        if window is not None and longest + limit > window:
+            raise ValueError(
+                f"the longest request and its continuation take {longest + limit} tokens, but the model's window is "
+                f"{window}; use shorter anchors, fewer shots or a lower max_new_tokens"
+            )
         # Long prompts first, so that the number of used columns shrinks with the queue.
         queue = deque(sorted(rows, key=lambda row: (-len(row.prompt), row.index)))
         reader = Reader(self._decode, stop)
@@ -474,54 +447,35 @@ class LocalEngine:
             with torch.inference_mode(), grouped_attention(self._model):
                 while (queue or live) and not finished:
                     while queue and len(live) < self._rows:
-                        finished += self._begin(queue.popleft(), slots, live, choose, reader, limit)
-                    if live:
-                        finished += self._step(slots, live, choose, reader, limit)
+                        row = queue.popleft()
+                        chunks = self._prefixes.chunks(row.prompt)
+                        if self._take(row, choose(chunks[-1].logits.unsqueeze(0), [row])[0], reader, limit):
+                            finished.append(row)
+                        else:
+                            slots.put(len(live), chunks)
+                            live.append(row)
+                    chosen = choose(slots.step(self._model, [row.tokens[-1] for row in live]), live) if live else []
+                    for at in reversed(range(len(live))):
+                        if self._take(live[at], chosen[at], reader, limit):
+                            finished.append(live[at])
+                            slots.drop(at)
+                            live[at] = live[-1]
+                            live.pop()
             yield from finished
-
-    def _begin(
-        self, row: DecodingRow, slots: Slots, live: list[DecodingRow], choose: Choose, reader: Reader, limit: int
-    ) -> list[DecodingRow]:
-        """Assign a slot and the first token to a row, which may already end it."""
-        chunks = self._prefixes.chunks(row.prompt)
-        if self._take(row, choose(chunks[-1].logits.unsqueeze(0), [row])[0], reader, limit):
-            return [row]
-        slots.put(len(live), chunks)
-        live.append(row)
-        return []
-
-    def _step(
-        self, slots: Slots, live: list[DecodingRow], choose: Choose, reader: Reader, limit: int
-    ) -> list[DecodingRow]:
-        """One more token for every row; finished rows free their slots."""
-        chosen = choose(slots.step(self._model, [row.tokens[-1] for row in live]), live)
-        finished = []
-        for at in reversed(range(len(live))):
-            if self._take(live[at], chosen[at], reader, limit):
-                finished.append(live[at])
-                slots.drop(at)
-                live[at] = live[-1]
-                live.pop()
-        return finished
 
     def _take(self, row: DecodingRow, token: int, reader: Reader, limit: int) -> bool:
         """Add a token to a row and return whether that ends it."""
         row.tokens.append(token)
         if token in self._eos:
-            row.text, row.end = reader.text(row.tokens[:-1]), "end of text"
+            row.text, row.end = self._decode(row.tokens[:-1]), "end of text"
         elif (stopped := reader.stopped(row.tokens)) is not None:
             row.text, row.end = stopped, "stop"
         elif len(row.tokens) == limit:
-            row.text, row.end = reader.text(row.tokens), "limit"
+            row.text, row.end = self._decode(row.tokens), "limit"
         return row.end is not None
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    def _piece(self, token: int) -> str:
-        if token not in self._pieces:
-            self._pieces[token] = self._decode([token])
-        return self._pieces[token]
 
     def _ends(self, prompt: tuple[int, ...]) -> list[int]:
         return chunk_ends([self._piece(token) for token in prompt])
@@ -532,28 +486,6 @@ class LocalEngine:
         marks = {*self._eos, *self._tokenizer.all_special_ids}
         texts = {token: self._piece(token).lstrip(" ") for token in range(len(self._tokenizer))}
         return torch.tensor([t for t, text in texts.items() if t in marks or not text.strip() or text[0] == "\n"])
-
-    def _check_window(self, needed: int) -> None:
-        window = getattr(self._model.config, "max_position_embeddings", None)
-        if window is not None and needed > window:
-            raise ValueError(
-                f"the longest request and its continuation take {needed} tokens, but the model's window is {window}; "
-                "use shorter anchors, fewer shots or a lower max_new_tokens"
-            )
-
-
-def _uniforms(seed: int, count: int) -> list[float]:
-    """The random numbers of one request, one for each token it may draw."""
-    generator = torch.Generator().manual_seed(seed)
-    numbers: list[float] = torch.rand(count, generator=generator, dtype=torch.float64).tolist()
-    return numbers
-
-
-def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    config = getattr(model, "generation_config", None)
-    ids = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
-    flat = [token for entry in ids for token in (entry if isinstance(entry, list) else [entry])]
-    return frozenset(token for token in flat if token is not None)
 
 
 # An engine that samples from a vLLM server, for large models or many probes.
@@ -572,7 +504,10 @@ class ServerEngine:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"expected the address of a vLLM server such as http://localhost:8000, got {url!r}")
         self._url, self._parallel = url.rstrip("/").removesuffix("/v1"), parallel
-        self._model = self._served()
+        models = self._call("/v1/models", None).get("data", [])
+        if len(models) != 1:
+            raise ValueError(f"expected a server with one model at {self._url}, but it serves {len(models)}")
+        self._model = str(models[0]["id"])
 
     def describe(self) -> dict[str, Any]:
         """The model and version that the server reports; its address does not affect the samples."""
@@ -605,18 +540,10 @@ class ServerEngine:
             choice, tokens = answer["choices"][0], answer["usage"]["completion_tokens"]
             text, finish, reason = choice["text"], choice["finish_reason"], choice.get("stop_reason")
         except (KeyError, IndexError, TypeError) as error:
-            raise ConnectionError(
-                f"expected choices, text and usage in the answer of {self._url}, got {answer!r:.200}"
-            ) from error
+            raise ConnectionError(f"expected choices and usage from {self._url}, got {answer!r:.200}") from error
         # The server names a stop text as the reason, but not the model's own end of text.
         end: End = "limit" if finish == "length" else "stop" if isinstance(reason, str) else "end of text"
         return Sample(index=request.index, text=text, tokens=tokens, end=end)
-
-    def _served(self) -> str:
-        models = self._call("/v1/models", None).get("data", [])
-        if len(models) != 1:
-            raise ValueError(f"expected a server with one model at {self._url}, but it serves {len(models)}")
-        return str(models[0]["id"])
 
     def _call(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
@@ -624,16 +551,15 @@ class ServerEngine:
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
                 answer = json.load(response)
-        except urllib.error.HTTPError as error:
+        except (OSError, ValueError) as error:
+            reason = error.read()[:300] if isinstance(error, urllib.error.HTTPError) else ""
             raise ConnectionError(
-                f"{self._url}{path} refused the request: {error.code} {error.read()[:300]!r}"
+                f"no vLLM server answers at {self._url}{path} ({error} {reason!r}); start one with 'vllm serve MODEL'"
             ) from error
-        except (urllib.error.URLError, TimeoutError) as error:
-            raise ConnectionError(
-                f"no vLLM server answers at {self._url} ({error}); start one with 'vllm serve MODEL'"
-            ) from error
-        except ValueError as error:
-            raise ConnectionError(f"expected JSON from {self._url}{path}, but it does not parse: {error}") from error
         if not isinstance(answer, dict):
             raise ConnectionError(f"expected a JSON object from {self._url}{path}, got {answer!r:.100}")
         return answer
+
+
+Engine: TypeAlias = LocalEngine | ServerEngine
+"""Continues requests; the same list of requests always gives the same samples, whatever order they finish in."""

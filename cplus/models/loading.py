@@ -19,9 +19,8 @@ from transformers.utils import logging
 
 from cplus import toy
 from cplus.base import files
-from cplus.core.shards import keep_gradients
+from cplus.core.engine import keep_gradients
 from cplus.models import gguf, names
-from cplus.models.gguf import converted
 from cplus.models.names import PACKAGED, PRESETS
 
 # The identity of a model, independent of its name: a hash of its weights and configuration.
@@ -37,7 +36,10 @@ def fingerprint(model: nn.Module) -> str:
     """The SHA-256 of a model's configuration, parameters and persistent buffers; the same after saving and loading."""
     with ThreadPoolExecutor() as pool:  # hashlib releases the interpreter lock on large blocks
         digests = dict(pool.map(_digest, *zip(*_tensors(model), strict=True)))
-    return files.fingerprint({"config": _configuration(model), "tensors": digests})
+    config: Any = getattr(model, "config", None)
+    fields = {} if config is None else config.to_dict()
+    kept = {key: value for key, value in fields.items() if key not in _VOLATILE}
+    return files.fingerprint({"config": kept, "tensors": digests})
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -52,13 +54,6 @@ def _digest(name: str, tensor: Tensor) -> tuple[str, str]:
     content = hashlib.sha256(f"{plain.dtype} {list(tensor.shape)}".encode())
     content.update(plain.view(torch.uint8).numpy().data)
     return name, content.hexdigest()
-
-
-def _configuration(model: nn.Module) -> dict[str, Any]:
-    config = getattr(model, "config", None)
-    if config is None:
-        return {}
-    return {key: value for key, value in config.to_dict().items() if key not in _VOLATILE}
 
 
 # A base model held in 4 bits (NF4, by bitsandbytes), for adapters that train on top of it.
@@ -100,8 +95,7 @@ def loading(device: torch.device) -> dict[str, Any]:
 
 def packable(model: nn.Module) -> int:
     """The number of weights that 4 bits would hold: those of linear layers, the output layer left out."""
-    named: Any = model
-    output = named.get_output_embeddings()
+    output = model.get_output_embeddings()  # type: ignore[operator]
     layers = (layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer is not output)
     return sum(layer.weight.numel() for layer in layers)
 
@@ -117,14 +111,8 @@ def num_weights(model: nn.Module) -> int:
 # Loads a model by name (hub id, folder, GGUF file or built-in alias), with float32 master weights.
 
 
-_DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Short names of dtypes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,13 +156,7 @@ def load(
     except (OSError, ValueError, SafetensorError) as error:
         hint = "expected a complete model folder" if local else f"built-in names are {', '.join(names.ALIASES)}"
         raise ValueError(f"could not load {str(name)!r}: {' '.join(str(error).split())}; {hint}") from error
-    # transformers would fill a weight the files lack with random numbers, and only warn.
-    lacking = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
-    if lacking:
-        raise ValueError(
-            f"{str(name)!r} lacks {len(lacking)} of its weights or has them in another shape, e.g. {lacking[0]}; "
-            f"expected a complete checkpoint of {type(model).__name__}"
-        )
+    gguf.check_complete(str(name), model, report)
     keep_gradients(model) if packed else model.to(target)
     model.eval()
     return replace(of(model, tokenizer), name=str(name), device=target)
@@ -182,14 +164,12 @@ def load(
 
 def of(model: Any, tokenizer: Any) -> Loaded:
     """A model that is already loaded, as a `Loaded` value."""
-    named = getattr(model.config, "_name_or_path", "") or type(model).__name__
-    device = next(model.parameters()).device
     return Loaded(
-        name=str(named),
+        name=str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
         model=model,
         tokenizer=tokenizer,
         fingerprint=fingerprint(model),
-        device=device,
+        device=next(model.parameters()).device,
         window=window(model),
     )
 
@@ -205,18 +185,18 @@ def resolve(name: str) -> Path | str:
     if name in PRESETS:
         return PRESETS[name].model
     if path.suffix == ".gguf":
-        return converted(files.sha256_file(path), lambda scratch: path)
+        return gguf.converted(files.sha256_file(path), lambda scratch: path)
     return path if path.is_dir() else name
 
 
 def choose_device(device: str) -> torch.device:
     """The device of this name; `auto` is the first available of cuda, mps and cpu."""
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    known = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = [kind for kind, found in known.items() if found]
     if device == "auto":
-        return torch.device(next(kind for kind, found in available.items() if found))
-    if not available.get(device.partition(":")[0]):
-        kinds = ", ".join(kind for kind, found in available.items() if found)
-        raise ValueError(f"device must be auto or an available one ({kinds}), got {device!r}")
+        return torch.device(available[0])
+    if device.partition(":")[0] not in available:
+        raise ValueError(f"device must be auto or an available one ({', '.join(available)}), got {device!r}")
     return torch.device(device)
 
 
@@ -226,9 +206,10 @@ def as_dtype(name: str) -> torch.dtype:
     >>> as_dtype("bf16")
     torch.bfloat16
     """
-    if name not in _DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
-    return _DTYPES[name]
+    known = (*_DTYPES, *_DTYPES.values())
+    if name not in known:
+        raise ValueError(f"dtype must be one of {', '.join(known)}, got {name!r}")
+    return getattr(torch, _DTYPES.get(name, name))  # type: ignore[no-any-return]
 
 
 def computing(dtype: str, device: torch.device) -> AbstractContextManager[Any]:

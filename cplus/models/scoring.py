@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,6 @@ from cplus.data.examples import Choice, Example, FreeForm, Prediction
 from cplus.data.interfaces import Interface, longest_row, shortened
 from cplus.models import window
 from cplus.models.decoding import ROWS, LocalEngine
-
-if TYPE_CHECKING:
-    pass
-
 
 # Batches of rows of similar length, as large as the device and the memory for logits allow.
 
@@ -38,14 +34,9 @@ _DECODED_TOKENS = {"cpu": 8192, "mps": 8192, "cuda": 65536}
 def scored(model: nn.Module, lengths: Sequence[int], kept: Sequence[int], what: str) -> Iterator[list[int]]:
     """Indices of rows to score together; `kept` is the number of positions at which each row needs logits."""
     if not lengths:
-        return iter(())
+        return
     share = max(positions / length for positions, length in zip(kept, lengths, strict=True))
-    within_memory = int(_MAX_LOGITS / (vocabulary(model) * share))
-    return _batches(lengths, min(_SCORED_TOKENS[_device(model)], within_memory), what)
-
-
-def _batches(lengths: Sequence[int], max_tokens: int, what: str) -> Iterator[list[int]]:
-    """Batches of similar length, with a progress bar."""
+    max_tokens = min(_SCORED_TOKENS[_device(model)], int(_MAX_LOGITS / (vocabulary(model) * share)))
     with progress() as bars:
         task = bars.add_task(what, total=len(lengths))
         for batch in length_sorted_batches(lengths, max_tokens=max_tokens, max_rows=_MAX_ROWS):
@@ -92,10 +83,6 @@ class PackedRow:
     prompt: tuple[int, ...]
     candidates: tuple[tuple[int, ...], ...]
 
-    def __post_init__(self) -> None:
-        if not self.prompt or not self.candidates or not all(self.candidates):
-            raise ValueError(f"expected a prompt and candidates of at least one token each, got {self}")
-
     @property
     def kept(self) -> int:
         """The number of positions that need logits: the prompt's last, and all of a candidate's but its last."""
@@ -105,42 +92,24 @@ class PackedRow:
         return len(self.prompt) + self.kept - 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """The position of each token: `segments` is 0 for a prompt, 1, 2, ... for its candidates, -1 for padding."""
-
-    ids: Tensor
-    positions: Tensor
-    segments: Tensor
-    where: list[tuple[int, int, int]]
-
-
 def packed_scores(model: Any, rows: Sequence[PackedRow], offset: int, prefix: Any | None) -> list[list[float]]:
     """Each candidate's summed log-likelihood; `prefix` is the key-value cache of `offset` tokens before all rows."""
     device = next(model.parameters()).device
-    layout = _lay_out(rows, offset)
+    ids, positions, segments, where = _lay_out(rows, offset)
     past = copy.deepcopy(prefix)
     if past is not None:
         past.batch_repeat_interleave(len(rows))
     logits = model(
-        input_ids=layout.ids.to(device),
-        attention_mask=_block_mask(model, layout.segments.to(device), offset),
-        position_ids=layout.positions.to(device),
+        input_ids=ids.to(device),
+        attention_mask=_block_mask(model, segments.to(device), offset),
+        position_ids=positions.to(device),
         past_key_values=past,
         use_cache=past is not None,
         logits_to_keep=max(row.kept for row in rows),
     ).logits.float()
-    row, column, token = torch.tensor(layout.where, device=device).unbind(1)
+    row, column, token = torch.tensor(where, device=device).unbind(1)
     chosen = iter((logits[row, column, token] - logits.logsumexp(2)[row, column]).tolist())
     return [[sum(next(chosen) for _ in candidate) for candidate in row.candidates] for row in rows]
-
-
-def read_prefix(model: Any, prefix: Tokens) -> Any | None:
-    """The key-value cache of the common prefix."""
-    if not prefix:
-        return None
-    ids = torch.tensor([prefix], device=next(model.parameters()).device)
-    return model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
 
 
 def takes_block_masks(model: Any, longest: int) -> bool:
@@ -158,29 +127,28 @@ def takes_block_masks(model: Any, longest: int) -> bool:
     )
 
 
-def _lay_out(rows: Sequence[PackedRow], offset: int) -> _Layout:
-    """Left-padded rows; `where` lists (row, column among the kept, token) for every token to be predicted."""
+def _lay_out(rows: Sequence[PackedRow], offset: int) -> tuple[Tensor, Tensor, Tensor, list[tuple[int, int, int]]]:
+    """Left-padded tokens, their positions and their segments: 0 for a prompt, 1, 2, ... for candidates, -1 for padding.
+
+    The list has (row, column among the kept, token) for every token to be predicted.
+    """
     width, keep = max(map(len, rows)), max(row.kept for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
-    layout = _Layout(ids, torch.zeros_like(ids), torch.full_like(ids, -1), [])
+    positions, segments, where = torch.zeros_like(ids), torch.full_like(ids, -1), []
     for i, row in enumerate(rows):
-        column = width - len(row)
+        column, begin = width - len(row), offset
         last = column + len(row.prompt) - 1
-        _put(layout, i, column, row.prompt, position=offset, segment=0)
-        column = last + 1
-        for j, candidate in enumerate(row.candidates, start=1):
-            _put(layout, i, column, candidate[:-1], position=offset + len(row.prompt), segment=j)
-            columns = (last, *range(column, column + len(candidate) - 1))
-            layout.where.extend((i, at - (width - keep), token) for at, token in zip(columns, candidate, strict=True))
-            column += len(candidate) - 1
-    return layout
-
-
-def _put(layout: _Layout, row: int, column: int, tokens: Tokens, *, position: int, segment: int) -> None:
-    cells = slice(column, column + len(tokens))
-    layout.ids[row, cells] = torch.tensor(tokens, dtype=torch.long)
-    layout.positions[row, cells] = torch.arange(position, position + len(tokens))
-    layout.segments[row, cells] = segment
+        for segment, tokens in enumerate((row.prompt, *(candidate[:-1] for candidate in row.candidates))):
+            cells = slice(column, column + len(tokens))
+            ids[i, cells] = torch.tensor(tokens, dtype=torch.long)
+            positions[i, cells] = torch.arange(begin, begin + len(tokens))
+            segments[i, cells] = segment
+            if segment:
+                columns = (last, *range(column, cells.stop))
+                target = row.candidates[segment - 1]
+                where += [(i, at - (width - keep), token) for at, token in zip(columns, target, strict=True)]
+            column, begin = cells.stop, offset + len(row.prompt)
+    return ids, positions, segments, where
 
 
 def _block_mask(model: Any, segments: Tensor, offset: int) -> Tensor:
@@ -219,10 +187,16 @@ def score_candidates(
     rows = [PackedRow(tuple(p), tuple(map(tuple, own))) for p, own in zip(prompts, candidates, strict=True)]
     check_window(model, [len(row.prompt) + max(map(len, row.candidates)) - 1 for row in rows])
     if not takes_block_masks(bare(model), max(map(len, rows), default=0)):
-        return _scores_separately(model, rows, what)
+        # Every candidate as a separate row, for attention that accepts no custom mask.
+        separate = [Encoded(row.prompt, candidate) for row in rows for candidate in row.candidates]
+        found = iter(log_likelihoods(model, separate, what=what))
+        return [tuple(next(found) for _ in row.candidates) for row in rows]
     prefix = shared_prefix(prompts)
     rows = [PackedRow(row.prompt[len(prefix) :], row.candidates) for row in rows]
-    past = read_prefix(bare(model), prefix)
+    past = None
+    if prefix:
+        ids = torch.tensor([prefix], device=next(model.parameters()).device)
+        past = bare(model)(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
     scores: list[tuple[Score, ...]] = [()] * len(rows)
     for batch in scored(model, [len(row) for row in rows], [row.kept for row in rows], what):
         totals = packed_scores(bare(model), [rows[i] for i in batch], len(prefix), past)
@@ -260,13 +234,6 @@ def read_targets(model: nn.Module, rows: Sequence[Encoded], *, what: str = "scor
     return readings
 
 
-def _scores_separately(model: nn.Module, rows: Sequence[PackedRow], what: str) -> list[tuple[Score, ...]]:
-    """Every candidate as a separate row, for attention that accepts no custom mask."""
-    separate = [Encoded(row.prompt, candidate) for row in rows for candidate in row.candidates]
-    scores = iter(log_likelihoods(model, separate, what=what))
-    return [tuple(next(scores) for _ in row.candidates) for row in rows]
-
-
 # A model's answers, example by example, through an interface.
 
 
@@ -299,7 +266,6 @@ def predict(
     found = {i: chosen(examples[i], own) for i, own in zip(closed, scores, strict=True)}
     if open_:
         asked = [tuple(interface.prompt(examples[i])) for i in open_]
-        check_window(model, [len(prompt) + max_new_tokens - 1 for prompt in asked])
         longest = max(map(len, asked)) + max_new_tokens
         engine = LocalEngine(
             bare(model), interface.tokenizer, rows=max(1, min(ROWS, _DECODED_TOKENS[_device(model)] // longest))
@@ -309,14 +275,7 @@ def predict(
         own = [Encoded(prompt, tuple(row.tokens)) for prompt, row in zip(asked, said, strict=True)]
         for i, row, score in zip(open_, said, log_likelihoods(model, own, what=f"{what}: scoring"), strict=True):
             text = row.text.strip()
-            found[i] = Prediction(
-                id=examples[i].id,
-                answer=text,
-                correct=None if judge is None else judge(text, examples[i]),
-                confidence=math.exp(score.mean),
-                scores=(score.mean,),
-                num_tokens=(score.num_tokens,),
-            )
+            found[i] = _spoken(examples[i], text, None if judge is None else judge(text, examples[i]), score)
     return [found[i] for i in range(len(examples))]
 
 
@@ -329,35 +288,37 @@ def repeated(
     is the response's mean token log-likelihood.
     """
     readings = read_targets(model, [interface.encode(example) for example in examples], what=what)
-    return [
-        Prediction(
-            id=example.id,
-            answer=example.response if reading.likeliest and isinstance(example, FreeForm) else "",
-            correct=reading.likeliest,
-            confidence=math.exp(reading.score.mean),
-            scores=(reading.score.mean,),
-            num_tokens=(reading.score.num_tokens,),
-        )
-        for example, reading in zip(examples, readings, strict=True)
-    ]
+    found = []
+    for example, reading in zip(examples, readings, strict=True):
+        answer = example.response if reading.likeliest and isinstance(example, FreeForm) else ""
+        found.append(_spoken(example, answer, reading.likeliest, reading.score))
+    return found
+
+
+def _spoken(example: Example, answer: str, correct: bool | None, score: Score) -> Prediction:
+    return Prediction(
+        id=example.id,
+        answer=answer,
+        correct=correct,
+        confidence=math.exp(score.mean),
+        scores=(score.mean,),
+        num_tokens=(score.num_tokens,),
+    )
 
 
 def fitting(interface: Interface, examples: Sequence[Example], window: int, policy: Policy) -> list[Example]:
     """The examples that fit the window with their longest answer; longer ones are refused, excluded or truncated."""
-    if policy == "truncate":
-        return [_truncated(interface, example, window) for example in examples]
     rows = [longest_row(interface, example) for example in examples]
-    return [examples[i] for i in fit(rows, window, policy).kept]
-
-
-def _truncated(interface: Interface, example: Example, window: int) -> Example:
-    if (found := shortened(interface, example, window)) is None:
-        raise ValueError(
-            f"{example.id}: expected a row that fits {window} tokens once its prompt is cut, but what may not be cut "
-            f"is longer (the whole row has {len(longest_row(interface, example)) - 1}); shorten its answer, or exclude "
-            "rows that are too long"
-        )
-    return found
+    if policy != "truncate":
+        return [examples[i] for i in fit(rows, window, policy).kept]
+    cut = [shortened(interface, example, window) for example in examples]
+    for example, row, short in zip(examples, rows, cut, strict=True):
+        if short is None:
+            raise ValueError(
+                f"{example.id}: expected a row that fits {window} tokens once its prompt is cut, but what may not be "
+                f"cut is longer (the whole row has {len(row) - 1}); shorten its answer, or exclude long rows"
+            )
+    return [short for short in cut if short is not None]
 
 
 def chosen(example: Example, scores: tuple[Score, ...]) -> Prediction:

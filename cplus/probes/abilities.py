@@ -278,32 +278,23 @@ class SelfWritten:
 
     def parse(self, text: str, plan: RequestPlan) -> Example | Rejected:
         """The request or the text that was written, if it is fit to be answered."""
-        whole = f"{plan.opener}{text}"
-        return self._request(whole) if self.chat else self._text(whole)
-
-    def _request(self, text: str) -> Example | Rejected:
-        asked, ended, _ = text.partition(self.stop[0])
-        asked = asked.strip() if ended else _whole_sentences(asked.strip())
-        if any(mark in asked for mark in special_texts(self.interface.tokenizer)) or leaks(asked, self._frame[0]):
-            return Rejected("template leakage")
-        if (reason := text_flaw(asked)) is not None:
-            return Rejected(reason)
-        if not ended and not asked.endswith((".", "?", "!")):
-            return Rejected("no end")
-        return FreeForm(
-            id=f"{self.settings.ability}-{fingerprint(asked)[:12]}",
-            messages=(Message(role="user", content=asked),),
-            response="",
-            tools=self._ability.tools,
-        )
-
-    def _text(self, text: str) -> Example | Rejected:
-        text = _whole_sentences(text.strip())
-        if any(mark in text for mark in special_texts(self.interface.tokenizer)):
+        before, mark = self._frame if self.chat else ("", "")
+        text, ended, _ = f"{plan.opener}{text}".partition(mark) if mark else (f"{plan.opener}{text}", "", "")
+        text = text.strip() if ended else _whole_sentences(text.strip())
+        if any(special in text for special in special_texts(self.interface.tokenizer)) or leaks(text, before):
             return Rejected("template leakage")
         if (reason := text_flaw(text)) is not None:
             return Rejected(reason)
-        return FreeForm(id=f"text-{fingerprint(text)[:12]}", messages=(), response=text)
+        if not self.chat:
+            return FreeForm(id=f"text-{fingerprint(text)[:12]}", messages=(), response=text)
+        if not ended and not text.endswith((".", "?", "!")):
+            return Rejected("no end")
+        return FreeForm(
+            id=f"{self.settings.ability}-{fingerprint(text)[:12]}",
+            messages=(Message(role="user", content=text),),
+            response="",
+            tools=self._ability.tools,
+        )
 
     @property
     def _ability(self) -> Ability:

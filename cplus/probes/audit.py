@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_array
+from scipy.spatial.distance import jensenshannon
 
 from cplus.base.files import fingerprint
 from cplus.data.examples import Choice, Example
@@ -39,6 +40,7 @@ def audit(bank: Bank, against: Sequence[ComparedRows], *, seed: int = 0) -> dict
     options = bank.manifest["interface"] == "letter"
     texts = [input_text(example, options=options) for example in bank.examples]
     keys = [input_key(example, options=options) for example in bank.examples]
+    counts = bank.manifest["counts"]
     found = {source.name: overlap(bank.examples, source.examples, options=options) for source in against}
     pairs = [{"file": name, **pair} for name, one in found.items() for pair in one.pop("nearest")]
     return {
@@ -46,7 +48,9 @@ def audit(bank: Bank, against: Sequence[ComparedRows], *, seed: int = 0) -> dict
         "probes": len(keys),
         "unique": len(set(keys)),
         "distinct_share": round(len(set(keys)) / len(keys), 6),
-        "duplicates": _duplicates(keys, texts),
+        "duplicates": [
+            {"text": texts[keys.index(key)], "times": count} for key, count in Counter(keys).items() if count > 1
+        ],
         "confidence": confidence([probe.confidence for probe in bank.probes]),
         "against": found,
         "nearest": sorted(pairs, key=lambda pair: -pair["jaccard"])[:_TO_READ],
@@ -55,9 +59,11 @@ def audit(bank: Bank, against: Sequence[ComparedRows], *, seed: int = 0) -> dict
         "vocabulary": vocabulary(texts, [input_text(anchor, options=options) for anchor in anchors]),
         "topics": topics([probe.topic for probe in bank.probes], bank.manifest["settings"]["topics"]),
         "anchor_use": dict(Counter(shot for probe in bank.probes for shot in probe.shots).most_common()),
-        "counts": bank.manifest["counts"],
+        "counts": counts,
         "yield": bank.manifest["yield"],
-        "rejected_shares": _shares(bank.manifest["counts"]),
+        "rejected_shares": {
+            reason: round(count / counts["requests"], 6) for reason, count in Counter(counts["rejected"]).most_common()
+        },
         "parts": bank.manifest.get("parts", []),
         "sample": _sample(bank, options=options, seed=seed),
     }
@@ -193,9 +199,8 @@ def divergence(left: Mapping[str, int], right: Mapping[str, int]) -> float:
     (0.0, 1.0)
     """
     names = sorted({*left, *right})
-    p, q = (np.array([counts.get(name, 0) for name in names]) / sum(counts.values()) for counts in (left, right))
-    middle = (p + q) / 2
-    return float(sum((r[r > 0] * np.log2(r[r > 0] / middle[r > 0])).sum() / 2 for r in (p, q)))
+    p, q = ([counts.get(name, 0) for name in names] for counts in (left, right))
+    return float(jensenshannon(p, q, base=2)) ** 2
 
 
 def lengths(texts: Sequence[str]) -> dict[str, float]:
@@ -231,11 +236,6 @@ def topics(given: Sequence[str | None], areas: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _shares(counts: Mapping[str, Any]) -> dict[str, float]:
-    """The share of the requests that were rejected for each reason, the most frequent first."""
-    return {reason: round(count / counts["requests"], 6) for reason, count in Counter(counts["rejected"]).most_common()}
-
-
 def _word_matrix(texts: Sequence[str], ids: Mapping[str, int]) -> csr_array:
     rows, columns = [], []
     for row, text in enumerate(texts):
@@ -249,12 +249,6 @@ def _answer(example: Example, *, by_position: bool) -> str:
     if not isinstance(example, Choice):
         return normalise(example.response)
     return ascii_uppercase[example.answer] if by_position else normalise(example.right)
-
-
-def _duplicates(keys: Sequence[str], texts: Sequence[str]) -> list[dict[str, Any]]:
-    counts = Counter(keys)
-    first = dict(reversed(list(zip(keys, texts, strict=True))))
-    return [{"text": first[key], "times": count} for key, count in counts.items() if count > 1]
 
 
 def _sample(bank: Bank, *, options: bool, seed: int) -> list[dict[str, Any]]:

@@ -10,19 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from cplus.base import locks
-from cplus.base.files import (
-    canonical_json,
-    fingerprint,
-    open_itself,
-    read_json,
-    replacing_folder,
-    sha256_file,
-    sync,
-    write_json,
-    write_text,
-)
-from cplus.data.examples import Choice, Example, from_row, to_row
+from cplus.base import files, locks
+from cplus.data.examples import Example, from_row, to_row
 
 # The sealed bank: probes, and a manifest that identifies their origin and detects any change.
 
@@ -67,12 +56,25 @@ class Bank:
             raise ValueError(
                 f"{folder}: expected a sealed bank with {MANIFEST} and {PROBES}; build one with 'cplus probe'"
             )
-        manifest = read_manifest(folder / MANIFEST)
-        if model_fingerprint is not None:
-            check_model(manifest, model_fingerprint, where=str(folder))
-        if anchors is not None:
-            check_anchors(manifest, anchors, where=str(folder))
-        if sha256_file(folder / PROBES) != manifest["probes_sha256"]:
+        manifest = files.read_json(folder / MANIFEST)
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+            raise ValueError(f"{folder}: expected the format {FORMAT}; rebuild the bank with 'cplus probe'")
+        if manifest.pop("seal", None) != files.fingerprint(manifest):
+            raise ValueError(
+                f"{folder / MANIFEST} was changed after the bank was sealed; rebuild it with 'cplus probe'"
+            )
+        model, known = manifest["model"], manifest["anchors"]
+        if model_fingerprint not in (None, model["fingerprint"]):
+            raise ValueError(
+                f"probe bank {folder} was sealed for {model['name']}@{model['fingerprint'][:7]} "
+                f"but the base model is @{model_fingerprint[:7]}; rebuild it with 'cplus probe'"
+            )
+        if anchors is not None and (given := anchors_hash(anchors)) != known["sha256"]:
+            raise ValueError(
+                f"probe bank {folder} was sealed for {known['count']} anchors @{known['sha256'][:7]} "
+                f"but these {len(anchors)} are @{given[:7]}; rebuild it with 'cplus probe' or use its own anchors"
+            )
+        if files.sha256_file(folder / PROBES) != manifest["probes_sha256"]:
             raise ValueError(f"{folder / PROBES} was changed after the bank was sealed; rebuild it with 'cplus probe'")
         with (folder / PROBES).open(encoding="utf-8") as lines:
             probes = tuple(probe_from_row(json.loads(line)) for line in lines)
@@ -83,16 +85,16 @@ def seal(folder: Path, probes: Sequence[Probe], manifest: Mapping[str, Any]) -> 
     """Write a bank atomically: the folder appears once all of its content is on disk."""
     if folder.exists():
         raise ValueError(f"{folder} already exists; remove it or choose another folder for the bank")
-    with replacing_folder(folder) as part:
-        write_text(part / PROBES, probe_lines(probes))
-        body = {**manifest, "format": FORMAT, "probes_sha256": sha256_file(part / PROBES)}
-        write_json(part / MANIFEST, {**body, "seal": fingerprint(body)})
+    with files.replacing_folder(folder) as part:
+        files.write_text(part / PROBES, probe_lines(probes))
+        body = {**manifest, "format": FORMAT, "probes_sha256": files.sha256_file(part / PROBES)}
+        files.write_json(part / MANIFEST, {**body, "seal": files.fingerprint(body)})
     return Bank.load(folder)
 
 
 def probe_lines(probes: Iterable[Probe]) -> str:
     """The bank's content as text, the same for the same list of probes."""
-    return "".join(canonical_json(probe_to_row(probe)) + "\n" for probe in probes)
+    return "".join(files.canonical_json(probe_to_row(probe)) + "\n" for probe in probes)
 
 
 def probe_to_row(probe: Probe) -> dict[str, Any]:
@@ -108,13 +110,8 @@ def probe_to_row(probe: Probe) -> dict[str, Any]:
 
 def probe_from_row(row: Mapping[str, Any]) -> Probe:
     """Read a row written by `probe_to_row`."""
-    if len(row.get("choices", ())) == 1:
-        # An open question has one choice, the frozen model's answer; a task's own rows must have at least two.
-        example: Example = Choice(id=row["id"], question=row["question"], choices=tuple(row["choices"]), answer=0)
-    else:
-        example = from_row(row, where=f"probe {row['request']}", id="")
     return Probe(
-        example=example,
+        example=from_row(row, where=f"probe {row['request']}", id=""),
         confidence=row["confidence"],
         request=row["request"],
         shots=tuple(row["shots"]),
@@ -129,37 +126,7 @@ def described(anchors: Sequence[Example]) -> dict[str, Any]:
 
 def anchors_hash(anchors: Sequence[Example]) -> str:
     """The SHA-256 of a set of anchors, independent of their order."""
-    return fingerprint(sorted(canonical_json(to_row(anchor)) for anchor in anchors))
-
-
-def check_model(manifest: Mapping[str, Any], model_fingerprint: str, *, where: str) -> None:
-    """Refuse a model other than the one the bank was sealed for."""
-    model = manifest["model"]
-    if model["fingerprint"] != model_fingerprint:
-        raise ValueError(
-            f"probe bank {where} was sealed for {model['name']}@{model['fingerprint'][:7]} "
-            f"but the base model is @{model_fingerprint[:7]}; rebuild it with 'cplus probe'"
-        )
-
-
-def check_anchors(manifest: Mapping[str, Any], anchors: Sequence[Example], *, where: str) -> None:
-    """Refuse anchors other than those the bank was sealed for."""
-    sealed, given = manifest["anchors"], anchors_hash(anchors)
-    if sealed["sha256"] != given:
-        raise ValueError(
-            f"probe bank {where} was sealed for {sealed['count']} anchors @{sealed['sha256'][:7]} "
-            f"but these {len(anchors)} are @{given[:7]}; rebuild it with 'cplus probe' or use its own anchors"
-        )
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Read a manifest and verify its seal."""
-    manifest = read_json(path)
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"{path}: expected the format {FORMAT}; rebuild the bank with 'cplus probe'")
-    if manifest.pop("seal", None) != fingerprint(manifest):
-        raise ValueError(f"{path} was changed after the bank was sealed; rebuild it with 'cplus probe'")
-    return manifest
+    return files.fingerprint(sorted(files.canonical_json(to_row(anchor)) for anchor in anchors))
 
 
 # The journal next to an unfinished bank: it records the accepted probes, so that generation can resume.
@@ -168,16 +135,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
 JOURNAL_FORMAT = "cplus-journal/1"
 
 
+@dataclass(frozen=True)
 class Journal:
     """Lines of JSON, each on disk before the next is started; the first line identifies the bank."""
 
-    def __init__(self, file: IO[bytes], entries: list[dict[str, Any]]) -> None:
-        self._file = file
-        self.entries = entries
+    file: IO[bytes]
+    entries: list[dict[str, Any]]
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """Add an entry; once this returns, the entry survives a crash."""
-        _write(self._file, entry)
+        self.file.write(files.canonical_json(entry).encode() + b"\n")
+        self.file.flush()
+        os.fsync(self.file.fileno())
         self.entries.append(dict(entry))
 
 
@@ -196,15 +165,16 @@ def open_journal(
 ) -> Iterator[Journal]:
     """Open a journal for one process at a time; the error for a journal of another bank names the differences."""
     lock = locks.holding(locks.beside(path), wait=wait, notify=notify, otherwise="wait for it or choose another --out")
-    with lock, open(path, "ab+", opener=open_itself) as file:
-        lines = _whole_lines(file)
-        head = {"format": JOURNAL_FORMAT, "identity": json.loads(canonical_json(identity))}
-        if not lines:
-            _write(file, head)
-            sync(path.parent)
-        elif lines[0] != head:
-            raise ValueError(f"{path} was started {_difference(lines[0], head)}; use those values, or remove the file")
-        yield Journal(file, lines[1:])
+    with lock, open(path, "ab+", opener=files.open_itself) as file:
+        journal = Journal(file, _whole_lines(file))
+        head = {"format": JOURNAL_FORMAT, "identity": json.loads(files.canonical_json(identity))}
+        if not journal.entries:
+            journal.append(head)
+            files.sync(path.parent)
+        found = journal.entries.pop(0)
+        if found != head:
+            raise ValueError(f"{path} was started {_difference(found, head)}; use those values, or remove the file")
+        yield journal
 
 
 def _whole_lines(file: IO[bytes]) -> list[dict[str, Any]]:
@@ -226,24 +196,17 @@ def _whole_lines(file: IO[bytes]) -> list[dict[str, Any]]:
     return entries
 
 
-def _write(file: IO[bytes], entry: Mapping[str, Any]) -> None:
-    file.write(canonical_json(entry).encode() + b"\n")
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def _difference(found: Any, expected: Mapping[str, Any]) -> str:
     if not isinstance(found, dict) or not isinstance(found.get("identity"), dict):
         return "with a damaged first line"
-    if found.get("format") != JOURNAL_FORMAT:
-        return f"in the format {found.get('format')!r} and not {JOURNAL_FORMAT!r}"
-    old, new = _flat(found["identity"]), _flat(expected["identity"])
+    old, new = ({"format": head.get("format"), **_flat(head["identity"])} for head in (found, expected))
     keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
     return "with " + ", ".join(f"{key} {old.get(key)!r:.40} and not {new.get(key)!r:.40}" for key in keys)
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(value: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, item in value.items():
-        flat |= _flat(item, f"{prefix}{key}.") if isinstance(item, Mapping) else {f"{prefix}{key}": item}
+        inner = _flat(item) if isinstance(item, Mapping) else {}
+        flat |= {f"{key}.{name}": part for name, part in inner.items()} or {key: item}
     return flat

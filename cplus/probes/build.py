@@ -9,34 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from cplus.base import files
-from cplus.base.files import fingerprint, tidy
 from cplus.data.examples import Example
 from cplus.data.interfaces import Interface, Rejected
 from cplus.models import Loaded
 from cplus.models.decoding import Engine, LocalEngine
-from cplus.probes.bank import (
-    MANIFEST,
-    Bank,
-    Probe,
-    described,
-    journal_path,
-    open_journal,
-    probe_from_row,
-    probe_to_row,
-    seal,
-)
+from cplus.probes.bank import MANIFEST, Bank, described, journal_path, open_journal, probe_from_row, probe_to_row, seal
 from cplus.probes.settings import ProbeSettings
-from cplus.probes.writing import (
-    Block,
-    RequestOutcome,
-    Sampled,
-    Tally,
-    TooFewProbes,
-    generate,
-    labeller_of,
-    rejections,
-    writer,
-)
+from cplus.probes.writing import Block, Sampled, Tally, TooFewProbes, generate, labeller_of, rejections, writer
 
 # Builds a sealed bank on disk, block by block; an interrupted build is resumed.
 
@@ -72,10 +51,12 @@ def build(
     tally = Tally(anchors, interface, settings)
     # Whichever engine samples the inputs, the frozen model itself answers them.
     labeller = labeller_of(base, local, interface, settings)
-    with open_journal(path, _resumable(identity), wait=wait, notify=notify) as journal:
+    # What a resumed build must share: the size may change unless labels are balanced.
+    kept = {k: v for k, v in identity["settings"].items() if k != "num_probes" or settings.label_balanced}
+    with open_journal(path, {**identity, "settings": kept}, wait=wait, notify=notify) as journal:
         if folder.exists():  # another process has built it in the meantime
             return _same(folder, identity)
-        tidy(folder.parent, folder.name)
+        files.tidy(folder.parent, folder.name)
         for entry in journal.entries:
             block = _block_from_entry(entry)
             tally.add(block)
@@ -83,11 +64,22 @@ def build(
         try:
             for event in generate(engine, labeller, interface, anchors, settings, tally):
                 if isinstance(event, Block):
-                    journal.append(_entry(event))
+                    rows = [
+                        {"index": index, "reason": result.reason}
+                        if isinstance(result, Rejected)
+                        else {"index": index, "probe": probe_to_row(result)}
+                        for index, result in event.outcomes.items()
+                    ]
+                    journal.append({"outcomes": rows})
                 watch(event)
         except TooFewProbes as error:
             raise TooFewProbes(f"{error}. The accepted ones are stored in {path}") from error
-        bank = seal(folder, *_content(tally, identity))
+        # The first N probes, and the yield of the requests up to the last of them.
+        probes = tally.probes[: settings.num_probes]
+        last = probes[-1].request
+        used = sum(index <= last for block in tally.blocks for index in block.outcomes)
+        counts = {"requests": used, "accepted": len(probes), "rejected": dict(rejections(tally.blocks, last))}
+        bank = seal(folder, probes, {**identity, "counts": counts, "yield": round(len(probes) / used, 6)})
         path.unlink()
     return bank
 
@@ -108,18 +100,10 @@ def identify(
         "anchors": described(anchors),
         "interface": interface.name,
         # These tokens depend on the wording of the request and on the tokenizer.
-        "first_request_sha256": fingerprint(list(written.request(written.plan(0)))),
+        "first_request_sha256": files.fingerprint(list(written.request(written.plan(0)))),
         "settings": recorded,
         "engine": engine.describe(),
     }
-
-
-def _resumable(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of the identity that a resumed build must share; the size may change unless labels are balanced."""
-    settings = dict(identity["settings"])
-    if not settings["label_balanced"]:
-        del settings["num_probes"]
-    return {**identity, "settings": settings}
 
 
 def _same(folder: Path, identity: Mapping[str, Any]) -> Bank:
@@ -131,35 +115,13 @@ def _same(folder: Path, identity: Mapping[str, Any]) -> Bank:
     raise ValueError(f"{folder} already exists and is not this bank; remove it or choose another folder")
 
 
-def _content(tally: Tally, identity: Mapping[str, Any]) -> tuple[list[Probe], dict[str, Any]]:
-    """The first N probes, and the yield of the requests up to the last of them."""
-    probes = tally.probes[: identity["settings"]["num_probes"]]
-    used = [outcome for block in tally.blocks for outcome in block.outcomes if outcome.index <= probes[-1].request]
-    rejected = rejections(used)
-    counts = {"requests": len(used), "accepted": len(probes), "rejected": dict(rejected)}
-    return probes, {**identity, "counts": counts, "yield": round(len(probes) / len(used), 6)}
-
-
-def _entry(block: Block) -> dict[str, Any]:
-    rows = [
-        {"index": outcome.index, "reason": outcome.result.reason}
-        if isinstance(outcome.result, Rejected)
-        else {"index": outcome.index, "probe": probe_to_row(outcome.result)}
-        for outcome in block.outcomes
-    ]
-    return {"outcomes": rows}
-
-
 def _block_from_entry(entry: Mapping[str, Any]) -> Block:
     try:
         return Block(
-            outcomes=tuple(
-                RequestOutcome(
-                    index=row["index"],
-                    result=Rejected(row["reason"]) if "reason" in row else probe_from_row(row["probe"]),
-                )
+            outcomes={
+                row["index"]: Rejected(row["reason"]) if "reason" in row else probe_from_row(row["probe"])
                 for row in entry["outcomes"]
-            )
+            }
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(

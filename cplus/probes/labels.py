@@ -51,41 +51,23 @@ def label(
     probability of the text's tokens. `max_tokens` replaces the interface's limit on the length of a text; `cut` keeps
     an answer that reaches it. A plain text is its own answer.
     """
-    closed = [example for example in examples if interface.candidates(example)]
-    chosen = iter(predict(model, interface, closed, what="labelling"))
-    texts = [example for example in examples if _is_text(example)]
-    own = iter(log_likelihoods(model, [interface.encode(text) for text in texts], what="scoring"))
-    asked = [example for example in examples if not interface.candidates(example) and not _is_text(example)]
-    written = iter(_written(model, engine, interface, asked, max_tokens, cut=cut))
-    labels: list[Label | Rejected] = []
-    for example in examples:
-        if _is_text(example):
-            labels.append(Label(example, math.exp(next(own).mean)))
-        elif interface.candidates(example):
-            prediction = next(chosen)
-            labels.append(Label(interface.with_answer(example, prediction.answer), prediction.confidence))
-        else:
-            labels.append(next(written))
-    return labels
-
-
-def _written(
-    model: nn.Module,
-    engine: LocalEngine,
-    interface: Interface,
-    examples: Sequence[Example],
-    max_tokens: int | None,
-    *,
-    cut: bool,
-) -> list[Label | Rejected]:
-    prompts = [interface.prompt(example) for example in examples]
-    limit = max_tokens or MAX_ANSWER_TOKENS[interface.name]
+    texts = [i for i, example in enumerate(examples) if isinstance(example, FreeForm) and example.is_text]
+    closed = [i for i, example in enumerate(examples) if interface.candidates(example)]
+    asked = [i for i in range(len(examples)) if i not in {*texts, *closed}]
+    labels: dict[int, Label | Rejected] = {}
+    for i, found in zip(
+        closed, predict(model, interface, [examples[i] for i in closed], what="labelling"), strict=True
+    ):
+        labels[i] = Label(interface.with_answer(examples[i], found.answer), found.confidence)
+    own = log_likelihoods(model, [interface.encode(examples[i]) for i in texts], what="scoring")
+    for i, score in zip(texts, own, strict=True):
+        labels[i] = Label(examples[i], math.exp(score.mean))
+    prompts, limit = [interface.prompt(examples[i]) for i in asked], max_tokens or MAX_ANSWER_TOKENS[interface.name]
     rows = engine.greedy(prompts, max_new_tokens=limit, stop=interface.answer_stop)
     scores = log_likelihoods(model, [Encoded(row.prompt, tuple(row.tokens)) for row in rows], what="scoring")
-    return [
-        _judged(example, row, math.exp(score.mean), interface, cut=cut)
-        for example, row, score in zip(examples, rows, scores, strict=True)
-    ]
+    for i, row, score in zip(asked, rows, scores, strict=True):
+        labels[i] = _judged(examples[i], row, math.exp(score.mean), interface, cut=cut)
+    return [labels[i] for i in range(len(examples))]
 
 
 def without_stop(text: str, stop: Sequence[str]) -> str:
@@ -95,24 +77,18 @@ def without_stop(text: str, stop: Sequence[str]) -> str:
     return text.strip()
 
 
-def _is_text(example: Example) -> bool:
-    return isinstance(example, FreeForm) and example.is_text
-
-
 def _judged(
     example: Example, row: DecodingRow, confidence: float, interface: Interface, *, cut: bool
 ) -> Label | Rejected:
-    text = without_stop(row.text, interface.answer_stop)
-    if row.end == "limit" and not cut:
+    text, limited = without_stop(row.text, interface.answer_stop), row.end == "limit"
+    if limited and not cut:
         return Rejected("answer without end")
     if not any(character.isalnum() for character in text):
         return Rejected("empty answer")
-    if text.endswith(":") and row.end != "limit":
+    if text.endswith(":") and not limited:
         return Rejected("answer breaks off")
     answered = interface.with_answer(example, text)
-    if row.end == "limit" and isinstance(answered, FreeForm):
-        answered = replace(answered, cut=True)
-    return Label(answered, confidence)
+    return Label(replace(answered, cut=True) if limited and isinstance(answered, FreeForm) else answered, confidence)
 
 
 # The base model's own answers, for users who have requests to preserve but no recorded answers.

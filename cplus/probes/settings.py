@@ -37,8 +37,6 @@ def words(text: str) -> frozenset[str]:
 def input_text(example: Example, *, options: bool) -> str:
     """The input of an example: its question, with the options if these are part of the input, its
     conversation, or its text."""
-    if not isinstance(example, Choice) and example.is_text:
-        return example.response
     if not isinstance(example, Choice):
         if example.is_text:
             return example.response
@@ -65,31 +63,11 @@ def input_key(example: Example, *, options: bool) -> str:
 
 
 TOPICS = (
-    "elementary math",
-    "algebra",
-    "computer programming",
-    "software debugging",
-    "biology",
-    "medicine",
-    "physics",
-    "chemistry",
-    "world history",
-    "civics",
-    "economics",
-    "business",
-    "law",
-    "ethics",
-    "literature",
-    "linguistics",
-    "geography",
-    "environmental science",
-    "psychology",
-    "sports",
-    "music",
-    "visual art",
-    "daily life",
+    "elementary math", "algebra", "computer programming", "software debugging", "biology", "medicine", "physics",
+    "chemistry", "world history", "civics", "economics", "business", "law", "ethics", "literature", "linguistics",
+    "geography", "environmental science", "psychology", "sports", "music", "visual art", "daily life",
     "workplace decisions",
-)
+)  # fmt: skip
 """The 24 broad areas of the topic cue. Protocol section 3."""
 
 MAX_NEW_TOKENS = {"letter": 256, "cloze": 96, "freeform": 160}
@@ -125,14 +103,12 @@ class ProbeSettings:
     """Maximum length of an answer; by default the ability's or the interface's own."""
 
     def __post_init__(self) -> None:
-        if self.num_probes < 1:
-            raise ValueError(f"num_probes must be at least 1, got {self.num_probes}")
-        if self.answer_tokens is not None and (self.ability is None or self.answer_tokens < 1):
-            raise ValueError(f"answer_tokens must be at least 1 and belongs to an ability, got {self.answer_tokens}")
-        if self.shots < 1:
-            raise ValueError(f"shots must be at least 1, got {self.shots}")
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        for name in ("num_probes", "shots", "max_new_tokens", "answer_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.answer_tokens is not None and self.ability is None:
+            raise ValueError(f"answer_tokens belongs to an ability, got {self.answer_tokens}")
         for name in ("min_yield", "confidence_floor"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")

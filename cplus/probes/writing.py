@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
-from typing import Protocol
+from math import ceil, inf
+from typing import TypeAlias
 
 from cplus.data.examples import Choice, Example, FreeForm
 from cplus.data.interfaces import Interface, Rejected
@@ -19,36 +19,13 @@ from cplus.probes import settings as probe_settings
 from cplus.probes.abilities import SelfWritten, ability, answer_flaw, near
 from cplus.probes.bank import Probe
 from cplus.probes.labels import Label, Labeller, label
-from cplus.probes.settings import (
-    BLOCK,
-    MAX_NEW_TOKENS,
-    ProbeSettings,
-    RequestPlan,
-    domain_test,
-    input_key,
-    input_text,
-    words,
-)
+from cplus.probes.settings import BLOCK, MAX_NEW_TOKENS, ProbeSettings, RequestPlan
 
 # What the frozen model is shown so that it writes new inputs, and how its texts are read.
 
 
 LONGER, STEP = 1.25, 64
 """A new question may have this many times the tokens of the longest anchor's prompt, rounded up to whole steps."""
-
-
-class Writer(Protocol):
-    """Plans, writes and reads the requests of one bank; `block` of them are sampled together."""
-
-    @property
-    def block(self) -> int: ...
-    @property
-    def max_new_tokens(self) -> int: ...
-    @property
-    def stop(self) -> tuple[str, ...]: ...
-    def plan(self, index: int) -> RequestPlan: ...
-    def request(self, plan: RequestPlan) -> tuple[int, ...]: ...
-    def parse(self, text: str, plan: RequestPlan) -> Example | Rejected: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +67,10 @@ class FromAnchors:
         return self.interface.parse(text, plan.shots)
 
 
+Writer: TypeAlias = FromAnchors | SelfWritten
+"""Plans, writes and reads the requests of one bank; `block` of them are sampled together."""
+
+
 def writer(interface: Interface, anchors: Sequence[Example], settings: ProbeSettings) -> Writer:
     """The writer of these settings: from anchors, or from nothing where they name an ability."""
     if settings.ability is None:
@@ -117,23 +98,15 @@ class Sampled:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestOutcome:
-    """The final result of one request: a probe, or the reason why there is none."""
-
-    index: int
-    result: Probe | Rejected
-
-
-@dataclass(frozen=True, kw_only=True)
 class Block:
-    """The outcomes of consecutive requests."""
+    """What became of consecutive requests, by index: a probe, or the reason why there is none."""
 
-    outcomes: tuple[RequestOutcome, ...]
+    outcomes: dict[int, Probe | Rejected]
 
     @property
     def probes(self) -> list[Probe]:
         """The accepted probes."""
-        return [outcome.result for outcome in self.outcomes if isinstance(outcome.result, Probe)]
+        return [result for result in self.outcomes.values() if isinstance(result, Probe)]
 
 
 class Tally:
@@ -142,7 +115,7 @@ class Tally:
     def __init__(self, anchors: Sequence[Example], interface: Interface, settings: ProbeSettings) -> None:
         self._settings = settings
         self._options = interface.name == "letter"
-        self._in_domain = domain_test(settings.domain) if settings.domain else None
+        self._in_domain = probe_settings.domain_test(settings.domain) if settings.domain else None
         self._anchors = {self._key(anchor) for anchor in anchors}
         self._keys: set[str] = set()
         self._words: list[frozenset[str]] = []
@@ -151,8 +124,8 @@ class Tally:
         self.blocks: list[Block] = []
         self.probes: list[Probe] = []
 
-    def new_input(self, example: Example) -> Rejected | None:
-        """The reason to reject an input before it is labelled, or None; an accepted input is remembered."""
+    def new_input(self, example: Example) -> Example | Rejected:
+        """The input, which is then remembered, or the reason to reject it before it is labelled."""
         key = self._key(example)
         if key in self._anchors:
             return Rejected("copy of an anchor")
@@ -161,12 +134,12 @@ class Tally:
         if self._in_domain is not None and not self._in_domain(example):
             return Rejected("outside the domain")
         if self._settings.ability is not None:
-            spoken = words(input_text(example, options=False))
+            spoken = _words(example)
             if any(near(spoken, other) for other in self._words):
                 return Rejected("near duplicate")
             self._words.append(spoken)
         self._keys.add(key)
-        return None
+        return example
 
     def new_label(self, labelled: Label | Rejected) -> Label | Rejected:
         """The label, unless the settings reject it."""
@@ -190,7 +163,9 @@ class Tally:
         self.probes += block.probes
         self._keys = {self._key(probe.example) for probe in self.probes}
         if self._settings.ability is not None:
-            self._words = [words(input_text(probe.example, options=False)) for probe in self.probes]
+            self._words = [
+                probe_settings.words(probe_settings.input_text(probe.example, options=False)) for probe in self.probes
+            ]
         self._answers = Counter(probe.example.answer for probe in self.probes if isinstance(probe.example, Choice))
 
     def trial(self) -> Tally:
@@ -204,6 +179,11 @@ class Tally:
         """Whether the bank is complete."""
         return len(self.probes) >= self._settings.num_probes
 
+    @property
+    def num_requests(self) -> int:
+        """The number of requests so far."""
+        return sum(len(block.outcomes) for block in self.blocks)
+
     def check_yield(self) -> None:
         """Stop if the last requests gave almost no probes, so that generation always ends."""
         recent = self.blocks[-_PATIENCE:]
@@ -211,8 +191,7 @@ class Tally:
         gained = sum(len(block.probes) for block in recent)
         if self.full or len(recent) < _PATIENCE or gained >= self._settings.min_yield * requests:
             return
-        outcomes = [outcome for block in self.blocks for outcome in block.outcomes]
-        counts = rejections(outcomes)
+        counts = rejections(self.blocks)
         reasons = ", ".join(f"{reason} {count}" for reason, count in counts.most_common())
         remedy = "Use other anchors, another interface or fewer probes"
         if counts and counts.most_common(1)[0][0] == _CUT_OFF:
@@ -220,17 +199,22 @@ class Tally:
         if self._settings.ability is not None:
             remedy = f"It cannot show by itself what to keep ({self._settings.ability}): give rows with --anchors FILE"
         raise TooFewProbes(
-            f"the model gave {len(self.probes)} of {self._settings.num_probes} probes in {len(outcomes)} requests and "
-            f"{gained} in the last {requests}, below {self._settings.min_yield:.0%}; rejected: {reasons}. {remedy}"
+            f"the model gave {len(self.probes)} of {self._settings.num_probes} probes in {self.num_requests} requests "
+            f"and {gained} in the last {requests}, below {self._settings.min_yield:.0%}; rejected: {reasons}. {remedy}"
         )
 
     def _key(self, example: Example) -> str:
-        return input_key(example, options=self._options)
+        return probe_settings.input_key(example, options=self._options)
 
 
-def rejections(outcomes: Iterable[RequestOutcome]) -> Counter[str]:
-    """The number of rejections for each reason."""
-    return Counter(outcome.result.reason for outcome in outcomes if isinstance(outcome.result, Rejected))
+def _words(example: Example) -> frozenset[str]:
+    return probe_settings.words(probe_settings.input_text(example, options=False))
+
+
+def rejections(blocks: Iterable[Block], up_to: float = inf) -> Counter[str]:
+    """The number of rejections for each reason, among requests up to an index."""
+    found = ((index, result) for block in blocks for index, result in block.outcomes.items())
+    return Counter(result.reason for index, result in found if isinstance(result, Rejected) and index <= up_to)
 
 
 def generate(
@@ -257,13 +241,18 @@ def generate(
     )
     while not tally.full:
         tally.check_yield()
-        planned = _planned(written, tally, block or written.block)
+        # The next block, and as many after it as other processes help with.
+        first, size = tally.num_requests, block or written.block
+        starts = range(first, first + processes.count() * size, size)
+        planned = [[written.plan(index) for index in range(start, start + size)] for start in starts]
         read: list[dict[int, Example | Rejected]] = []
         for plans, samples in zip(planned, _samples(engine, written, planned, sampling, settings.seed), strict=True):
             read.append({})
-            for sampled, parsed in _parsed(written, plans, samples, sampling):
-                read[-1][sampled.index] = parsed
-                yield sampled
+            for sample in samples:
+                parsed = _parsed(written, plans[sample.index - plans[0].index], sample, sampling)
+                read[-1][sample.index] = parsed
+                reason = parsed.reason if isinstance(parsed, Rejected) else None
+                yield Sampled(index=sample.index, text=sample.text, reason=reason)
         labellers = _labellers(planned, read, labeller, tally)
         for plans, own, labelled in zip(planned, read, labellers, strict=True):
             if tally.full:
@@ -294,13 +283,6 @@ def labeller_of(base: Loaded, engine: LocalEngine, interface: Interface, setting
     return partial(label, base.model, engine, interface, max_tokens=limit, cut=own.cut)
 
 
-def _planned(written: Writer, tally: Tally, size: int) -> list[list[RequestPlan]]:
-    """The next block's requests, and those of as many blocks after it as other processes help with."""
-    first = sum(len(block.outcomes) for block in tally.blocks)
-    starts = range(first, first + processes.count() * size, size)
-    return [[written.plan(index) for index in range(start, start + size)] for start in starts]
-
-
 def _samples(
     engine: Engine, written: Writer, planned: Sequence[Sequence[RequestPlan]], sampling: Sampling, seed: int
 ) -> Sequence[Iterable[Sample]]:
@@ -318,16 +300,17 @@ def _drawn(engine: Engine, requests: Sequence[Request], sampling: Sampling) -> l
     return list(engine.sample(requests, sampling))
 
 
-def _parsed(
-    written: Writer, plans: Sequence[RequestPlan], samples: Iterable[Sample], sampling: Sampling
-) -> Iterator[tuple[Sampled, Example | Rejected]]:
-    planned_at = {planned.index: planned for planned in plans}
-    for sample in samples:
-        parsed = written.parse(_ended(sample, sampling), planned_at[sample.index])
-        if sample.end == "limit" and isinstance(parsed, Rejected) and parsed.reason in _UNFINISHED:
-            parsed = Rejected(_CUT_OFF)
-        reason = parsed.reason if isinstance(parsed, Rejected) else None
-        yield Sampled(index=sample.index, text=sample.text, reason=reason), parsed
+def _parsed(written: Writer, plan: RequestPlan, sample: Sample, sampling: Sampling) -> Example | Rejected:
+    """The input in a sample's text: with a stop text if the model ended it, without its last line if the limit did."""
+    text = sample.text
+    if sampling.stop and sample.end == "end of text":
+        text += sampling.stop[0]
+    elif sampling.stop and sample.end == "limit" and "\n" in text:
+        text = text.rpartition("\n")[0]
+    parsed = written.parse(text, plan)
+    if sample.end == "limit" and isinstance(parsed, Rejected) and parsed.reason in _UNFINISHED:
+        return Rejected(_CUT_OFF)
+    return parsed
 
 
 def _labellers(
@@ -346,8 +329,8 @@ def _labellers(
     trial = tally.trial()
     expected: list[list[Example]] = []
     for plans, own in zip(planned, read, strict=True):
-        inputs = [own[planned.index] for planned in plans]
-        expected.append([x for x in inputs if not isinstance(x, Rejected) and trial.new_input(x) is None])
+        inputs = [x if isinstance(x := own[planned.index], Rejected) else trial.new_input(x) for planned in plans]
+        expected.append([x for x in inputs if not isinstance(x, Rejected)])
     found = processes.divided(labeller, [(examples,) for examples in expected])
 
     def known(inputs: list[Example], labels: list[Label | Rejected]) -> Labeller:
@@ -356,47 +339,29 @@ def _labellers(
     return [known(inputs, labels) for inputs, labels in zip(expected, found, strict=True)]
 
 
-def _ended(sample: Sample, sampling: Sampling) -> str:
-    """The text of a sample: with a stop text if the model ended it, without its last line if the limit did."""
-    if not sampling.stop:
-        return sample.text
-    if sample.end == "end of text":
-        return sample.text + sampling.stop[0]
-    lines, newline, _ = sample.text.rpartition("\n")
-    return lines if sample.end == "limit" and newline else sample.text
-
-
 def _judged(
     plans: Sequence[RequestPlan], read: dict[int, Example | Rejected], labeller: Labeller, tally: Tally
 ) -> Block:
     """The outcomes in the order of the requests, whatever order they finished in."""
-    inputs: dict[int, Example] = {}
+    inputs = {p.index: x if isinstance(x := read[p.index], Rejected) else tally.new_input(x) for p in plans}
+    labels = iter(labeller([x for x in inputs.values() if not isinstance(x, Rejected)]))
     outcomes: dict[int, Probe | Rejected] = {}
-    for planned in plans:
-        parsed = read[planned.index]
-        rejected = parsed if isinstance(parsed, Rejected) else tally.new_input(parsed)
-        if rejected is not None:
-            outcomes[planned.index] = rejected
-        elif not isinstance(parsed, Rejected):
-            inputs[planned.index] = parsed
-    labels = dict(zip(inputs, labeller(list(inputs.values())), strict=True))
-    for planned in plans:
-        if planned.index in labels:
-            outcomes[planned.index] = _probe(planned, tally.new_label(labels[planned.index]))
-    return Block(outcomes=tuple(RequestOutcome(index=p.index, result=outcomes[p.index]) for p in plans))
-
-
-def _probe(planned: RequestPlan, labelled: Label | Rejected) -> Probe | Rejected:
-    if isinstance(labelled, Rejected):
-        return labelled
-    return Probe(
-        example=labelled.example,
-        # Six digits: more would make a bank's bytes depend on the last bit of a sum.
-        confidence=round(labelled.confidence, 6),
-        request=planned.index,
-        shots=tuple(shot.id for shot in planned.shots),
-        topic=planned.topic,
-    )
+    for plan in plans:
+        own = inputs[plan.index]
+        found = own if isinstance(own, Rejected) else tally.new_label(next(labels))
+        outcomes[plan.index] = (
+            found
+            if isinstance(found, Rejected)
+            else Probe(
+                example=found.example,
+                # Six digits: more would make a bank's bytes depend on the last bit of a sum.
+                confidence=round(found.confidence, 6),
+                request=plan.index,
+                shots=tuple(shot.id for shot in plan.shots),
+                topic=plan.topic,
+            )
+        )
+    return Block(outcomes=outcomes)
 
 
 def _quota(anchors: Sequence[Example], interface: Interface, settings: ProbeSettings) -> int | None:

@@ -1,29 +1,271 @@
-"""The figures of a receipt, all from its rows, beside other runs and after a repair."""
+"""The figures of a receipt, computed once from its rows: everything that the page and the verdict say in numbers."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeAlias, TypedDict
 
 from cplus.base.files import replacing
 from cplus.evaluation import requirements
-from cplus.evaluation.changes import Flip, Kind, acquisition, acquisition_by_label, macro, retention, retention_by_label
+from cplus.evaluation.changes import Kind, macro, rates
 from cplus.evaluation.requirements import new_parts, past_parts
-from cplus.evaluation.statistics import Rate, common_level, mcnemar, rise, share, weighted
+from cplus.evaluation.statistics import Rate, RateRow, common_level, mcnemar, rise, share, weighted
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from cplus.receipts.contents import Point, Receipt, Repair, RowComparison, RowSet, TunedSet
 
 
-# Base, tuned and repaired model side by side, and what the repair did in a sentence.
+KINDS: tuple[Kind, ...] = ("kept", "lost", "gained", "still_wrong")
+State: TypeAlias = Literal["same", "changed"]
+MATERIAL = 0.02
+"""The smallest rise of the past loss called damage where no noise floor was measured, in nats per token."""
+LARGE = 0.1
+"""A larger rise is damage whatever the noise floor: a few rows give a wide one."""
 
 
-def repaired(repair: Repair, sets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+class Losses(TypedDict):
+    """The given responses' loss before and after and its rise, all means over tokens; the intervals are over rows."""
+
+    before: float
+    after: float
+    after_high: float | None
+    rise: float
+    low: float | None
+    high: float | None
+    rows: int
+    tokens: int
+
+
+class SetFigures(TypedDict):
+    """One named set of rows: outcomes where answers are judged, losses where they are free text."""
+
+    name: str
+    kind: str
+    interface: str
+    judge: str | None
+    anchors: bool
+    rows: int
+    counts: dict[str, int]
+    answers: dict[State, int] | None
+    before: RateRow | None
+    after: RateRow | None
+    retention: RateRow | None
+    acquisition: RateRow | None
+    mcnemar_p: float | None
+    nll: Losses | None
+
+
+class FreeText(TypedDict):
+    """Rows in free text that no judge was chosen for: their loss, and what became of the answers."""
+
+    rows: int
+    whole_task: bool
+    on_anchors: bool
+    answers: dict[State, int] | None
+    loss: Losses | None
+    effect: str
+
+
+class Figures(TypedDict):
+    """Every figure of a record; percentages are 0-100, intervals 95 %, losses means over tokens.
+
+    A figure of one set of rows is in `sets`, by the set's name; the others are over the sets of one kind.
+    """
+
+    retention: RateRow | None
+    acquisition: RateRow | None
+    validation: RateRow | None
+    on_anchors: bool
+    free: dict[str, FreeText | None]
+    noise_floor: float | None
+    sets: list[SetFigures]
+    labels: dict[str, Any] | None
+    unselected: dict[str, Any] | None
+    matched: dict[str, Any] | None
+    differing: list[dict[str, Any]]
+    unequal: list[str]
+    preservation_percent: float | None
+    repair: NotRequired[dict[str, Any]]
+    requirements: list[dict[str, Any]]
+
+
+def figures(receipt: Receipt) -> Figures:
+    """Compare before and after: of a job, a repair, a check or any two models."""
+    sets = receipt.sets
+    judged = [own for own in sets if own.judged]
+    free = [own for own in sets if not own.judged]
+    past, new = past_parts(judged), new_parts(judged)
+    parts = {"past": past_parts(free), "new": new_parts(free), "validation": _held_out(free)}
+    found: Figures = {
+        "retention": _rate(_kinds(*past), "kept", "lost"),
+        "acquisition": _rate(_kinds(*new), "gained", "still_wrong"),
+        "validation": _rate(_kinds(*_held_out(judged)), "gained", "still_wrong"),
+        "on_anchors": bool(past) and all(own.anchors for own in past),
+        "free": {name: _free(own, receipt.noise_floor) if own else None for name, own in parts.items()},
+        "noise_floor": receipt.noise_floor,
+        "sets": [_set(own) for own in sets],
+        "labels": _labels(past, new),
+        "unselected": _unselected(_kinds(*(own for own in sets if own.kind in ("task", "external")))),
+        "matched": matched(receipt),
+        "differing": differing(receipt),
+        "unequal": unequal(receipt),
+        "preservation_percent": _preservation(receipt.cost),
+        "requirements": [],
+    }
+    if receipt.repair is not None:
+        found["repair"] = repaired(receipt.repair, found["sets"])
+    found["requirements"] = [requirements.judged(one, found) for one in receipt.requirements]
+    return found
+
+
+def state(row: RowComparison) -> State:
+    """Whether a free-text answer stayed the same, up to case and blanks, or changed; the loss says by how much."""
+    before, after = (text.casefold().split() for text in (row.before, row.after))
+    return "same" if before == after else "changed"
+
+
+def _held_out(sets: Sequence[RowSet]) -> list[RowSet]:
+    return [own for own in sets if own.kind == "validation"]
+
+
+def _kinds(*sets: RowSet) -> list[Kind]:
+    """The outcomes of sets; free text without a judge has none."""
+    return [row.kind for own in sets if own.judged for row in own.rows if row.kind is not None]
+
+
+def _rate(kinds: Sequence[Kind], right: Kind, wrong: Kind) -> RateRow | None:
+    counts = Counter(kinds)
+    total = counts[right] + counts[wrong]
+    return Rate(counts[right], total).row() if total else None
+
+
+def _set(own: RowSet) -> SetFigures:
+    kinds = _kinds(own)
+    counts = Counter(kinds)
+    kept, learned = _rate(kinds, "kept", "lost"), _rate(kinds, "gained", "still_wrong")
+    return {
+        "name": own.name,
+        "kind": own.kind,
+        "interface": own.interface,
+        "judge": own.judge if own.judged and own.interface == "freeform" else None,
+        "anchors": own.anchors,
+        "rows": len(own.rows),
+        "counts": {kind: counts[kind] for kind in KINDS} | {"unjudged": len(own.rows) - len(kinds)},
+        "answers": _states(own.rows) if own.followed else None,
+        "before": share(kind in ("kept", "lost") for kind in kinds).row() if kinds else None,
+        "after": share(kind in ("kept", "gained") for kind in kinds).row() if kinds else None,
+        "retention": kept,
+        "acquisition": learned,
+        # Rows chosen because they were right (or wrong) before can only change one way: the test would mean nothing.
+        "mcnemar_p": mcnemar(counts["lost"], counts["gained"]) if kept and learned else None,
+        "nll": _losses(own.rows),
+    }
+
+
+def _states(rows: Sequence[RowComparison]) -> dict[State, int]:
+    counts = Counter(map(state, rows))
+    return {"same": counts["same"], "changed": counts["changed"]}
+
+
+def _free(sets: Sequence[RowSet], noise_floor: float | None) -> FreeText:
+    rows = [row for own in sets for row in own.rows]
+    loss = _losses(rows)
+    return {
+        "rows": len(rows),
+        "whole_task": all(own.kind == "task" for own in sets),
+        "on_anchors": all(own.anchors for own in sets),
+        "answers": _states(rows) if all(own.followed for own in sets) else None,
+        "loss": loss,
+        "effect": effect(loss, noise_floor),
+    }
+
+
+def effect(loss: Losses | None, noise_floor: float | None) -> str:
+    """What the loss says about behaviour that was to be kept.
+
+    `damaged`: the interval of the rise excludes 0, and the rise exceeds the noise floor (`MATERIAL` where none was
+    measured, at most `LARGE`). `slight`: the interval excludes 0, but the rise is within the floor. `unclear`: the
+    interval holds 0 and reaches beyond the floor, or one row gives no interval. `kept`: the whole interval is below
+    the floor. `unmeasured`: no row has a loss.
+    """
+    floor = MATERIAL if noise_floor is None else min(noise_floor, LARGE)
+    if loss is None:
+        return "unmeasured"
+    if loss["low"] is None or loss["high"] is None:
+        return "unclear"
+    if loss["low"] > 0:
+        return "damaged" if loss["rise"] > floor else "slight"
+    return "kept" if loss["high"] <= floor else "unclear"
+
+
+def _losses(rows: Sequence[RowComparison]) -> Losses | None:
+    known = [
+        (row.tokens, row.nll_before, row.nll_after)
+        for row in rows
+        if row.tokens is not None and row.nll_before is not None and row.nll_after is not None
+    ]
+    if not known:
+        return None
+    tokens = [count for count, _, _ in known]
+    rise = weighted([after - before for _, before, after in known], tokens)
+    after = weighted([after for _, _, after in known], tokens)
+    low, high = rise.interval or (None, None)
+    return {
+        "before": weighted([before for _, before, _ in known], tokens).mean,
+        "after": after.mean,
+        "after_high": after.interval[1] if after.interval else None,
+        "rise": rise.mean,
+        "low": low,
+        "high": high,
+        "rows": len(known),
+        "tokens": sum(tokens),
+    }
+
+
+def _labels(past: Sequence[RowSet], new: Sequence[RowSet]) -> dict[str, Any] | None:
+    """Retention and Acquisition per label and their unweighted means, where rows have labels."""
+    kept, learned = _by_label(past, "kept", "lost"), _by_label(new, "gained", "still_wrong")
+    if not kept and not learned:
+        return None
+    return {
+        "rows": [
+            {
+                "label": label,
+                "retention": kept[label].row() if label in kept else None,
+                "acquisition": learned[label].row() if label in learned else None,
+            }
+            for label in sorted({*kept, *learned})
+        ],
+        "macro_retention": macro(kept) if kept else None,
+        "macro_acquisition": macro(learned) if learned else None,
+    }
+
+
+def _by_label(sets: Sequence[RowSet], right: Kind, wrong: Kind) -> dict[str, Rate]:
+    rows = (row for own in sets for row in own.rows if row.label is not None and row.kind in (right, wrong))
+    return rates((str(row.label), row.kind == right) for row in rows)
+
+
+def _unselected(kinds: Sequence[Kind]) -> dict[str, Any] | None:
+    """Lost against gained over the rows that were not chosen by what the model answered before."""
+    if not kinds:
+        return None
+    lost, gained = kinds.count("lost"), kinds.count("gained")
+    return {"rows": len(kinds), "lost": lost, "gained": gained, "mcnemar_p": mcnemar(lost, gained)}
+
+
+def _preservation(cost: Mapping[str, float]) -> float | None:
+    """What preserving cost, as a percentage of what training cost."""
+    training = cost.get("training_flops")
+    return 100 * cost["preservation_flops"] / training if training and "preservation_flops" in cost else None
+
+
+# Base, tuned and repaired model side by side.
+
+
+def repaired(repair: Repair, sets: Sequence[SetFigures]) -> dict[str, Any]:
     """The figures of a repair; those of base and repaired model come from the sets of the receipt.
 
     `helped` is whether every past figure is better than with the tuned model; None where nothing of it was measured.
@@ -31,7 +273,9 @@ def repaired(repair: Repair, sets: Sequence[Mapping[str, Any]]) -> dict[str, Any
     tuned = {own.name: own for own in repair.sets}
     rows = [row for own in sets if own["name"] in tuned for row in _rows(own, tuned[own["name"]])]
     past = [row for row in rows if row["kind"] == "retention"]
-    better = [row["repaired"] < row["tuned"] if _is_loss(row) else row["repaired"] > row["tuned"] for row in past]
+    better = [
+        row["repaired"] < row["tuned"] if row["quantity"] == "loss" else row["repaired"] > row["tuned"] for row in past
+    ]
     return {
         "undone": repair.undone,
         "moved": repair.moved,
@@ -41,7 +285,7 @@ def repaired(repair: Repair, sets: Sequence[Mapping[str, Any]]) -> dict[str, Any
     }
 
 
-def _rows(own: Mapping[str, Any], tuned: TunedSet) -> Iterator[dict[str, Any]]:
+def _rows(own: SetFigures, tuned: TunedSet) -> Iterator[dict[str, Any]]:
     named = {"name": own["name"], "kind": own["kind"]}
     if own["kind"] == "retention" and own["retention"] and tuned.retention is not None:
         yield {**named, "quantity": "Retention", "base": 100.0, "tuned": tuned.retention,
@@ -49,16 +293,12 @@ def _rows(own: Mapping[str, Any], tuned: TunedSet) -> Iterator[dict[str, Any]]:
     elif own["kind"] in ("acquisition", "validation") and own["acquisition"] and tuned.acquisition is not None:
         yield {**named, "quantity": "Acquisition", "base": 0.0, "tuned": tuned.acquisition,
                "repaired": own["acquisition"]["percent"]}  # fmt: skip
-    elif own["after"] and tuned.right is not None:
+    elif own["after"] and own["before"] and tuned.right is not None:
         yield {**named, "quantity": "right answers", "base": own["before"]["percent"], "tuned": tuned.right,
                "repaired": own["after"]["percent"]}  # fmt: skip
     if own["nll"] and tuned.nll is not None:
         yield {**named, "quantity": "loss", "base": own["nll"]["before"], "tuned": tuned.nll,
                "repaired": own["nll"]["after"]}  # fmt: skip
-
-
-def _is_loss(row: Mapping[str, Any]) -> bool:
-    return bool(row["quantity"] == "loss")
 
 
 def shown(row: Mapping[str, Any], value: float) -> str:
@@ -67,88 +307,7 @@ def shown(row: Mapping[str, Any], value: float) -> str:
     >>> shown({"quantity": "Retention"}, 57.25), shown({"quantity": "loss"}, 0.67)
     ('57.2\xa0%', '0.670')
     """
-    return f"{value:.3f}" if _is_loss(row) else f"{value:.1f}\u00a0%"
-
-
-def sentences(found: Mapping[str, Any]) -> list[str]:
-    """What the repair changed, from the tuned model to the repaired one."""
-    moved = ", ".join(
-        f"{row['quantity']} on {row['name']} {shown(row, row['tuned'])} to {shown(row, row['repaired'])}"
-        for row in found["rows"]
-        if row["kind"] != "external"
-    )
-    said = [
-        f"The repair reset {found['percent']:.1f}\u00a0% of the weights that training had changed"
-        + (f"; from tuned to repaired: {moved}." if moved else ".")
-    ]
-    if found["helped"] is False:
-        said.append("It did not improve the past rows measured here.")
-    return said
-
-
-# Figures from records; the palette is the paper's and is safe for colour-blind readers.
-
-
-COLOURS = {
-    "sft": "#666666",
-    "replay": "#CC79A7",
-    "probe-replay": "#E69F00",
-    "anchor-probe-replay": "#D55E00",
-    "cpl": "#009E73",
-    "cplus": "#0072B2",
-}
-OTHER = "#56B4E9"
-LABELS = {"sft": "SFT", "replay": "Replay", "cpl": "CPL", "cplus": "CPLUS"}
-
-
-def label(method: str) -> str:
-    """A method's name in figures and tables."""
-    return LABELS.get(method, method)
-
-
-def save(figure: Any, stem: Path) -> list[Path]:
-    """Write SVG and PNG, the same bytes for the same figure."""
-    paths = []
-    for suffix, metadata in ((".svg", {"Date": None}), (".png", {"Software": None})):
-        path = stem.with_suffix(suffix)
-        with replacing(path) as part:
-            figure.savefig(part, format=suffix[1:], dpi=150, bbox_inches="tight", metadata=metadata)
-        paths.append(path)
-    return paths
-
-
-def new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
-    """A figure and its axes without global state; drawing needs no display."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    matplotlib.rcParams["svg.hashsalt"] = "cplus"  # element ids, and so the bytes, depend on the drawing alone
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(1, columns)
-    for axis in [axes] if columns == 1 else axes:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", color="#dddddd", linewidth=0.6)
-        axis.set_axisbelow(True)
-    return figure, axes
-
-
-def retention_bars(summary: Mapping[str, Mapping[str, Mapping[str, float]]], stem: Path) -> list[Path]:
-    """Retention, Acquisition and other domains by method: means with standard errors."""
-    many = len(summary) > 6
-    figure, axes = new_figure(max(9.0, 1.1 * len(summary)), 4.2 if many else 3.0, columns=3)
-    titles = {"retention": "Retention (%)", "acquisition": "Acquisition (%)", "external": "Other domains kept (%)"}
-    methods: Sequence[str] = list(summary)
-    for axis, (metric, title) in zip(axes, titles.items(), strict=True):
-        means = [summary[m][metric]["mean"] for m in methods]
-        errors = [summary[m][metric]["se"] for m in methods if "se" in summary[m][metric]] or None  # none for one seed
-        colours = [COLOURS.get(m, OTHER) for m in methods]
-        bars = axis.bar([label(m) for m in methods], means, yerr=errors, color=colours, capsize=3, width=0.65)
-        axis.bar_label(bars, fmt="%.0f" if many else "%.1f", padding=3, fontsize=6 if many else 8)
-        axis.set_title(title, fontsize=10, loc="left")
-        axis.set_ylim(0, 110)
-        axis.set_yticks(range(0, 101, 20))
-        axis.tick_params(axis="x", labelsize=8, rotation=90 if many else 0)
-    return save(figure, stem)
+    return f"{value:.3f}" if row["quantity"] == "loss" else f"{value:.1f}\u00a0%"
 
 
 # Runs beside this one: past loss at equal learning, settings that differ, and what makes them incomparable.
@@ -227,9 +386,8 @@ def unequal(receipt: Receipt) -> list[str]:
     said = []
     rates = next((one["values"] for one in differing(receipt) if one["setting"] == "lr"), None)
     if rates:
-        said.append(
-            "unequal learning rates: " + ", ".join(f"{label(one['method'])} {_short(one['value'])}" for one in rates)
-        )
+        listed = ", ".join(f"{label(one['method'])} {one['value']}" for one in rates)
+        said.append(f"unequal learning rates: {listed}")
     ends = {name: points[-1] for name, points in runs(receipt).items()}
     for quantity, words, spread, tolerance in (
         ("new_nll", "final new loss", "{:.2f}", LOSS_TOLERANCE),
@@ -260,229 +418,32 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     return pairs
 
 
-def _short(number: str) -> str:
-    try:
-        return f"{float(number):g}"
-    except ValueError:
-        return number
+# Figures from records; the palette is the paper's and is safe for colour-blind readers.
 
 
-# The figures of a receipt, all from its rows: shares with Wilson bounds, exact McNemar, losses, states, labels.
+COLOURS = {
+    "sft": "#666666",
+    "replay": "#CC79A7",
+    "probe-replay": "#E69F00",
+    "anchor-probe-replay": "#D55E00",
+    "cpl": "#009E73",
+    "cplus": "#0072B2",
+}
+OTHER = "#56B4E9"
+LABELS = {"sft": "SFT", "replay": "Replay", "cpl": "CPL", "cplus": "CPLUS"}
 
 
-KINDS: tuple[Kind, ...] = ("kept", "lost", "gained", "still_wrong")
-State: TypeAlias = Literal["same", "changed"]
-MATERIAL = 0.02
-"""The smallest rise of the past loss called damage where no noise floor was measured, in nats per token."""
-LARGE = 0.1
-"""A larger rise is damage whatever the noise floor: a few rows give a wide one."""
+def label(method: str) -> str:
+    """A method's name in figures and tables."""
+    return LABELS.get(method, method)
 
 
-def figures(receipt: Receipt) -> dict[str, Any]:
-    """Every figure of the page, as plain values; percentages are 0-100, intervals 95 %, losses means over tokens."""
-    sets = receipt.sets
-    judged = [own for own in sets if own.judged]
-    past, new = past_parts(judged), new_parts(judged)
-    held_out = [own for own in judged if own.kind == "validation"]
-    found: dict[str, Any] = {
-        "retention": _row(_retained(_pooled(past))),
-        "acquisition": _row(_acquired(_pooled(new))),
-        "validation": _row(_acquired(_pooled(held_out))),
-        "on_anchors": bool(past) and all(own.anchors for own in past),
-        "free": _free(sets, receipt.noise_floor),
-        "noise_floor": receipt.noise_floor,
-        "sets": [_set(own) for own in sets],
-        "labels": _labels(past, new),
-        "unselected": _unselected(sets),
-        "matched": matched(receipt),
-        "differing": differing(receipt),
-        "unequal": unequal(receipt),
-        "preservation_percent": _preservation(receipt.cost),
-    }
-    if receipt.repair is not None:
-        found["repair"] = repaired(receipt.repair, found["sets"])
-    found["requirements"] = [requirements.judged(one, found) for one in receipt.requirements]
-    return found
-
-
-def state(row: RowComparison) -> State:
-    """Whether a free-text answer stayed the same, up to case and blanks, or changed; the loss says by how much."""
-    before, after = (text.casefold().split() for text in (row.before, row.after))
-    return "same" if before == after else "changed"
-
-
-def _flips(own: RowSet) -> list[Flip]:
-    """The outcomes of a set; free text without a judge has none."""
-    return [
-        Flip(
-            id=row.id,
-            kind=row.kind,
-            before=row.before,
-            after=row.after,
-            confidence_before=row.confidence_before,
-            confidence_after=row.confidence_after,
-        )
-        for row in own.rows
-        if own.judged and row.kind is not None
-    ]
-
-
-def _pooled(sets: Sequence[RowSet]) -> list[Flip]:
-    return [flip for own in sets for flip in _flips(own)]
-
-
-def _row(rate: Rate | None) -> dict[str, Any] | None:
-    return None if rate is None else rate.row()
-
-
-def _retained(table: Sequence[Flip]) -> Rate | None:
-    return retention(table) if any(flip.kind in ("kept", "lost") for flip in table) else None
-
-
-def _acquired(table: Sequence[Flip]) -> Rate | None:
-    return acquisition(table) if any(flip.kind in ("gained", "still_wrong") for flip in table) else None
-
-
-def _set(own: RowSet) -> dict[str, Any]:
-    table = _flips(own)
-    counts = Counter(flip.kind for flip in table)
-    kept, learned = _retained(table), _acquired(table)
-    return {
-        "name": own.name,
-        "kind": own.kind,
-        "interface": own.interface,
-        "judge": own.judge if own.judged and own.interface == "freeform" else None,
-        "anchors": own.anchors,
-        "rows": len(own.rows),
-        "counts": {kind: counts[kind] for kind in KINDS} | {"unjudged": len(own.rows) - len(table)},
-        "answers": _states(own.rows) if own.followed else None,
-        "before": share(flip.kind in ("kept", "lost") for flip in table).row() if table else None,
-        "after": share(flip.kind in ("kept", "gained") for flip in table).row() if table else None,
-        "retention": _row(kept),
-        "acquisition": _row(learned),
-        # Rows chosen because they were right (or wrong) before can only change one way: the test would mean nothing.
-        "mcnemar_p": mcnemar(counts["lost"], counts["gained"]) if kept and learned else None,
-        "nll": _losses(own.rows),
-    }
-
-
-def _states(rows: Sequence[RowComparison]) -> dict[str, int]:
-    counts = Counter(map(state, rows))
-    return {"same": counts["same"], "changed": counts["changed"]}
-
-
-def _free(sets: Sequence[RowSet], noise_floor: float | None) -> dict[str, Any]:
-    """Past, new and held-out new rows in free text that no judge was chosen for: losses, and what became of answers."""
-    spoken = [own for own in sets if not own.judged]
-    held_out = [own for own in spoken if own.kind == "validation"]
-    parts = {"past": past_parts(spoken), "new": new_parts(spoken), "validation": held_out}
-    return {name: _part(own, noise_floor) if own else None for name, own in parts.items()}
-
-
-def _part(sets: Sequence[RowSet], noise_floor: float | None) -> dict[str, Any]:
-    rows = [row for own in sets for row in own.rows]
-    loss = _losses(rows)
-    return {
-        "rows": len(rows),
-        "whole_task": all(own.kind == "task" for own in sets),
-        "on_anchors": all(own.anchors for own in sets),
-        "answers": _states(rows) if all(own.followed for own in sets) else None,
-        "loss": loss,
-        "effect": effect(loss, noise_floor),
-    }
-
-
-def effect(loss: Mapping[str, Any] | None, noise_floor: float | None) -> str:
-    """What the loss says about behaviour that was to be kept.
-
-    `damaged`: the interval of the rise excludes 0, and the rise exceeds the noise floor (`MATERIAL` where none was
-    measured, at most `LARGE`). `slight`: the interval excludes 0, but the rise is within the floor. `unclear`: the
-    interval holds 0 and reaches beyond the floor, or one row gives no interval. `kept`: the whole interval is below
-    the floor. `unmeasured`: no row has a loss.
-    """
-    floor = MATERIAL if noise_floor is None else min(noise_floor, LARGE)
-    if loss is None:
-        return "unmeasured"
-    if loss["low"] is None:
-        return "unclear"
-    if loss["low"] > 0:
-        return "damaged" if loss["rise"] > floor else "slight"
-    return "kept" if loss["high"] <= floor else "unclear"
-
-
-def _losses(rows: Sequence[RowComparison]) -> dict[str, Any] | None:
-    """The given responses' loss before and after and its rise, all means over tokens; the intervals are over rows."""
-    known = [
-        (row.tokens, row.nll_before, row.nll_after)
-        for row in rows
-        if row.tokens is not None and row.nll_before is not None and row.nll_after is not None
-    ]
-    if not known:
-        return None
-    tokens = [count for count, _, _ in known]
-    rise = weighted([after - before for _, before, after in known], tokens)
-    after = weighted([after for _, _, after in known], tokens)
-    low, high = rise.interval or (None, None)
-    return {
-        "before": weighted([before for _, before, _ in known], tokens).mean,
-        "after": after.mean,
-        "after_high": after.interval[1] if after.interval else None,
-        "rise": rise.mean,
-        "low": low,
-        "high": high,
-        "rows": len(known),
-        "tokens": sum(tokens),
-    }
-
-
-def _labels(past: Sequence[RowSet], new: Sequence[RowSet]) -> dict[str, Any] | None:
-    """Retention and Acquisition per label and their unweighted means, where rows have labels."""
-    kept = _by_label(past, retention_by_label)
-    learned = _by_label(new, acquisition_by_label)
-    if not kept and not learned:
-        return None
-    return {
-        "rows": [
-            {
-                "label": label,
-                "retention": kept[label].row() if label in kept else None,
-                "acquisition": learned[label].row() if label in learned else None,
-            }
-            for label in sorted({*kept, *learned})
-        ],
-        "macro_retention": macro(kept) if kept else None,
-        "macro_acquisition": macro(learned) if learned else None,
-    }
-
-
-def _by_label(
-    sets: Sequence[RowSet], rates: Callable[[Sequence[Flip], Mapping[str, str]], dict[str, Rate]]
-) -> dict[str, Rate]:
-    table: list[Flip] = []
-    labels: dict[str, str] = {}
-    for own in sets:
-        known = {row.id: row.label for row in own.rows if row.label is not None}
-        # Two sets may hold rows of one id, so a row is named by its set too.
-        table += [replace(flip, id=f"{own.name}/{flip.id}") for flip in _flips(own) if flip.id in known]
-        labels |= {f"{own.name}/{id}": label for id, label in known.items()}
-    return rates(table, labels)
-
-
-def _unselected(sets: Sequence[RowSet]) -> dict[str, Any] | None:
-    """Lost against gained over the rows that were not chosen by what the model answered before."""
-    table = _pooled([own for own in sets if own.kind in ("task", "external")])
-    if not table:
-        return None
-    counts = Counter(flip.kind for flip in table)
-    return {
-        "rows": len(table),
-        "lost": counts["lost"],
-        "gained": counts["gained"],
-        "mcnemar_p": mcnemar(counts["lost"], counts["gained"]),
-    }
-
-
-def _preservation(cost: Mapping[str, float]) -> float | None:
-    """What preserving cost, as a percentage of what training cost."""
-    training = cost.get("training_flops")
-    return 100 * cost["preservation_flops"] / training if training and "preservation_flops" in cost else None
+def save(figure: Any, stem: Path) -> list[Path]:
+    """Write SVG and PNG, the same bytes for the same figure."""
+    paths = []
+    for suffix, metadata in ((".svg", {"Date": None}), (".png", {"Software": None})):
+        path = stem.with_suffix(suffix)
+        with replacing(path) as part:
+            figure.savefig(part, format=suffix[1:], dpi=150, bbox_inches="tight", metadata=metadata)
+        paths.append(path)
+    return paths

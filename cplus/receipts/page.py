@@ -4,44 +4,27 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from pydantic import TypeAdapter, ValidationError
 
 from cplus.base import files
-from cplus.evaluation.requirements import Requirement
 from cplus.evaluation.requirements import sentence as required
-from cplus.receipts.contents import (
-    BankAudit,
-    ComparedRun,
-    GateShare,
-    Losses,
-    ModelId,
-    Overlap,
-    Point,
-    Receipt,
-    Repair,
-    RowComparison,
-    RowSet,
-    SampleProbe,
-    TunedSet,
-    rows,
-)
-from cplus.receipts.figures import COLOURS, OTHER, figures, flat, label, runs, shown, state, unequal
+from cplus.receipts.contents import ModelId as ModelId
+from cplus.receipts.contents import Point, Receipt
+from cplus.receipts.contents import RowComparison as RowComparison
+from cplus.receipts.contents import RowSet as RowSet
+from cplus.receipts.figures import COLOURS, OTHER, figures, flat, label, runs, shown, state
 from cplus.receipts.verdict import lead, p_value, percent, sentences, signed
-
-if TYPE_CHECKING:
-    from cplus.receipts.contents import Point, Receipt
-
 
 # What every page shares: templates that escape all text, one base style, a policy that lets nothing else in.
 
@@ -81,16 +64,6 @@ _TRAINED, _HELD_OUT = "rows trained on", "rows held out"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
-    """One line in coordinates of the drawing; only the run's own is solid, so colour is not the only sign."""
-
-    label: str
-    colour: str
-    dash: str | None
-    points: tuple[tuple[float, float], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Chart:
     """What a template draws: lines and ticks in coordinates of the drawing, and words.
 
@@ -103,19 +76,20 @@ class Chart:
     x_cut: bool
     y_cut: bool
     summary: str
-    lines: tuple[Line, ...]
+    lines: list[dict[str, Any]]
+    """In coordinates of the drawing; only the run's own is solid, so colour is not the only sign."""
     x_ticks: tuple[tuple[float, str], ...]
     y_ticks: tuple[tuple[float, str], ...]
 
 
-def charts(receipt: Receipt) -> list[Chart]:
+def charts(receipt: Receipt, unequal: Sequence[str] = ()) -> list[Chart]:
     """One chart for each quantity that has at least two points.
 
     The past loss comes first and is drawn against the new loss, and Retention of several runs against Acquisition, so
     that methods are compared where they have learned equally well. Lines of runs at unequal rates or of unequal
     learning have a caveat.
     """
-    caveat = "; ".join(dict.fromkeys(said.partition(":")[0] for said in unequal(receipt)))
+    caveat = "; ".join(dict.fromkeys(said.partition(":")[0] for said in unequal))
     drawn = []
     for title, x_label, series in _quantities(receipt):
         known = {name: points for name, points in series.items() if len(points) > 1}
@@ -145,13 +119,13 @@ def _quantities(receipt: Receipt) -> Iterator[tuple[str, str, Series]]:
     yield (
         "Rise of the past loss against the new loss",
         "new loss, nats per token (learning goes left)",
-        {name: _losses(points) for name, points in methods.items()},
+        {name: _rises(points) for name, points in methods.items()},
     )
     if len(methods) > 1:
         yield (
             "Retention (%) against Acquisition",
             "Acquisition, % (learning goes right)",
-            {name: _shares(points) for name, points in methods.items()},
+            {name: _pairs(points, "acquisition", "retention") for name, points in methods.items()},
         )
     own, shown = receipt.curve, set()
     for title, trained, unseen in (
@@ -159,7 +133,7 @@ def _quantities(receipt: Receipt) -> Iterator[tuple[str, str, Series]]:
         ("Acquisition (%)", "acquisition", "validation"),
     ):
         if any(getattr(point, unseen) is not None for point in own):
-            apart = {_TRAINED: _by_epoch(own, trained), _HELD_OUT: _by_epoch(own, unseen)}
+            apart = {_TRAINED: _pairs(own, "epoch", trained), _HELD_OUT: _pairs(own, "epoch", unseen)}
             yield f"{title}: trained on and held out", "epoch", apart
             shown.add(title)
     epochs = (
@@ -171,20 +145,18 @@ def _quantities(receipt: Receipt) -> Iterator[tuple[str, str, Series]]:
     for title, quantity in epochs:
         if title in shown and len(methods) == 1:
             continue  # the same line again
-        yield title, "epoch", {name: _by_epoch(points, quantity) for name, points in methods.items()}
+        yield title, "epoch", {name: _pairs(points, "epoch", quantity) for name, points in methods.items()}
 
 
-def _losses(points: Sequence[Point]) -> list[tuple[float, float]]:
-    known = [(p.new_nll, p.past_nll) for p in points if p.new_nll is not None and p.past_nll is not None]
-    return [(new, past - known[0][1]) for new, past in known] if points[0].epoch == 0 else []
+def _rises(points: Sequence[Point]) -> list[tuple[float, float]]:
+    known = _pairs(points, "new_nll", "past_nll") if points[0].epoch == 0 else []
+    return [(new, past - known[0][1]) for new, past in known]
 
 
-def _shares(points: Sequence[Point]) -> list[tuple[float, float]]:
-    return [(p.acquisition, p.retention) for p in points if p.acquisition is not None and p.retention is not None]
-
-
-def _by_epoch(points: Sequence[Point], quantity: str) -> list[tuple[float, float]]:
-    return [(p.epoch, getattr(p, quantity)) for p in points if getattr(p, quantity) is not None]
+def _pairs(points: Sequence[Point], x: str, y: str) -> list[tuple[float, float]]:
+    """The points at which both quantities are known."""
+    pairs = [(getattr(point, x), getattr(point, y)) for point in points]
+    return [pair for pair in pairs if None not in pair]
 
 
 def _chart(title: str, x_label: str, series: Series, order: list[str], caveat: str) -> Chart:
@@ -203,15 +175,15 @@ def _chart(title: str, x_label: str, series: Series, order: list[str], caveat: s
         )
 
     dashes = dict(zip(order, chain((None,), cycle(_DASHES)), strict=False))
-    lines = tuple(
-        Line(
-            label=label(name),
-            colour=COLOURS["cplus"] if name == _TRAINED else COLOURS.get(name, OTHER),
-            dash=dashes[name],
-            points=tuple(place(x, y) for x, y in points),
-        )
+    lines = [
+        {
+            "label": label(name),
+            "colour": COLOURS["cplus"] if name == _TRAINED else COLOURS.get(name, OTHER),
+            "dash": dashes[name],
+            "points": [place(x, y) for x, y in points],
+        }
         for name, points in series.items()
-    )
+    ]
     ends = "; ".join(f"{label(name)} from {points[0][1]:.4g} to {points[-1][1]:.4g}" for name, points in series.items())
     return Chart(
         title=title,
@@ -239,40 +211,35 @@ def render_audit(audit: Mapping[str, Any], *, name: str) -> str:
 # A receipt as the sealed JSON record that its page is rendered from, and back.
 
 
-SCHEMA = 2
+SCHEMA = 3
+_SHARED = ("created", "environment", "notes", "settings")
+"""Parts of a receipt that are at the top of the record."""
 
 
-def to_json(receipt: Receipt) -> dict[str, Any]:
-    """The record as plain values, with the figures its rows give and the hash of it all."""
+def to_json(receipt: Receipt, job: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """The sealed record: the receipt, the figures, which are computed here and nowhere else, and what a job adds."""
     _check(receipt)
-    body = {"schema": SCHEMA, **asdict(receipt), "figures": figures(receipt)}
-    body = json.loads(files.canonical_json(body))  # tuples become lists, as they will be read
-    return {**body, "sha256": files.fingerprint(body)}
+    body = asdict(receipt)
+    shared = {name: body.pop(name) for name in _SHARED}
+    return files.sealed({"schema": SCHEMA, **shared, "figures": figures(receipt), "receipt": body, **job})
 
 
 def from_json(raw: Any, *, where: str = "the receipt") -> Receipt:
-    """Read a record made by `to_json`; one that was altered, or that another version wrote, is refused."""
-    if not isinstance(raw, Mapping) or raw.get("schema") != SCHEMA:
-        found = raw.get("schema") if isinstance(raw, Mapping) else None
+    """The receipt of a record; one that was altered, or that an unknown version wrote, is refused."""
+    files.check_seal(where, raw)
+    if raw.get("schema") == SCHEMA:
+        fields = {**raw["receipt"], **{name: raw[name] for name in _SHARED}}
+    elif raw.get("schema") == 2:  # a file of its own beside a job's record, with everything at the top
+        fields = {name: value for name, value in raw.items() if name not in ("schema", "figures", "sha256")}
+    else:
         raise ValueError(
-            f"{where}: expected a receipt of schema {SCHEMA}, got schema {found!r:.20}: another version wrote it; "
-            "make the receipt again with this version"
+            f"{where}: expected a record of schema {SCHEMA}, got schema {raw.get('schema')!r:.20}: another version "
+            "wrote it; make the receipt again with this version"
         )
-    body = {key: value for key, value in raw.items() if key != "sha256"}
-    if raw.get("sha256") != files.fingerprint(body):
-        raise ValueError(
-            f"{where}: the record was altered: its content has the hash {files.fingerprint(body)[:16]}, "
-            f"but it was written with {str(raw.get('sha256'))[:16]}; make the receipt again"
-        )
-    fields = {key: value for key, value in body.items() if key not in ("schema", "figures")}
     try:
-        receipt = TypeAdapter(Receipt).validate_json(files.canonical_json(fields))
+        return TypeAdapter(Receipt).validate_json(files.canonical_json(fields))
     except ValidationError as error:
         raise ValueError(f"{where}: {_first(error)}") from error
-    _check(receipt)
-    if not _alike(body["figures"], json.loads(files.canonical_json(figures(receipt)))):
-        raise ValueError(f"{where}: its figures do not follow from its rows; make the receipt again")
-    return receipt
 
 
 def _check(receipt: Receipt) -> None:
@@ -284,20 +251,9 @@ def _check(receipt: Receipt) -> None:
     groups = {"set names": [own.name for own in receipt.sets]}
     groups |= {f"ids in set {own.name!r}": [row.id for row in own.rows] for own in receipt.sets}
     for what, names in groups.items():
-        twice = [name for name, count in Counter(names).items() if count > 1]
-        if twice:
-            raise ValueError(f"the receipt: expected different {what}, got {twice[0]!r} more than once")
-
-
-def _alike(left: Any, right: Any) -> bool:
-    """Equal, up to what another build of the statistics library may round."""
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(_alike(left[key], right[key]) for key in left)
-    if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(map(_alike, left, right))
-    if isinstance(left, float) and isinstance(right, float):
-        return math.isclose(left, right, rel_tol=1e-9, abs_tol=1e-12)
-    return bool(left == right)
+        name, count = max(Counter(names).items(), key=lambda item: item[1], default=("", 0))
+        if count > 1:
+            raise ValueError(f"the receipt: expected different {what}, got {name!r} more than once")
 
 
 def _first(error: ValidationError) -> str:
@@ -325,11 +281,11 @@ _COSTS = {
 
 
 def render(record: Any) -> str:
-    """The page of a record as `Receipt.to_json` gives it; an altered record is refused."""
+    """The page of a record as `to_json` gives it; an altered record is refused."""
     receipt = from_json(record)
     found = record["figures"]
     ledger = [*(name for name in _COSTS if name in receipt.cost), *sorted(receipt.cost.keys() - _COSTS)]
-    drawn = charts(receipt)
+    drawn = charts(receipt, found["unequal"])
     every = [row for own in receipt.sets for row in own.rows]
     table = _rows(receipt)
     script = (TEMPLATES / "receipt.js").read_text(encoding="utf-8")
@@ -338,18 +294,17 @@ def render(record: Any) -> str:
     pages.globals["shown"] = shown
     return pages.get_template("receipt.html").render(
         receipt=receipt,
-        sha256=record["sha256"],
+        sha256=record.get("content", record["sha256"]),
         figures=found,
         lead=lead(found),
         sentences=sentences(found),
         charts=drawn,
-        legend=list({line.label: line for chart in drawn for line in chart.lines}.values()),
+        legend=list({line["label"]: line for chart in drawn for line in chart.lines}.values()),
         size=(WIDTH, HEIGHT),
         costs=[(_COSTS.get(name, name.replace("_", " ")), cost(name, receipt.cost[name])) for name in ledger],
         settings=flat(receipt.settings),
         environment=flat(receipt.environment),
         kinds=Counter(row[1] for row in table),
-        differing=found["differing"],
         labels=sorted({row.label for row in every if row.label is not None}),
         losses=any(row.nll_after is not None for row in every),
         rows=table,
@@ -388,25 +343,17 @@ def scaled(value: float, unit: str = "") -> str:
     return f"{value:.3g} {unit}".strip()
 
 
+_COLUMNS = (
+    "id", "input", "gold", "before", "after", "confidence_before", "confidence_after", "label", "nll_before",
+    "nll_after", "answer_nll_before", "answer_nll_after",
+)  # fmt: skip
+"""Of each row after its set and its outcome, in the order that `receipt.js` reads."""
+
+
 def _rows(receipt: Receipt) -> list[list[Any]]:
-    """The table of rows in the order that `receipt.js` reads."""
+    """The table of rows."""
     return [
-        [
-            place,
-            _outcome(own, row),
-            row.id,
-            row.input,
-            row.gold,
-            row.before,
-            row.after,
-            row.confidence_before,
-            row.confidence_after,
-            row.label,
-            row.nll_before,
-            row.nll_after,
-            row.answer_nll_before,
-            row.answer_nll_after,
-        ]
+        [place, _outcome(own, row), *(getattr(row, name) for name in _COLUMNS)]
         for place, own in enumerate(receipt.sets)
         for row in own.rows
     ]
@@ -419,75 +366,62 @@ def _outcome(own: RowSet, row: RowComparison) -> str:
     return row.kind if own.judged and row.kind else "unjudged"
 
 
-# The receipt: fill a `Receipt`, write it as `receipt.json` and as the page `receipt.html`, read it again.
-#
-# The page shows the record and nothing else; a record that was altered has no page.
+# A folder's record, and the page rendered from it.
 
 
-__all__ = [
-    "PAGE",
-    "RECORD",
-    "BankAudit",
-    "ComparedRun",
-    "GateShare",
-    "Losses",
-    "ModelId",
-    "Overlap",
-    "Point",
-    "Receipt",
-    "Repair",
-    "Requirement",
-    "RowComparison",
-    "RowSet",
-    "SampleProbe",
-    "TunedSet",
-    "bank_audit",
-    "read_receipt",
-    "rows",
-    "write_receipt",
-]
-
-RECORD, PAGE = "receipt.json", "receipt.html"
+RECORD, PAGE = "record.json", "receipt.html"
+_BEFORE = "receipt.json"
+"""Where the receipt was before the record held it."""
 _SAMPLE = 6
 
 
 def write_receipt(receipt: Receipt, folder: Path) -> dict[str, Any]:
-    """Write the record and its page into a folder, each whole or not at all, and return the record."""
-    record = to_json(receipt)
+    """Write a receipt's record and page into a folder, and return the record."""
+    return write_record(to_json(receipt), folder)
+
+
+def write_record(record: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Write a record and its page, each whole or not at all; the record comes last and holds the page's hash."""
     page = render(record)  # before anything is written
-    files.write_json(folder / RECORD, record)
+    body = {name: value for name, value in record.items() if name != "sha256"}
+    written = files.sealed({**body, "content": record["sha256"], "page": _page_hash(page)})
     files.write_text(folder / PAGE, page)
+    (folder / _BEFORE).unlink(missing_ok=True)
+    files.write_json(folder / RECORD, written)
+    return written
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The record of a folder; an edited record or page is refused, a page of another template is not."""
+    old = folder / _BEFORE
+    record = files.read_sealed(old if old.is_file() else folder / RECORD)
+    if "page" in record and _page_hash((folder / PAGE).read_text(encoding="utf-8")) != record["page"]:
+        raise ValueError(
+            f"{folder / PAGE}: the page was edited, or is of another record; {RECORD} beside it holds the figures"
+        )
     return record
 
 
+def _page_hash(page: str) -> str:
+    return hashlib.sha256(page.encode()).hexdigest()
+
+
 def read_receipt(folder: Path) -> Receipt:
-    """The receipt of a folder; an altered record, or a page that is not the record's, is refused."""
-    raw = files.read_json(folder / RECORD)
-    receipt = from_json(raw, where=str(folder / RECORD))
-    if (folder / PAGE).read_text(encoding="utf-8") != render(raw):
-        raise ValueError(
-            f"{folder / PAGE}: expected the page of the {RECORD} beside it; it was edited, or another version "
-            f"rendered it: write it again from the record"
-        )
-    return receipt
+    """The receipt of a folder; an edited record or page is refused."""
+    return from_json(read_record(folder), where=str(folder))
 
 
-def bank_audit(audit: Mapping[str, Any]) -> BankAudit:
+def bank_audit(audit: Mapping[str, Any]) -> dict[str, Any]:
     """The part of an audit by `cplus.probes.audit.audit` that a receipt keeps."""
-    return BankAudit(
-        sha256=audit["bank"]["probes_sha256"],
-        probes=audit["probes"],
-        unique=audit["unique"],
-        requests=audit["counts"]["requests"],
-        rejected=dict(audit["counts"]["rejected"]),
-        confidence=dict(audit["confidence"]),
-        divergence=audit["labels"]["divergence"],
-        overlaps=tuple(
-            Overlap(name=name, rows=one["rows"], exact=one["exact"], near=one["near"])
-            for name, one in audit["against"].items()
-        ),
-        sample=tuple(
-            SampleProbe(input=probe["text"], answer=probe["answer"], confidence=probe["confidence"])
-            for probe in audit["sample"][:_SAMPLE]
-        ),
-    )
+    sample, against = audit["sample"][:_SAMPLE], audit["against"].items()
+    return {
+        "sha256": audit["bank"]["probes_sha256"],
+        "probes": audit["probes"],
+        "unique": audit["unique"],
+        "requests": audit["counts"]["requests"],
+        "rejected": audit["counts"]["rejected"],
+        "confidence": audit["confidence"],
+        "divergence": audit["labels"]["divergence"],
+        "overlaps": [{"name": name, **{key: own[key] for key in ("rows", "exact", "near")}} for name, own in against],
+        "sample": [{"input": own["text"], "answer": own["answer"], "confidence": own["confidence"]} for own in sample],
+    }

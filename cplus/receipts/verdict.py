@@ -3,29 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from html import escape
 from typing import Any
 
-from cplus.receipts import figures
-from cplus.receipts.figures import LARGE, label
+from cplus.evaluation.requirements import sentence
+from cplus.evaluation.statistics import RateRow
+from cplus.receipts.figures import LARGE, Figures, FreeText, Losses, label, shown
 
 _PLACES = 3
 """Decimals of a loss."""
 
 
-def headline(found: Mapping[str, Any]) -> str:
+def headline(found: Figures) -> str:
     """The verdict in a few sentences: past behaviour first, then what was learned."""
     return " ".join(lead(found))
 
 
-def lead(found: Mapping[str, Any]) -> list[str]:
+def lead(found: Figures) -> list[str]:
     """The sentences of the headline: judged answers by their shares, free text without a judge by its losses."""
     said = [*_shares(found), *_past(found), *_new(found)]
     if "repair" in found:
-        said += figures.sentences(found["repair"])
+        said += repair_sentences(found["repair"])
     return said or ["No answer was judged, and no loss was measured."]
 
 
-def sentences(found: Mapping[str, Any]) -> list[str]:
+def repair_sentences(repair: Mapping[str, Any]) -> list[str]:
+    """What the repair changed, from the tuned model to the repaired one."""
+    moved = ", ".join(
+        f"{row['quantity']} on {row['name']} {shown(row, row['tuned'])} to {shown(row, row['repaired'])}"
+        for row in repair["rows"]
+        if row["kind"] != "external"
+    )
+    said = [
+        f"The repair reset {repair['percent']:.1f}\u00a0% of the weights that training had changed"
+        + (f"; from tuned to repaired: {moved}." if moved else ".")
+    ]
+    return said if repair["helped"] is not False else [*said, "It did not improve the past rows measured here."]
+
+
+def sentences(found: Figures) -> list[str]:
     """What the headline leaves out: counts, 95 % intervals, the exact test, other losses, comparisons."""
     said = []
     if kept := found["retention"]:
@@ -34,20 +50,32 @@ def sentences(found: Mapping[str, Any]) -> list[str]:
         said.append(f"{_counts(learned)} answers that were wrong before are right now{_bounds(learned)}.")
     if unseen := found["validation"]:
         said.append(f"{_counts(unseen)} held-out new answers that were wrong before are right now{_bounds(unseen)}.")
-        said += [_held_out(own) for own in found["sets"] if own["kind"] == "validation" and own["after"]]
-    if found["unselected"]:
-        said.append(_changed(found["unselected"]))
-    said += [_loss(own) for own in found["sets"] if own["nll"] and not _in_lead(own)]
-    if found["matched"] and (len(found["matched"]["rows"]) > 2 or not (found["free"]["past"] and _plain(found))):
-        said += _compared(found["matched"])
-    said += [f"The runs compared have {sentence}." for sentence in found["unequal"]]
+        # Those right before are included: what is learned of some may be lost on others.
+        said += [
+            f"Of all held-out new rows, {percent(own['before']['percent'])} were answered right before and "
+            f"{percent(own['after']['percent'])} are now."
+            for own in found["sets"]
+            if own["kind"] == "validation" and own["before"] and own["after"]
+        ]
+    if pooled := found["unselected"]:
+        chance = "more than chance explains" if pooled["mcnemar_p"] < 0.05 else "no more than chance explains"
+        said.append(
+            f"Among {pooled['rows']:,} rows not chosen by earlier answers, {pooled['lost']:,} lost and "
+            f"{pooled['gained']:,} gained: {chance} (exact McNemar p {p_value(pooled['mcnemar_p'])})."
+        )
+    for own in found["sets"]:
+        # The headline gives the loss of free text without a judge, but for external rows.
+        in_lead = own["before"] is None and own["interface"] == "freeform" and own["kind"] != "external"
+        if own["nll"] and not in_lead:
+            said.append(_loss(own["name"], own["nll"]))
+    matched = found["matched"]
+    if matched and (len(matched["rows"]) > 2 or not (found["free"]["past"] and _plain(found))):
+        rises = ", ".join(f"{label(row['method'])} {signed(row['rise'])}" for row in matched["rows"])
+        said.append(
+            f"At the same loss on new rows ({matched['new_nll']:.2f}), the past rows' loss changed by: {rises}."
+        )
+    said += [f"The runs compared have {reason}." for reason in found["unequal"]]
     return said
-
-
-def _held_out(own: Mapping[str, Any]) -> str:
-    """All held-out new rows, those right before included: what is learned of some may be lost on others."""
-    before, after = percent(own["before"]["percent"]), percent(own["after"]["percent"])
-    return f"Of all held-out new rows, {before} were answered right before and {after} are now."
 
 
 def percent(value: float) -> str:
@@ -80,7 +108,7 @@ def signed(value: float) -> str:
     return text[1:] if float(text) == 0 else text.replace("-", "−")
 
 
-def _shares(found: Mapping[str, Any]) -> list[str]:
+def _shares(found: Figures) -> list[str]:
     """What was kept and learned, of judged answers."""
     kept, learned, unseen = found["retention"], found["acquisition"], found["validation"]
     kinds = {own["kind"] for own in found["sets"] if own["before"]}
@@ -102,25 +130,21 @@ def _shares(found: Mapping[str, Any]) -> list[str]:
     return [f"{text[0].upper()}{text[1:]}."]
 
 
-def _past(found: Mapping[str, Any]) -> list[str]:
+def _past(found: Figures) -> list[str]:
     """What became of past answers in free text: their loss against the noise floor and plain SFT, then their texts."""
     past = found["free"]["past"]
     if past is None:
         return []
-    counts, total = past["answers"], past["rows"]
-    if counts is None:  # plain texts have losses alone
-        return [] if past["loss"] is None else [*_effect(past, found["noise_floor"]), *_plain(found)]
-    others = f"{counts['same']:,} the same, {counts['changed']:,} changed"
-    answers = f"{'Its' if past['whole_task'] else 'Past'} answers: {others}, of {total:,}."
-    if past["on_anchors"]:
-        answers = f"Answers on the anchors: {others}, of {total:,}."
-    if past["loss"] is None:
-        return [answers]
-    return [*_effect(past, found["noise_floor"]), *_plain(found), answers]
+    said = [] if past["loss"] is None else [*_effect(past, past["loss"], found["noise_floor"]), *_plain(found)]
+    if (counts := past["answers"]) is not None:  # plain texts have losses alone
+        whose = "Its answers" if past["whole_task"] else "Past answers"
+        whose = "Answers on the anchors" if past["on_anchors"] else whose
+        said.append(f"{whose}: {counts['same']:,} the same, {counts['changed']:,} changed, of {past['rows']:,}.")
+    return said
 
 
-def _effect(past: Mapping[str, Any], floor: float | None) -> list[str]:
-    loss, effect = past["loss"], past["effect"]
+def _effect(past: FreeText, loss: Losses, floor: float | None) -> list[str]:
+    effect = past["effect"]
     what, where = "past answers", ""
     if past["on_anchors"]:
         what, where = "their answers", " on the anchors it was protected by"
@@ -136,14 +160,18 @@ def _effect(past: Mapping[str, Any], floor: float | None) -> list[str]:
         rise = "a rise of the loss within noise" if effect == "slight" else "no clear rise of the loss"
         verdict = f"Most answers changed{where}, with {rise}"
     verb = "went" if signed(loss["rise"]) == signed(0.0) else "rose" if loss["rise"] > 0 else "fell"
-    interval = "one row gives no interval"
-    if loss["low"] is not None:
-        interval = f"95\u00a0% interval {signed(loss['low'])} to {signed(loss['high'])}"
+    interval = _interval(loss) or "one row gives no interval"
     return [
         f"{verdict}.",
         f"The loss of {what} {verb} from {_moved(loss)} nats per token "
         f"({signed(loss['rise'])}, {interval}; {_against(loss['rise'], floor)}).",
     ]
+
+
+def _interval(loss: Losses) -> str:
+    if loss["low"] is None or loss["high"] is None:
+        return ""
+    return f"95\u00a0% interval {signed(loss['low'])} to {signed(loss['high'])}"
 
 
 def _against(rise: float, floor: float | None) -> str:
@@ -154,21 +182,21 @@ def _against(rise: float, floor: float | None) -> str:
     return f"{'beyond' if rise > floor else 'within'} the noise floor of {floor:.{_PLACES}f}"
 
 
-def _plain(found: Mapping[str, Any]) -> list[str]:
+def _plain(found: Figures) -> list[str]:
     """What plain fine-tuning cost, where a comparison says so."""
     if not found["matched"] or found["matched"]["own"] in (None, "sft"):
         return []
     rises = {row["method"]: row["rise"] for row in found["matched"]["rows"]}
     if "sft" not in rises:
         return []
-    unequal = " (their learning rates differ)" if any("rates" in said for said in found["unequal"]) else ""
+    unequal = " (their learning rates differ)" if any("rates" in reason for reason in found["unequal"]) else ""
     return [
         f"Where both reach a new loss of {found['matched']['new_nll']:.2f}, the past loss changed by "
         f"{signed(rises['sft'])} with plain fine-tuning and by {signed(rises[found['matched']['own']])} here{unequal}."
     ]
 
 
-def _new(found: Mapping[str, Any]) -> list[str]:
+def _new(found: Figures) -> list[str]:
     """What the loss of new rows did, on the rows trained on and on those held out apart."""
     trained, unseen = found["free"]["new"], found["free"]["validation"]
     parts = []
@@ -179,44 +207,40 @@ def _new(found: Mapping[str, Any]) -> list[str]:
     return [f"New rows: loss {', '.join(parts)}."] if parts else []
 
 
-def _moved(loss: Mapping[str, Any]) -> str:
+def _moved(loss: Losses) -> str:
     return f"{loss['before']:.{_PLACES}f} to {loss['after']:.{_PLACES}f}"
 
 
-def _counts(rate: Mapping[str, Any]) -> str:
+def _counts(rate: RateRow) -> str:
     return f"{rate['right']:,} of {rate['total']:,}"
 
 
-def _bounds(rate: Mapping[str, Any]) -> str:
+def _bounds(rate: RateRow) -> str:
     return f" (95\u00a0% interval {rate['low']:.1f} to {rate['high']:.1f}\u00a0%)"
 
 
-def _changed(pooled: Mapping[str, Any]) -> str:
-    chance = "more than chance explains" if pooled["mcnemar_p"] < 0.05 else "no more than chance explains"
-    return (
-        f"Among {pooled['rows']:,} rows not chosen by earlier answers, {pooled['lost']:,} lost and "
-        f"{pooled['gained']:,} gained: {chance} (exact McNemar p {p_value(pooled['mcnemar_p'])})."
-    )
-
-
-def _loss(own: Mapping[str, Any]) -> str:
-    nll = own["nll"]
-    interval = ""
-    if nll["low"] is not None:
-        interval = f", 95\u00a0% interval {signed(nll['low'])} to {signed(nll['high'])}"
+def _loss(name: str, nll: Losses) -> str:
+    interval = f", {_interval(nll)}" if _interval(nll) else ""
     responses = f"{nll['rows']:,} response{'s' if nll['rows'] > 1 else ''}"
     return (
-        f"Loss of the given responses of {own['name']}: {nll['before']:.{_PLACES}f} nats per token before, "
+        f"Loss of the given responses of {name}: {nll['before']:.{_PLACES}f} nats per token before, "
         f"{nll['after']:.{_PLACES}f} after ({signed(nll['rise'])}{interval}; {responses}, mean over {nll['tokens']:,} "
         "tokens)."
     )
 
 
-def _in_lead(own: Mapping[str, Any]) -> bool:
-    """Whether the headline gives the loss of a set: free text without a judge, but for external rows."""
-    return own["before"] is None and own["interface"] == "freeform" and own["kind"] != "external"
-
-
-def _compared(found: Mapping[str, Any]) -> list[str]:
-    rises = ", ".join(f"{label(row['method'])} {signed(row['rise'])}" for row in found["rows"])
-    return [f"At the same loss on new rows ({found['new_nll']:.2f}), the past rows' loss changed by: {rises}."]
+def of_figures(headline: str, found: Figures, links: Mapping[str, str]) -> str:
+    """A small table for a notebook: the headline, each set of rows before and after, requirements, and files."""
+    rows = []
+    for own in found["sets"]:
+        name = f"{own['name']} ({own['rows']:,})"
+        if own["before"] and own["after"]:
+            values = [f"{rate['percent']:.1f} %" for rate in (own["before"], own["after"])]
+            rows.append((name, "right", *values))
+        if own["nll"]:
+            rows.append((name, "loss per token", f"{own['nll']['before']:.3f}", f"{own['nll']['after']:.3f}"))
+    cells = ("".join(f"<td>{escape(text)}</td>" for text in row) for row in rows)
+    table = "".join(f"<tr>{row}</tr>" for row in ("<th>rows</th><th></th><th>before</th><th>after</th>", *cells))
+    said = "".join(f"<br>{escape(sentence(one))}" for one in found["requirements"])
+    files = " · ".join(f"{escape(name)}: <code>{escape(path)}</code>" for name, path in links.items())
+    return f"<div><b>{escape(headline)}</b>{said}<table>{table}</table><small>{files}</small></div>"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from cplus.base.files import replacing
+from cplus.base.files import replacing_folder
 from cplus.base.terminal import console, track
 from cplus.core.losses import last_logits, left_padded
 from cplus.core.rows import length_sorted_batches
@@ -157,12 +155,9 @@ def pretrain(size: str, out: Path, seed: int = 0) -> dict[str, float]:
     model = build_model(SIZES[size], tokenizer, seed)
     train(model, tokenizer, SIZES[size], torch.Generator().manual_seed(seed))
     model.half()  # half the size to ship; loaded as float32 masters
-    with TemporaryDirectory() as saved:
-        tokenizer.save_pretrained(saved)
-        model.save_pretrained(saved)
-        for path in sorted(Path(saved).iterdir()):
-            with replacing(out / path.name) as part:
-                shutil.copyfile(path, part)
+    with replacing_folder(out) as part:
+        tokenizer.save_pretrained(part)
+        model.save_pretrained(part)
     model.float().eval()
     return {domain: recall(model, tokenizer, taught(domain)) for domain in DOMAINS}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,35 +19,23 @@ from torch.utils._pytree import tree_map_only
 from cplus import models
 from cplus.base.cost import Work
 from cplus.base.environment import give_back
+from cplus.core.engine import local
 from cplus.core.evidence import Evidence, Reference, Source
 from cplus.core.guard import Guard
-from cplus.core.health import UNIFORM, Health
 from cplus.core.optim import AdamW
-from cplus.core.passes import arrange
 from cplus.core.rows import Encoded
-from cplus.core.shards import local
 from cplus.distributed import processes
 from cplus.methods import adapters
 from cplus.methods.objectives import Backward, Build
 from cplus.methods.repair import Repaired
-from cplus.methods.table import Material, Method, Rows
+from cplus.methods.table import Material, Method
 from cplus.models import Loaded
-from cplus.training import sharding
+from cplus.training import loop, sharding
 from cplus.training.gateshares import layer_shares
-from cplus.training.loop import (
-    Cursor,
-    EpochEnded,
-    Event,
-    Prepared,
-    Refreshed,
-    Stepped,
-    adapt,
-    build_schedule,
-    build_scheduler,
-    prepare,
-)
+from cplus.training.loop import Cursor, EpochEnded, Event, Prepared, adapt, build_schedule, build_scheduler, prepare
+from cplus.training.measure import UNIFORM, Health
 from cplus.training.rows import Group, PastTask, material
-from cplus.training.settings import OptimizerName, Settings
+from cplus.training.settings import OptimizerName, TrainSettings
 from cplus.training.sharding import Held
 
 # A method that computes in another precision while weights, optimizer and gate stay float32.
@@ -62,8 +49,8 @@ def in_precision(method: Method, dtype: str, device: torch.device) -> Method:
     if dtype == "float32":
         return method
 
-    def reduction(model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
-        return _Evidence(method.reduction(model, sources), dtype, device)
+    def reduction(*, model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
+        return _Evidence(method.reduction(model=model, sources=sources), dtype, device)
 
     return dataclasses.replace(method, objective=_Objective(method.objective, dtype, device), reduction=reduction)
 
@@ -80,26 +67,14 @@ class _Evidence:
 
 
 @dataclass(frozen=True)
-class _Objective:
+class _Objective(Build):
     inner: Build
     dtype: str
     device: torch.device
 
-    @property
-    def needs(self) -> tuple[Rows, ...]:
-        return self.inner.needs
-
-    @property
-    def bytes_per_parameter(self) -> float:
-        return self.inner.bytes_per_parameter
-
-    @property
-    def anchor_passes(self) -> float:
-        return self.inner.anchor_passes
-
-    @property
-    def read_by_base(self) -> tuple[Rows, ...]:
-        return self.inner.read_by_base
+    def __post_init__(self) -> None:
+        for name in ("needs", "bytes_per_parameter", "anchor_passes", "read_by_base"):
+            object.__setattr__(self, name, getattr(self.inner, name))
 
     def __call__(self, model: nn.Module, material: Material) -> Backward:
         with models.computing(self.dtype, self.device):
@@ -128,8 +103,9 @@ STATE_BYTES: dict[OptimizerName, int] = {"adamw": 8, "adamw8bit": 2, "sgd": 0}
 """Bytes per parameter of each optimizer's own state."""
 
 
-def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
+def build_optimizer(settings: TrainSettings, model: nn.Module) -> Optimizer:
     """The optimizer that proposes the updates."""
+    assert isinstance(settings.lr, float), "the learning rate is chosen before training"
     kinds = {"adamw": AdamW, "adamw8bit": _adamw8bit, "sgd": SGD}
     return kinds[settings.optimizer](model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
 
@@ -145,7 +121,7 @@ def _adamw8bit(params: Iterator[nn.Parameter], *, lr: float, weight_decay: float
 
 
 def begin(
-    settings: Settings,
+    settings: TrainSettings,
     base: Loaded,
     new: Group,
     past: Sequence[PastTask],
@@ -160,12 +136,12 @@ def begin(
     return start(settings, row, adapted(settings, row, base.model), rows, place)
 
 
-def rows_of(settings: Settings, base: Loaded, new: Group, past: Sequence[PastTask]) -> Material:
+def rows_of(settings: TrainSettings, base: Loaded, new: Group, past: Sequence[PastTask]) -> Material:
     """What is trained on and protected, as tokens."""
     return material(settings.row, new, past, base)
 
 
-def adapted(settings: Settings, row: Method, model: nn.Module) -> Any:
+def adapted(settings: TrainSettings, row: Method, model: nn.Module) -> Any:
     """The model as it trains: itself, or with the adapters of the settings or of the method's row."""
     if settings.lora is not None:
         model = adapters.lora(model, settings.seed, settings.lora)
@@ -177,14 +153,11 @@ def adapted(settings: Settings, row: Method, model: nn.Module) -> Any:
 
 
 def start(
-    settings: Settings, row: Method, model: nn.Module, material: Material, place: sharding.Place = sharding.copied
+    settings: TrainSettings, row: Method, model: nn.Module, material: Material, place: sharding.Place = sharding.copied
 ) -> Training:
     """Optimizer, guard and learning-rate schedule around a model that is still the base model."""
-    assert math.isfinite(settings.lr), "the learning rate is chosen before training"
     torch.manual_seed(settings.seed)  # dropout, where a model has it
     twin = place(model)
-    if settings.micro_batches is not None:
-        arrange(model, settings.micro_batches, processes.size())
     optimizer = build_optimizer(settings, model)
     return Training(
         settings=settings,
@@ -234,7 +207,7 @@ class TrainingLog:
 class Training:
     """A model in training: everything that a checkpoint must hold."""
 
-    settings: Settings
+    settings: TrainSettings
     model: nn.Module
     optimizer: Optimizer
     scheduler: LambdaLR
@@ -381,9 +354,9 @@ class Training:
 
     def _note(self, event: Event) -> None:
         log = self.log
-        if isinstance(event, Refreshed):
+        if isinstance(event, loop.Refreshed):
             log.preservation += event.work
-        elif isinstance(event, Stepped):
+        elif isinstance(event, loop.Stepped):
             log.training += event.work
             log.losses.append(event.loss)
             log.cursor = Cursor(epoch=event.epoch, batch=event.batch, step=event.step)
@@ -398,8 +371,8 @@ class Training:
         guard = self.prepared.guard
         if guard is not None and guard.gate is not None:
             admitted, offered = guard.gate.tally()
-            if guard.where.sharded:
-                admitted, offered = map(int, guard.where.sums([admitted, offered], guard.params[0].device))
+            if guard.engine.sharded:
+                admitted, offered = map(int, guard.engine.sums([admitted, offered], guard.params[0].device))
             self.log.counted = (self.log.counted[0] + admitted, self.log.counted[1] + offered)
             self._watch_gate(guard, admitted / offered if offered else None)
 

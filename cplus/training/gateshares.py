@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from cplus.core import algorithm
 from cplus.core.algorithm import collaborates
+from cplus.core.engine import local
 from cplus.core.guard import Guard
-from cplus.core.shards import local
 
 # Which layer a parameter belongs to.
 
@@ -263,10 +263,10 @@ def layer_shares(guard: Guard | None) -> list[LayerShare]:
 
 def _over_processes(layers: dict[str, Sums], guard: Guard) -> dict[str, Sums]:
     """The layers' sums over all shards; every process must call it."""
-    if not guard.where.sharded:
+    if not guard.engine.sharded:
         return layers
     values = [value for sums in layers.values() for value in sums.values()]
-    totals = iter(guard.where.sums(values, guard.params[0].device))
+    totals = iter(guard.engine.sums(values, guard.params[0].device))
     return {layer: {name: next(totals) for name in sums} for layer, sums in layers.items()}
 
 

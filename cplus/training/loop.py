@@ -17,16 +17,13 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from cplus.base.cost import Work
 from cplus.core.guard import Guard
-from cplus.core.passes import clip as clip_in_order
-from cplus.core.passes import passing
 from cplus.core.rows import Encoded
-from cplus.core.shards import layout
 from cplus.distributed import processes
 from cplus.methods.after import Outcome, base_weights
 from cplus.methods.objectives import Backward, averaged, check_finite, splits
 from cplus.methods.repair import Computing
 from cplus.methods.table import Material, Method
-from cplus.training.settings import Settings
+from cplus.training.settings import WARMUP_SHARE, StudySettings, TrainSettings
 
 # The training loop: a generator of events, which observers can read but which cannot change the training.
 
@@ -159,7 +156,7 @@ def adapt(
             loss, work = prepared.backward(rows)
             check_finite(loss, step + 1)
             if schedule.clip_norm is not None:
-                clip(model, params, schedule.clip_norm)
+                torch.nn.utils.clip_grad_norm_(params, schedule.clip_norm)
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
@@ -167,14 +164,6 @@ def adapt(
             yield Stepped(epoch=epoch, batch=number, step=step, loss=loss, work=work)
         yield EpochEnded(epoch=epoch, step=step)
     optimizer.zero_grad(set_to_none=True)
-
-
-def clip(model: nn.Module, params: Sequence[nn.Parameter], limit: float) -> None:
-    """Scale the gradients to at most this norm; where passes have a fixed order, the norm does not depend on shards."""
-    if passing(model).parts is None:
-        torch.nn.utils.clip_grad_norm_(params, limit)
-    else:
-        clip_in_order(params, limit, layout(params, {}))
 
 
 def due(method: Method, *, step: int, batch: int) -> bool:
@@ -225,14 +214,15 @@ def repeated(rows: Sequence[Encoded], count: int, *, seed: int, epoch: int) -> l
 # The learning-rate schedule, and the number of updates it covers.
 
 
-def build_scheduler(settings: Settings, optimizer: Optimizer, num_new: int) -> LambdaLR:
+def build_scheduler(settings: TrainSettings, optimizer: Optimizer, num_new: int) -> LambdaLR:
     """The learning-rate schedule over all epochs, whether or not training stops early."""
     total = settings.epochs * updates_per_epoch(num_new, settings.batch_size)
-    warmup = settings.warmup_steps or round(settings.warmup_share * total)
+    share = settings.warmup if isinstance(settings, StudySettings) else WARMUP_SHARE
+    warmup = round(share * total) if settings.warmup_steps is None else settings.warmup_steps
     return LambdaLR(optimizer, lambda step: rate_factor(step, total=total, warmup=warmup, kind=settings.lr_schedule))
 
 
-def build_schedule(settings: Settings) -> Schedule:
+def build_schedule(settings: TrainSettings) -> Schedule:
     """How the rows are batched."""
     return Schedule(
         epochs=settings.epochs,

@@ -28,7 +28,7 @@ from cplus.probes.settings import input_key
 # Rows by the part they play, each group with the interface through which the model sees it.
 
 
-Part: TypeAlias = Literal["acquisition", "validation", "retention", "external"]
+Part: TypeAlias = Literal["acquisition", "validation", "retention", "task", "external"]
 
 
 @dataclass(frozen=True, kw_only=True)

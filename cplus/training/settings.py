@@ -1,12 +1,16 @@
-"""The settings of the engine: one value decides a training, for studies, sequences and jobs alike; no torch.
+"""One settings value decides a training, for studies, sequences and jobs alike; no torch.
 
-A study's run (`RunSpec`), a stage of a sequence (`SequenceSpec`) and a job (`cplus.jobs.settings.AdaptConfig`) each
-give a `Settings`; the driver knows nothing else. Equal settings on equal rows give equal weights, bit for bit."""
+A job's schema (`cplus.jobs.settings.AdaptConfig`) is a `TrainSettings` with more fields; a study's run (`RunSpec`) and
+a stage of a sequence give one. The driver knows nothing else. Equal settings on equal rows give equal weights, bit for
+bit."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias, cast
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from cplus.base.files import fingerprint
 from cplus.methods import table
@@ -15,68 +19,131 @@ from cplus.methods.table import Method
 from cplus.probes.settings import TOPICS, ProbeSettings
 
 OptimizerName: TypeAlias = Literal["adamw", "adamw8bit", "sgd"]
+WARMUP_SHARE = 0.1
+"""A job's learning rate rises over this share of its updates unless it says otherwise (docs/studies.md, frontier)."""
+AUTO = "auto"
+"""The learning rate of a job that tests several."""
+Positive: TypeAlias = Annotated[int, Field(ge=1)]
+Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Everything that decides a training besides the base model and its rows; None is the method's own value.
+def _rate(value: object) -> object:
+    """A number above 0, or `auto`."""
+    if value is None or value == AUTO:
+        return value
+    try:
+        rate = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+    except ValueError:
+        rate = math.nan
+    if not (math.isfinite(rate) and rate > 0):
+        raise ValueError(f"expected a learning rate above 0, or {AUTO} to test several, got {value!r:.60}")
+    return rate
 
-    The learning rate rises over `warmup_steps` updates, or over `warmup_share` of all updates. `micro_batches` is the
-    number of parts in which a batch is computed by any number of processes, with the same bits (`cplus.core.passes`).
-    """
 
-    method: str
-    seed: int
-    epochs: int
-    lr: float
-    batch_size: int = 1
-    order: Literal["file", "shuffled"] = "file"
-    optimizer: OptimizerName = "adamw"
-    weight_decay: float = 0.0
-    clip_norm: float | None = None
-    warmup_steps: int = 0
-    warmup_share: float = 0.0
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    anchor_weight: float | None = None
-    beta: float | None = None
-    ema: Literal["float32", "bfloat16", "uint8"] | None = None
-    parts: int | None = None
-    refresh: int | None = None
-    memory: float | None = None
-    strength: float | None = None
-    num_probes: int = 0
-    shots: int = 2
-    temperature: float = 0.8
-    topics: bool = False
-    lora: Lora | None = None
-    compute_dtype: str = "float32"
-    gradient_checkpointing: bool = False
-    micro_batches: int | None = None
+def _lora(value: object) -> object:
+    """`r=16,merge=false` as a mapping; other values are left to the schema."""
+    if not isinstance(value, str):
+        return value
+    pairs = [part.partition("=") for part in value.split(",")]
+    if not all(mark for _, mark, _ in pairs):
+        raise ValueError(f"expected r=16 or r=16,alpha=32,dropout=0.05,merge=false, got {value!r}")
+    return {key.strip(): text.strip() for key, _, text in pairs}
+
+
+class TrainSettings(BaseModel):
+    """Everything that decides a training besides the base model and its rows; None is the method's own value."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    method: str = Field("cplus", description="Name from 'cplus methods', or python:module:ROW for your own.")
+    anchor_weight: Share | None = Field(
+        None, description="Weight of the anchors against the probes in the evidence; default: the method's own, 0.5."
+    )
+    beta: float | None = Field(
+        None, ge=0, lt=1, description="Smoothing of the mask over steps; default: the method's own, 0.9."
+    )
+    ema: Literal["float32", "bfloat16", "uint8"] | None = Field(
+        None, description="Type of the gate's average: 4, 2 or 1 bytes per parameter; default: float32, the exact one."
+    )
+    strength: float | None = Field(
+        None, description="Weight, threshold or share of a method that has one; default: the method's own."
+    )
+    num_probes: Positive | None = Field(
+        None, description="Number of probes in the bank (N); default: the number of new rows, at least 32, at most 512."
+    )
+    shots: Positive = Field(2, description="Anchors shown in each request for a probe (K).")
+    temperature: float = Field(0.8, gt=0, description="Sampling temperature of the probes (T).")
+    topics: bool = Field(False, description="Name one of 24 topics in each request for a probe.")
+    epochs: Positive = Field(
+        25,
+        description="Maximum number of epochs; default: 25, for free text those of 60 updates, at least 3.",
+    )
+    batch_size: Positive = Field(
+        8, description="New rows per update, split into smaller passes where memory requires it."
+    )
+    order: Literal["shuffled", "file"] = Field("shuffled", description="Order of the new rows within an epoch.")
+    optimizer: OptimizerName = Field(
+        "adamw", description="Optimizer that proposes the update; adamw8bit keeps its moments in 8 bits (bitsandbytes)."
+    )
+    lr: Annotated[float | str | None, BeforeValidator(_rate)] = Field(
+        None,
+        description="Learning rate; default: by the size of the model. auto: a short test of several rates on the "
+        "rows, at most a tenth of the job.",
+    )
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate schedule; linear and cosine decay to 0."
+    )
+    warmup_steps: int | None = Field(
+        None,
+        ge=0,
+        description="Number of updates over which the learning rate rises from 0; default: a tenth of all updates.",
+    )
+    weight_decay: float = Field(0.0, ge=0, description="Weight decay; part of the proposed update, so it is gated too.")
+    clip_norm: float = Field(1.0, ge=0, description="Maximum norm of the gradient; 0 disables clipping.")
+    lora: Annotated[Lora | None, BeforeValidator(_lora)] = Field(
+        None, description="Train LoRA adapters: r=16, or r=16,alpha=32,dropout=0.05,merge=false."
+    )
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Precision of forward and backward passes; weights and optimizer state stay float32. Default: "
+        "bfloat16 on GPUs that have it.",
+    )
+    gradient_checkpointing: bool = Field(
+        False,
+        description="Recompute activations in the backward pass: less memory, about a third more time; default: where "
+        "memory requires it.",
+    )
+    seed: int = Field(0, ge=0, description="Random seed for drawing anchors, sampling probes and ordering rows.")
 
     @property
     def row(self) -> Method:
         """The method's row with these settings; a setting it has no use for is refused."""
-        return table.configured(
-            table.method(self.method),
-            anchor_weight=self.anchor_weight,
-            beta=self.beta,
-            ema=self.ema,
-            parts=self.parts,
-            refresh=self.refresh,
-            memory=self.memory,
-            strength=self.strength,
-        )
+        own: dict[str, Any] = {name: getattr(self, name, None) for name in ("ema", *_OF_METHODS)}
+        return table.configured(table.method(self.method), **own)
 
     @property
     def probes(self) -> ProbeSettings:
         """How the frozen model writes the bank."""
         return ProbeSettings(
-            num_probes=self.num_probes,
+            num_probes=self.num_probes or 0,
             shots=self.shots,
             temperature=self.temperature,
             topics=TOPICS if self.topics else (),
             seed=self.seed,
         )
+
+
+class StudySettings(TrainSettings):
+    """The settings of a study's run, with those that a job has no names for; its rate may be 0."""
+
+    lr: float = Field(ge=0)
+    parts: int | None = None
+    refresh: int | None = None
+    memory: float | None = None
+    warmup: float = 0.0
+
+
+_OF_METHODS = ("anchor_weight", "beta", "parts", "refresh", "memory", "strength")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,33 +224,18 @@ class RunSpec(Recipe):
     diagnose: tuple[str, ...] = ()
 
     @property
-    def settings(self) -> Settings:
-        """The engine's settings."""
-        return Settings(
-            method=self.method,
-            seed=self.seed,
-            epochs=self.epochs,
-            lr=self.lr,
-            batch_size=self.batch_size,
-            order=cast(Literal["file", "shuffled"], self.order),
-            optimizer=cast(OptimizerName, self.optimizer),
-            weight_decay=self.weight_decay,
-            warmup_share=self.warmup,
-            num_probes=self.num_probes,
-            shots=self.shots,
-            temperature=self.temperature,
-            topics=self.topics,
-            lora=Lora(r=self.lora, alpha=2.0 * self.lora) if self.lora else None,
-            compute_dtype=self.compute_dtype,
-            **self.method_settings,
-        )
+    def settings(self) -> StudySettings:
+        """The engine's settings, by name; those of the method only where they differ from the defaults."""
+        shared = {f.name for f in fields(self)} & StudySettings.model_fields.keys() - {*_OF_METHODS, "lora"}
+        own = {name: getattr(self, name) for name in shared} | {"num_probes": self.num_probes or None}
+        lora = Lora(r=self.lora, alpha=2.0 * self.lora) if self.lora else None
+        return StudySettings(**own, **self.method_settings, lora=lora, clip_norm=0.0)
 
     @property
     def method_settings(self) -> dict[str, Any]:
         """The settings of evidence and smoothing that differ from the defaults."""
         defaults = {field.name: field.default for field in fields(self)}
-        names = ("anchor_weight", "beta", "parts", "refresh", "memory", "strength")
-        return {name: value for name in names if (value := getattr(self, name)) != defaults[name]}
+        return {name: value for name in _OF_METHODS if (value := getattr(self, name)) != defaults[name]}
 
     def __post_init__(self) -> None:
         if self.all_anchors and (self.num_anchors or self.wrong_anchors or self.keep != "anchors"):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from cplus.base import files
 from cplus.base.environment import give_back, give_back_at_once
-from cplus.core.shards import local
+from cplus.core.engine import local
 from cplus.distributed import processes
 from cplus.distributed.checkpoint import Reader
 from cplus.methods.objectives import splits

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from toyjob import asked, write_files
 
-from cplus.base.files import read_json, read_sealed, sha256_file
+from cplus.base.files import read_json, sha256_file
 from cplus.jobs import update
 from cplus.jobs.settings import DECIDED
 from cplus.lab import SCALES, STUDIES, Result, runner, runs_of
@@ -45,7 +45,9 @@ class Command:
 
 def _prepare_job(folder: Path) -> None:
     write_files(folder)
-    values = asked(folder, epochs=3, checkpoint_steps=1, evaluate_rows=4).model_dump(mode="json", exclude_none=True)
+    values = asked(folder, model="toy-s", epochs=2, checkpoint_steps=1, evaluate_rows=4).model_dump(
+        mode="json", exclude_none=True
+    )
     (folder / "job.yaml").write_text(json.dumps(values))
     (folder / "stage.yaml").write_text(json.dumps({name: v for name, v in values.items() if name not in DECIDED}))
 
@@ -84,7 +86,6 @@ def _check_job(out: Path) -> None:
         with safe_open(out / "model" / "model.safetensors", "pt") as weights:
             assert weights.keys()
     if (out / "record.json").exists():
-        assert read_sealed(out / "record.json")["receipt"] == read_json(out / "receipt.json")["sha256"]
         read_receipt(out)
 
 
@@ -117,7 +118,7 @@ def _digest_of_job(out: Path) -> Any:
 
 def _digest_of_ledger(folder: Path) -> Any:
     (entry,) = update.read(folder / "ledger").entries
-    dated = ("record.json", "receipt.json", "receipt.html", "README.md", "asked.json", "settings.json")
+    dated = ("record.json", "receipt.html", "README.md", "asked.json", "settings.json")
     lasting = {name: own for name, own in entry.files.items() if not name.endswith(dated)}
     return _digest_of_job(_stage(folder)), entry.before, entry.after, lasting
 

@@ -1,0 +1,121 @@
+"""A pretend accelerator: tensors that are on `fakegpu`, compute on the CPU, refuse mixing devices and count syncs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "fakegpu"
+WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim")
+"""Operations for which the host waits: it needs a value, or a shape that depends on values."""
+COUNTS: Counter[str] = Counter()
+
+
+def on_device(place: Any) -> bool:
+    """Whether a device, by object or name, is the pretended one."""
+    return place is not None and torch.device(place).type == NAME
+
+
+class OnDevice(Tensor):
+    """A tensor whose values another tensor holds on the CPU."""
+
+    raw: Tensor
+
+    @staticmethod
+    def __new__(cls, raw: Tensor) -> OnDevice:
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            raw.size(),
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            device=torch.device(NAME, 0),
+        )
+        made.raw = raw
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"OnDevice({self.raw})"
+
+    def tolist(self) -> Any:
+        """The values, for which the host waits."""
+        COUNTS["sync"] += 1
+        return self.raw.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return computed(func, args, kwargs or {})
+
+
+def computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on the CPU; its result is where its inputs are, or where the call says."""
+    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+    here = [x for x in tensors if isinstance(x, OnDevice)]
+    name, to = func.overloadpacket.__name__, kwargs.get("device")
+    result_here = on_device(to) if to is not None else bool(here)
+    if name == "copy_":
+        result_here = isinstance(args[0], OnDevice)
+        _count_copy(source=isinstance(args[1], OnDevice), target=result_here)
+    elif name == "_to_copy":
+        _count_copy(source=bool(here), target=result_here)
+    elif here and any(x.dim() > 0 for x in tensors if not isinstance(x, OnDevice)):
+        raise RuntimeError(f"Expected all tensors to be on the same device, but {func} got {NAME}:0 and cpu")
+    elif here:
+        COUNTS["sync" if name in WAITS else "launch"] += 1
+    elif result_here:
+        COUNTS["factory"] += 1
+    found = func(*tree_map(_raw, args), **tree_map(_raw, kwargs))
+    known = {id(x.raw): x for x in here}
+
+    def placed(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not result_here:
+            return x
+        return known.get(id(x)) if id(x) in known else OnDevice(x)
+
+    return tree_map(placed, found)
+
+
+def _count_copy(*, source: bool, target: bool) -> None:
+    if source != target:
+        COUNTS["to device" if target else "sync"] += 1
+
+
+def _raw(x: Any) -> Any:
+    if isinstance(x, OnDevice):
+        return x.raw
+    return torch.device("cpu") if isinstance(x, torch.device) and on_device(x) else x
+
+
+class Computing(TorchDispatchMode):
+    """Lets factories that name the device make its tensors."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return computed(func, args, kwargs or {})
+
+
+@contextmanager
+def accelerator() -> Iterator[Counter[str]]:
+    """The device `fakegpu` and the counts of syncs, launches, factories and copies to it."""
+    if torch._C._get_privateuse1_backend_name() != NAME:
+        _setup_privateuseone_for_python_backend(NAME)
+    make = torch.tensor
+
+    def tensor(data: Any, *, dtype: Any = None, device: Any = None, **rest: Any) -> Tensor:
+        made = make(data, dtype=dtype, **rest)
+        return made if device is None else made.to(device)
+
+    def new_tensor(self: Tensor, data: Any, dtype: Any = None, device: Any = None, **rest: Any) -> Tensor:
+        return tensor(data, dtype=dtype or self.dtype, device=device or self.device, **rest)
+
+    COUNTS.clear()
+    with patch.object(torch, "tensor", tensor), patch.object(Tensor, "new_tensor", new_tensor), Computing():
+        yield COUNTS
