@@ -304,7 +304,7 @@ def test_the_chat_frontier_takes_each_neighbours_best_rate_and_leaves_out_who_di
         found += [chat_run("sft", seed, [(3.0, 0.1), (0.85, 0.3)], (0.85, 0.3), anchor_task=chat.FORMAT)]
     folder = tmp_path / "desk-real"
     for result in found:
-        save_result(result, folder)
+        runner.save(result, folder)
     collected = collect(folder)
     picture, paths = draw(fig_chat, collected, tmp_path)
     assert picture.caption.endswith("n = 3 seeds. Methods are compared where the new loss is 0.85.")

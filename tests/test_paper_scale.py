@@ -23,8 +23,8 @@ from cplus.data.examples import Choice, lines
 from cplus.jobs.memory import guard_bytes
 from cplus.jobs.settings import AdaptConfig
 from cplus.lab import SCALES, STUDIES, matching, runner, runs_of
-from cplus.lab.estimate import WHOLE, can_be_sharded, described, parts, width
-from cplus.lab.runner import in_this_process, load
+from cplus.lab.estimate import WHOLE, can_be_sharded, described, gate_bytes, width
+from cplus.lab.runner import finished, in_this_process
 from cplus.methods.table import METHODS
 from cplus.models.names import Preset
 from cplus.probes.settings import TOPICS
@@ -63,7 +63,7 @@ def test_every_run_has_a_place_on_eight_devices_of_80_gb() -> None:
     assert all(
         each["devices"] in (1, 2) and each["bytes"] < 0.94 * 80e9 and each["seconds"] > 0 for each in report["missing"]
     )
-    assert "stated and not measured" in report["speed"]
+    assert "stated and not measured" in report["basis"]
     taken = {" ".join(each["run"].split()[:2]): each["devices"] for each in report["missing"]}
     assert [taken[run] for run in ("cplus qwen3-4b", "cplus gemma-2-2b-it", "ogd qwen3-4b")] == [2, 1, 1]
 
@@ -71,14 +71,14 @@ def test_every_run_has_a_place_on_eight_devices_of_80_gb() -> None:
 def test_without_finished_runs_times_are_by_the_speed_measured_here(tmp_path: Path) -> None:
     found = command("e08", "--scale", "smoke", "--out", str(tmp_path), "--dry-run", "--json")
     report = json.loads(found.stdout[found.stdout.index("{") :])
-    assert re.fullmatch(r"from [\d,]+ GFLOP per second, measured on .+", report["basis"])
+    assert re.fullmatch(r"[\d,]+ GFLOP per second, measured on .+", report["basis"])
     assert all(each["seconds"] > 0 for each in report["missing"])
 
 
 def test_a_machine_that_is_too_small_and_bad_words_are_named() -> None:
     spec = PAPER.at(model="qwen3-4b", method="cplus")
     with pytest.raises(
-        ValueError, match=r"cplus qwen3-4b csqa .*: needs 99 GB on each of 1 devices, and the largest has 23 GB"
+        ValueError, match=r"cplus qwen3-4b csqa .*: needs 99 GB on each of 1 devices, and the smallest has 23 GB"
     ):
         width(spec, described("1x24"))
     for text in ("80", "0x80", "8x0", "eight"):
@@ -92,7 +92,7 @@ def test_the_gates_bytes_and_what_can_be_sharded_are_those_of_the_engine() -> No
     for name, row in METHODS.items():
         if row.projection is None and row.guarded:
             kept, step = guard_bytes(config, row, 8, 10**9, copies=True)
-            assert parts(PAPER.at(method=name))["gate"] == pytest.approx(kept + step, abs=0.01), name
+            assert gate_bytes(PAPER.at(method=name)) == pytest.approx(kept + step, abs=0.01), name
         gate = row.build_gate(0)
         if gate is not None and row.projection is None and not row.memory:
             assert (name in WHOLE) == gate.whole, name
@@ -163,8 +163,7 @@ def test_one_cell_of_the_paper_runs_end_to_end_on_a_stand_in(
     assert found.exit_code == 0, found.exception
     report = json.loads(found.stdout[found.stdout.index("{") :])
     assert (report["runs"], report["done"], report["failed"]) == (1, 1, [])
-    result = load(SCALES["paper"].at(num_anchors=4), tmp_path / "results" / "paper")
-    assert result is not None
+    [result] = finished([SCALES["paper"].at(num_anchors=4)], tmp_path / "results" / "paper")
     # The cue: every area once in each round of 24 requests.
     [bank] = tmp_path.glob("cache/banks/*/probes.jsonl")
     probes = [json.loads(line) for line in bank.read_text().splitlines()]

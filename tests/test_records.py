@@ -16,7 +16,7 @@ from cplus.base import files
 from cplus.lab import SCALES, STUDIES, runs_of
 from cplus.lab.records import RunResult, parse_result, record_name, save_result
 from cplus.lab.report import collect
-from cplus.lab.runner import files_in, fold, load, queue, save, stored
+from cplus.lab.runner import finished, queue, save
 
 RESULTS = Path(__file__).parent.parent / "results"
 STORED = {
@@ -73,49 +73,42 @@ def folder(tmp_path: Path) -> Path:
 
 
 def content(folder: Path) -> dict[str, list[str]]:
-    return {path.name: path.read_text().splitlines() for path in folder.glob("*.jsonl")}
+    return {path.name: path.read_text().splitlines() for path in folder.iterdir()}
 
 
-def test_finished_runs_move_to_the_file_of_their_study(folder: Path) -> None:
+def test_a_run_is_a_sealed_line_of_the_first_study_that_declares_it(folder: Path) -> None:
     stranger = RunResult(**{**vars(result(0)), "spec": SMOKE.at(seed=77)})
-    before = [json.loads(save(each, folder).read_text()) for each in (result(0), result(1), stranger)]
-    fold(folder)
+    for each in (result(0), result(1), stranger):
+        save(each, folder)
     kept = content(folder)
     assert {name: len(own) for name, own in kept.items()} == {"e08.jsonl": 2, "other.jsonl": 1}
-    assert sorted(map(seal, before)) == sorted(json.loads(line)["sha256"] for own in kept.values() for line in own)
-    assert files_in(folder) == []
+    records = [json.loads(line) for own in kept.values() for line in own]
+    assert [seal(record) for record in records] == [record["sha256"] for record in records]
     assert queue(RUNS, folder) == RUNS[2:]
-    assert load(RUNS[1], folder) == result(1)
+    assert finished(RUNS, folder) == [result(0), result(1)]
     save(result(2), folder)
-    fold(folder)
     assert content(folder)["e08.jsonl"][:2] == kept["e08.jsonl"]
-    assert load(RUNS[2], folder) == result(2)
 
 
-def test_a_kill_between_line_and_file_neither_loses_nor_doubles_a_record(folder: Path) -> None:
-    for number in (0, 1):
-        save(result(number), folder)
-    killed = "import os, sys; from pathlib import Path; from cplus.lab.runner import fold;"
-    killed += "Path.unlink = lambda path, **_: os._exit(9) if path.suffix == '.json' else None; fold(Path(sys.argv[1]))"
+def test_a_kill_while_a_line_is_written_loses_no_other(folder: Path) -> None:
+    save(result(0), folder)
+    killed = "import os, sys; from pathlib import Path; from cplus.lab import runner; from test_records import result;"
+    killed += "os.replace = lambda *_: os._exit(9); runner.save(result(1), Path(sys.argv[1]))"
     assert subprocess.run([sys.executable, "-c", killed, str(folder)], check=False).returncode == 9
-    assert len(content(folder)["e08.jsonl"]) == len(files_in(folder)) == 2
-    assert queue(RUNS, folder) == RUNS[2:]
-    fold(folder)
-    assert (len(content(folder)["e08.jsonl"]), files_in(folder)) == (2, [])
-    assert stored(folder) == ({RUNS[0]: result(0), RUNS[1]: result(1)}, [])
+    assert len(list(folder.iterdir())) > 1  # what the killed process left
+    assert finished(RUNS, folder) == [result(0)]
+    save(result(1), folder)
+    assert {name: len(own) for name, own in content(folder).items()} == {"e08.jsonl": 2}
 
 
-def test_single_files_of_earlier_versions_are_read_and_moved(folder: Path) -> None:
+def test_single_files_of_earlier_versions_are_read(folder: Path) -> None:
     save_result(result(0), folder)
-    spoiled = save_result(result(1), folder)
+    spoiled = save_result(result(1), folder / "runs")
+    assert finished(RUNS, folder) == [result(0), result(1)]
     spoiled.write_text(spoiled.read_text()[:-40])
-    assert load(RUNS[0], folder) == result(0)
     assert collect(folder).studies["e08"].results == (result(0),)
-    fold(folder)
-    assert files_in(folder) == [spoiled]
-    with pytest.raises(ValueError, match=rf"{spoiled.name}: .* does not parse.*; move it away to repeat the run"):
-        load(RUNS[1], folder)
-    assert collect(folder).studies["e08"].results == (result(0),)
+    with pytest.raises(ValueError, match=rf"{spoiled.name}, line 1: .* does not parse.*; remove this line to repeat"):
+        queue(RUNS, folder)
 
 
 @pytest.mark.parametrize(
@@ -124,24 +117,22 @@ def test_single_files_of_earlier_versions_are_read_and_moved(folder: Path) -> No
         (lambda line: line[:-9], "expected a JSON object, but it does not parse"),
         (lambda line: line.replace('"retention":91.0', '"retention":99.0'), "altered after it was written"),
         (lambda line: json.dumps(files.sealed({"schema": 99})), "written by another version"),
+        (lambda line: json.dumps(files.sealed({"schema": 1, "spec": {"old": 1}})), "expected the fields spec, "),
         (lambda line: "[]", "written by another version"),
     ],
 )
 def test_a_damaged_line_is_named_by_file_and_number_and_left_out(folder: Path, spoil: Any, message: str) -> None:
     for number in range(3):
         save(result(number), folder)
-    fold(folder)
     path = folder / "e08.jsonl"
     written = path.read_text().splitlines()
-    [at] = [number for number, line in enumerate(written) if json.loads(line)["retention"] == 91.0]
-    written[at] = spoil(written[at])
-    path.write_text("\n".join(written) + "\n")
+    path.write_text("\n".join([written[0], spoil(written[1]), written[2]]) + "\n")
     [said] = collect(folder).refused
-    assert said.startswith(f"e08.jsonl, line {at + 1}: ")
+    assert said.startswith("e08.jsonl, line 2: ")
     assert message in said
     assert collect(folder).studies["e08"].results == (result(0), result(2))
-    assert load(RUNS[0], folder) == result(0)
-    with pytest.raises(ValueError, match=rf"e08.jsonl, line {at + 1}: .*; remove this line to repeat its run"):
+    assert finished(RUNS[:1], folder) == [result(0)]
+    with pytest.raises(ValueError, match=r"e08.jsonl, line 2: .*; remove this line to repeat its run"):
         queue(RUNS, folder)
-    path.write_text("\n".join(written[:at] + written[at + 1 :]) + "\n")
+    path.write_text("\n".join(written[::2]) + "\n")
     assert queue(RUNS, folder) == [RUNS[1], RUNS[3]]

@@ -64,15 +64,6 @@ def report(results: Path) -> Path:
 
 
 @pytest.fixture
-def spoiled(results: Path, tmp_path: Path) -> Path:
-    """A copy of the results to damage."""
-    folder = tmp_path / "smoke"
-    for result in runner.stored(results)[0].values():
-        runner.save(result, folder)
-    return folder
-
-
-@pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page without the studies' figures, for tests that do not need them."""
     for name, study in STUDIES.items():
@@ -180,8 +171,10 @@ def test_the_page_is_the_same_again_and_speaks_of_every_study(results: Path, rep
 @pytest.mark.usefixtures("undrawn")
 def test_what_was_not_run_says_so(results: Path, tmp_path: Path) -> None:
     folder, [spec, *_] = tmp_path / "smoke", runs_of(STUDIES["e08"], SMOKE)
-    runner.save(runner.load(spec, results), folder)
-    (folder / "cplus-0-of-another-version.json").write_text("{}")
+    [result] = runner.finished([spec], results)
+    assert isinstance(result, RunResult)
+    runner.save(result, folder)
+    runner.save(replace(result, spec=SMOKE.at(seed=77)), folder)
     record = json.loads(command("--results", str(folder), "--out", str(tmp_path / "out"), "--json").stdout)
     assert record["studies"]["e05"]["verdict"] == "not run"
     assert record["studies"]["e08"]["there"] == 1
@@ -204,15 +197,10 @@ def test_wrong_folders_are_refused_with_a_way_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_text_of_a_record_is_escaped(spoiled: Path, tmp_path: Path) -> None:
-    from cplus.base import files
-
-    path = runner.path_of(runs_of(STUDIES["e08"], SMOKE)[0], spoiled)
-    raw = json.loads(path.read_text())
-    del raw["sha256"]
-    raw["environment"]["machine"] = HOSTILE
-    files.write_json(path, files.sealed(raw))
-    assert command("--results", str(spoiled), "--out", str(tmp_path / "out")).exit_code == 0
+def test_text_of_a_record_is_escaped(results: Path, tmp_path: Path) -> None:
+    result = runner.finished(runs_of(STUDIES["e08"], SMOKE)[:1], results)[0]
+    runner.save(replace(result, environment={**result.environment, "machine": HOSTILE}), tmp_path / "smoke")
+    assert command("--results", str(tmp_path / "smoke"), "--out", str(tmp_path / "out")).exit_code == 0
     page = (tmp_path / "out" / "index.html").read_text()
     assert HOSTILE not in page
     assert "&lt;script&gt;" in page

@@ -22,7 +22,6 @@ from toyjob import write_rows
 from typer.testing import CliRunner
 
 from cplus import models
-from cplus.base import files
 from cplus.cli import app
 from cplus.core import algorithm, evidence
 from cplus.core import guard as attach
@@ -41,9 +40,8 @@ from cplus.lab import (  # fmt: skip
     scale_named,
     studies_named,
 )
-from cplus.lab import runner as store
-from cplus.lab.records import RunResult
-from cplus.lab.runner import Cluster, EndedRun, RunGroup, in_this_process, perform, queue
+from cplus.lab.records import RunResult, record_name
+from cplus.lab.runner import Cluster, EndedRun, RunGroup, finished, in_this_process, perform, save
 from cplus.lab.runs import split_task
 from cplus.lab.scales import family, seedless
 from cplus.lab.study import Claim, Estimate, judged, tally
@@ -51,7 +49,6 @@ from cplus.lab.summaries import difference, margin, over_seeds, pick, retained
 from cplus.methods.table import METHODS
 from cplus.methods.variants import Remembered
 from cplus.toy import world
-from cplus.training.loop import build_scheduler
 from cplus.training.settings import RunSpec
 
 SMOKE = SCALES["smoke"]
@@ -78,10 +75,10 @@ def results(smoke_results: tuple[Path, Path], cache: Path) -> Path:
 
 
 @pytest.fixture
-def some(results: Path, tmp_path: Path) -> Path:
-    """A copy of E8's results to damage."""
-    for spec in STRESS:
-        store.save(store.load(spec, results / "smoke"), tmp_path / "smoke")
+def all_but_one(results: Path, tmp_path: Path) -> Path:
+    """E8's results without the third."""
+    for result in finished([*STRESS[:2], *STRESS[3:]], results / "smoke"):
+        save(result, tmp_path / "smoke")
     return tmp_path
 
 
@@ -92,7 +89,7 @@ def command(*arguments: str) -> Any:
 @pytest.mark.parametrize("name", [name for name, study in STUDIES.items() if runs_of(study, SMOKE)])
 def test_a_study_answers_from_its_own_results(results: Path, name: str) -> None:
     study = STUDIES[name]
-    summary = study.summary(store.finished(runs_of(study, SMOKE), results / "smoke"))
+    summary = study.summary(finished(runs_of(study, SMOKE), results / "smoke"))
     assert "not run" not in summary.answer
     assert summary.rows
     assert summary.claims
@@ -119,15 +116,15 @@ def test_the_command_repeats_nothing_and_prints_one_object(results: Path) -> Non
     assert STUDIES["e09"].question in command("e09", "--scale", "smoke", "--out", str(results)).stdout
 
 
-def test_removing_one_result_repeats_exactly_one_run(some: Path) -> None:
-    folder, gone = some / "smoke", STRESS[2]
-    kept = store.load(gone, folder)
-    store.path_of(gone, folder).unlink()
-    assert queue(STRESS, folder) == [gone]
+def test_removing_one_result_repeats_exactly_one_run(results: Path, all_but_one: Path) -> None:
+    folder, gone = all_but_one / "smoke", STRESS[2]
+    report = json.loads(command("e08", "--scale", "smoke", "--out", str(all_but_one), "--dry-run", "--json").stdout)
+    assert (report["runs"], report["there"]) == (4, 3)
+    [missing] = report["missing"]
+    assert missing["file"] == record_name(gone)
+    assert missing["seconds"] > 0
     assert list(perform(STRESS, folder, in_this_process)) == [EndedRun(spec=gone, outcome="done")]
-    again = store.load(gone, folder)
-    assert isinstance(kept, RunResult)
-    assert isinstance(again, RunResult)
+    [kept], [again] = (finished([gone], place) for place in (results / "smoke", folder))
     assert replace(again, seconds=kept.seconds, environment=kept.environment) == kept  # and it is the same run
 
 
@@ -155,14 +152,11 @@ def test_an_interrupted_runner_leaves_whole_results_only(cache: Path, tmp_path: 
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     ends = time.monotonic() + 120
-    while not list(tmp_path.rglob("*-*.json")) and time.monotonic() < ends:
+    while not list(tmp_path.rglob("*.jsonl")) and time.monotonic() < ends:
         time.sleep(0.02)
     os.killpg(runner.pid, signal.SIGINT)
     assert runner.wait(timeout=60) == 130
-    specs = list(dict.fromkeys(spec for study in STUDIES.values() for spec in runs_of(study, SMOKE)))
-    there = store.finished(specs, tmp_path / "smoke")
-    assert 0 < len(there) < len(specs)
-    assert len(queue(specs, tmp_path / "smoke")) == len(specs) - len(there)
+    assert 0 < len(finished(ALL, tmp_path / "smoke")) < len(ALL)
 
 
 def test_a_failed_run_is_reported_and_stops_no_other(cache: Path, tmp_path: Path) -> None:
@@ -170,18 +164,6 @@ def test_a_failed_run_is_reported_and_stops_no_other(cache: Path, tmp_path: Path
     ended = list(perform([broken, STRESS[0]], tmp_path, in_this_process))
     assert [(e.outcome, e.failed is not None) for e in ended] == [(None, True), ("done", False)]
     assert "unknown method 'no-such-method'" in str(ended[0].failed)
-    assert not store.path_of(broken, tmp_path).exists()
-
-
-@pytest.mark.parametrize(("field", "value"), [("lr", 0.5), ("an_old_field", 1)])
-def test_a_result_of_another_version_of_the_spec_is_refused(some: Path, field: str, value: float) -> None:
-    path = store.path_of(STRESS[1], some / "smoke")
-    raw = json.loads(path.read_text())
-    del raw["sha256"]
-    raw["spec"][field] = value
-    files.write_json(path, files.sealed(raw))
-    with pytest.raises(ValueError, match=r"another version of the studies|expected the fields"):
-        queue(STRESS, some / "smoke")
 
 
 def test_wrong_names_are_answered_with_the_nearest() -> None:
@@ -206,7 +188,7 @@ def test_submitit_runs_a_study_in_its_local_mode(cache: Path, tmp_path: Path) ->
     cluster = Cluster(logs=tmp_path / "logs", cluster="local", parameters={"timeout_min": 5})
     ended = list(perform(STRESS[:1], tmp_path / "smoke", cluster))
     assert [e.outcome for e in ended] == ["done"]
-    assert store.load(STRESS[0], tmp_path / "smoke") is not None
+    assert len(finished(STRESS[:1], tmp_path / "smoke")) == 1
 
 
 def test_a_slurm_profile_becomes_submitits_parameters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -234,14 +216,6 @@ def test_a_slurm_profile_becomes_submitits_parameters(monkeypatch: pytest.Monkey
     assert "slurm_max_num_timeout" not in seen["parameters"]
     wrong = command("e08", "--scale", "smoke", "--out", str(tmp_path), "--slurm", "gpu")
     assert "--slurm must be NAME=VALUE or a YAML file, got gpu" in str(wrong.exception)
-
-
-def test_a_dry_run_lists_what_is_missing_with_its_time(some: Path) -> None:
-    store.path_of(STRESS[0], some / "smoke").unlink()
-    report = json.loads(command("e08", "--scale", "smoke", "--out", str(some), "--dry-run", "--json").stdout)
-    assert (report["runs"], report["there"], len(report["missing"])) == (4, 3, 1)
-    assert report["missing"][0]["file"] == store.path_of(STRESS[0], some).name
-    assert report["missing"][0]["seconds"] > 0
 
 
 def test_the_desk_takes_hours_not_days(tmp_path: Path) -> None:
@@ -334,7 +308,7 @@ def test_the_share_recovered_is_the_macro_average_of_the_tasks_shares() -> None:
 
 
 def test_claims_of_the_paper_and_our_own_are_counted_apart(results: Path) -> None:
-    found = {n: s.summary(store.finished(runs_of(s, SMOKE), results / "smoke")).claims for n, s in STUDIES.items()}
+    found = {n: s.summary(finished(runs_of(s, SMOKE), results / "smoke")).claims for n, s in STUDIES.items()}
     assert not any(claim.paper for name in ("e11", "e12", "e13") for claim in found[name])
     assert all(any(claim.paper for claim in found[f"e{n:02d}"]) for n in range(1, 11))
     ours = {claim.says for claim in found["e05"] if claim.paper is None}
@@ -394,19 +368,6 @@ def test_a_gentle_start_is_measured_where_the_rows_are_first_known() -> None:
     [claim, *_] = e13.summary([late, early]).claims
     assert claim.margin is not None
     assert claim.margin.mean == pytest.approx((98.0 - 10.0 * 49 / 50) - (100.0 - 39.8 * 99.0 / 99.5))
-
-
-def test_the_rate_rises_over_the_share_of_updates_that_the_spec_says() -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    spec = SMOKE.at(method="sft", warmup=0.5, epochs=2, batch_size=2)
-    schedule = build_scheduler(spec.settings, optimizer, 3)  # two updates an epoch, two of four rise
-    rates = []
-    for _ in range(4):
-        rates.append(schedule.get_last_lr()[0])
-        optimizer.step()
-        schedule.step()
-    assert rates == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0])
-    assert SMOKE.at(method="sft").settings.warmup == 0
 
 
 def test_the_prior_is_told_from_knowledge() -> None:
@@ -491,7 +452,7 @@ def broken_figures(folder: Path, corner: dict[str, Any]) -> set[str]:
         SMOKE.at(**corner, method="cplus", num_probes=8, epochs=1),  # one update
     ]
     assert all(ended.outcome == "done" for ended in perform(specs, folder, in_this_process))
-    rows = e09.summary(store.finished(specs, folder)).rows
+    rows = e09.summary(finished(specs, folder)).rows
     cpl, cplus = ({name: found.mean for name, found in row.figures.items()} for row in rows)
     wrong = set()
     if cpl["harmful admitted"] > 0.01:  # about 0 up to rounding; 0.38 if stale, 1 with the wrong sign

@@ -14,9 +14,10 @@ from cplus import lab
 from cplus.base.terminal import clean, console, output, print_json, progress
 from cplus.cli.options import Command, Group, Json
 from cplus.jobs.settings import read_yaml
-from cplus.lab import SCALES, STUDIES, Result, Spec, Summary, estimate, paper_sets
+from cplus.lab import SCALES, STUDIES, Spec, Summary, estimate, paper_sets
+from cplus.lab.records import record_name
 from cplus.lab.report import collect, markdown, write_report
-from cplus.lab.runner import Cluster, EndedRun, Processes, finished, path_of, perform, queue
+from cplus.lab.runner import Cluster, EndedRun, Processes, finished, perform, queue
 from cplus.lab.study import judged, run_title
 from cplus.lab.summaries import shown
 from cplus.methods.table import method
@@ -98,12 +99,18 @@ def run(
     if slurm:
         executor: Cluster | Processes = Cluster(logs=folder / "slurm", parameters=_parameters(slurm))
     else:
-        workers = _workers_that_fit(workers, specs)
-        executor = Processes(workers=workers, threads=1, devices=estimate.devices())
+        devices, wanted = estimate.devices(), workers
+        if devices and specs:
+            workers = max(len(places) for _, places in estimate.teams(devices, workers, specs))
+        else:
+            workers = estimate.workers_that_fit(workers, specs, psutil.virtual_memory().available)
+        if workers < wanted:
+            console.print(f"memory suffices for {workers} of {wanted} workers")
+        executor = Processes(workers=workers, threads=1, devices=devices)
     if size.name == "paper":
         _say_whose_rows(specs)
     if dry_run:
-        _dry_list(specs, folder, workers=workers, machine=machine, json=json)
+        _dry_run(specs, folder, workers=workers, machine=machine, json=json)
         return
     missing, done, failed = len(queue(specs, folder)), 0, list[EndedRun]()
     console.print(f"{len(specs)} runs, {len(specs) - missing} already done: {folder}")
@@ -128,17 +135,6 @@ def run(
         raise ValueError(f"{len(failed)} of {len(specs)} runs failed; the others are kept. First: {failed[0].failed}")
 
 
-def _workers_that_fit(workers: int, specs: Sequence[Spec]) -> int:
-    """The number of workers for which memory suffices: the devices', or the host's where there are none."""
-    if specs and (own := estimate.devices()):
-        found = estimate.largest_team(own, workers, specs)
-    else:
-        found = estimate.workers_that_fit(workers, specs, psutil.virtual_memory().available)
-    if found < workers:
-        console.print(f"memory suffices for {found} of {workers} workers")
-    return found
-
-
 def _parameters(texts: Sequence[str]) -> dict[str, Any]:
     """Read NAME=VALUE and YAML files; later ones override earlier ones."""
     found: dict[str, Any] = {}
@@ -160,59 +156,38 @@ def _say_whose_rows(specs: Sequence[Spec]) -> None:
             console.print(clean(str(found)), soft_wrap=True)
 
 
-def _dry_list(specs: Sequence[Spec], folder: Path, *, workers: int, machine: str | None, json: bool) -> None:
+def _dry_run(specs: Sequence[Spec], folder: Path, *, workers: int, machine: str | None, json: bool) -> None:
     """The missing runs with their estimated time here, or with their place on a described machine."""
     known, missing = finished(specs, folder), queue(specs, folder)
-    if machine is not None:
-        _on_machine(missing, machine, num_runs=len(specs), json=json)
-        return
-    speed, basis = _speed(missing, known)
-    times = [estimate.seconds(spec, known, speed) for spec in missing]
-    total = sum(times) / 3600 / workers
-    if json:
-        runs = [
-            {"run": run_title(spec), "file": path_of(spec, folder).name, "seconds": round(time, 3)}
-            for spec, time in zip(missing, times, strict=True)
-        ]
-        report = {"runs": len(specs), "there": len(known), "missing": runs, "hours": total, "workers": workers}
-        print_json({**report, "basis": basis})
-        return
-    for spec, time in zip(missing, times, strict=True):
-        output.print(f"{time:8.1f} s  {run_title(spec)}  {path_of(spec, folder).name}", soft_wrap=True)
-    output.print(
-        f"{len(missing)} of {len(specs)} runs missing, about {total:.2f} hours with {workers} workers ({basis})",
-        soft_wrap=True,
-    )
-
-
-def _speed(missing: Sequence[Spec], known: Sequence[Result]) -> tuple[float | None, str]:
-    """The speed of this device, measured where a run has no similar finished one, and the basis of the times."""
-    if all(estimate.similar(spec, known) for spec in missing):
-        return None, "from finished runs"
-    speed, device = estimate.measured_speed()
-    some = "finished runs, others from " if any(estimate.similar(spec, known) for spec in missing) else ""
-    return speed, f"from {some}{speed / 1e9:,.0f} GFLOP per second, measured on {device}"
-
-
-def _on_machine(missing: Sequence[Spec], text: str, *, num_runs: int, json: bool) -> None:
-    """Every missing run with its devices, memory and time on a described machine."""
-    rows, hours = estimate.listed(missing, estimate.described(text))
+    if machine is None:
+        times, basis = estimate.here(missing, known)
+        rows: list[dict[str, Any]] = [{"seconds": round(time, 3)} for time in times]
+        hours, where = sum(times) / 3600 / workers, f"{workers} workers"
+    else:
+        rows, hours = estimate.on_machine(missing, estimate.described(machine))
+        flops, bandwidth = (estimate.STATED[name] / 1e12 for name in ("flops", "bandwidth"))
+        where, basis = machine, f"{flops:g} TFLOP/s and {bandwidth:g} TB/s of memory, stated and not measured"
+    rows = [{"run": run_title(spec), "file": record_name(spec), **row} for spec, row in zip(missing, rows, strict=True)]
     refused = sum("refused" in row for row in rows)
-    flops, bandwidth = (estimate.STATED[name] / 1e12 for name in ("flops", "bandwidth"))
-    speed = f"{flops:g} TFLOP/s and {bandwidth:g} TB/s of memory, stated and not measured"
     if json:
-        report = {"machine": text, "runs": num_runs, "missing": rows, "refused": refused, "hours": hours}
-        print_json({**report, "speed": speed})
+        print_json(
+            {
+                "runs": len(specs),
+                "there": len(known),
+                "missing": rows,
+                "refused": refused,
+                "hours": hours,
+                "where": where,
+                "basis": basis,
+            }
+        )
         return
     for row in rows:
-        place = (
-            f"refused: {row['refused']}  {row['run']}"
-            if "refused" in row
-            else f"{row['devices']} x {row['bytes'] / 1e9:5.1f} GB  {row['seconds'] / 3600:6.2f} h  {row['run']}"
-        )
-        output.print(place, soft_wrap=True)
-    runs = f"{len(rows)} of {num_runs} runs missing, {refused} refused"
-    output.print(f"{runs}, about {hours:,.0f} hours on {text} at {speed}", soft_wrap=True)
+        place = f"{row['devices']} x {row['bytes'] / 1e9:5.1f} GB  " if "devices" in row else ""
+        time = f"refused: {row['refused']}" if "refused" in row else f"{place}{row['seconds']:8.1f} s"
+        output.print(f"{time}  {row['run']}  {row['file']}", soft_wrap=True)
+    counts = f"{len(rows)} of {len(specs)} runs missing" + (f", {refused} refused" if refused else "")
+    output.print(f"{counts}, about {hours:,.2f} hours on {where} (from {basis})", soft_wrap=True)
 
 
 def _show(summaries: dict[str, Summary]) -> None:

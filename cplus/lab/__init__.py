@@ -9,11 +9,11 @@ from dataclasses import fields, replace
 from cplus.lab import chat, e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12, e13, e14, facts, frontier
 from cplus.lab.records import Result, Spec
 from cplus.lab.scales import SCALES, Scale, canonical, scale_named
-from cplus.lab.study import Study, Summary
+from cplus.lab.study import Study, Summary, study_of
 from cplus.training.settings import RunSpec
 
 STUDIES: dict[str, Study] = {
-    module.STUDY.name: module.STUDY
+    (study := study_of(module)).name: study
     for module in (e01, e02, e03, e04, e05, e06, e07, e08, e09, e10, e11, e12, e13, e14, frontier, chat, facts)
 }
 

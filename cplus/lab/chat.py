@@ -12,12 +12,15 @@ from itertools import pairwise
 from typing import Any
 
 from cplus.evaluation.statistics import Estimate, rise
-from cplus.lab.drawing import ADDED_HERE, cell, colour_and_marker, method_name, panels, picture
+from cplus.lab.drawing import cell, colour_and_marker, method_name, panels, picture
 from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Study, Summary, SummaryRow, Table
+from cplus.lab.study import ADDED_HERE, Claim, Collected, ComparisonLine, Picture, Summary, SummaryRow, Table
 from cplus.lab.summaries import Metric, Seed, by_seed, grouped, mean_of, pick, row, shown
 from cplus.training.settings import RunSpec
+
+TITLE = "The frontier on a chat model"
+QUESTION = "How much do past answers lose on a chat model where every method has learned equally much?"
 
 LEVEL = 0.85
 """The loss of the new answers, in nats per token, at which methods are compared."""
@@ -293,16 +296,3 @@ def comparison(found: Collected) -> list[ComparisonLine]:
 
 
 _COMPARED = (("sft", ""), *((OURS, keep) for keep in KEPT))
-
-
-STUDY = Study(
-    name="chat",
-    title="The frontier on a chat model",
-    question="How much do past answers lose on a chat model where every method has learned equally much?",
-    paper="added here; docs/studies.md",
-    runs=runs,
-    summary=summary,
-    figures=(fig_chat,),
-    tables=(tab_chat,),
-    comparison=comparison,
-)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from cplus.evaluation.statistics import Estimate
 from cplus.lab.estimate import PARAMETERS
 from cplus.lab.records import RunResult
-from cplus.lab.study import Cell, Collected, ComparisonLine, Picture, Table
+from cplus.lab.study import ADDED_HERE, Cell, Collected, ComparisonLine, Picture, Table
 from cplus.lab.summaries import Metric, over_seeds, pick, retained, shown, table
 from cplus.receipts.figures import COLOURS, OTHER, label, save
 
@@ -222,9 +222,6 @@ def inline_svg(svg: str, name: str) -> str:
 
 
 # Tables and comparison lines: each measured number with the published one.
-
-
-ADDED_HERE = "added here"
 
 
 def cell(found: Estimate | None, published: Any = None) -> Cell:

@@ -14,12 +14,31 @@ from cplus.lab.drawing import line, lines
 from cplus.lab.e02 import draw_outside_changes
 from cplus.lab.records import RunResult
 from cplus.lab.scales import BASELINES, MAIN, SCARCE, Scale, family, same_family
-from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Study, Summary, SummaryRow
-from cplus.lab.summaries import KEPT_AND_LEARNED, Seed, above, by_seed, over_seeds, pick, retained, shown
+from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Summary, SummaryRow
+from cplus.lab.summaries import KEPT_AND_LEARNED, Seed, above, by_seed, leads, over_seeds, pick, retained, shown
 from cplus.training.settings import RunSpec
+
+TITLE = "Limited anchors"
+QUESTION = "Does CPLUS reduce forgetting when anchors are limited?"
+PAPER = "Sec. 4.2; Figs. 1 (a), 3, 9, 10; App. E.1"
+SEC_4_2 = Published(
+    "Sec. 4.2",
+    {
+        "settings led, Qwen3": "70 of 72",
+        "settings led at A in {4, 8}, Qwen3": "24 of 24",
+        "settings led, Gemma and Phi": "48 of 48",
+        "mean gain at A in {4, 8}, Qwen3": 7.73,
+        "acquisition": 100.0,
+    },
+)
+FIG_10 = Published(
+    "Fig. 10, share of SFT forgetting recovered", {"qwen3-0.6b": 46.6, "qwen3-1.7b": 50.6, "qwen3-4b": 69.4}
+)
 
 ALL_ANCHORS = ("replay", "cpl", "cplus")
 """The methods of Fig. 1 (a), also run with every past row as an anchor."""
+WITH_FEW: Mapping[str, Any] = {"method": "cplus", "num_anchors": SCARCE}
+PLAIN: Mapping[str, Any] = {"method": "sft"}
 
 
 def runs(scale: Scale) -> list[RunSpec]:
@@ -57,14 +76,14 @@ def summary(results: Sequence[RunResult]) -> Summary:
     claims = (
         Claim(f"CPLUS keeps more than each setting's strongest baseline, mean over A = {listed}", lead, "Sec. 4.2"),
         *(
-            above(
-                f"CPLUS keeps more than {name}, A={budget}",
-                at_budgets(mine, "cplus", (budget,)),
-                at_budgets(mine, name, (budget,)),
+            claim
+            for budget in SCARCE
+            for claim in leads(
+                f"CPLUS keeps more than {{}}, A={budget}",
+                pick(mine, num_anchors=(0, budget)),  # SFT has no budget
+                BASELINES,
                 paper="Sec. 4.2; Fig. 3",
             )
-            for budget in SCARCE
-            for name in BASELINES
         ),
         *_scarcity(results),
         *_by_size(family(mine)),
@@ -81,26 +100,35 @@ def summary(results: Sequence[RunResult]) -> Summary:
 def gain(results: Sequence[RunResult]) -> Estimate | None:
     """CPLUS minus the strongest baseline of each setting at A in {4, 8}, averaged over the settings.
 
-    A setting is a model, a task and a budget; its strongest baseline is the one with the highest mean over seeds.
-
     Paper: Sec. 4.2, the mean gain.
     """
     found: dict[Seed, list[float]] = {}
-    for model, task, budget in _settings(pick(results, num_anchors=SCARCE)):
-        here = pick(results, model=model, task=task)
-        rivals = {name: at_budgets(here, name, (budget,)) for name in BASELINES}
-        best = summaries.strongest(rivals)
+    for own in _settings(pick(results, num_anchors=(0, *SCARCE))):
+        ours = own.pop("cplus")
+        best = summaries.strongest(own)
         if best is not None:
-            for seed, own in summaries.differences(at_budgets(here, "cplus", (budget,)), rivals[best]).items():
-                found.setdefault(seed, []).extend(own)
+            for seed, leads in summaries.differences(ours, own[best]).items():
+                found.setdefault(seed, []).extend(leads)
     return summaries.mean_of({seed: statistics.fmean(own) for seed, own in found.items()})
 
 
-def _settings(results: Sequence[RunResult]) -> list[tuple[str, str, int]]:
-    """Model, task and budget of CPLUS's runs."""
-    return list(
-        summaries.grouped(pick(results, method="cplus"), lambda r: (r.spec.model, r.spec.task, r.spec.num_anchors))
-    )
+def _settings(results: Sequence[RunResult]) -> list[dict[str, list[RunResult]]]:
+    """The runs of each method by setting: a model, a task and a budget of CPLUS. SFT has no budget."""
+    places = dict.fromkeys((r.spec.model, r.spec.task, r.spec.num_anchors) for r in pick(results, method="cplus"))
+    return [
+        {
+            method: pick(results, model=model, task=task, method=method, num_anchors=0 if method == "sft" else budget)
+            for method in MAIN
+        }
+        for model, task, budget in places
+    ]
+
+
+def wins(results: Sequence[RunResult]) -> tuple[int, int]:
+    """The number of settings in which CPLUS's mean is above every baseline's, and the number of settings."""
+    found = _settings(results)
+    rivalled = [own for own in found if any(own[name] for name in BASELINES)]
+    return [summaries.strongest(own) for own in rivalled].count("cplus"), len(found)
 
 
 def _scarcity(results: Sequence[RunResult]) -> list[Claim]:
@@ -126,9 +154,7 @@ def _scarcity(results: Sequence[RunResult]) -> list[Claim]:
             for words, more in steps.items()
             for name in ("replay", "cpl")
         ),
-        *summaries.leads(
-            "CPLUS keeps more than {} with all past rows as anchors", whole, ("replay", "cpl"), paper="Fig. 1 (a)"
-        ),
+        *leads("CPLUS keeps more than {} with all past rows as anchors", whole, ("replay", "cpl"), paper="Fig. 1 (a)"),
     ]
 
 
@@ -147,22 +173,6 @@ def _by_size(results: Sequence[RunResult]) -> list[Claim]:
             words = f"{method} keeps more in {large} than in {small}, A={min(SCARCE)}"
             claims.append(Claim(words, summaries.difference(*kept), paper="App. E.1; Fig. 9"))
     return claims
-
-
-def at_budgets(results: Sequence[RunResult], method: str, budgets: tuple[int, ...]) -> list[RunResult]:
-    """A method's runs at these budgets; SFT has no budget, so all of its runs."""
-    return pick(results, method=method) if method == "sft" else pick(results, method=method, num_anchors=budgets)
-
-
-def wins(results: Sequence[RunResult]) -> tuple[int, int]:
-    """The number of settings in which CPLUS's mean is above every baseline's, and the number of settings."""
-    best = []
-    for model, task, budget in _settings(results):
-        here = pick(results, model=model, task=task)
-        rivals = {name: at_budgets(here, name, (budget,)) for name in BASELINES}
-        ours = {"cplus": at_budgets(here, "cplus", (budget,))} if any(rivals.values()) else {}
-        best.append(summaries.strongest({**rivals, **ours}))
-    return best.count("cplus"), len(best)
 
 
 def recovered(results: Sequence[RunResult]) -> tuple[SummaryRow, ...]:
@@ -187,8 +197,8 @@ def _shares(results: Sequence[RunResult]) -> dict[str, dict[Seed, float]]:
         tasks = []
         for task in shared(results):
             here = pick(results, model=model, task=task)
-            kept = by_seed(at_budgets(here, "cplus", SCARCE), retained)
-            pairs = summaries.paired(kept, by_seed(at_budgets(here, "sft", ()), retained))
+            kept, plain = (by_seed(pick(here, **own), retained) for own in (WITH_FEW, PLAIN))
+            pairs = summaries.paired(kept, plain)
             tasks.append({seed: recovery(one, sft) for seed, (one, sft) in pairs.items() if sft < 100.0})
         if own := macro(tasks):
             found[model] = own
@@ -323,11 +333,18 @@ def fig_model_scale(found: Collected) -> Picture:
     models, shared = _models_and_shared_tasks(found)
     results = pick(found.studies["e01"].results, model=tuple(models))
     figure, axes = drawing.panels(3, width=3.0, height=2.6)
-    tasks = dict.fromkeys(cell.task for cell in found.scale.grid)
-    for colour, task in zip(drawing.PALETTE, tasks, strict=False):
-        _scale_lines(axes, results, models, [task], task, colour)
-    if len(shared) > 1:
-        _scale_lines(axes, results, models, shared, "macro average", drawing.INK)
+    groups = {cell.task: [cell.task] for cell in found.scale.grid}
+    colours = dict(zip(groups, drawing.PALETTE, strict=False)) | {"macro average": drawing.INK}
+    for name, tasks in (groups | ({"macro average": shared} if len(shared) > 1 else {})).items():
+        here = pick(results, task=tuple(tasks))
+        shares = {row.at["model"]: row.figures["recovery"] for row in recovered(here)}
+        each = (
+            macro_line(pick(here, **PLAIN), models, tasks),
+            macro_line(pick(here, **WITH_FEW), models, tasks),
+            [(float(x), shares[model]) for x, model in enumerate(models) if model in shares],
+        )
+        for axis, points in zip(axes, each, strict=True):
+            line(axis, points, name, colours[name], "o")
     titles = ("SFT: Retention (%)", "CPLUS, A = 4 and 8: Retention (%)", "SFT's forgetting recovered (%)")
     for axis, title in zip(axes, titles, strict=True):
         _model_axis(axis, models)
@@ -337,26 +354,6 @@ def fig_model_scale(found: Collected) -> Picture:
         "(100 - SFT). The black line is the macro average of the tasks' lines, where all models share several tasks."
     )
     return drawing.picture(figure, "fig:model-scale", "Fig. 10", caption)
-
-
-def _scale_lines(
-    axes: Sequence[Any],
-    results: Sequence[RunResult],
-    models: Sequence[str],
-    tasks: Sequence[str],
-    name: str,
-    colour: str,
-) -> None:
-    """One task's line in each of the three panels, or the macro average of several tasks' lines."""
-    here = pick(results, task=tuple(tasks))
-    shares = {row.at["model"]: row.figures["recovery"] for row in recovered(here)}
-    each = (
-        macro_line(at_budgets(here, "sft", ()), models, tasks),
-        macro_line(at_budgets(here, "cplus", SCARCE), models, tasks),
-        [(float(x), shares[model]) for x, model in enumerate(models) if model in shares],
-    )
-    for axis, points in zip(axes, each, strict=True):
-        line(axis, points, name, colour, "o")
 
 
 def macro_line(results: Sequence[RunResult], models: Sequence[str], tasks: Sequence[str]) -> drawing.Points:
@@ -370,7 +367,7 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     runs = pick(found.studies["e01"].results, all_anchors=False)
     won, total = wins(runs)
     shares = {row.at["model"]: row.figures["recovery"] for row in recovered(family(runs))}
-    paper, paper_shares = STUDY.published[0].numbers, STUDY.published[1].numbers
+    paper, paper_shares = SEC_4_2.numbers, FIG_10.numbers
     return [
         ComparisonLine(
             "CPLUS minus each setting's strongest baseline at A = 4 and 8 (points of Retention)",
@@ -393,30 +390,3 @@ def comparison(found: Collected) -> list[ComparisonLine]:
             f"{paper['acquisition']:g}",
         ),
     ]
-
-
-STUDY = Study(
-    name="e01",
-    title="Limited anchors",
-    question="Does CPLUS reduce forgetting when anchors are limited?",
-    paper="Sec. 4.2; Figs. 1 (a), 3, 9, 10; App. E.1",
-    runs=runs,
-    summary=summary,
-    published=(
-        Published(
-            "Sec. 4.2",
-            {
-                "settings led, Qwen3": "70 of 72",
-                "settings led at A in {4, 8}, Qwen3": "24 of 24",
-                "settings led, Gemma and Phi": "48 of 48",
-                "mean gain at A in {4, 8}, Qwen3": 7.73,
-                "acquisition": 100.0,
-            },
-        ),
-        Published(
-            "Fig. 10, share of SFT forgetting recovered", {"qwen3-0.6b": 46.6, "qwen3-1.7b": 50.6, "qwen3-4b": 69.4}
-        ),
-    ),
-    figures=(fig_main_results, fig_problem_motivation, fig_model_scale_headline, fig_model_scale),
-    comparison=comparison,
-)

@@ -8,9 +8,27 @@ from typing import Any
 from cplus.lab import drawing
 from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Study, Summary, Table
+from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Summary, Table
 from cplus.lab.summaries import KEPT_AND_LEARNED, above, learned, margin, over_seeds, pick, retained, shown, table
 from cplus.training.settings import RunSpec
+
+TITLE = "Components and settings"
+QUESTION = "Which CPLUS components and configurations matter?"
+PAPER = "Sec. 4.4; Tables 1, 3; Fig. 11; App. E.2"
+TABLE_1 = Published(
+    "Table 1, Retention, Qwen3-0.6B, CSQA, A=8, one seed",
+    {
+        "cplus-anchors": 55.13,
+        "cplus-probes": 71.49,
+        "cplus-no-ema": 78.71,
+        "cplus": 79.96,
+        "cplus-norm-aligned": 79.94,
+    },
+)
+TABLE_3 = Published(
+    "Table 3, Retention and standard error, A=64, three runs",
+    {"cplus-no-ema": (81.11, 2.95), "cplus": (82.32, 0.64), "cplus-cvar": (77.40, 0.28)},
+)
 
 COMPONENTS = ("cplus-anchors", "cplus-probes", "cplus-no-ema", "cplus", "cplus-norm-aligned", "cplus-gradient")
 REDUCTIONS = ("cplus-no-ema", "cplus", "cplus-cvar")
@@ -186,7 +204,7 @@ def tab_cplus_ablation(found: Collected) -> Table:
         "cplus-norm-aligned": ("CPLUS + norm alignment",),
         "cplus-gradient": ("mask on the gradient (added here)",),
     }
-    paper = {method: (STUDY.published[0].numbers.get(method), None) for method in names}
+    paper = {method: (TABLE_1.numbers.get(method), None) for method in names}
     return drawing.measured_table(
         "tab:cplus-ablation",
         "Table 1",
@@ -203,7 +221,7 @@ def tab_ema_selection(found: Collected) -> Table:
     Paper: Table 3.
     """
     names = {"cplus-no-ema": ("Mean", "None"), "cplus": ("Mean", "0.9"), "cplus-cvar": ("CVaR", "0.9")}
-    paper = {method: (STUDY.published[1].numbers[method], 100.0) for method in names}
+    paper = {method: (TABLE_3.numbers[method], 100.0) for method in names}
     own = pick(found.studies["e04"].results, num_anchors=64, anchor_weight=0.5, beta=0.9)
     return drawing.measured_table(
         "tab:ema-selection",
@@ -227,34 +245,5 @@ def comparison(found: Collected) -> list[ComparisonLine]:
         "Retention, anchors alone / probes alone / both (%)": ("cplus-anchors", "cplus-probes", "cplus"),
         "Retention, binary mask / smoothed / norm-aligned (%)": ("cplus-no-ema", "cplus", "cplus-norm-aligned"),
     }
-    here, paper = _at_default_settings(found), STUDY.published[0].numbers
+    here, paper = _at_default_settings(found), TABLE_1.numbers
     return [drawing.compare_methods(what, here, methods, paper) for what, methods in lines_of.items()]
-
-
-STUDY = Study(
-    name="e04",
-    title="Components and settings",
-    question="Which CPLUS components and configurations matter?",
-    paper="Sec. 4.4; Tables 1, 3; Fig. 11; App. E.2",
-    runs=runs,
-    summary=summary,
-    published=(
-        Published(
-            "Table 1, Retention, Qwen3-0.6B, CSQA, A=8, one seed",
-            {
-                "cplus-anchors": 55.13,
-                "cplus-probes": 71.49,
-                "cplus-no-ema": 78.71,
-                "cplus": 79.96,
-                "cplus-norm-aligned": 79.94,
-            },
-        ),
-        Published(
-            "Table 3, Retention and standard error, A=64, three runs",
-            {"cplus-no-ema": (81.11, 2.95), "cplus": (82.32, 0.64), "cplus-cvar": (77.40, 0.28)},
-        ),
-    ),
-    figures=(fig_hyperparameters,),
-    tables=(tab_cplus_ablation, tab_ema_selection),
-    comparison=comparison,
-)

@@ -11,9 +11,31 @@ from cplus.evaluation.statistics import Estimate, estimate
 from cplus.lab import drawing
 from cplus.lab.records import SequenceResult
 from cplus.lab.scales import Scale, seedless
-from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Study, Summary, SummaryRow, Table
+from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Summary, SummaryRow, Table
 from cplus.lab.summaries import difference, mean_of, seed_of, shown
 from cplus.training.settings import Recipe, SequenceSpec
+
+TITLE = "A sequence of tasks"
+QUESTION = "Does CPLUS remain effective in the tested task sequence?"
+PAPER = "Sec. 4.5; Fig. 6; Tables 7, 8; App. E.9"
+TABLE_7 = Published(
+    "Table 7, average accuracy after arc_c, mmlu, medqa",
+    {
+        "sft": (66.81, 72.20, 61.21),
+        "replay": (72.04, 77.29, 69.73),
+        "cpl": (75.18, 70.77, 69.65),
+        "cplus": (83.94, 80.86, 78.87),
+    },
+)
+TABLE_8 = Published(
+    "Table 8, final accuracy on csqa, arc_c, mmlu, medqa",
+    {
+        "sft": (36.04, 53.78, 74.82, 80.19),
+        "replay": (55.29, 63.86, 79.59, 80.19),
+        "cpl": (59.85, 62.60, 74.38, 81.77),
+        "cplus": (69.34, 78.27, 83.43, 84.45),
+    },
+)
 
 METHODS = ("sft", "replay", "cpl", "cplus")
 
@@ -140,7 +162,7 @@ def tab_sequential_stage_summary(found: Collected) -> Table:
         "tab:sequential-stage-summary",
         "Table 7",
         ("Method", *(f"After {task}" for task in tasks)),
-        _rows(found, [f"average after {task}" for task in tasks], STUDY.published[0].numbers),
+        _rows(found, [f"average after {task}" for task in tasks], TABLE_7.numbers),
         "Average Task Accuracy (%)",
         "Published: after arc_c, mmlu, medqa, three seeds.",
     )
@@ -151,7 +173,7 @@ def tab_sequential_final(found: Collected) -> Table:
 
     Paper: Table 8.
     """
-    tasks, averages, final = found.scale.tasks, STUDY.published[0].numbers, STUDY.published[1].numbers
+    tasks, averages, final = found.scale.tasks, TABLE_7.numbers, TABLE_8.numbers
     columns = [*(f"{task} at the end" for task in tasks), f"average after {tasks[-1]}"]
     return drawing.measured_table(
         "tab:sequential-final",
@@ -175,7 +197,7 @@ def _rows(found: Collected, figures: Sequence[str], published: Mapping[str, Sequ
 
 def comparison(found: Collected) -> list[ComparisonLine]:
     """The average accuracy after the last task, with the paper's."""
-    last, numbers = f"average after {found.scale.tasks[-1]}", STUDY.published[0].numbers
+    last, numbers = f"average after {found.scale.tasks[-1]}", TABLE_7.numbers
     rows = _rows(found, [last], {method: numbers[method][-1:] for method in METHODS})
     return [
         ComparisonLine(
@@ -184,36 +206,3 @@ def comparison(found: Collected) -> list[ComparisonLine]:
             drawing.joined_numbers([numbers[method][-1] for method in METHODS]),
         )
     ]
-
-
-STUDY = Study(
-    name="e05",
-    title="A sequence of tasks",
-    question="Does CPLUS remain effective in the tested task sequence?",
-    paper="Sec. 4.5; Fig. 6; Tables 7, 8; App. E.9",
-    runs=runs,
-    summary=summary,
-    published=(
-        Published(
-            "Table 7, average accuracy after arc_c, mmlu, medqa",
-            {
-                "sft": (66.81, 72.20, 61.21),
-                "replay": (72.04, 77.29, 69.73),
-                "cpl": (75.18, 70.77, 69.65),
-                "cplus": (83.94, 80.86, 78.87),
-            },
-        ),
-        Published(
-            "Table 8, final accuracy on csqa, arc_c, mmlu, medqa",
-            {
-                "sft": (36.04, 53.78, 74.82, 80.19),
-                "replay": (55.29, 63.86, 79.59, 80.19),
-                "cpl": (59.85, 62.60, 74.38, 81.77),
-                "cplus": (69.34, 78.27, 83.43, 84.45),
-            },
-        ),
-    ),
-    figures=(fig_sequential_multitask,),
-    tables=(tab_sequential_stage_summary, tab_sequential_final),
-    comparison=comparison,
-)

@@ -9,9 +9,14 @@ from cplus.evaluation.statistics import Estimate, estimate
 from cplus.lab import drawing
 from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Study, Summary, SummaryRow, judged
+from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Summary, SummaryRow, judged
 from cplus.lab.summaries import above, flops, grouped, leads, margin, over_seeds, pick, retained, seed_of, shown, table
 from cplus.training.settings import RunSpec
+
+TITLE = "Dynamics and cost"
+QUESTION = "How do Acquisition, Retention and computational cost evolve during adaptation?"
+PAPER = "Sec. 4.6; Figs. 7, 8, 12; App. E.3, E.12"
+PUBLISHED_0 = Published("Sec. 4.6, first epoch at 100 % Acquisition", {"cplus": 5, "replay": 5, "cpl": 10})
 
 CURVES = ("sft", "replay", "cpl", "cplus")
 COMPARED = ("sft", "replay", "distillation", "ssr", "agem", "ogd", "cpl", "cplus")
@@ -277,7 +282,7 @@ def comparison(found: Collected) -> list[ComparisonLine]:
             "first epoch at full Acquisition, CPLUS / Replay / CPL",
             curves,
             ("cplus", "replay", "cpl"),
-            STUDY.published[0].numbers,
+            PUBLISHED_0.numbers,
             first_full,
         ),
         ComparisonLine(
@@ -286,16 +291,3 @@ def comparison(found: Collected) -> list[ComparisonLine]:
             "in a figure only",
         ),
     ]
-
-
-STUDY = Study(
-    name="e06",
-    title="Dynamics and cost",
-    question="How do Acquisition, Retention and computational cost evolve during adaptation?",
-    paper="Sec. 4.6; Figs. 7, 8, 12; App. E.3, E.12",
-    runs=runs,
-    summary=summary,
-    published=(Published("Sec. 4.6, first epoch at 100 % Acquisition", {"cplus": 5, "replay": 5, "cpl": 10}),),
-    figures=(fig_learning_dynamics, fig_retention_compute, fig_epoch_level_dynamics),
-    comparison=comparison,
-)

@@ -7,9 +7,24 @@ from collections.abc import Sequence
 from cplus.lab.drawing import Row, joined, joined_numbers, measured_table
 from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Collected, ComparisonLine, Published, Study, Summary, Table
+from cplus.lab.study import Collected, ComparisonLine, Published, Summary, Table
 from cplus.lab.summaries import Metric, above, learned, margin, over_seeds, pick, retained, shown, table
 from cplus.training.settings import RunSpec
+
+TITLE = "Anchor composition"
+QUESTION = "How does anchor composition affect preservation?"
+PAPER = "Table 4; App. E.4"
+TABLE_4 = Published(
+    "Table 4, wrong anchors of 8: Retention, Correction, overall on CSQA after MedQA",
+    {
+        "0": (83.49, 13.42, 40.15),
+        "2": (81.34, 21.24, 44.16),
+        "4": (80.62, 23.16, 45.07),
+        "6": (80.38, 20.80, 43.52),
+        "8": (80.86, 23.45, 45.35),
+    },
+)
+TABLE_4_1 = Published("Table 4, accuracy on the eight supplied anchors, every row", {"supplied anchors": 100.0})
 
 WHERE = "App. E.4; Table 4"
 
@@ -81,8 +96,8 @@ def tab_anchor_composition(found: Collected) -> Table:
     own, anchors = found.studies["e07"], found.scale.anchors
     published: dict[str, tuple[float, ...]] = {}
     if anchors == 8:
-        [supplied] = STUDY.published[1].numbers.values()
-        published = {wrong: (*values, supplied) for wrong, values in STUDY.published[0].numbers.items()}
+        [supplied] = TABLE_4_1.numbers.values()
+        published = {wrong: (*values, supplied) for wrong, values in TABLE_4.numbers.items()}
     metrics = (*COLUMNS.values(), METRICS["supplied anchors"])
     groups = {
         wrong: pick(own.results, wrong_anchors=wrong)
@@ -114,7 +129,7 @@ def comparison(found: Collected) -> list[ComparisonLine]:
         pick(own.results, wrong_anchors=wrong)
         for wrong in (0, max(dict.fromkeys(spec.wrong_anchors for spec in own.specs), default=0))
     ]
-    paper = [STUDY.published[0].numbers[wrong] for wrong in ("0", "8")]
+    paper = [TABLE_4.numbers[wrong] for wrong in ("0", "8")]
     return [
         ComparisonLine(
             f"{name}, all anchors right / all wrong (%)",
@@ -123,28 +138,3 @@ def comparison(found: Collected) -> list[ComparisonLine]:
         )
         for column, (name, metric) in enumerate(COLUMNS.items())
     ]
-
-
-STUDY = Study(
-    name="e07",
-    title="Anchor composition",
-    question="How does anchor composition affect preservation?",
-    paper="Table 4; App. E.4",
-    runs=runs,
-    summary=summary,
-    published=(
-        Published(
-            "Table 4, wrong anchors of 8: Retention, Correction, overall on CSQA after MedQA",
-            {
-                "0": (83.49, 13.42, 40.15),
-                "2": (81.34, 21.24, 44.16),
-                "4": (80.62, 23.16, 45.07),
-                "6": (80.38, 20.80, 43.52),
-                "8": (80.86, 23.45, 45.35),
-            },
-        ),
-        Published("Table 4, accuracy on the eight supplied anchors, every row", {"supplied anchors": 100.0}),
-    ),
-    tables=(tab_anchor_composition,),
-    comparison=comparison,
-)

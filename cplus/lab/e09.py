@@ -9,9 +9,17 @@ from cplus.evaluation.statistics import estimate
 from cplus.lab import drawing, summaries
 from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Collected, ComparisonLine, Picture, Published, Study, Summary, Table
+from cplus.lab.study import Collected, ComparisonLine, Picture, Published, Summary, Table
 from cplus.lab.summaries import KEPT_AND_LEARNED, Metric, learned, over_seeds, pick, retained, shown, table
 from cplus.training.settings import RunSpec
+
+TITLE = "Matched controls and mask geometry"
+QUESTION = "Does update location matter beyond update magnitude or mask density?"
+PAPER = "Table 6; Fig. 13; App. E.6, E.7"
+TABLE_6 = Published(
+    "Table 6 and App. E.7, Retention at 100 % Acquisition, A=8, seed 0",
+    {"norm-matched": 45.45, "shuffled": 47.13, "cplus": 71.05, "cpl": 50.48},
+)
 
 CONTROLS = ("norm-matched", "shuffled")
 TAPS = ("admission", "reference", "geometry")
@@ -134,7 +142,7 @@ def tab_matched_update_controls(found: Collected) -> Table:
         "cplus": ("CPLUS", "Probe-informed coordinate placement"),
         "cpl": ("CPL", "none (App. E.7)"),
     }
-    paper = {method: (STUDY.published[0].numbers[method], 100.0) for method in names}
+    paper = {method: (TABLE_6.numbers[method], 100.0) for method in names}
     return drawing.measured_table(
         "tab:matched-update-controls",
         "Table 6",
@@ -149,23 +157,4 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     """Retention of CPLUS, CPL and the two controls, with the paper's."""
     methods = ("norm-matched", "shuffled", "cpl", "cplus")
     own, what = pick(found.studies["e09"].results, diagnose=()), f"Retention, {drawing.joined_names(methods)} (%)"
-    return [drawing.compare_methods(what, own, methods, STUDY.published[0].numbers)]
-
-
-STUDY = Study(
-    name="e09",
-    title="Matched controls and mask geometry",
-    question="Does update location matter beyond update magnitude or mask density?",
-    paper="Table 6; Fig. 13; App. E.6, E.7",
-    runs=runs,
-    summary=summary,
-    published=(
-        Published(
-            "Table 6 and App. E.7, Retention at 100 % Acquisition, A=8, seed 0",
-            {"norm-matched": 45.45, "shuffled": 47.13, "cplus": 71.05, "cpl": 50.48},
-        ),
-    ),
-    figures=(fig_gradient_source_dynamics,),
-    tables=(tab_matched_update_controls,),
-    comparison=comparison,
-)
+    return [drawing.compare_methods(what, own, methods, TABLE_6.numbers)]

@@ -9,9 +9,16 @@ from cplus.evaluation.statistics import estimate
 from cplus.lab.drawing import Points, budget_axis, by_budget, heat_map, joined, line, lines, panels, picture, seed_count
 from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Study, Summary, SummaryRow
+from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Summary, SummaryRow
 from cplus.lab.summaries import KEPT_AND_LEARNED, Seed, above, difference, grouped, mean_of, pick, shown, table
 from cplus.training.settings import RunSpec
+
+TITLE = "Mask references and layers"
+QUESTION = "How does the learned mask relate to full-data and layer-wise references?"
+PAPER = "Figs. 14, 15, 17, 18; App. E.8, E.11"
+PUBLISHED_0 = Published(
+    "App. E.8, update-weighted agreement with the own full-data mask at A=128", {"cpl": 0.95, "cplus": 0.89}
+)
 
 KINDS = {"cpl": "CPL with full-data CPL", "cplus": "CPLUS with full-data CPLUS", "cross": "CPLUS with full-data CPL"}
 
@@ -227,7 +234,7 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     last = max(rows, key=lambda row: int(row.at["num_anchors"]), default=None)
     at = f"at A = {last.at['num_anchors']}" if last else "at the largest budget"
     over = f"over {max((audit['updates'] for audit in _audits(found)), default=0)} updates (the paper: 678)"
-    paper = STUDY.published[0].numbers
+    paper = PUBLISHED_0.numbers
     return [
         ComparisonLine(
             f"agreement with the own full-data mask {at}, {over}, CPL / CPLUS (% of update energy)",
@@ -235,20 +242,3 @@ def comparison(found: Collected) -> list[ComparisonLine]:
             " / ".join(f"{100 * paper[kind]:.0f}" for kind in ("cpl", "cplus")),
         )
     ]
-
-
-STUDY = Study(
-    name="e10",
-    title="Mask references and layers",
-    question="How does the learned mask relate to full-data and layer-wise references?",
-    paper="Figs. 14, 15, 17, 18; App. E.8, E.11",
-    runs=runs,
-    summary=summary,
-    published=(
-        Published(
-            "App. E.8, update-weighted agreement with the own full-data mask at A=128", {"cpl": 0.95, "cplus": 0.89}
-        ),
-    ),
-    figures=(fig_mask_analysis, fig_mask_analysis_coordinates, fig_mask_agreement_all_layers, fig_mask_cross_reference),
-    comparison=comparison,
-)

@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from cplus.lab.drawing import PALETTE, compare_methods, line, method_name, panels, picture
 from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Collected, ComparisonLine, Picture, Published, Study, Summary
+from cplus.lab.study import Collected, ComparisonLine, Picture, Published, Summary
 from cplus.lab.summaries import Metric, above, learned, over_seeds, pick, retained, shown, table
 from cplus.training.settings import RunSpec
+
+TITLE = "Answer prior"
+QUESTION = "How much of forgetting is a flip of the prior over answers?"
+PUBLISHED_0 = Published("a model that never answers A, Qwen3-0.6B on CSQA, Retention", {"never A": 35.8})
 
 METHODS = ("sft", "replay", "cpl", "constant-label", "balanced-label", "cplus")
 
@@ -95,16 +99,3 @@ def comparison(found: Collected) -> list[ComparisonLine]:
         compare_methods("forgetting that is a moved prior, SFT / CPLUS (%)", own, ("sft", "cplus"), None, explained),
         compare_methods("Retention, one constant label / as it came / balanced (%)", own, banks, None),
     ]
-
-
-STUDY = Study(
-    name="e11",
-    title="Answer prior",
-    question="How much of forgetting is a flip of the prior over answers?",
-    paper="added here; docs/studies.md",
-    runs=runs,
-    summary=summary,
-    published=(Published("a model that never answers A, Qwen3-0.6B on CSQA, Retention", {"never A": 35.8}),),
-    figures=(fig_answer_prior,),
-    comparison=comparison,
-)

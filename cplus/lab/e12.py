@@ -7,13 +7,20 @@ import statistics
 from collections.abc import Sequence
 
 from cplus.lab import summaries
-from cplus.lab.drawing import ADDED_HERE, colour_and_marker, joined, panels, picture
+from cplus.lab.drawing import colour_and_marker, joined, panels, picture
 from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Collected, ComparisonLine, Picture, Published, Study, Summary
+from cplus.lab.study import ADDED_HERE, Collected, ComparisonLine, Picture, Published, Summary
 from cplus.lab.summaries import KEPT_AND_LEARNED, Metric, by_seed, over_seeds, pick, retained, shown
 from cplus.receipts.figures import OTHER
 from cplus.training.settings import RunSpec
+
+TITLE = "Rotating evidence"
+QUESTION = "What is the best use of a fixed refresh budget?"
+PUBLISHED_0 = Published(
+    "a draft on an earlier toy world, Retention",
+    {"all 128 every epoch": 90.4, "1/4 of 512 every epoch": 93.5, "all 512 every epoch": 94.3},
+)
 
 FIELDS = ("num_probes", "parts", "refresh", "memory")
 TOLERANCE = 1.05
@@ -140,21 +147,3 @@ def comparison(found: Collected) -> list[ComparisonLine]:
             ADDED_HERE,
         )
     ]
-
-
-STUDY = Study(
-    name="e12",
-    title="Rotating evidence",
-    question="What is the best use of a fixed refresh budget?",
-    paper="added here; docs/studies.md",
-    runs=runs,
-    summary=summary,
-    published=(
-        Published(
-            "a draft on an earlier toy world, Retention",
-            {"all 128 every epoch": 90.4, "1/4 of 512 every epoch": 93.5, "all 512 every epoch": 94.3},
-        ),
-    ),
-    figures=(fig_rotating_evidence,),
-    comparison=comparison,
-)

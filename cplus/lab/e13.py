@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cplus.evaluation.statistics import Estimate, LossPoint, common_level, crossing
-from cplus.lab.drawing import ADDED_HERE, joined, joined_names, panels, picture
+from cplus.lab.drawing import joined, joined_names, panels, picture
 from cplus.lab.e06 import draw_path
 from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Collected, ComparisonLine, Picture, Study, Summary
+from cplus.lab.study import ADDED_HERE, Collected, ComparisonLine, Picture, Summary
 from cplus.lab.summaries import Metric, above, leads, margin, over_seeds, pick, retained, shown, table
 from cplus.training.settings import RunSpec
+
+TITLE = "A gentle start"
+QUESTION = "How much forgetting does a warm-up avoid, and what does CPLUS add to it?"
 
 METHODS = ("sft", "replay", "cpl", "cplus")
 SHARE = 0.5
@@ -126,15 +129,3 @@ def comparison(found: Collected) -> list[ComparisonLine]:
             for title, warmup in SCHEDULES.items()
         ),
     ]
-
-
-STUDY = Study(
-    name="e13",
-    title="A gentle start",
-    question="How much forgetting does a warm-up avoid, and what does CPLUS add to it?",
-    paper="added here; docs/studies.md",
-    runs=runs,
-    summary=summary,
-    figures=(fig_gentle_start,),
-    comparison=comparison,
-)

@@ -8,9 +8,28 @@ from typing import Any
 from cplus.lab.drawing import PALETTE, budget_axis, line, panels, picture, points_by, seed_count
 from cplus.lab.records import RunResult
 from cplus.lab.scales import SCARCE, Scale
-from cplus.lab.study import Cell, Collected, ComparisonLine, Picture, Published, Study, Summary, Table
+from cplus.lab.study import Cell, Collected, ComparisonLine, Picture, Published, Summary, Table
 from cplus.lab.summaries import KEPT_AND_LEARNED, Metric, above, pick, shown, table
 from cplus.training.settings import RunSpec
+
+TITLE = "Topic cue and bank audit"
+QUESTION = "Does the topic cue matter, and what is in the banks?"
+PAPER = "App. C.1, C.2"
+PUBLISHED_0 = Published(
+    "App. C.2, three banks of 512 probes against 1,096 evaluated prompts",
+    {
+        "probes": 1536,
+        "unique": 1536,
+        "mean": 0.915,
+        "median": 0.984,
+        "p10": 0.696,
+        "exact": 1,
+        "near": 2,
+        "exact_share": 0.07,
+        "near_share": 0.13,
+    },
+)
+PUBLISHED_1 = Published("App. C.1, one seed", {"the topic cue": "did not consistently improve Retention"})
 
 NUM_BANKS = 3
 """The paper audits three banks."""
@@ -135,7 +154,7 @@ def fig_topic_cue(found: Collected) -> Picture:
 
 def tab_bank_audit(found: Collected) -> Table:
     """The banks side by side, with the cue and without it, and together with the paper's three."""
-    paper = STUDY.published[0].numbers
+    paper = PUBLISHED_0.numbers
     groups = {name: banks(found.studies["e14"].results, cue=cue) for name, cue in CUES.items()}
     alone = {f"{name}, seed {run.spec.seed}": pooled([run]) for name, own in groups.items() for run in own}
     together = {f"together, {name}": pooled(own) for name, own in groups.items()}
@@ -165,7 +184,7 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     """The cue's gain, and the audit of the banks together, with the paper's."""
     own = found.studies["e14"]
     gains = [f"A = {claim.says.rpartition('=')[2]}: {shown(claim.margin, sign=True)}" for claim in own.summary.claims]
-    together, paper = pooled(banks(own.results, cue=True)), STUDY.published[0].numbers
+    together, paper = pooled(banks(own.results, cue=True)), PUBLISHED_0.numbers
     return [
         ComparisonLine(
             "CPLUS with the topic cue minus without it (points of Retention)",
@@ -184,33 +203,3 @@ def _together(numbers: Mapping[str, float]) -> str:
     parts: Sequence[str] = [f"{numbers['unique']:,.0f} / {numbers['probes']:,.0f}"]
     confidence = ", ".join(f"{numbers[name]:.3f}" for name in ("mean", "median", "p10"))
     return "; ".join((*parts, confidence, f"{numbers['exact']:.0f}, {numbers['near']:.0f}"))
-
-
-STUDY = Study(
-    name="e14",
-    title="Topic cue and bank audit",
-    question="Does the topic cue matter, and what is in the banks?",
-    paper="App. C.1, C.2",
-    runs=runs,
-    summary=summary,
-    published=(
-        Published(
-            "App. C.2, three banks of 512 probes against 1,096 evaluated prompts",
-            {
-                "probes": 1536,
-                "unique": 1536,
-                "mean": 0.915,
-                "median": 0.984,
-                "p10": 0.696,
-                "exact": 1,
-                "near": 2,
-                "exact_share": 0.07,
-                "near_share": 0.13,
-            },
-        ),
-        Published("App. C.1, one seed", {"the topic cue": "did not consistently improve Retention"}),
-    ),
-    figures=(fig_topic_cue,),
-    tables=(tab_bank_audit,),
-    comparison=comparison,
-)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
-import shutil
 import statistics
-import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,17 +67,26 @@ def updates(spec: Spec) -> int:
     return stages * spec.epochs * -(-(spec.num_new or NEW_ROWS) // spec.batch_size)
 
 
-def seconds(spec: Spec, known: Sequence[Result], speed: float | None) -> float:
-    """The estimated time of a run: its FLOPs at the median rate of similar finished runs, else at this speed."""
-    rates = [r.environment["wall_seconds"] / flops(r.spec) for r in similar(spec, known)]
-    return flops(spec) * statistics.median(rates) if rates else OVERHEAD + flops(spec) / (speed or STATED["flops"])
-
-
-def similar(spec: Spec, known: Sequence[Result]) -> list[Result]:
-    """The finished runs of the same model and kind, of the same method if there are any, whose time is known."""
+def similar(spec: Spec, known: Sequence[Result]) -> list[float]:
+    """Seconds per FLOP of finished runs of the same model and kind, and of the same method if there are any."""
     timed = [r for r in known if "wall_seconds" in r.environment]
     found = [r for r in timed if r.spec.model == spec.model and type(r.spec) is type(spec)]
-    return [r for r in found if r.spec.method == spec.method] or found
+    own = [r for r in found if r.spec.method == spec.method] or found
+    return [r.environment["wall_seconds"] / flops(r.spec) for r in own]
+
+
+def here(specs: Sequence[Spec], known: Sequence[Result]) -> tuple[list[float], str]:
+    """The seconds of each run by similar finished ones, else by the speed measured on this device; and the basis."""
+    rates = [similar(spec, known) for spec in specs]
+    speed, device = (0.0, "") if all(rates) else measured_speed()
+    times = [
+        flops(spec) * statistics.median(own) if own else OVERHEAD + flops(spec) / speed
+        for spec, own in zip(specs, rates, strict=True)
+    ]
+    bases = ["finished runs"] if any(rates) else []
+    if not all(rates):
+        bases.append(f"{speed / 1e9:,.0f} GFLOP per second, measured on {device}")
+    return times, ", others from ".join(bases)
 
 
 def measured_speed() -> tuple[float, str]:
@@ -103,20 +111,18 @@ def workers_that_fit(workers: int, specs: Sequence[Spec], available: float) -> i
     A worker has interpreter and libraries, then weights, gradients, moments, copy, evidence and average.
 
     >>> spec = RunSpec(model="toy", task="", interface="cloze", method="sft", seed=0, num_anchors=0, num_probes=0)
-    >>> workers_that_fit(8, [], 1e9), workers_that_fit(8, [spec], 3e9)
-    (8, 4)
+    >>> workers_that_fit(8, [spec], 3e9)
+    4
     """
-    most = max((0.7e9 + 32 * PARAMETERS.get(spec.model, 1e9) for spec in specs), default=0.0)
-    return max(1, min(workers, int(available // most))) if most else workers
+    most = max((0.7e9 + 32 * PARAMETERS.get(spec.model, 1e9) for spec in specs), default=0.7e9)
+    return max(1, min(workers, int(available // most)))
 
 
 # Devices: those of this machine or of a described one, and how many of them a run takes.
 
 
-DEVICES = "CPLUS_DEVICES"
-"""Names of devices with their gigabytes, like `0:24,1:24`, in place of the GPUs that this machine reports."""
 USABLE = 0.94
-"""The share of a described device's memory that a process can fill."""
+"""The share of a device's memory that a process can fill."""
 RESERVE = 2e9
 """Bytes for the driver, the activations (computed again where memory is short) and the logits."""
 WHOLE = ("norm-matched", "shuffled", "mofo")
@@ -125,39 +131,20 @@ WHOLE = ("norm-matched", "shuffled", "mofo")
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A device by the name that CUDA_VISIBLE_DEVICES takes, and its free bytes."""
+    """A device by the name that CUDA_VISIBLE_DEVICES takes, and its bytes."""
 
     name: str
     memory: float
 
 
 def devices() -> tuple[Device, ...]:
-    """The devices of this machine; none where it has no GPU, and runs then use the processors."""
-    if named := os.environ.get(DEVICES):
-        pairs = [text.strip().partition(":") for text in named.split(",")]
-        try:
-            return tuple(Device(name=name, memory=float(gigabytes) * 1e9) for name, _, gigabytes in pairs)
-        except ValueError as error:
-            raise ValueError(f"{DEVICES} must be like 0:24,1:24 (name and gigabytes), got {named!r}") from error
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    tool = shutil.which("nvidia-smi")
-    if tool is None or visible == "":
-        return ()
-    query = [tool, "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False)
-    return reported(done.stdout if done.returncode == 0 else "", visible)
+    """The GPUs of this machine that CUDA_VISIBLE_DEVICES leaves; without any, runs use the processors."""
+    import torch
 
-
-def reported(table: str, visible: str | None) -> tuple[Device, ...]:
-    """The devices of nvidia-smi's table, in the order of CUDA_VISIBLE_DEVICES where that is set.
-
-    >>> [device.name for device in reported("0, GPU-a, 1000\\n1, GPU-b, 2000\\n", "1")]
-    ['1']
-    """
-    rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.strip()]
-    free = {name: float(row[2]) * 2**20 for row in rows for name in row[:2]}
-    names = [row[1] for row in rows] if visible is None else [name.strip() for name in visible.split(",")]
-    return tuple(Device(name=name, memory=free[name]) for name in names if name in free)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    sizes = [USABLE * torch.cuda.get_device_properties(index).total_memory for index in range(count)]
+    return tuple(Device(name=name, memory=size) for name, size in zip(names, sizes, strict=False))
 
 
 def described(text: str) -> tuple[Device, ...]:
@@ -168,23 +155,21 @@ def described(text: str) -> tuple[Device, ...]:
     return (Device(name="", memory=USABLE * float(found[2]) * 1e9),) * int(found[1])
 
 
-def parts(spec: Spec) -> dict[str, float]:
-    """Bytes per parameter of a run, by what they are for.
+def row_of(spec: Spec) -> Method:
+    """The method's row with the run's settings."""
+    return spec.settings.row if isinstance(spec, RunSpec) else method(spec.method)
+
+
+def gate_bytes(spec: Spec) -> float:
+    """Bytes per parameter of a run's gate: signs in two bits, moving average, remembered evidence, the step's copy.
 
     A projection's vectors are left out: where the device has no room for them they are in the host's memory.
     """
     row = row_of(spec)
-    gate = 0.0
-    if row.gate is not None:
-        evidence = getattr(row.reduction, "kept_bytes", 0.25) if row.evidence else 0.0  # signs, in two bits
-        average, remembered, copy = 4.0 * bool(row.beta), 4.0 * bool(row.memory), 4.0
-        gate = evidence + average + remembered + copy
-    return {"weights": 4.0, "gradients": 4.0, "moments": 8.0 * (spec.optimizer == "adamw"), "gate": gate}
-
-
-def row_of(spec: Spec) -> Method:
-    """The method's row with the run's settings."""
-    return spec.settings.row if isinstance(spec, RunSpec) else method(spec.method)
+    if row.gate is None:
+        return 0.0
+    kept = getattr(row.reduction, "kept_bytes", 0.25) if row.evidence else 0.0
+    return float(kept + 4.0 * bool(row.beta) + 4.0 * bool(row.memory) + 4.0)
 
 
 def need(spec: Spec, count: int) -> float:
@@ -195,9 +180,9 @@ def need(spec: Spec, count: int) -> float:
     >>> round(need(spec, 1) / 1e9), round(need(spec, 2) / 1e9)
     (66, 50)
     """
-    each = parts(spec)
-    whole = each["weights"] if count > 1 else 0.0
-    return RESERVE + PARAMETERS.get(spec.model, 1e9) * (sum(each.values()) / count + whole)
+    weights, gradients, moments = 4.0, 4.0, 8.0 * (spec.optimizer == "adamw")
+    state = (weights + gradients + moments + gate_bytes(spec)) / count + (weights if count > 1 else 0.0)
+    return RESERVE + PARAMETERS.get(spec.model, 1e9) * state
 
 
 def can_be_sharded(spec: Spec) -> bool:
@@ -209,66 +194,48 @@ def can_be_sharded(spec: Spec) -> bool:
 
 
 def width(spec: Spec, found: Sequence[Device]) -> int:
-    """The smallest number of devices that a run fits on; one that fits on none is refused."""
-    limit = len(found) if can_be_sharded(spec) else 1
+    """The smallest number of devices that a run fits on, 1 where there are none; one that fits on none is refused."""
+    limit = len(found) if found and can_be_sharded(spec) else 1
+    smallest = min((device.memory for device in found), default=math.inf)
     for count in range(1, limit + 1):
-        if sum(device.memory >= need(spec, count) for device in found) >= count:
+        if need(spec, count) <= smallest:
             return count
-    largest = max(device.memory for device in found)
     raise ValueError(
-        f"{run_title(spec)}: needs {need(spec, limit) / 1e9:.0f} GB on each of {limit} devices, and the largest has "
-        f"{largest / 1e9:.0f} GB free; use larger or more devices, or a smaller model"
+        f"{run_title(spec)}: needs {need(spec, limit) / 1e9:.0f} GB on each of {limit} devices, and the smallest has "
+        f"{smallest / 1e9:.0f} GB; use larger or more devices, or a smaller model"
     )
-
-
-def assign(found: Sequence[Device], workers: int, spec: Spec) -> list[tuple[Device, ...]]:
-    """The devices of each worker, for runs as large as this one; they share a device as far as its memory suffices."""
-    count = width(spec, found)
-    bytes_each = need(spec, count)
-    fitting = [device for device in found if device.memory >= bytes_each]
-    if count > 1:
-        return [tuple(fitting[i : i + count]) for i in range(0, len(fitting) - count + 1, count)][:workers]
-    # Every device once, then again those that have room for one more, and so on.
-    rounds = ((device, number) for number in range(1, workers + 1) for device in fitting)
-    places: list[tuple[Device, ...]] = [(device,) for device, n in rounds if device.memory >= n * bytes_each]
-    return places[:workers]
-
-
-def by_width(specs: Iterable[Spec], found: Sequence[Device]) -> dict[int, list[Spec]]:
-    """The runs by the number of devices they take; without devices all of them take one place each."""
-    return grouped(specs, lambda spec: width(spec, found) if found else 1)
 
 
 def teams(
     found: Sequence[Device], workers: int, specs: Iterable[Spec]
-) -> list[tuple[list[Spec], list[tuple[Device, ...]]]]:
-    """Runs that take equally many devices, fewest first, each with the places of the workers that do them."""
+) -> list[tuple[list[Spec], list[Sequence[Device]]]]:
+    """Runs that take equally many devices, fewest first, each with the places of the workers that do them.
+
+    Workers of runs that take one device share it as far as its memory suffices.
+    """
     phases = []
-    for _, own in sorted(by_width(specs, found).items()):
-        places: list[tuple[Device, ...]] = [()] * workers
+    for count, own in sorted(grouped(specs, lambda spec: width(spec, found)).items()):
+        places: list[Sequence[Device]] = [()] * workers
         if found:
-            places = assign(found, workers, max(own, key=lambda spec: need(spec, 1)))
-        phases.append((own, places[: len(own)]))
+            most = max(need(spec, count) for spec in own)
+            sharing = int(min(device.memory for device in found) // most) if count == 1 else 1
+            places = [found[i : i + count] for i in range(0, len(found) - count + 1, count)] * sharing
+        phases.append((own, places[: min(workers, len(own))]))
     return phases
 
 
-def largest_team(found: Sequence[Device], workers: int, specs: Iterable[Spec]) -> int:
-    """The largest number of workers that work at the same time."""
-    return max(len(places) for _, places in teams(found, workers, specs))
-
-
-def listed(specs: Sequence[Spec], machine: Sequence[Device]) -> tuple[list[dict[str, Any]], float]:
-    """A row for each run: devices, bytes on each and seconds, or why it is refused; and hours if no device is idle."""
-    rows, used = [], 0.0
+def on_machine(specs: Sequence[Spec], machine: Sequence[Device]) -> tuple[list[dict[str, Any]], float]:
+    """For each run its devices, bytes on each and seconds, or why it is refused; and hours if no device is idle."""
+    rows: list[dict[str, Any]] = []
+    used = 0.0
     for spec in specs:
-        row: dict[str, Any] = {"run": run_title(spec)}
         try:
             count = width(spec, machine)
         except ValueError as error:
-            rows.append(row | {"refused": str(error)})
+            rows.append({"refused": str(error)})
             continue
         moved = updates(spec) * UPDATE_BYTES * PARAMETERS.get(spec.model, 1e9)
         time = flops(spec) / STATED["flops"] + moved / STATED["bandwidth"]
         used += time
-        rows.append(row | {"devices": count, "bytes": need(spec, count), "seconds": time / count})
+        rows.append({"devices": count, "bytes": need(spec, count), "seconds": time / count})
     return rows, used / len(machine) / 3600

@@ -10,9 +10,12 @@ from dataclasses import dataclass, replace
 from cplus.lab.drawing import cell, compare_methods, joined_names, method_name
 from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale, canonical
-from cplus.lab.study import Claim, Collected, ComparisonLine, Study, Summary, Table
+from cplus.lab.study import Claim, Collected, ComparisonLine, Summary, Table
 from cplus.lab.summaries import Metric, by_seed, difference, learned, over_seeds, pick, retained, shown, table, updates
 from cplus.training.settings import RunSpec
+
+TITLE = "Facts of real models"
+QUESTION = "How much of what a real model knows does each method keep where everything new is learned?"
 
 OURS = "cplus"
 
@@ -162,15 +165,3 @@ def comparison(found: Collected) -> list[ComparisonLine]:
         compare_methods(f"{model}: {what}", pick(runs, model=model, lr=own.base.lr), METHODS, None)
         for model, own in CELLS.items()
     ]
-
-
-STUDY = Study(
-    name="facts",
-    title="Facts of real models",
-    question="How much of what a real model knows does each method keep where everything new is learned?",
-    paper="added here; docs/studies.md",
-    runs=runs,
-    summary=summary,
-    tables=(tab_facts,),
-    comparison=comparison,
-)

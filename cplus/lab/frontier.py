@@ -13,12 +13,15 @@ from typing import Any, TypeAlias
 
 from cplus.evaluation.statistics import Estimate, estimate
 from cplus.lab import summaries
-from cplus.lab.drawing import ADDED_HERE, SOFT, cell, colour_and_marker, line, method_name, panels, picture
+from cplus.lab.drawing import SOFT, cell, colour_and_marker, line, method_name, panels, picture
 from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
-from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Study, Summary, SummaryRow, Table
+from cplus.lab.study import ADDED_HERE, Claim, Collected, ComparisonLine, Picture, Summary, SummaryRow, Table
 from cplus.lab.summaries import by_seed, flops, mean_of, over_seeds, pick, retained, row, shown, updates
 from cplus.training.settings import RunSpec
+
+TITLE = "The frontier"
+QUESTION = "What does each method keep beyond plain fine-tuning at its best rate, at equal cost?"
 
 RUNGS = 5
 """Rates of a ladder, each half of the one before."""
@@ -380,16 +383,3 @@ def comparison(found: Collected) -> list[ComparisonLine]:
             ADDED_HERE,
         )
     ]
-
-
-STUDY = Study(
-    name="frontier",
-    title="The frontier",
-    question="What does each method keep beyond plain fine-tuning at its best rate, at equal cost?",
-    paper="added here; docs/studies.md",
-    runs=runs,
-    summary=summary,
-    figures=(fig_frontier,),
-    tables=(tab_frontier,),
-    comparison=comparison,
-)

@@ -81,11 +81,16 @@ def record_name(spec: Spec) -> str:
     return f"{kind}{spec.method.replace(':', '.')}-{spec.seed}-{spec.key()}.json"
 
 
+def record_of(result: Result) -> dict[str, Any]:
+    """The JSON object of a result, with its seal."""
+    kind = {"kind": "sequence"} if isinstance(result, SequenceResult) else {}
+    return sealed({"schema": SCHEMA, **kind, **asdict(result)})
+
+
 def save_result(result: Result, folder: Path) -> Path:
     """Write the result as a file of its own, under its record's name."""
     path = folder / record_name(result.spec)
-    kind = {"kind": "sequence"} if isinstance(result, SequenceResult) else {}
-    write_json(path, sealed({"schema": SCHEMA, **kind, **asdict(result)}))
+    write_json(path, record_of(result))
     return path
 
 

@@ -12,9 +12,8 @@ from markupsafe import Markup
 from cplus.base.files import write_text
 from cplus.lab import SCALES, STUDIES, runs_of
 from cplus.lab.drawing import CARD, INK, SOFT, draw, inline_svg, method_name, panels
-from cplus.lab.records import Result, Spec, record_name
-from cplus.lab.runner import RUNS, files_in, load_file, stored
-from cplus.lab.study import Collected, CollectedStudy, Picture, SummaryRow, Table, run_title
+from cplus.lab.runner import stored
+from cplus.lab.study import ADDED_HERE, Collected, CollectedStudy, Picture, SummaryRow, Table, run_title
 from cplus.lab.summaries import shown
 from cplus.receipts.page import cost, environment, policy, scaled
 
@@ -180,34 +179,18 @@ def collect(folder: Path) -> Collected:
             "results/desk; 'cplus study run all' writes one"
         )
     specs = {name: tuple(runs_of(study, scale)) for name, study in STUDIES.items()}
-    found, refused, unknown = _read(dict.fromkeys(spec for own in specs.values() for spec in own), folder)
-    if not found and not refused:
+    found, damaged = stored(folder)
+    unknown = len(found.keys() - {spec for own in specs.values() for spec in own})
+    if len(found) == unknown and not damaged:
         raise ValueError(f"{folder}: no result of scale {scale.name} was found; 'cplus study run all' computes them")
     studies = {}
     for name, study in STUDIES.items():
-        if not specs[name] and study.paper.startswith("added here"):
+        if not specs[name] and study.paper.startswith(ADDED_HERE):
             continue  # a place is kept for what the paper has, not for what was added and this scale does not run
         own = tuple(found[spec] for spec in specs[name] if spec in found)
         studies[name] = CollectedStudy(study=study, specs=specs[name], results=own, summary=study.summary(own))
-    return Collected(scale=scale, folder=folder, studies=studies, refused=tuple(refused), unknown_records=unknown)
-
-
-def _read(specs: Mapping[Spec, None], folder: Path) -> tuple[dict[Spec, Result], list[str], int]:
-    """The results, the errors of damaged ones without their folder, and the number of records of no run."""
-    found: dict[Spec, Result] = {}
-    refused = []
-    for spec in specs:
-        try:
-            if (result := load_file(spec, folder)) is not None:
-                found[spec] = result
-        except ValueError as error:
-            refused.append(str(error))
-    names = set(map(record_name, specs))
-    unknown = sum(path.name not in names for path in files_in(folder))
-    lines, damaged = stored(folder)  # after the files: a result that is moved meanwhile has its line
-    found = {spec: result for spec, result in lines.items() if spec in specs} | found
-    short = [error.replace(f"{folder / RUNS}/", "").replace(f"{folder}/", "") for error in (*refused, *damaged)]
-    return found, short, unknown + sum(spec not in specs for spec in lines)
+    refused = tuple(error.replace(f"{folder}/", "") for error in damaged)
+    return Collected(scale=scale, folder=folder, studies=studies, refused=refused, unknown_records=unknown)
 
 
 # The overview of the method (Fig. 2) and the index of the experiments (Table 2), which belong to no one study.

@@ -9,19 +9,19 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from cplus.base.files import cache_folder, canonical_json, read_json, replacing, tidy
+from cplus.base.files import cache_folder, canonical_json, replacing, tidy
 from cplus.base.locks import Held, beside, holding
 from cplus.distributed import processes
 from cplus.lab import SCALES, STUDIES, runs_of
-from cplus.lab.estimate import Device, by_width, teams
-from cplus.lab.records import Result, Spec, load_result, parse_result, record_name, save_result
+from cplus.lab.estimate import Device, teams, width
+from cplus.lab.records import Result, Spec, parse_result, record_name, record_of
 from cplus.lab.summaries import T
 from cplus.lab.summaries import grouped as grouped_by
 from cplus.training.settings import RunSpec, SequenceSpec, StudySettings
@@ -32,60 +32,39 @@ if TYPE_CHECKING:
     from cplus.models import Loaded
     from cplus.training.rows import Group
 
+FOREVER = 7 * 24 * 3600.0
 
-# The results on disk: a line of its study's JSONL each, and a file of its own until the runner has moved it there.
+
+# The results on disk: a line of its study's JSONL each.
 
 
-RUNS = "runs"
-"""The folder of single files; in results of earlier versions they are in the scale's folder itself."""
 OTHER = "other"
 """Where runs go that no study of the scale declares."""
 
 
-def path_of(spec: Spec, folder: Path) -> Path:
-    """The file that a run writes its result to."""
-    return folder / RUNS / record_name(spec)
+def save(result: Result, folder: Path) -> None:
+    """Add a result to the file of the first study that declares it; a kill leaves the whole line or nothing."""
+    path = folder / f"{_first_studies(folder.resolve().name).get(result.spec, OTHER)}.jsonl"
+    with holding(beside(path), wait=FOREVER):
+        tidy(folder, path.name)
+        before = path.read_bytes().rstrip(b"\n").split(b"\n") if path.exists() else []
+        with replacing(path) as part:
+            part.write_bytes(b"".join(line + b"\n" for line in (*before, canonical_json(record_of(result)).encode())))
 
 
-def save(result: Result, folder: Path) -> Path:
-    """Write a result to its own file."""
-    return save_result(result, folder / RUNS)
-
-
-def load(spec: Spec, folder: Path) -> Result | None:
-    """The result of this spec; None if there is none. A damaged or foreign record is an error that names it."""
-    # A result is moved by writing its line first: what has no file any more has a line.
-    if (found := load_file(spec, folder)) is not None:
-        return found
-    lines, refused = stored(folder)
-    if spec not in lines and refused:  # it may be the one that cannot be read
-        raise ValueError(f"{refused[0]}; remove this line to repeat its run. No other result was changed")
-    return lines.get(spec)
-
-
-def load_file(spec: Spec, folder: Path) -> Result | None:
-    """The result in a run's own file; None if it has no such file."""
-    for path in (path_of(spec, folder), folder / record_name(spec)):
-        try:
-            found = load_result(path)
-        except FileNotFoundError:
-            continue
-        except ValueError as error:
-            raise ValueError(f"{error}; move it away to repeat the run. No other result was changed") from error
-        if found.spec != spec:
-            raise ValueError(
-                f"{path}: expected the result of {spec}, found that of {found.spec}; another version of the "
-                "studies wrote it: choose another --out, or move the file away"
-            )
-        return found
-    return None
+@lru_cache
+def _first_studies(scale: str) -> dict[Spec, str]:
+    found: dict[Spec, str] = {}
+    for name, study in STUDIES.items() if scale in SCALES else ():
+        found = dict.fromkeys(runs_of(study, SCALES[scale]), name) | found
+    return found
 
 
 def stored(folder: Path) -> tuple[dict[Spec, Result], list[str]]:
-    """The results in a folder's JSONL files, and an error for each damaged line."""
+    """The results of a folder, and an error for each damaged line. Earlier versions wrote a file for each result."""
     found: dict[Spec, Result] = {}
     refused: list[str] = []
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in sorted((*folder.glob("*.jsonl"), *folder.glob("*.json"), *folder.glob("runs/*.json"))):
         status = path.stat()
         results, errors = _read_lines(path, (status.st_ino, status.st_mtime_ns, status.st_size))
         found = {result.spec: result for result in results} | found
@@ -96,7 +75,8 @@ def stored(folder: Path) -> tuple[dict[Spec, Result], list[str]]:
 @lru_cache(maxsize=64)
 def _read_lines(path: Path, version: tuple[int, int, int]) -> tuple[list[Result], list[str]]:
     results, refused = [], []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+    whole = path.read_bytes()
+    for number, line in enumerate(whole.split(b"\n") if path.suffix == ".jsonl" else [whole], 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -110,58 +90,15 @@ def _read_lines(path: Path, version: tuple[int, int, int]) -> tuple[list[Result]
 
 
 def finished(specs: Iterable[Spec], folder: Path) -> list[Result]:
-    """The existing results of these specs, in their order."""
-    return [found for spec in specs if (found := load(spec, folder)) is not None]
+    """The existing results of these specs, in their order; a damaged line may hold one of the others: an error."""
+    specs = list(specs)
+    found, refused = stored(folder)
+    if refused and any(spec not in found for spec in specs):
+        raise ValueError(f"{refused[0]}; remove this line to repeat its run. No other result was changed")
+    return [found[spec] for spec in specs if spec in found]
 
 
-def files_in(folder: Path) -> list[Path]:
-    """The results' own files."""
-    return sorted((*folder.glob("*.json"), *folder.glob(f"{RUNS}/*.json")))
-
-
-def fold(folder: Path) -> None:
-    """Move finished results from their own files to the JSONL of the first study that declares them.
-
-    The lines are written before the files are removed; after a crash in between a result has both, and gets no second
-    line. A damaged file stays where it is.
-    """
-    if not files_in(folder):
-        return
-    with holding(folder / ".fold.lock", wait=FOREVER):
-        tidy(folder)
-        there, _ = stored(folder)
-        studies = _first_studies(folder)
-        moved, lines = [], dict[str, list[str]]()
-        for path in files_in(folder):
-            try:
-                found = load_result(path)
-            except ValueError:
-                continue
-            if record_name(found.spec) == path.name:
-                moved.append(path)
-                if found.spec not in there:
-                    there[found.spec] = found
-                    lines.setdefault(studies.get(found.spec, OTHER), []).append(canonical_json(read_json(path)))
-        for name, new in lines.items():
-            path = folder / f"{name}.jsonl"
-            old = path.read_bytes().rstrip(b"\n").split(b"\n") if path.exists() else []
-            with replacing(path) as part:
-                part.write_bytes(b"".join(line + b"\n" for line in (*old, *(line.encode() for line in new))))
-        for path in moved:
-            path.unlink()
-
-
-def _first_studies(folder: Path) -> dict[Spec, str]:
-    """The first study that declares each run of the scale that the folder is named after."""
-    scale = SCALES.get(folder.resolve().name)
-    found: dict[Spec, str] = {}
-    if scale is not None:
-        for name, study in STUDIES.items():
-            found = dict.fromkeys(runs_of(study, scale), name) | found
-    return found
-
-
-# One run of a study, from its spec to its file; what runs share is cached in the process and on disk.
+# One run of a study, from its spec to its record; what runs share is cached in the process and on disk.
 
 
 RunOutcome: TypeAlias = Literal["done", "already done", "running elsewhere"]
@@ -172,7 +109,7 @@ PLACED = "CPLUS_PLACED_ON"
 
 
 def execute(spec: Spec, folder: Path, *, wait: float = 0.0) -> RunOutcome:
-    """Do one run under a lock and write its result, unless it exists or another process is doing the run.
+    """Do one run under a lock and save its result, unless it exists or another process is doing the run.
 
     Processes that share a run call it together; the first one has the lock and writes.
     """
@@ -190,15 +127,11 @@ def execute(spec: Spec, folder: Path, *, wait: float = 0.0) -> RunOutcome:
 
 def _known(spec: Spec, folder: Path, wait: float, held: ExitStack) -> RunOutcome | None:
     """Why a run is not done now; None if it is, and its lock is then held."""
-    path = path_of(spec, folder)
     try:
-        held.enter_context(holding(beside(path), wait=wait))
+        held.enter_context(holding(beside(folder / record_name(spec)), wait=wait))
     except Held:
         return "running elsewhere"
-    if load(spec, folder) is not None:
-        return "already done"
-    tidy(path.parent, path.name)
-    return None
+    return "already done" if finished([spec], folder) else None
 
 
 def _run(spec: RunSpec) -> Result:
@@ -318,7 +251,6 @@ CACHE = ProcessCache()
 
 
 FAILURES = (ValueError, TypeError, OSError, ArithmeticError, RuntimeError, ImportError)
-FOREVER = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,36 +267,31 @@ Executor: TypeAlias = Callable[[Sequence[Spec], Path], Iterator[EndedRun]]
 
 def queue(specs: Sequence[Spec], folder: Path) -> list[Spec]:
     """The runs without a result, those of one setting one after another."""
-    missing = [spec for spec in dict.fromkeys(specs) if load(spec, folder) is None]
+    done = {result.spec for result in finished(specs, folder)}
+    missing = [spec for spec in dict.fromkeys(specs) if spec not in done]
     order = {shared: index for index, shared in enumerate(dict.fromkeys(map(without_method, missing)))}
     models = {model: index for index, model in enumerate(dict.fromkeys(spec.model for spec in missing))}
     return sorted(missing, key=lambda spec: (models[spec.model], order[without_method(spec)]))
 
 
 def perform(specs: Sequence[Spec], folder: Path, executor: Executor) -> Iterator[EndedRun]:
-    """Do the missing runs, wait for those that another runner is doing, then `fold` all results."""
+    """Do the missing runs, then wait for those that another runner is doing."""
     others = []
     for ended in executor(queue(specs, folder), folder):
         if ended.outcome == "running elsewhere":
             others.append(ended.spec)
         else:
             yield ended
-    for spec in others:
-        yield _ended(spec, folder, wait=FOREVER)
-    fold(folder)
+    yield from in_this_process(others, folder, wait=FOREVER)
 
 
-def in_this_process(specs: Sequence[Spec], folder: Path) -> Iterator[EndedRun]:
+def in_this_process(specs: Sequence[Spec], folder: Path, *, wait: float = 0.0) -> Iterator[EndedRun]:
     """Do the runs one after another in this process."""
     for spec in specs:
-        yield _ended(spec, folder)
-
-
-def _ended(spec: Spec, folder: Path, *, wait: float = 0.0) -> EndedRun:
-    try:
-        return EndedRun(spec=spec, outcome=execute(spec, folder, wait=wait))
-    except FAILURES as error:
-        return EndedRun(spec=spec, failed=f"{type(error).__name__}: {error}")
+        try:
+            yield EndedRun(spec=spec, outcome=execute(spec, folder, wait=wait))
+        except FAILURES as error:
+            yield EndedRun(spec=spec, failed=f"{type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,11 +308,11 @@ class Processes:
             yield from self._distributed(own, folder, places)
 
     def _distributed(
-        self, specs: Sequence[Spec], folder: Path, places: Sequence[tuple[Device, ...]]
+        self, specs: Sequence[Spec], folder: Path, places: Sequence[Sequence[Device]]
     ) -> Iterator[EndedRun]:
-        """A worker gets runs of its last setting as long as there are any."""
+        """A worker gets runs of its last setting as long as there are any; all its processes do each run together."""
         waiting = list(specs)
-        slots = [Worker(place, self.threads) for place in places]
+        slots = [start_worker(place, self.threads) for place in places]
         last: dict[int, Spec] = {}
         running: dict[Future[RunOutcome], tuple[int, Spec]] = {}
         try:
@@ -393,64 +320,50 @@ class Processes:
                 for slot in set(range(len(slots))) - {slot for slot, _ in running.values()}:
                     if waiting:
                         taken = {without_method(spec) for _, spec in running.values()}
-                        spec = waiting.pop(_next(waiting, last.get(slot), taken))
-                        running[slots[slot].submit(spec, folder)] = slot, spec
-                        last[slot] = spec
+                        last[slot] = waiting.pop(_next(waiting, last.get(slot), taken))
+                        running |= {
+                            pool.submit(execute, last[slot], folder): (slot, last[slot]) for pool in slots[slot]
+                        }
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    if future not in running:
+                        continue  # of a worker that was stopped
                     slot, spec = running.pop(future)
                     error = future.exception()
-                    if error is None:
-                        yield EndedRun(spec=spec, outcome=future.result())
-                        continue
-                    if not isinstance(error, FAILURES):
+                    if error is not None and not isinstance(error, FAILURES):
                         raise error
-                    yield EndedRun(spec=spec, failed=f"{type(error).__name__}: {error}")
-                    slots[slot].stop()  # a killed process accepts no more runs
-                    slots[slot] = Worker(places[slot], self.threads)
+                    if error is not None:
+                        stop(slots[slot])  # a killed process accepts no more runs, and others would wait for it
+                        slots[slot] = start_worker(places[slot], self.threads)
+                        running = {each: own for each, own in running.items() if own[0] != slot}
+                        yield EndedRun(spec=spec, failed=f"{type(error).__name__}: {error}")
+                    elif slot not in {slot for slot, _ in running.values()}:
+                        yield EndedRun(spec=spec, outcome=future.result())
         finally:
             for worker in slots:
-                worker.stop()
+                stop(worker)
 
 
-class Worker:
-    """One process per device of its place, or one on the processors; several do each run together."""
-
-    def __init__(self, place: Sequence[Device], threads: int) -> None:
-        context, size = multiprocessing.get_context("spawn"), max(1, len(place))
-        visible, port = ",".join(device.name for device in place), _free_port() if size > 1 else 0
-        self._pools = [
-            ProcessPoolExecutor(
-                1, mp_context=context, initializer=_begin, initargs=(threads, visible, rank, size, port)
-            )
-            for rank in range(size)
-        ]
-        self._waiting = ThreadPoolExecutor(1)
-
-    def submit(self, spec: Spec, folder: Path) -> Future[RunOutcome]:
-        """The run's outcome, once every process has ended it or one has failed."""
-        parts = [pool.submit(execute, spec, folder) for pool in self._pools]
-        return parts[0] if len(parts) == 1 else self._waiting.submit(_together, parts)
-
-    def stop(self) -> None:
-        """Terminate its processes; results are written atomically, and locks are released."""
-        for pool in self._pools:
-            running = list((pool._processes or {}).values())
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in running:
-                process.terminate()
-        self._waiting.shutdown(wait=False, cancel_futures=True)
+def start_worker(place: Sequence[Device], threads: int) -> list[ProcessPoolExecutor]:
+    """One process per device of the place, or one on the processors."""
+    context, size = multiprocessing.get_context("spawn"), max(1, len(place))
+    visible, port = ",".join(device.name for device in place), 0
+    if size > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = int(free.getsockname()[1])
+    return [
+        ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(threads, visible, rank, size, port))
+        for rank in range(size)
+    ]
 
 
-def _together(parts: Sequence[Future[RunOutcome]]) -> RunOutcome:
-    for part in wait(parts, return_when=FIRST_EXCEPTION).done:
-        part.result()
-    return parts[0].result()
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+def stop(worker: Sequence[ProcessPoolExecutor]) -> None:
+    """Terminate a worker's processes; results are written atomically, and locks are released."""
+    for pool in worker:
+        running = list((pool._processes or {}).values())
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in running:
+            process.terminate()
 
 
 def _next(waiting: Sequence[Spec], last: Spec | None, taken: set[Any]) -> int:
@@ -529,7 +442,7 @@ class Cluster:
         memory = self.parameters.get(DEVICE_GB)
         found = [] if memory is None else [Device(name="", memory=float(memory) * 1e9)] * MOST_DEVICES
         submitted = []
-        for count, own in sorted(by_width(specs, found).items()):
+        for count, own in sorted(grouped_by(specs, lambda spec: width(spec, found)).items()):
             executor, groups = self._executor(count), grouped(own)
             with executor.batch():
                 jobs = [executor.submit(RunGroup(group, folder.absolute(), count)) for group in groups]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from cplus.evaluation.statistics import Estimate
@@ -49,17 +50,6 @@ class Claim:
         if self.interval is None or self.interval[0] <= 0 <= self.interval[1]:
             return "unclear"
         return "holds" if self.margin.mean > 0 else "fails"
-
-    def row(self) -> dict[str, Any]:
-        """The JSON row."""
-        margin = None if self.margin is None else asdict(self.margin)
-        return {
-            "says": self.says,
-            "paper": self.paper,
-            "margin": margin,
-            "interval": self.interval,
-            "verdict": self.verdict,
-        }
 
 
 VERDICTS = ("holds", "fails", "unclear", "not run")
@@ -108,11 +98,8 @@ class Summary:
         return {
             "answer": self.answer,
             "verdicts": tally(self.claims),
-            "claims": [claim.row() for claim in self.claims],
-            "rows": [
-                {"at": dict(row.at), "figures": {name: asdict(found) for name, found in row.figures.items()}}
-                for row in self.rows
-            ],
+            "claims": [{**asdict(one), "interval": one.interval, "verdict": one.verdict} for one in self.claims],
+            "rows": [asdict(row) for row in self.rows],
         }
 
 
@@ -162,6 +149,9 @@ class ComparisonLine:
     published: str
 
 
+ADDED_HERE = "added here"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Study:
     """One experiment: of the paper, or added here in the same form."""
@@ -172,10 +162,27 @@ class Study:
     paper: str
     runs: Callable[[Scale], Sequence[Spec]]
     summary: Callable[[Sequence[Any]], Summary]
-    published: tuple[Published, ...] = ()
-    figures: tuple[Callable[[Collected], Picture], ...] = ()
-    tables: tuple[Callable[[Collected], Table], ...] = ()
+    published: tuple[Published, ...]
+    figures: tuple[Callable[[Collected], Picture], ...]
+    tables: tuple[Callable[[Collected], Table], ...]
     comparison: Callable[[Collected], list[ComparisonLine]]
+
+
+def study_of(module: ModuleType) -> Study:
+    """The study of a file: its constants, `runs`, `summary`, `comparison`, and what it calls `fig_` and `tab_`."""
+    own = vars(module)
+    return Study(
+        name=module.__name__.rpartition(".")[2],
+        title=own["TITLE"],
+        question=own["QUESTION"],
+        paper=own.get("PAPER", f"{ADDED_HERE}; docs/studies.md"),
+        runs=own["runs"],
+        summary=own["summary"],
+        published=tuple(each for each in own.values() if isinstance(each, Published)),
+        figures=tuple(make for name, make in own.items() if name.startswith("fig_")),
+        tables=tuple(make for name, make in own.items() if name.startswith("tab_")),
+        comparison=own["comparison"],
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

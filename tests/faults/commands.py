@@ -172,7 +172,7 @@ def _in_this_process() -> None:
 
 
 def _results(folder: Path) -> list[Path]:
-    return [*runner.files_in(folder / "results" / "smoke"), *folder.glob("results/smoke/[!.]*.jsonl")]
+    return list(folder.glob("results/smoke/[!.]*.jsonl"))
 
 
 def _read_study(folder: Path) -> list[Result]:
