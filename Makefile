@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Compiled modules are kept: without them every process that a test starts compiles the package again, 1.4 s of its time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-long test-portable lint docs bench clean faults fuzz mutants matrix
+.PHONY: demo test test-long test-portable lint docs bench clean faults fuzz mutants matrix gpu-compile
 
 demo: .venv/.installed
 	$(BIN)/cplus demo
@@ -50,6 +50,16 @@ mutants: .venv/.installed
 # 'make matrix ONLY=oldest' runs one. It prints rows for the table in docs/integrations.md; exit code 1 where a test fails.
 matrix: .venv/.installed
 	$(BIN)/python tools/matrix.py $(ONLY)
+
+# The gate's kernels as a GPU would get them, on a machine without one: generated, compiled for sm_80 and sm_90, not run,
+# and interpreted on the CPU. A CUDA build of torch goes into its own environment under runs/, 5 GB.
+gpu-compile: runs/gpu/.installed
+	PYTHONPATH=. TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 runs/gpu/bin/python benchmarks/gpu_compile.py
+
+runs/gpu/.installed:
+	$(PYTHON) -m venv runs/gpu
+	runs/gpu/bin/pip install --quiet --disable-pip-version-check --no-compile 'torch==2.14.*' numpy
+	touch $@
 
 # The documentation site, into site/; a warning, such as a broken link, is an error.
 docs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -295,17 +296,20 @@ def test_the_form_for_other_devices_is_one_graph_for_every_size(backend: str, mo
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("error", [RuntimeError, OSError])
-def test_a_machine_without_a_compiler_is_told_once(
+@pytest.mark.parametrize("error", [RuntimeError, OSError, ImportError])
+def test_a_machine_without_a_compiler_is_told_once_what_is_missing(
     error: type[Exception], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    triton = "a C compiler" if find_spec("triton") else "Triton"
+    missing = r"a C\+\+ compiler" if device == "cpu" else triton
+
     def refuse(*_: object, **__: object) -> object:
         raise error("No working C++ compiler found")
 
     kernels.can_compile.cache_clear()
     monkeypatch.setattr(torch, "compile", refuse)
     monkeypatch.setattr(kernels, "library", refuse)
-    with pytest.warns(UserWarning, match=f"no compiled gate on {device}") as told:
+    with pytest.warns(UserWarning, match=rf"no compiled gate on {device}.* lacks is {missing}") as told:
         answers = [kernels.can_compile(device) for _ in range(2)]
     assert (answers, len(told)) == ([False, False], 1)
     kernels.can_compile.cache_clear()
@@ -322,6 +326,9 @@ def test_which_parameters_the_kernels_take() -> None:
     assert not kernels.fits(torch.ones(4, dtype=torch.bfloat16))
     assert not kernels.fits(torch.ones(3, 4).T)
     assert not kernels.fits(Own(torch.ones(4)))
+    large = torch.empty(1 << 31, device="meta")  # Triton would index it with 32 bits
+    assert not kernels.fits(large)
+    assert kernels.fits(large[1:])
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1, max_size=40))

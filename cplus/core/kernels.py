@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal, TypeAlias
@@ -152,6 +153,8 @@ CHUNK = 1 << 20  # bytes of signs packed at a time
 SHARED = PARALLEL_FROM  # tensors with at least this many coordinates count as large
 FIRST = 1 << 10  # coordinates of the example tensors that Inductor compiles a kernel with
 LEAST = 4  # coordinates of a tensor that the compiled kernels accept
+ROUNDED = ("emulate_precision_casts", "eager_numerics.division_rounding")
+"""Options of Inductor, which on a GPU otherwise skips the rounding of a bfloat16 average and divides approximately."""
 LEVELS = 255.0  # a uint8 average is stored in steps of 1/255
 STILL = (1.0, 0.0, 1.0)
 """The gate's scalars for an average that does not move: coefficients that are applied as they are stored."""
@@ -324,6 +327,7 @@ def compiled(block: Callable[..., None], ema: torch.dtype | None, device: torch.
     # that could differ is an argument of this function, and `fits` excludes the rest.
     own = FunctionType(block.__code__.replace(co_name=f"{block.__name__}_{ema}"), block.__globals__)
     options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    options |= {name: True for name in ROUNDED if name in torch._inductor.list_options()}
     kernel = torch.compile(own, dynamic=True, fullgraph=True, options=options)
     floats = [torch.zeros(FIRST, device=device) for _ in range(4 if block is adamw_block else 2)]
     packed = torch.zeros(FIRST // 4, dtype=torch.uint8, device=device)
@@ -337,10 +341,13 @@ def can_compile(device_type: str) -> bool:
     """Whether kernels can be built for this device; a warning is issued once if not."""
     try:
         library() if device_type == "cpu" else compiled(gate_block, None, torch.device(device_type))
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ImportError) as error:
+        missing = "a C++ compiler, such as g++"
+        if device_type != "cpu":
+            missing = "a C compiler, such as gcc" if find_spec("triton") else "Triton: pip install triton"
         warnings.warn(
             f"no compiled gate on {device_type} ({str(error).splitlines()[0][:100]}); using the plain gate: the same "
-            "numbers, but slower and with more memory. Install a C++ compiler to get the compiled one",
+            f"numbers, but slower and with more memory. What the compiled one most likely lacks is {missing}",
             stacklevel=2,
         )
         return False
@@ -350,4 +357,5 @@ def can_compile(device_type: str) -> bool:
 def fits(param: Tensor) -> bool:
     """Whether the compiled kernels accept this parameter; the plain gate handles the others."""
     plain = type(param) in (Tensor, torch.nn.Parameter)
-    return plain and param.dtype == torch.float32 and param.is_contiguous() and param.numel() >= LEAST
+    counted = param.numel() >= LEAST and (param.is_cpu or param.numel() < 1 << 31)  # Triton indexes with 32 bits
+    return plain and param.dtype == torch.float32 and param.is_contiguous() and counted
