@@ -25,7 +25,8 @@ from timing import finish
 from cplus import models
 from cplus.base.files import read_json, read_sealed, write_text
 from cplus.data import interfaces
-from cplus.data.examples import Choice, from_row, to_row
+from cplus.data.examples import Choice, to_row
+from cplus.data.formats import from_row
 from cplus.data.tasks import load_task
 from cplus.evaluation.statistics import common_level, rise
 from cplus.jobs.adapt import adapt, resume

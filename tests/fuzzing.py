@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 
 from cplus.base import files, terminal
 from cplus.data import interfaces
-from cplus.data.examples import Choice, Example, FreeForm, Message, Prediction, from_row, to_row
+from cplus.data.examples import Choice, Example, FreeForm, Message, Prediction, to_row
+from cplus.data.formats import from_row
 from cplus.data.interfaces import Rejected
 from cplus.data.readers import read_file
-from cplus.data.tasks import load_split, save_split, split
+from cplus.data.tasks import read_split, save_split, split
 from cplus.evaluation.judges import is_json
 from cplus.evaluation.requirements import parse
 from cplus.jobs.checkpoint import Checkpoints
@@ -414,12 +415,12 @@ def _split_target(folder: Path) -> Target:
         Prediction(id=e.id, answer=0, correct=e.answer == 0, confidence=0.5, scores=(-1.0, -2.0), num_tokens=(1, 1))
         for e in CHOICES
     ]
-    save_split(split(CHOICES, said, model_fingerprint="m", interface="cloze", stack={}), path)
+    save_split(split(CHOICES, said), path, model_fingerprint="m", interface="cloze", stack={})
     whole = path.read_bytes()
     return Target(
         name="split",
         inputs=edited(whole) | JSON.map(lambda value: json.dumps(value).encode()),
-        check=lambda value: refusing(lambda: load_split(_written(path, value), CHOICES, model_fingerprint="m")),
+        check=lambda value: refusing(lambda: read_split(_written(path, value), CHOICES)),
     )
 
 

@@ -26,7 +26,7 @@ from cplus.core.losses import answer_losses
 from cplus.core.optim import AdamW
 from cplus.core.rows import Encoded
 from cplus.data.interfaces import build
-from cplus.data.tasks import load_task, split, stack
+from cplus.data.tasks import load_task, split
 from cplus.lab import runs
 from cplus.lab.diagnostics import (
     OBSERVED,
@@ -445,13 +445,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, Comparis
     base = models.load("toy", device="cpu")
     bound = build("cloze", base.tokenizer)
     examples = load_task("harbours").examples[:160]
-    halves = split(
-        examples,
-        predict(base.model, bound, examples),
-        model_fingerprint=base.fingerprint,
-        interface="cloze",
-        stack=stack(device="cpu"),
-    )
+    halves = split(examples, predict(base.model, bound, examples))
     spec = RunSpec(
         model="toy", task="harbours", interface="cloze", method="cplus", seed=0, num_anchors=6, num_probes=12,
         num_new=16, optimizer="adamw", lr=1e-3, weight_decay=0.0, epochs=2, batch_size=8,

@@ -94,7 +94,7 @@ def test_qwen3s_stored_split_and_a_model_that_never_says_a(data_dir: Path) -> No
     examples = [example for example in read_file(data_dir / "csqa.jsonl") if isinstance(example, Choice)]
     given = {id: "ABCD".index(letter) for id, letter in stored["predicted"].items()}
     before = [said(e.id, given[e.id], given[e.id] == e.answer) for e in examples]
-    halves = split(examples, before, model_fingerprint="", interface="letter", stack={})
+    halves = split(examples, before)
     assert (len(halves.past), len(halves.new)) == (413, 683)
     assert {e.id for e in halves.past} == set(stored["correct"])
     assert answers(before) == {"A": 898, "B": 90, "C": 35, "D": 73}
@@ -460,8 +460,8 @@ def test_the_command_reports_tasks_permutations_and_changes(saved: Path, tmp_pat
     examples = read_file(task)
     base = predict(loaded.model, build("letter", loaded.tokenizer), examples)
     before = tmp_path / "before.json"
-    halves = split(examples, base, model_fingerprint=loaded.fingerprint, interface="letter", stack=stack())
-    save_split(halves, before)
+    halves = split(examples, base)
+    save_split(halves, before, model_fingerprint=loaded.fingerprint, interface="letter", stack=stack())
 
     report = run(saved, "--task", task, "--permute-options", "--against", before, "--json")
     (found,) = report["tasks"]

@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 
 from cplus.core.losses import answer_losses
 from cplus.core.rows import Encoded
-from cplus.data.examples import Choice, FreeForm, Message, from_row
+from cplus.data.examples import Choice, FreeForm, Message
+from cplus.data.formats import from_row
 from cplus.data.interfaces import build, tokens_by_role
 from cplus.models.scoring import log_likelihoods
 

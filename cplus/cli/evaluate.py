@@ -90,14 +90,9 @@ def evaluate(
                 if against is not None:
                     summary["against"] = evaluation.against(against, asked, predictions)
                 if split is not None:
-                    made = divide(
-                        kept,
-                        predictions,
-                        model_fingerprint=loaded.fingerprint,
-                        interface=bound.name,
-                        stack=stack(device=loaded.device.type, compute_dtype=config.compute_dtype),
-                    )
-                    save_split(made, split)
+                    made = divide(kept, predictions)
+                    where = stack(device=loaded.device.type, compute_dtype=config.compute_dtype)
+                    save_split(made, split, model_fingerprint=loaded.fingerprint, interface=bound.name, stack=where)
                     counts = {"past": len(made.past), "new": len(made.new)}
                     summary["split"] = {**counts, "data_fingerprint": made.data_fingerprint, "out": str(split)}
             summaries.append({**summary, "excluded": len(rows) - len(kept)})

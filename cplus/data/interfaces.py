@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -134,8 +134,9 @@ class Letter:
             return Rejected(next(reason for reason, found in reasons.items() if found))
         parsed = Choice(id=f"letter-{fingerprint([stem, choices])[:12]}", question=stem, choices=choices, answer=0)
         known, marks = [_choice(shot) for shot in shots], prompts.special_texts(self.tokenizer)
-        reason = prompts.flaw(stem, [shot.question for shot in known], marks)
-        reason = reason or prompts.flaw(question_text(parsed), [question_text(shot) for shot in known], marks)
+        reason = prompts.flaw(stem, [shot.question for shot in known], marks) or prompts.flaw(
+            question_text(parsed), [question_text(shot) for shot in known], marks
+        )
         return parsed if reason is None else Rejected(reason)
 
     def with_answer(self, example: Example, answer: int | str) -> Example:
@@ -470,7 +471,7 @@ def build(
 
 
 def tokens_by_role(interface: Interface, examples: Iterable[Example]) -> dict[str, int]:
-    """The tokens of the rows by whose words they are: system, user, assistant, tool, template or text.
+    """The number of tokens by whose words they are: system, user, assistant, tool, template or text.
 
     Turns that are learned count with the end of the turn, the others by their words alone; `template` is the rest:
     names of roles, tools, marks. A multiple-choice prompt counts as the user's.
@@ -508,8 +509,8 @@ def longest_row(interface: Interface, example: Example) -> Encoded:
 def shortened(interface: Interface, example: Example, window: int) -> Example | None:
     """The row cut at the prompt's beginning to fit the window; None where that is not enough, as for a plain text.
 
-    A conversation loses its oldest turns, whole exchanges at a time; then the last request loses its beginning, and
-    then the system messages go. The answer, the choices and the tools stay.
+    A conversation loses its oldest turns, whole exchanges at a time, and then the last request loses its beginning. The
+    system messages, the answer, the choices and the tools stay.
     """
 
     def fits(row: Example) -> bool:
@@ -519,31 +520,23 @@ def shortened(interface: Interface, example: Example, window: int) -> Example | 
     if fits(example):
         return example
     if isinstance(example, Choice):
-        return _cut(example.question, lambda text: replace(example, question=text), fits)
-    system = tuple(takewhile(lambda turn: turn.role == "system", example.messages))
-    rest = example.messages[len(system) :]
-    requests = [i for i, turn in enumerate(rest) if turn.role == "user"]
-    if not requests:
-        return None
-    for start in requests[1:]:
-        if fits(later := replace(example, messages=(*system, *rest[start:]))):
-            return later
-    asked, *after = rest[requests[-1] :]
-    for first in dict.fromkeys((system, ())):
+        text = example.question
+    else:
+        system = tuple(takewhile(lambda turn: turn.role == "system", example.messages))
+        requests = [i for i, turn in enumerate(example.messages) if turn.role == "user"]
+        for start in requests[1:]:
+            if fits(later := replace(example, messages=(*system, *example.messages[start:]))):
+                return later
+        if not requests:
+            return None
+        asked, *after = example.messages[requests[-1] :]
+        text = asked.content
 
-        def with_request(text: str, first: tuple[Message, ...] = first) -> Example:
-            return replace(example, messages=(*first, replace(asked, content=text), *after))
+    def cut(start: int) -> Example:
+        if isinstance(example, Choice):
+            return replace(example, question=text[start:])
+        return replace(example, messages=(*system, replace(asked, content=text[start:]), *after))
 
-        if (found := _cut(asked.content, with_request, fits)) is not None:
-            return found
-    return None
-
-
-def _cut(text: str, row: Callable[[str], Example], fits: Callable[[Example], bool]) -> Example | None:
-    """The row with the longest end of the text that fits, from the start of a word on; the last word may be cut too."""
-    words = [word.span() for word in re.finditer(r"\S+", text)]
-    for starts in ([start for start, _ in words], range(*words[-1])) if words else ():
-        found = bisect_left(starts, True, key=lambda start: fits(row(text[start:])))
-        if found < len(starts):
-            return row(text[starts[found] :])
-    return None
+    words = [word.start() for word in re.finditer(r"\S+", text)]
+    found = bisect_left(words, True, key=lambda start: fits(cut(start)))
+    return cut(words[found]) if found < len(words) else None

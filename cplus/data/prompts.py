@@ -13,11 +13,10 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
+from jinja2.ext import loopcontrols
 
-from cplus.data.examples import Message
+from cplus.data.examples import Message, turn_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,33 +52,33 @@ def as_text(messages: Sequence[Message], tools: str) -> list[Message]:
         if message.role == "tool":
             result = f"<tool_response>\n{message.content}\n</tool_response>"
             if i > 0 and messages[i - 1].role == "tool":  # results of one turn's calls are one turn
-                written[-1] = replace(written[-1], content=f"{written[-1].content}\n{result}")
-            else:
-                written.append(Message(role="user", content=result))
+                result = f"{written.pop().content}\n{result}"
+            written.append(Message(role="user", content=result))
         else:
-            calls = [_call(call["function"]) for call in json.loads(message.calls or "[]")]
             parts = [message.content] if message.content else []
-            written.append(replace(message, content="\n".join([*parts, *calls]), calls=""))
+            for call in _with_objects(message.calls):
+                called = {name: call["function"][name] for name in ("name", "arguments")}
+                parts.append(f"<tool_call>\n{json.dumps(called, ensure_ascii=False)}\n</tool_call>")
+            written.append(replace(message, content="\n".join(parts), calls=""))
     if tools:
         offer = _OFFER.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in json.loads(tools)))
-        if written and written[0].role == "system":
-            written[0] = replace(written[0], content=f"{written[0].content}\n\n{offer}")
-        else:
-            written.insert(0, Message(role="system", content=offer))
+        first = [written.pop(0).content] if written and written[0].role == "system" else []
+        written.insert(0, Message(role="system", content="\n\n".join([*first, offer])))
     return written
 
 
-def _call(function: dict[str, str]) -> str:
-    called = {"name": function["name"], "arguments": json.loads(function["arguments"])}
-    return f"<tool_call>\n{json.dumps(called, ensure_ascii=False)}\n</tool_call>"
+def _with_objects(calls: str) -> list[dict[str, Any]]:
+    """Tool calls as chat templates read them, their arguments as objects."""
+    found = json.loads(calls or "[]")
+    for call in found:
+        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return found  # type: ignore[no-any-return]
 
 
 # The two forms of a prompt, chat template and plain text, and the tokens that follow it.
 
 
 _MARK = "ANSWER-STANDS-HERE"
-_REMEMBERED = 1 << 14
-"""The number of plain texts whose tokens are remembered, because every choice repeats its question."""
 
 
 class Chat:
@@ -115,13 +114,12 @@ class Chat:
         for i, message in enumerate(messages):
             if message.role == "tool":
                 self._start(messages, tools, i, whole)  # refused if the template leaves it out
-            if message.role != "assistant":
-                continue
-            start, end = self._span(messages, tools, i, whole)
-            # A template that writes no end leaves it to the end of the text, as after a single answer.
-            unended = i == len(messages) - 1 and not whole[start:end].endswith(self.end)
-            pairs.append((whole[read:start], whole[start:end] + (self.end if unended else "")))
-            read = end
+            if message.role == "assistant":
+                start, end = self._span(messages, tools, i, whole)
+                # A template that writes no end leaves it to the end of the text, as after a single answer.
+                unended = i == len(messages) - 1 and not whole[start:end].endswith(self.end)
+                pairs.append((whole[read:start], whole[start:end] + (self.end if unended else "")))
+                read = end
         return pairs
 
     def tokens(self, text: str) -> tuple[int, ...]:
@@ -133,29 +131,29 @@ class Chat:
         """What the template writes after the model's words, up to its first special token."""
         turns = (Message(role="user", content="?"), Message(role="assistant", content=_MARK))
         rest = self._render(turns).rpartition(_MARK)[2]
-        return self._first_mark(rest) or rest.rstrip() or _end_of_text(self._tokenizer)
+        return self._end_of(rest, rest.rstrip())
 
     def asking(self, tools: str = "") -> tuple[str, str]:
         """What the template writes before a user's words, and what ends them, up to its first special token."""
         turns, tools = self._written((Message(role="user", content=_MARK),), tools)
         before, _, rest = self._render(turns, tools).partition(_MARK)
-        return before, self._first_mark(rest) or rest.strip() or _end_of_text(self._tokenizer)
+        return before, self._end_of(rest, rest.strip())
 
-    def _first_mark(self, rest: str) -> str:
-        """The text up to and with its first special token; empty without one."""
+    def _end_of(self, rest: str, otherwise: str) -> str:
+        """The text up to and with its first special token."""
         ends = [rest.index(token) + len(token) for token in special_texts(self._tokenizer) if token in rest]
-        return rest[: min(ends, default=0)]
+        return rest[: min(ends, default=0)] or otherwise or _end_of_text(self._tokenizer)
 
     @cached_property
     def knows_tools(self) -> bool:
         """Whether the template writes tools and their calls."""
         call = {"name": "some_tool", "arguments": '{"some_argument": "value"}'}
+        offer = {"name": "some_tool", "description": "?", "parameters": {"type": "object", "properties": {}}}
         turns = (
             Message(role="user", content="?"),
             Message(role="assistant", content="", calls=json.dumps([{"id": "a1b2c3d4e", "function": call}])),
             Message(role="tool", content="result", call_id="a1b2c3d4e", name="some_tool"),
         )
-        offer = {"name": "some_tool", "description": "?", "parameters": {"type": "object", "properties": {}}}
         try:
             offered = self._render(turns[:1], json.dumps([{"type": "function", "function": offer}]))
             called = self._render(turns)
@@ -175,18 +173,18 @@ class Chat:
         if messages[i].calls:
             end = whole.find(self.end, start)
             limit = self._start(messages, tools, i + 1, whole) if i + 1 < len(messages) else len(whole)
-            if not start <= end < limit:
-                raise _unfound(i, f"its tool calls do not end with {self.end!r}")
-            return start, end + len(self.end)
-        before, after = self._around(messages, tools, i, whole)
-        end = len(whole) - len(after)
-        if not before or end < start or not whole.endswith(after):
-            raise _unfound(i, "the words after it depend on its own")
-        return start, end + (len(self.end) if after.startswith(self.end) else 0)
+            if start <= end < limit:
+                return start, end + len(self.end)
+        else:
+            before, after = self._around(messages, tools, i)
+            end = len(whole) - len(after)
+            if before and end >= start and whole.endswith(after):
+                return start, end + (len(self.end) if after.startswith(self.end) else 0)
+        raise _hidden(i)
 
     def _start(self, messages: Sequence[Message], tools: str, i: int, whole: str) -> int:
         """Where a turn's words begin: after what the template writes before a mark, or before the model's turn."""
-        before, _ = self._around(messages, tools, i, whole)
+        before, _ = self._around(messages, tools, i)
         if before and whole.startswith(before):
             return len(before)
         if i > 0 and messages[i].role == "assistant":  # it begins with a thought, or has calls and no place for words
@@ -195,15 +193,12 @@ class Chat:
                     asked = self._render(messages[:i], tools, asks=True, thinking=thinking)
                     if whole.startswith(asked):
                         return len(asked)
-        raise _unfound(i, "the words before it depend on its own" if before else "its words are left out")
+        raise _hidden(i)
 
-    def _around(self, messages: Sequence[Message], tools: str, i: int, whole: str) -> tuple[str, str]:
+    def _around(self, messages: Sequence[Message], tools: str, i: int) -> tuple[str, str]:
         """What the template writes before and after the words of a turn; nothing where it leaves them out."""
-        mark = _MARK
-        while mark in whole:
-            mark += "-"
-        marked = [*messages[:i], replace(messages[i], content=mark), *messages[i + 1 :]]
-        before, found, after = self._render(marked, tools).partition(mark)
+        marked = [*messages[:i], replace(messages[i], content=_MARK), *messages[i + 1 :]]
+        before, found, after = self._render(marked, tools).partition(_MARK)
         return (before, after) if found else ("", "")
 
     def _render(
@@ -211,7 +206,10 @@ class Chat:
     ) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
-                [_as_dict(message) for message in messages],
+                [
+                    turn_row(turn) | ({"tool_calls": _with_objects(turn.calls)} if turn.calls else {})
+                    for turn in messages
+                ],
                 tools=json.loads(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=asks,
@@ -220,8 +218,8 @@ class Chat:
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             roles = ", ".join(message.role for message in messages)
             raise ValueError(
-                f"the chat template refuses this conversation of {roles}: {error}; change or remove the turn it cannot "
-                "write, or use plain text: chat=False, or --set plain=true on the command line"
+                f"the chat template refuses this conversation of {roles}: {error}; change the turn it cannot write, or "
+                "use plain text: chat=False, or --set plain=true"
             ) from error
         return str(text)
 
@@ -235,7 +233,7 @@ class Plain:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self.tokens = lru_cache(_REMEMBERED)(partial(opening, tokenizer))
+        self.tokens = lru_cache(1 << 14)(partial(opening, tokenizer))  # every choice repeats its question
 
     def text(self, messages: Sequence[Message], tools: str = "") -> str:
         """One paragraph per turn, the last one open."""
@@ -268,19 +266,10 @@ the text before it, and the turn with its end. `lead` is the text between the pr
 """
 
 
-def _as_dict(message: Message) -> dict[str, Any]:
-    """A message as chat templates read it, the arguments of tool calls as objects."""
-    calls = json.loads(message.calls or "[]")
-    for call in calls:
-        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    given = {"tool_calls": calls, "tool_call_id": message.call_id, "name": message.name}
-    return {"role": message.role, "content": message.content, **{key: value for key, value in given.items() if value}}
-
-
-def _unfound(turn: int, reason: str) -> ValueError:
+def _hidden(turn: int) -> ValueError:
     return ValueError(
-        f"the chat template writes turn {turn} so that its tokens cannot be told from the others ({reason}); train on "
-        "the last turn alone: turns=last"
+        f"the chat template writes turn {turn} so that its tokens cannot be told from the others; train on the last "
+        "turn alone: turns=last"
     )
 
 
@@ -327,29 +316,18 @@ def _end_of_text(tokenizer: PreTrainedTokenizerBase) -> str:
 # A chat template from a file, checked without a tokenizer: a broken one is refused before a model is loaded.
 
 
-class _Generation(Extension):
-    """Transformers' own tag around the assistant's words."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The statements inside the tag."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 def read_template(path: Path) -> str:
     """The text of a template file; it must parse, and read the variable `messages`."""
     try:
         text = path.read_text(encoding="utf-8")
-        found = Environment(extensions=[loopcontrols, _Generation], autoescape=False).parse(text)
+        # Without transformers' own tags around the assistant's words, which mean nothing here.
+        plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", text)
+        found = Environment(extensions=[loopcontrols], autoescape=False).parse(plain)
     except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
         at = f":{error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
         raise ValueError(f"{path}{at}: expected a file with a chat template in Jinja: {error}") from error
     if "messages" not in meta.find_undeclared_variables(found):
-        raise ValueError(
-            f"{path}: expected a chat template, but it never reads the variable messages, so no row would be shown"
-        )
+        raise ValueError(f"{path}: expected a chat template, but it never reads the variable messages")
     return text
 
 

@@ -11,20 +11,19 @@ import math
 import random
 import re
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from cplus.data.examples import Choice, Example
-from cplus.data.formats import FIELDS, Detected, Format, read_row, recognise
+from cplus.data.formats import FIELDS, MIXED, Format, Row, check_once, from_row, parsed, recognise
 
-# Files of examples: JSONL, JSON, CSV, TSV and Parquet; what is wrong is named by file and line.
+# Files of examples: JSONL, JSON, CSV, TSV and Parquet.
 
 
-Rows: TypeAlias = Iterable[tuple[str, Mapping[str, Any]]]  # (where the row is, the row)
+Rows: TypeAlias = Iterable[tuple[str, Row]]  # (where the row is, the row)
 Columns: TypeAlias = Mapping[str, str]
 """Names of a format's fields, each with the name it has in the file."""
 
@@ -33,11 +32,10 @@ DATA_EXTRA = "pip install 'cplus[data]'"
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The examples of a file or a data set, and the format they were read from."""
+    """The examples of a file or a data set, and one line on the format they were read from."""
 
     examples: tuple[Example, ...]
-    detected: Detected | None
-    """None for rows that are built in."""
+    detected: str
 
 
 def read_file(path: Path) -> list[Example]:
@@ -50,10 +48,9 @@ def read_rows(path: Path, *, columns: Columns | None = None, requests: bool = Fa
     packed = path.suffix == ".gz"
     plain = path.with_suffix("") if packed else path
     if plain.suffix not in _READERS or (packed and plain.suffix == ".parquet"):
-        got = "".join(path.suffixes[-2:]) if packed else path.suffix
         raise ValueError(
             f"{path}: expected a file ending in {', '.join(_READERS)}, or in one of the text formats and .gz, "
-            f"got {got or 'no ending'!r}"
+            f"got {path.name!r}"
         )
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
@@ -63,46 +60,45 @@ def read_rows(path: Path, *, columns: Columns | None = None, requests: bool = Fa
     return collect(rows, name=plain.stem, source=str(path), requests=requests)
 
 
-def to_examples(rows: Rows, *, name: str, source: str) -> list[Example]:
-    """Rows as examples of one format with distinct ids; a row without an id is called by `name` and its number."""
-    return list(collect(rows, name=name, source=source).examples)
-
-
 def collect(rows: Rows, *, name: str, source: str, requests: bool = False) -> Found:
-    """Rows as examples, and the format they were found to have."""
-    examples: list[Example] = []
-    seen: dict[str, str] = {}
+    """Rows as examples with distinct ids, and the format they have; a row without an id is called by `name` and number.
+
+    >>> collect([("row 1", {"prompt": "2 + 2?", "response": "4", "source": "web"})], name="row", source="rows").detected
+    'prompt-response rows: prompt, response; 1 read; not used: source'
+    """
+    examples: dict[str, Example] = {}
+    places: dict[str, str] = {}
     formats: dict[str, Format] = {}
     keys: dict[str, None] = {}
     for number, (where, row) in enumerate(rows, start=1):
         own = recognise(row, where=where, requests=requests)
-        example = read_row(row, own, where=where, id=f"{name}-{number:04d}", requests=requests)
-        if example.id in seen:
-            raise ValueError(f"{where}: the id {example.id!r} was given before, at {seen[example.id]}; ids must differ")
+        example = from_row(row, where=where, id=f"{name}-{number:04d}", requests=requests)
+        if example.id in examples:
+            raise ValueError(f"{where}: the id {example.id!r} was given before, at {places[example.id]}; change one")
         if isinstance(example, Choice) and len(example.choices) < 2:
             raise ValueError(f"{where}: expected at least two choices to choose from, got {example.choices!r:.60}")
         first = next(iter(formats.values()), own)
-        if own.family != first.family:
+        if own != first and not (own in MIXED and first in MIXED):
             raise ValueError(
                 f"{where}: expected one format in a file, but this row is {own.name} and the first is {first.name}; "
                 "put them in two files"
             )
         formats[own.name] = own
         keys |= dict.fromkeys(map(str, row))
-        seen[example.id] = where
-        examples.append(example)
+        examples[example.id], places[example.id] = example, where
     if not examples:
         raise ValueError(f"{source}: expected at least one example, but it is empty")
-    known = {key for one in formats.values() for key in one.known}
-    detected = Detected(
-        format=" and ".join(formats),
-        keys=tuple(key for key in keys if key in known),
-        rows=len(examples),
-        requests=sum(not isinstance(example, Choice) and not example.answered for example in examples),
-        unused=tuple(key for key in keys if key not in known and key != "id"),
-        note=first.note,
+    known = {key for one in formats.values() for key in (*one.keys, *one.optional)}
+    lacking = sum(not isinstance(example, Choice) and not example.answered for example in examples.values())
+    unused = ", ".join(key for key in keys if key not in known and key != "id")
+    detected = (
+        f"{' and '.join(formats)} rows: {', '.join(key for key in keys if key in known)}",
+        f"{len(examples)} read",
+        lacking and f"{lacking} without a response",
+        unused and f"not used: {unused}",
+        first.note,
     )
-    return Found(examples=tuple(examples), detected=detected)
+    return Found(examples=tuple(examples.values()), detected="; ".join(filter(None, map(str, filter(None, detected)))))
 
 
 def renamed(rows: Rows, columns: Columns | None) -> Rows:
@@ -111,23 +107,19 @@ def renamed(rows: Rows, columns: Columns | None) -> Rows:
     >>> list(renamed([("row 1", {"question": "2 + 2?", "answer": "4"})], {"prompt": "question", "response": "answer"}))
     [('row 1', {'prompt': '2 + 2?', 'response': '4'})]
     """
-    if not columns:
-        return rows
-    unknown = [name for name in columns if name not in FIELDS]
-    if unknown:
+    if unknown := [name for name in columns or () if name not in FIELDS]:
         raise ValueError(f"expected columns to name some of {', '.join(FIELDS)}, got {', '.join(unknown)}")
-    return ((where, _renamed(row, columns, where)) for where, row in rows)
+    return ((where, _renamed(row, columns, where)) for where, row in rows) if columns else rows
 
 
-def _renamed(row: object, columns: Columns, where: str) -> Mapping[str, Any]:
+def _renamed(row: Row, columns: Columns, where: str) -> Row:
     if not isinstance(row, Mapping):
-        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    for name, source in columns.items():
-        if source not in row:
-            found = ", ".join(sorted(map(str, row))) or "none"
-            raise ValueError(f"{where}: expected the column {source!r} for {name}, found {found}; correct columns")
-    rest = {key: value for key, value in row.items() if key not in columns and key not in columns.values()}
-    return {**rest, **{name: row[source] for name, source in columns.items()}}
+        return row
+    if absent := [f"{source!r} for {name}" for name, source in columns.items() if source not in row]:
+        found = ", ".join(sorted(map(str, row))) or "none"
+        raise ValueError(f"{where}: expected the column {absent[0]}, found {found}; correct columns")
+    rest = {key: value for key, value in row.items() if key not in (*columns, *columns.values())}
+    return rest | {name: row[source] for name, source in columns.items()}
 
 
 def parse_columns(text: str) -> dict[str, str]:
@@ -155,8 +147,6 @@ def weighted(text: str, home: Path | None = None) -> tuple[str, float]:
     try:
         weight = float(number)
     except ValueError:
-        if Path(name).suffix not in ENDINGS:  # the sign belongs to the name
-            return text, 1.0
         weight = math.nan
     if not 0 < weight < math.inf:
         raise ValueError(f"expected a weight above 0 after the file, as in b.jsonl=0.5, got {text!r}")
@@ -166,8 +156,8 @@ def weighted(text: str, home: Path | None = None) -> tuple[str, float]:
 def _text(path: Path) -> str:
     raw = path.read_bytes()
     if path.suffix == ".gz":
+        limit = max(2**26, 200 * len(raw))  # text packs to a tenth or so; what packs a thousandfold is no text
         try:
-            limit = max(2**26, 200 * len(raw))  # text packs to a tenth or so; what packs a thousandfold is no text
             with gzip.open(path) as packed:
                 raw = packed.read(limit + 1)
         except (OSError, EOFError, zlib.error) as error:
@@ -181,40 +171,25 @@ def _text(path: Path) -> str:
         raise ValueError(f"{path}:{line}: expected UTF-8 text, got the byte {raw[error.start]:#04x}") from error
 
 
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: expected JSON, but it does not parse: {error}") from error
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    check_once(name for name, _ in pairs)
-    return dict(pairs)
-
-
-def check_once(names: Iterable[str], where: str = "") -> None:
-    """Refuse a name that is there twice: of its values all but one would be dropped in silence."""
-    [(name, times)] = Counter(names).most_common(1) or [("", 1)]
-    if times > 1:
-        raise ValueError(f"{where}expected each name once, got {name!r} {times} times")
-
-
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     # Not splitlines: that also cuts at U+2028 and others, which JSON strings may hold.
     for number, line in enumerate(_text(path).split("\n"), start=1):
         if line.strip():
-            yield f"{path}:{number}", _parse(line, f"{path}:{number}")
+            yield f"{path}:{number}", parsed(line, f"{path}:{number}")
 
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
-    rows = _parse(_text(path), str(path))
+    rows = parsed(_text(path), str(path))
     if not isinstance(rows, list):
         raise ValueError(f"{path}: expected a list of rows, got {type(rows).__name__}; one row per line is .jsonl")
-    yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
+    yield from _numbered(path, rows)
 
 
-def _table(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _numbered(source: object, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"{source}: row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _table(path: Path) -> Iterator[tuple[str, Row]]:
     """Rows of CSV or TSV, every cell a text."""
     kind = Path(path.name.removesuffix(".gz")).suffix
     reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True, delimiter=_DELIMITERS[kind])
@@ -236,10 +211,10 @@ _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 def _cell(key: str, value: str, where: str) -> Any:
     """The value of a table's cell: lists and the index of an answer are JSON."""
-    return _parse(value, f"{where}: {key}") if key in ("choices", "messages", "answer", "conversations") else value
+    return parsed(value, f"{where}: {key}") if key in ("choices", "messages", "answer", "conversations") else value
 
 
-def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -248,7 +223,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except (ValueError, OSError) as error:
         raise ValueError(f"{path}: expected a Parquet file, but it does not read: {error}") from error
-    yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
+    yield from _numbered(path, rows)
 
 
 _READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
@@ -264,158 +239,104 @@ ENDINGS = (*_READERS, ".gz")
 # Data sets of the hub, and the public benchmarks there rewritten in this project's schema.
 
 
-Row: TypeAlias = Mapping[str, Any]
+def read_hub(place: str, *, name: str, columns: Columns | None = None, requests: bool = False) -> Found:
+    """The rows of `owner/name`, `owner/name:config`, or a folder that `datasets` loads or saved; each with `@split`.
 
-
-@dataclass(frozen=True, kw_only=True)
-class Hub:
-    """A data set of the hub, and how one of its rows reads in this project's schema."""
-
-    path: str
-    config: str | None = None
-    split: str | None = None
-    rewrite: Callable[[Row], Row] = lambda row: row
-
-
-def parse(name: str) -> Hub:
-    """Read `owner/name`, `owner/name:config` or either with `@split`.
-
-    >>> hub = parse("allenai/ai2_arc:ARC-Easy@test")
-    >>> hub.path, hub.config, hub.split
-    ('allenai/ai2_arc', 'ARC-Easy', 'test')
+    Those of the public benchmarks are rewritten in this project's schema.
     """
-    rest, _, split = name.partition("@")
+    rest, _, split = place.partition("@")
     path, _, config = rest.partition(":")
-    return Hub(path=path, config=config or None, split=split or None)
-
-
-def read_hub(hub: Hub, *, name: str, columns: Columns | None = None, requests: bool = False) -> Found:
-    """Fetch a data set of the hub, or open a folder that `datasets` loads or has saved, and read its rows."""
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(f"{hub.path}: reading the hub needs the datasets package: {DATA_EXTRA}") from error
-    saved = any((Path(hub.path) / mark).is_file() for mark in _SAVED)
+        raise ValueError(f"{path}: reading the hub needs the datasets package: {DATA_EXTRA}") from error
+    saved = any((Path(path) / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
     try:
         if saved:
-            found = datasets.load_from_disk(hub.path)
+            found = datasets.load_from_disk(path)
         else:
-            found = datasets.load_dataset(hub.path, hub.config, split=hub.split)
+            found = datasets.load_dataset(path, config or None, split=split or None)
     except (OSError, json.JSONDecodeError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
-            f"could not read the data set {hub.path!r}: {error.__cause__ or error}; "
+            f"could not read the data set {path!r}: {error.__cause__ or error}; "
             "check its name and the network, or give a file instead"
         ) from error
-    if isinstance(found, dict):
-        if (hub.split is None and len(found) != 1) or (hub.split is not None and hub.split not in found):
-            raise ValueError(
-                f"{hub.path} has the splits {', '.join(found)}; choose one, e.g. {hub.path}@{next(iter(found))}"
-            )
-        found = found[hub.split or next(iter(found))]
-    elif saved and hub.split is not None:
-        raise ValueError(f"{hub.path} was saved without splits; leave @{hub.split} out")
-    rows = renamed(_hub_rows(found, hub), columns)
-    return collect(rows, name=name, source=hub.path, requests=requests)
+    if isinstance(found, Mapping):
+        if (not split and len(found) != 1) or (split and split not in found):
+            raise ValueError(f"{path} has the splits {', '.join(found)}; choose one, e.g. {path}@{next(iter(found))}")
+        found = found[split or next(iter(found))]
+    elif saved and split:
+        raise ValueError(f"{path} was saved without splits; leave @{split} out")
+    rows = _numbered(path, found)
+    if path in _REWRITES:
+        rows = ((where, _rewritten(path, row, where)) for where, row in rows)
+    return collect(renamed(rows, columns), name=name, source=path, requests=requests)
 
 
-_SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` writes beside the rows
+def _rewritten(path: str, row: Row, where: str) -> Row:
+    try:
+        question, choices, answer = _REWRITES[path](row)
+    except (KeyError, ValueError, TypeError) as error:
+        keys = ", ".join(sorted(row))
+        raise ValueError(f"{where}: not in the known form ({error!r}); it has the keys {keys}") from error
+    known = {"id": row["id"]} if "id" in row else {}
+    if choices is None:
+        return {**known, "prompt": question, "response": answer}
+    return {**known, "question": question, "choices": list(choices), "answer": int(answer)}
 
 
-def _hub_rows(found: Any, hub: Hub) -> Iterator[tuple[str, Row]]:
-    for number, row in enumerate(found, start=1):
-        where = f"{hub.path}: row {number}"
-        try:
-            rewritten = hub.rewrite(row)
-        except (KeyError, ValueError, TypeError) as error:
-            keys = ", ".join(sorted(row))
-            raise ValueError(f"{where}: not in the known form ({error!r}); it has the keys {keys}") from error
-        yield where, rewritten
-
-
-def _choices(question: str, choices: Iterable[str], answer: Any) -> Row:
-    return {"question": question, "choices": list(choices), "answer": int(answer)}
-
-
-def _labelled(question: str) -> Callable[[Row], Row]:
+def _labelled(row: Row) -> tuple[str, Iterable[str], int]:
     """Choices with labels, and the label of the right one."""
-    return lambda row: {
-        "id": row["id"],
-        **_choices(row[question], row["choices"]["text"], list(row["choices"]["label"]).index(row["answerKey"])),
-    }
+    asked, choices = row.get("question") or row["question_stem"], row["choices"]
+    return asked, choices["text"], list(choices["label"]).index(row["answerKey"])
 
 
-def _shuffled(question: str, right: str, wrong: list[str]) -> Row:
+def _shuffled(question: str, right: str, wrong: list[str]) -> tuple[str, list[str], int]:
     """The source puts the right choice first; the question itself seeds where it goes."""
     choices = [right, *wrong]
     random.Random(question).shuffle(choices)
-    return _choices(question, choices, choices.index(right))
+    return question, choices, choices.index(right)
 
 
-def _sciq(row: Row) -> Row:
+def _sciq(row: Row) -> tuple[str, list[str], int]:
     return _shuffled(row["question"], row["correct_answer"], [row[f"distractor{i}"] for i in (1, 2, 3)])
 
 
-def _truthfulqa(row: Row) -> Row:
+def _truthfulqa(row: Row) -> tuple[str, list[str], int]:
     choices = list(row["mc1_targets"]["choices"])
     right = choices.pop(list(row["mc1_targets"]["labels"]).index(1))
     return _shuffled(row["question"], right, choices)
 
 
-def _medqa(row: Row) -> Row:
+def _medqa(row: Row) -> tuple[str, list[str], int]:
     letters = sorted(row["options"])
-    return _choices(row["question"], map(row["options"].get, letters), letters.index(row["answer_idx"]))
+    return row["question"], [row["options"][letter] for letter in letters], letters.index(row["answer_idx"])
 
 
-def _copa(row: Row) -> Row:
+def _copa(row: Row) -> tuple[str, list[str], int]:
     asked = "What was the cause of this?" if row["question"] == "cause" else "What happened as a result?"
-    return _choices(f"{row['premise']} {asked}", [row["choice1"], row["choice2"]], row["label"])
+    return f"{row['premise']} {asked}", [row["choice1"], row["choice2"]], row["label"]
 
 
-_REWRITES: dict[str, Callable[[Row], Row]] = {
-    "tau/commonsense_qa": _labelled("question"),
-    "allenai/ai2_arc": _labelled("question"),
-    "allenai/openbookqa": _labelled("question_stem"),
+_REWRITES: dict[str, Callable[[Row], tuple[str, Iterable[str] | None, Any]]] = {
+    "tau/commonsense_qa": _labelled,
+    "allenai/ai2_arc": _labelled,
+    "allenai/openbookqa": _labelled,
     "allenai/sciq": _sciq,
     "truthfulqa/truthful_qa": _truthfulqa,
     "GBaker/MedQA-USMLE-4-options": _medqa,
     "aps/super_glue": _copa,
-    "cais/mmlu": lambda row: _choices(row["question"], row["choices"], row["answer"]),
-    "Rowan/hellaswag": lambda row: _choices(f"{row['activity_label']}: {row['ctx']}", row["endings"], row["label"]),
-    "baber/piqa": lambda row: _choices(row["goal"], [row["sol1"], row["sol2"]], row["label"]),
-    "allenai/winogrande": lambda row: _choices(
-        row["sentence"], [row["option1"], row["option2"]], int(row["answer"]) - 1
+    "cais/mmlu": lambda row: (row["question"], row["choices"], row["answer"]),
+    "Rowan/hellaswag": lambda row: (f"{row['activity_label']}: {row['ctx']}", row["endings"], row["label"]),
+    "baber/piqa": lambda row: (row["goal"], (row["sol1"], row["sol2"]), row["label"]),
+    "allenai/winogrande": lambda row: (row["sentence"], (row["option1"], row["option2"]), int(row["answer"]) - 1),
+    "google/boolq": lambda row: (f"{row['passage']}\nQuestion: {row['question']}?", ("yes", "no"), not row["answer"]),
+    "lighteval/siqa": lambda row: (
+        f"{row['context']} {row['question']}", [row[f"answer{letter}"] for letter in "ABC"], int(row["label"]) - 1,
     ),
-    "google/boolq": lambda row: _choices(
-        f"{row['passage']}\nQuestion: {row['question']}?", ["yes", "no"], not row["answer"]
-    ),
-    "lighteval/siqa": lambda row: _choices(
-        f"{row['context']} {row['question']}", [row[f"answer{letter}"] for letter in "ABC"], int(row["label"]) - 1
-    ),
-    "openai/gsm8k": lambda row: {"prompt": row["question"], "response": row["answer"]},
-}
-_SETS = {
-    "csqa": "tau/commonsense_qa@validation",
-    "arc_c": "allenai/ai2_arc:ARC-Challenge@test",
-    "mmlu": "cais/mmlu:all@test",
-    "medqa": "GBaker/MedQA-USMLE-4-options@test",
-    "hellaswag": "Rowan/hellaswag@validation",
-    "piqa": "baber/piqa@validation",
-    "winogrande": "allenai/winogrande:winogrande_xl@validation",
-    "openbookqa": "allenai/openbookqa:main@test",
-    "boolq": "google/boolq@validation",
-    "social_iqa": "lighteval/siqa@validation",
-    "arc_easy": "allenai/ai2_arc:ARC-Easy@test",
-    "sciq": "allenai/sciq@test",
-    "truthfulqa": "truthfulqa/truthful_qa:multiple_choice@validation",
-    "copa": "aps/super_glue:copa@validation",
-    "gsm8k": "openai/gsm8k:main@test",
-    "csqa_train": "tau/commonsense_qa@train",
-    "arc_easy_train": "allenai/ai2_arc:ARC-Easy@train",
-    "arc_challenge_train": "allenai/ai2_arc:ARC-Challenge@train",
-    "sciq_train": "allenai/sciq@train",
-    "openbookqa_train": "allenai/openbookqa:main@train",
-}
-BENCHMARKS = {name: replace(hub := parse(place), rewrite=_REWRITES[hub.path]) for name, place in _SETS.items()}
+    "openai/gsm8k": lambda row: (row["question"], None, row["answer"]),
+}  # fmt: skip
+"""A row's question, choices and the index of the right one; without choices, the response."""
 
 
 # Tasks of lm-evaluation-harness, by the harness's own names, as rows in this project's schema.
@@ -427,20 +348,23 @@ MISSING = "this needs lm-evaluation-harness: pip install 'cplus[lm-eval]'"
 
 def read_harness(name: str) -> Found:
     """The rows that the harness evaluates for a task, a group or a task's YAML file; zero-shot, in its order."""
-    rows = ((f"{PREFIX}{task.task_name}: row {i}", row) for task in _tasks(name) for i, row in _harness_rows(task))
+    try:
+        manager = task_manager([name])
+    except ImportError as error:
+        raise ImportError(f"{PREFIX}{name}: {MISSING}") from error
+    if name not in manager.all_tasks and not Path(name).is_file():
+        near = difflib.get_close_matches(name, manager.all_tasks, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "'lm-eval ls tasks' lists what there is"
+        raise ValueError(f"lm-evaluation-harness knows no task {name!r}; {hint}")
+    try:
+        tasks = list(manager.load([name])["tasks"].values())
+    except OSError as error:
+        raise ValueError(f"could not read the data of {PREFIX}{name}: {error}; check the network") from error
+    rows = (found for task in tasks for found in _numbered(f"{PREFIX}{task.task_name}", _harness_rows(task)))
     return collect(rows, name=Path(name).stem, source=f"{PREFIX}{name}")
 
 
-def question(text: str) -> str:
-    r"""The bare question: the words around it are the interfaces' own.
-
-    >>> question("Question: Is ice cold?\nAnswer:")
-    'Is ice cold?'
-    """
-    return text.strip().removeprefix("Question:").removesuffix("Answer:").strip()
-
-
-def task_manager(tasks: Sequence[str | dict[str, Any]]) -> Any:
+def task_manager(tasks: Iterable[str | dict[str, Any]]) -> Any:
     """The harness's finder of tasks; it reads the harness's own task files only where a task may refer to them."""
     from lm_eval.tasks import TaskManager
 
@@ -460,22 +384,7 @@ def _with_defaults(manager: type[Any]) -> Any:
     return manager()
 
 
-def _tasks(name: str) -> list[Any]:
-    try:
-        manager = task_manager([name])
-    except ImportError as error:
-        raise ImportError(f"{PREFIX}{name}: {MISSING}") from error
-    if name not in manager.all_tasks and not Path(name).is_file():
-        near = difflib.get_close_matches(name, manager.all_tasks, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "'lm-eval ls tasks' lists what there is"
-        raise ValueError(f"lm-evaluation-harness knows no task {name!r}; {hint}")
-    try:
-        return list(manager.load([name])["tasks"].values())
-    except OSError as error:
-        raise ValueError(f"could not read the data of {PREFIX}{name}: {error}; check the network") from error
-
-
-def _harness_rows(task: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _harness_rows(task: Any) -> Iterator[Row]:
     """A task's questions with choices, or its prompts with responses; what is neither is refused."""
     kind = task.get_config("output_type")
     if kind not in ("multiple_choice", "generate_until") or getattr(task, "multiple_input", False):
@@ -484,7 +393,7 @@ def _harness_rows(task: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
             f"{PREFIX}{task.task_name} has no rows of one question and its answers: {reason}; the harness itself can "
             f"ask it: cplus evaluate MODEL --task {PREFIX}{task.task_name} --through lm-eval"
         )
-    for number, doc in enumerate(task.eval_docs, start=1):
+    for doc in task.eval_docs:
         asked, answer = str(task.doc_to_text(doc)).strip(), task.doc_to_target(doc)
         if isinstance(answer, list) and answer:  # several wordings of the right answer: the first is the usual one
             answer = answer[0]
@@ -492,6 +401,8 @@ def _harness_rows(task: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
         if kind == "multiple_choice":
             choices = [str(choice).strip() for choice in task.doc_to_choice(doc)]
             answer = choices.index(answer) if answer in choices else answer
-            yield number, {"question": question(asked), "choices": choices, "answer": answer}
+            # The words around the question are the interfaces' own.
+            question = asked.removeprefix("Question:").removesuffix("Answer:").strip()
+            yield {"question": question, "choices": choices, "answer": answer}
         else:
-            yield number, {"prompt": asked, "response": answer}
+            yield {"prompt": asked, "response": answer}

@@ -8,7 +8,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
 from itertools import product
@@ -17,22 +17,25 @@ from typing import Literal, TypeAlias
 
 from cplus.base import files, locks
 from cplus.base.terminal import clean, console
-from cplus.data import examples as predictions
 from cplus.data import readers
-from cplus.data.examples import BUILT_IN, Choice, Example, FreeForm, Message, Prediction, fingerprint
-from cplus.data.formats import Detected
+from cplus.data.examples import (
+    BUILT_IN,
+    Choice,
+    Example,
+    FreeForm,
+    Message,
+    Prediction,
+    fingerprint,
+    prediction_from_row,
+)
 from cplus.data.readers import ENDINGS, Columns, Found, read_rows
 
 # Rows that the base model answers correctly (past) and incorrectly (new), and the anchors drawn from them.
 
 
-_KEYS = ("model_fingerprint", "data_fingerprint", "interface", "stack", "predictions")
-_STACK = ("torch", "transformers", "tokenizers")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Examples that the base model answers correctly (past) and incorrectly (new), and the setting of that evaluation.
+    """Examples that the base model answers correctly (past) and incorrectly (new).
 
     Paper: Experimental Setting (D_new and the past data). It depends on the numerics: protocol section 5.
     """
@@ -40,25 +43,16 @@ class Split:
     past: tuple[Example, ...]
     new: tuple[Example, ...]
     predictions: tuple[Prediction, ...]
-    model_fingerprint: str
     data_fingerprint: str
-    interface: str
-    stack: Mapping[str, str]
 
 
 def stack(*, device: str = "cpu", compute_dtype: str = "float32") -> dict[str, str]:
     """The versions and precision that a prediction depends on."""
-    return {**{name: version(name) for name in _STACK}, "device": device, "compute_dtype": compute_dtype}
+    versions = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
+    return {**versions, "device": device, "compute_dtype": compute_dtype}
 
 
-def split(
-    examples: Sequence[Example],
-    predicted: Sequence[Prediction],
-    *,
-    model_fingerprint: str,
-    interface: str,
-    stack: Mapping[str, str],
-) -> Split:
+def split(examples: Sequence[Example], predicted: Sequence[Prediction]) -> Split:
     """Split the examples by whether the base model's predictions are right; both parts keep the examples' order."""
     by_id = {prediction.id: prediction for prediction in predicted}
     if len(by_id) != len(predicted) or set(by_id) != {example.id for example in examples}:
@@ -70,34 +64,23 @@ def split(
         past=tuple(example for example in examples if by_id[example.id].right),
         new=tuple(example for example in examples if not by_id[example.id].right),
         predictions=tuple(by_id[example.id] for example in examples),
-        model_fingerprint=model_fingerprint,
         data_fingerprint=fingerprint(examples),
-        interface=interface,
-        stack=dict(stack),
     )
 
 
-def save_split(split: Split, path: Path) -> None:
-    """Write a split: predictions and fingerprints, not the examples."""
-    rows = [predictions.prediction_to_row(prediction) for prediction in split.predictions]
-    files.write_json(path, {name: getattr(split, name) for name in _KEYS[:-1]} | {"predictions": rows})
+def save_split(split: Split, path: Path, *, model_fingerprint: str, interface: str, stack: Mapping[str, str]) -> None:
+    """Write a split and the setting of its evaluation: predictions and fingerprints, not the examples."""
+    predictions = [asdict(prediction) for prediction in split.predictions]
+    known = {"model_fingerprint": model_fingerprint, "interface": interface, "stack": dict(stack)}
+    files.write_json(path, {**known, "data_fingerprint": split.data_fingerprint, "predictions": predictions})
 
 
-def load_split(path: Path, examples: Sequence[Example], *, model_fingerprint: str) -> Split:
-    """Read a split of these examples by this model; one of another model or other data is refused."""
-    record = files.read_json(path)
-    if not isinstance(record, dict) or not set(record) >= set(_KEYS):
-        raise ValueError(f"{path}: expected a stored split with {', '.join(_KEYS)}; split again")
-    for what, expected in (("model", model_fingerprint), ("data", fingerprint(examples))):
-        found = str(record[f"{what}_fingerprint"])
-        if found != expected:
-            raise ValueError(f"{path}: a split of another {what} ({found[:12]}, expected {expected[:12]}); split again")
+def read_split(path: Path, examples: Sequence[Example]) -> Split:
+    """A stored split of these examples."""
     try:
-        predicted = [predictions.prediction_from_row(row) for row in record["predictions"]]
-        stored = {name: record[name] for name in ("interface", "stack")}
-        return split(examples, predicted, model_fingerprint=model_fingerprint, **stored)
+        return split(examples, [prediction_from_row(row) for row in files.read_json(path)["predictions"]])
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: a prediction in it does not read ({error!r}); remove it and split again") from error
+        raise ValueError(f"{path}: expected a stored split, but it does not read ({error!r}); split again") from error
 
 
 def cached_split(
@@ -110,17 +93,14 @@ def cached_split(
     stack: Mapping[str, str],
 ) -> Split:
     """The stored split of exactly this model, data, interface and stack; predicted and stored if there is none."""
-    data = fingerprint(examples)
-    key = files.fingerprint([model_fingerprint, data, interface, dict(stack)])
+    key = files.fingerprint([model_fingerprint, fingerprint(examples), interface, dict(stack)])
     path = folder / f"split-{key[:24]}.json"
-    if path.exists():
-        return load_split(path, examples, model_fingerprint=model_fingerprint)
     with locks.holding(locks.beside(path), wait=math.inf, notify=lambda sentence: console.print(clean(sentence))):
-        if path.exists():  # the other process has created it
-            return load_split(path, examples, model_fingerprint=model_fingerprint)
+        if path.exists():
+            return read_split(path, examples)
         files.tidy(folder, path.name)
-        made = split(examples, predict(), model_fingerprint=model_fingerprint, interface=interface, stack=stack)
-        save_split(made, path)
+        made = split(examples, predict())
+        save_split(made, path, model_fingerprint=model_fingerprint, interface=interface, stack=stack)
     return made
 
 
@@ -150,7 +130,6 @@ def draw_mixture(split: Split, *, correct: int, wrong: int, seed: int) -> tuple[
 # Requests whose answers have a fixed format: a JSON object for a sentence.
 
 
-JSON_REQUESTS = "json_requests"
 _PEOPLE = ("Anna", "Omar", "Lena", "Ivan", "Mia", "Raj", "Noor", "Ben", "Sara", "Tom", "Yuki", "Paul")
 _THINGS = ("apples", "books", "lamps", "coats", "maps", "chairs", "pens", "cups")
 
@@ -163,22 +142,20 @@ def json_requests() -> tuple[FreeForm, ...]:
     >>> json_requests()[0].response
     '{"name": "Anna", "apples": 3}'
     """
-    return tuple(
-        _request(person, thing, 3 + (7 * i + 5 * j) % 40)
-        for (i, person), (j, thing) in product(enumerate(_PEOPLE), enumerate(_THINGS))
-    )
+    made = []
+    for (i, person), (j, thing) in product(enumerate(_PEOPLE), enumerate(_THINGS)):
+        count = 3 + (7 * i + 5 * j) % 40
+        asked = (
+            f'Write a JSON object with the keys "name" and "{thing}" for this sentence, and nothing else: '
+            f"{person} has {count} {thing}."
+        )
+        answer = json.dumps({"name": person, thing: count})
+        messages = (Message(role="user", content=asked),)
+        made.append(FreeForm(id=f"json_requests/{person.lower()}-{thing}", messages=messages, response=answer))
+    return tuple(made)
 
 
-def _request(person: str, thing: str, count: int) -> FreeForm:
-    asked = (
-        f'Write a JSON object with the keys "name" and "{thing}" for this sentence, and nothing else: '
-        f"{person} has {count} {thing}."
-    )
-    return FreeForm(
-        id=f"{JSON_REQUESTS}/{person.lower()}-{thing}",
-        messages=(Message(role="user", content=asked),),
-        response=json.dumps({"name": person, thing: count}),
-    )
+BUILT_IN["json_requests"] = json_requests
 
 
 # Tasks by name: the paper's benchmarks, external and free-form ones, the harness's, the toy world, a user's file.
@@ -186,43 +163,51 @@ def _request(person: str, thing: str, count: int) -> FreeForm:
 
 InterfaceName: TypeAlias = Literal["letter", "cloze", "freeform"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Known:
-    """A named task's usual interface and the wording that its letter prompt ends with."""
-
-    interface: InterfaceName
-    wording: str = "standard"
-
-
-_BY_LETTER = Known(interface="letter")
 PAPER = {
-    **dict.fromkeys(("csqa", "arc_c", "mmlu"), _BY_LETTER),
-    "medqa": Known(interface="letter", wording="medqa"),
+    "csqa": "tau/commonsense_qa@validation",
+    "arc_c": "allenai/ai2_arc:ARC-Challenge@test",
+    "mmlu": "cais/mmlu:all@test",
+    "medqa": "GBaker/MedQA-USMLE-4-options@test",
 }
-# Half of the external sets are sentences to complete; with lettered options they would be another task.
-_BY_TEXT = Known(interface="cloze")
-_SENTENCES = ("hellaswag", "piqa", "winogrande", "openbookqa", "boolq", "social_iqa", "arc_easy", "sciq", "truthfulqa")
-EXTERNAL = dict.fromkeys((*_SENTENCES, "logiqa", "copa"), _BY_TEXT)
-_TRAINED = ("csqa_train", "arc_easy_train", "arc_challenge_train", "sciq_train", "openbookqa_train")
-TRAINING = dict.fromkeys(_TRAINED, _BY_TEXT)
-_BY_RESPONSE = Known(interface="freeform")
-FREEFORM = dict.fromkeys(("gsm8k", "instruct", "instruct_short"), _BY_RESPONSE)
-TASKS: dict[str, Known] = {**PAPER, **EXTERNAL, **TRAINING, **FREEFORM}
-BUILT_IN[JSON_REQUESTS] = json_requests
+"""The paper's benchmarks, asked by letter, each with its place on the hub."""
+EXTERNAL = {
+    "hellaswag": "Rowan/hellaswag@validation",
+    "piqa": "baber/piqa@validation",
+    "winogrande": "allenai/winogrande:winogrande_xl@validation",
+    "openbookqa": "allenai/openbookqa:main@test",
+    "boolq": "google/boolq@validation",
+    "social_iqa": "lighteval/siqa@validation",
+    "arc_easy": "allenai/ai2_arc:ARC-Easy@test",
+    "sciq": "allenai/sciq@test",
+    "truthfulqa": "truthfulqa/truthful_qa:multiple_choice@validation",
+    "logiqa": "",
+    "copa": "aps/super_glue:copa@validation",
+}
+"""Sets asked by text: half of them are sentences to complete; with lettered options they would be another task."""
+_MORE = {
+    "csqa_train": "tau/commonsense_qa@train",
+    "arc_easy_train": "allenai/ai2_arc:ARC-Easy@train",
+    "arc_challenge_train": "allenai/ai2_arc:ARC-Challenge@train",
+    "sciq_train": "allenai/sciq@train",
+    "openbookqa_train": "allenai/openbookqa:main@train",
+    "gsm8k": "openai/gsm8k:main@test",
+    "instruct": "",
+    "instruct_short": "",
+}
+TASKS = {**PAPER, **EXTERNAL, **_MORE}
+"""The place of each on the hub; empty where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Examples with their name and the interface they usually have."""
+    """Examples with their name, the interface they usually have and the wording that a letter prompt ends with."""
 
     name: str
     examples: tuple[Example, ...]
     interface: InterfaceName
-    wording: str
-    source: str
-    detected: Detected | None = None
-    """The format of the rows; None for those that are built in."""
+    wording: str = "standard"
+    detected: str = ""
+    """One line on the format of the rows; empty for those that are built in."""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -238,29 +223,35 @@ def load_task(
     `columns` maps the names of a file's or a data set's columns; `requests` admits rows there without a response.
     """
     path = Path(name).expanduser()
-    harness = name.startswith(readers.PREFIX)
-    if path.suffix in ENDINGS and not harness:
-        return _task(name, read_rows(path, columns=columns, requests=requests), source=str(path))
-    place = readers.parse(str(path))
+    closed: InterfaceName = "letter"
+    folder, harness = str(path).partition("@")[0], name.startswith(readers.PREFIX)
     named = harness or name in TASKS or name in BUILT_IN
-    if not named and (Path(place.path).is_dir() or ("/" in name and not name.startswith((".", "~", "/")))):
-        found = readers.read_hub(place, name=place.path.rpartition("/")[2], columns=columns, requests=requests)
-        return _task(name, found, source=place.path)
-    if columns:
+    if path.suffix in ENDINGS and not harness:
+        found = read_rows(path, columns=columns, requests=requests)
+    elif not named and (Path(folder).is_dir() or ("/" in name and not name.startswith((".", "~", "/")))):
+        found = readers.read_hub(str(path), name=folder.rpartition("/")[2], columns=columns, requests=requests)
+    elif named and columns:
         raise ValueError(f"{name}: columns are mapped for a file or a data set of your own, not for a named task")
-    if harness:
-        found = readers.read_harness(name.removeprefix(readers.PREFIX))
-        return _task(name, found, source=name, choices=_BY_TEXT)
-    if name in TASKS:
-        return _known(name, data_dir)
-    if name in BUILT_IN:
-        return _task(name, Found(examples=tuple(BUILT_IN[name]()), detected=None), source="built in", choices=_BY_TEXT)
-    names = [*TASKS, *BUILT_IN]
-    near = difflib.get_close_matches(name, names, n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known names are {', '.join(names)}."
-    raise ValueError(
-        f"unknown task {name!r}; {hint} "
-        "A task may also be a file (.jsonl, .json, .csv, .tsv, .parquet), owner/name on the hub, or lm-eval:NAME"
+    elif harness:
+        found, closed = readers.read_harness(name.removeprefix(readers.PREFIX)), "cloze"
+    elif name in TASKS:
+        found, closed = _known(name, data_dir), "letter" if name in PAPER else "cloze"
+    elif name in BUILT_IN:
+        found, closed = Found(examples=tuple(BUILT_IN[name]()), detected=""), "cloze"
+    else:
+        names = [*TASKS, *BUILT_IN]
+        near = difflib.get_close_matches(name, names, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known names are {', '.join(names)}."
+        raise ValueError(
+            f"unknown task {name!r}; {hint} "
+            "A task may also be a file (.jsonl, .json, .csv, .tsv, .parquet), owner/name on the hub, or lm-eval:NAME"
+        )
+    return Task(
+        name=name,
+        examples=found.examples,
+        interface=closed if isinstance(found.examples[0], Choice) else "freeform",
+        wording="medqa" if name == "medqa" else "standard",
+        detected=found.detected,
     )
 
 
@@ -274,28 +265,14 @@ def cached(name: str) -> Path:
     return files.cache_folder() / "data" / f"{name}.jsonl"
 
 
-def _known(name: str, data_dir: Path | None) -> Task:
-    folder, known, place = folder_of(data_dir), TASKS[name], readers.BENCHMARKS.get(name)
+def _known(name: str, data_dir: Path | None) -> Found:
+    folder, place = folder_of(data_dir), TASKS[name]
     path = cached(name) if folder is None else folder / f"{name}.jsonl"
     if path.is_file() and (folder is not None or name in PAPER):
-        return _task(name, read_rows(path), source=str(path), choices=known)
-    if folder is not None or place is None:
-        where = "the hub" if folder is None else path
-        raise ValueError(
-            f"{where}: task {name!r} is not there; give the folder that holds {name}.jsonl, one JSON row per line, "
-            f"with data_dir or CPLUS_DATA{'' if place is None else ', or neither to fetch it from the hub'}"
-        )
-    return _task(name, readers.read_hub(place, name=name), source=place.path, choices=known)
-
-
-def _task(name: str, found: Found, *, source: str, choices: Known = _BY_LETTER) -> Task:
-    """`choices` is how questions with choices are asked; free text has one way only."""
-    known = choices if isinstance(found.examples[0], Choice) else _BY_RESPONSE
-    return Task(
-        name=name,
-        examples=found.examples,
-        interface=known.interface,
-        wording=known.wording,
-        source=source,
-        detected=found.detected,
+        return read_rows(path)
+    if folder is None and place:
+        return readers.read_hub(place, name=name)
+    raise ValueError(
+        f"{path if folder else 'the hub'}: task {name!r} is not there; give the folder that holds {name}.jsonl, one "
+        f"JSON row per line, with data_dir or CPLUS_DATA{', or neither to fetch it from the hub' if place else ''}"
     )

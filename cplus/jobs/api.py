@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cplus.core.rows import Encoded
 from cplus.data.examples import Example
-from cplus.data.readers import to_examples
+from cplus.data.readers import collect
 
 if TYPE_CHECKING:
     from cplus.data.examples import Prediction
@@ -34,7 +34,7 @@ def read(rows: Rows) -> list[Example]:
     listed = list(rows)
     if all(isinstance(row, Mapping) for row in listed):
         numbered = [(f"row {number}", row) for number, row in enumerate(listed, start=1) if isinstance(row, Mapping)]
-        return to_examples(numbered, name="row", source="rows")
+        return list(collect(numbered, name="row", source="rows").examples)
     wrong = [type(row).__name__ for row in listed if isinstance(row, Mapping) or not hasattr(row, "id")]
     if wrong:
         raise TypeError(f"expected rows that are all dictionaries or all examples, got {', '.join(sorted(set(wrong)))}")

@@ -172,7 +172,7 @@ def sampling_noise(base: Loaded, group: Group, config: AdaptConfig) -> float | N
 
 def _to_row(answers: GroupAnswers) -> dict[str, Any]:
     return {
-        "predictions": [examples.prediction_to_row(prediction) for prediction in answers.predictions],
+        "predictions": [dataclasses.asdict(prediction) for prediction in answers.predictions],
         "scores": [[score.total, score.num_tokens] for score in answers.scores],
         "base_answers": [None if own is None else [own.total, own.num_tokens] for own in answers.base_answers],
     }

@@ -90,7 +90,7 @@ def mix(files: Sequence[tuple[str, float, Task]], seed: int) -> Mixture:
                 examples.append(row)
                 times[row.id], origin[row.id] = often, number
     if len(files) > 1 or len(examples) < len(task.examples):
-        task = replace(task, name=" + ".join(names), source=" + ".join(names), examples=tuple(examples), detected=None)
+        task = replace(task, name=" + ".join(names), examples=tuple(examples), detected="")
     return Mixture(task=task, files=tuple(files), times=times, origin=origin)
 
 

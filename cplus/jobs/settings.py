@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from cplus.data.readers import check_once, parse_columns, weighted
+from cplus.data.formats import check_once
+from cplus.data.readers import parse_columns, weighted
 from cplus.evaluation.judges import NAMES
 from cplus.evaluation.requirements import Requirement, parse
 from cplus.probes.abilities import ABILITIES, GENERAL

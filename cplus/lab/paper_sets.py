@@ -17,7 +17,7 @@ from cplus.base import files
 from cplus.data import readers
 from cplus.data.examples import Choice, Example, fingerprint, lines
 from cplus.data.readers import read_file
-from cplus.data.tasks import cached, folder_of
+from cplus.data.tasks import PAPER, cached, folder_of
 
 QUESTION, OPTION, TEXT = 10, 4, 6
 """Hexadecimal digits of the hashes."""
@@ -273,6 +273,6 @@ def _source(name: str, folder: Path | None) -> tuple[str, tuple[Example, ...]]:
     if folder is not None:
         path = folder / f"{name}.jsonl"
         return str(path), tuple(read_file(path))
-    place = readers.BENCHMARKS[name]
-    parts = (readers.read_hub(replace(place, split=split), name=f"{name}-{split}") for split in SPLITS[name])
-    return place.path, tuple(example for part in parts for example in part.examples)
+    place = PAPER[name].partition("@")[0]
+    parts = (readers.read_hub(f"{place}@{split}", name=f"{name}-{split}") for split in SPLITS[name])
+    return place.partition(":")[0], tuple(example for part in parts for example in part.examples)

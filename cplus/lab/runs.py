@@ -105,17 +105,16 @@ def terse(example: Example) -> FreeForm:
 def _split(
     base: models.Loaded, bound: Interface, examples: tuple[Example, ...], cache: Path | None, compute_dtype: str
 ) -> Split:
-    where = stack(device=str(base.device), compute_dtype=compute_dtype)
     whole = Group(name="task", part="external", interface=bound, examples=examples)
-    known = {"model_fingerprint": base.fingerprint, "interface": bound.name}
 
     def answers() -> list[Prediction]:
         with models.computing(compute_dtype, base.device):
             return answered(base.model, whole)
 
-    if cache is not None:
-        return cached_split(cache, examples, answers, stack=where, **known)
-    return split(examples, answers(), stack=where, **known)
+    if cache is None:
+        return split(examples, answers())
+    where = stack(device=str(base.device), compute_dtype=compute_dtype)
+    return cached_split(cache, examples, answers, model_fingerprint=base.fingerprint, interface=bound.name, stack=where)
 
 
 # What all methods of one comparison share: base model, past and new rows, anchors, bank and external tasks.

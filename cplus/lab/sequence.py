@@ -17,7 +17,7 @@ from cplus.base.cost import Work, cost_row
 from cplus.base.environment import environment
 from cplus.data import interfaces
 from cplus.data.examples import Example, Prediction
-from cplus.data.tasks import Split, draw_anchors, load_task, split, stack
+from cplus.data.tasks import draw_anchors, load_task, split
 from cplus.evaluation.changes import Flip, acquisition, flips, percent, retention
 from cplus.evaluation.statistics import survival
 from cplus.lab.records import SequenceResult
@@ -111,7 +111,7 @@ def run_stage(
 ) -> Stage:
     """One stage: a copy of the last model learns the rows of the task that this model answers incorrectly."""
     run, task = spec.stage(number), tasks[number - 1]
-    new = new_rows(split_by_answers(task, before[number - 1], last, spec.compute_dtype), run)
+    new = new_rows(split(task.examples, before[number - 1]), run)
     copied = dataclasses.replace(last, model=copy.deepcopy(last.model))
     learned = dataclasses.replace(task, part="acquisition", examples=tuple(new))
     training = begin(run.settings, copied, learned, kept)
@@ -132,25 +132,12 @@ def run_stage(
     )
 
 
-def split_by_answers(
-    task: Group, answers: Sequence[Prediction], current: models.Loaded, compute_dtype: str = "float32"
-) -> Split:
-    """The task's rows split into those a model answers correctly and incorrectly."""
-    return split(
-        task.examples,
-        answers,
-        model_fingerprint=current.fingerprint,
-        interface=task.interface.name,
-        stack=stack(device=str(current.device), compute_dtype=compute_dtype),
-    )
-
-
 def past_task(run: RunSpec, last: Stage, task: Group, index: int, banks: Path) -> PastTask:
     """A task just learned: anchors drawn from the rows now correct, and probes written by the current model.
 
     Paper: App. E.9: a separate past-example set and self-probe bank for each preceding task.
     """
-    found = split_by_answers(task, last.answers[index], last.current, run.compute_dtype)
+    found = split(task.examples, last.answers[index])
     anchors = draw_anchors(found, run.num_anchors, run.seed)
     wanted = anchors and run.num_probes and run.settings.row.needs_bank
     written = (

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from cplus.base import files, locks
-from cplus.data.examples import Example, from_row, to_row
+from cplus.data.examples import Example, to_row
+from cplus.data.formats import from_row
 
 # The sealed bank: probes, and a manifest that identifies their origin and detects any change.
 

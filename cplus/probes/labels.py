@@ -12,7 +12,8 @@ from torch import nn
 from cplus.base import files
 from cplus.base.files import cache_folder
 from cplus.core.rows import Encoded
-from cplus.data.examples import Example, FreeForm, fingerprint, from_row, to_row
+from cplus.data.examples import Example, FreeForm, fingerprint, to_row
+from cplus.data.formats import from_row
 from cplus.data.interfaces import Interface, Rejected
 from cplus.models import Loaded
 from cplus.models.decoding import DecodingRow, LocalEngine
