@@ -104,7 +104,6 @@ def write_wheels(content: bytes, folder: Path, count: int, *, sha256: str | None
         package="tiny-part{number}==1.0",
         member="tiny_part{number}/part{index:02}",
         parts=count,
-        part_size=size,
         size=len(content),
         sha256=found,
         parameters=1000,

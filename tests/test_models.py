@@ -23,28 +23,22 @@ def test_saved_model_is_the_same_everywhere(tiny, tmp_path):
     assert torch.equal(plain(ids).logits, tiny.model(ids).logits)
 
 
-def test_fingerprint_sees_one_changed_number_and_the_precision(tiny_llama):
+def test_fingerprint_sees_one_changed_number_the_configuration_and_the_precision(tiny_llama):
     model = tiny_llama.model
-    before = models.fingerprint(model)
-    assert models.fingerprint(model) == before
+    found = [models.fingerprint(model)]
+    assert models.fingerprint(model) == found[0]
     with torch.no_grad():
         model.lm_head.weight[3, 5] += 1e-6
-    changed = models.fingerprint(model)
-    assert changed != before
-    assert models.fingerprint(model.to(torch.bfloat16)) not in (before, changed)
-
-
-def test_fingerprint_sees_the_configuration(tiny_llama):
-    before = models.fingerprint(tiny_llama.model)
-    tiny_llama.model.config.rms_norm_eps = 1e-3
-    assert models.fingerprint(tiny_llama.model) != before
+    found.append(models.fingerprint(model))
+    model.config.rms_norm_eps = 1e-3
+    found.append(models.fingerprint(model))
+    found.append(models.fingerprint(model.to(torch.bfloat16)))
+    assert len(set(found)) == 4
 
 
 def test_bfloat16_checkpoint_gets_float32_masters(tiny_llama, tmp_path):
     models.save(tiny_llama.model.to(torch.bfloat16), tiny_llama.tokenizer, tmp_path / "out")
     assert {p.dtype for p in models.load(tmp_path / "out").model.parameters()} == {torch.float32}
-    kept = models.load(tmp_path / "out", dtype="bf16")
-    assert {p.dtype for p in kept.model.parameters()} == {torch.bfloat16}
 
 
 def test_computing_in_bfloat16_leaves_the_weights_alone(tiny_llama):
@@ -52,12 +46,12 @@ def test_computing_in_bfloat16_leaves_the_weights_alone(tiny_llama):
     full = tiny_llama.model(ids).logits
     with models.computing("float32", torch.device("cpu")):
         assert torch.equal(tiny_llama.model(ids).logits, full)
-    with models.computing("bf16", torch.device("cpu")):
+    with models.computing("bfloat16", torch.device("cpu")):
         rounded = tiny_llama.model(ids).logits
     assert not torch.equal(rounded.float(), full)
     assert torch.allclose(rounded.float(), full, atol=0.2)
-    with pytest.raises(ValueError, match="loss scaling"):
-        models.computing("fp16", torch.device("cpu"))
+    with pytest.raises(ValueError, match="compute dtype must be float32 or bfloat16, got 'float16'"):
+        models.computing("float16", torch.device("cpu"))
 
 
 def test_device_by_name():
@@ -67,21 +61,17 @@ def test_device_by_name():
         models.choose_device("tpu")
 
 
-def test_incomplete_checkpoint_is_refused(tiny_llama, tmp_path):
+def test_incomplete_and_damaged_checkpoints_are_one_sentence(tiny_llama, tmp_path):
     state = tiny_llama.model.state_dict()
     state.pop("model.layers.1.mlp.up_proj.weight")
     tiny_llama.model.save_pretrained(tmp_path, state_dict=state)
     tiny_llama.tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"lacks 1 of its weights.*up_proj"):
         models.load(tmp_path)
-
-
-def test_damaged_weights_are_one_sentence(tiny_llama, tmp_path):
-    models.save(tiny_llama.model, tiny_llama.tokenizer, tmp_path / "m")
-    path = tmp_path / "m" / "model.safetensors"
+    path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"could not load '.*m': .*not fully covered; expected a complete model"):
-        models.load(tmp_path / "m", device="cpu")
+    with pytest.raises(ValueError, match=r"could not load '.*': .*not fully covered; expected a complete model"):
+        models.load(tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -98,20 +88,13 @@ def test_unknown_names(name, message):
         models.load(name)
 
 
-def test_names_lead_to_their_places():
+def test_names_lead_to_their_places(tmp_path):
     assert models.resolve("toy") == toy.folder("toy")
-    assert models.resolve("qwen3-0.6b") == "Qwen/Qwen3-0.6B"
-    assert models.resolve("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
-    assert {p.learning_rate for name, p in models.PRESETS.items() if "phi" not in name} == {1e-6}
-    assert models.PRESETS["phi-3.5-mini"].learning_rate == 1e-5
-
-
-def test_folder_without_model_and_revision_of_a_folder(tmp_path, tiny_llama):
+    assert models.resolve("qwen3-0.6b") == models.resolve("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     with pytest.raises(ValueError, match=r"no config\.json"):
         models.load(tmp_path)
-    models.save(tiny_llama.model, tiny_llama.tokenizer, tmp_path / "m")
     with pytest.raises(ValueError, match="revision applies to hub ids"):
-        models.load(tmp_path / "m", revision="main")
+        models.load("toy", revision="main")
 
 
 def test_save_replaces_a_model_but_nothing_else(tiny_llama, tmp_path):

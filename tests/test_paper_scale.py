@@ -26,7 +26,6 @@ from cplus.lab import SCALES, STUDIES, matching, runner, runs_of
 from cplus.lab.estimate import WHOLE, can_be_sharded, described, gate_bytes, width
 from cplus.lab.runner import finished, in_this_process
 from cplus.methods.table import METHODS
-from cplus.models.names import Preset
 from cplus.probes.settings import TOPICS
 from cplus.training.settings import RunSpec, SequenceSpec
 
@@ -129,7 +128,7 @@ def passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[bool, 
     Returns, as they happen, whether each pass of the model computes in bfloat16, and its rows.
     """
     chatty.write(tmp_path / "tiny")
-    monkeypatch.setitem(models.PRESETS, "qwen3-0.6b", Preset(model=str(tmp_path / "tiny")))
+    monkeypatch.setitem(models.PRESETS, "qwen3-0.6b", str(tmp_path / "tiny"))
     for name in ("csqa", "arc_c", "hellaswag", "piqa", "winogrande", "openbookqa"):
         rows = QUESTIONS if name == "csqa" else EITHER
         (tmp_path / f"{name}.jsonl").write_text(lines(rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,9 +27,9 @@ def export(
 
     found = write_gguf(model, target, dtype)
     if json:
-        print_json({**asdict(found), "path": str(found.path)})
+        print_json(found)
         return
     console.print(
-        f"{found.path}: {found.architecture}, {found.tensors} tensors in {dtype}, {found.bytes / 1e6:.1f} MB",
+        f"{target}: {found['architecture']}, {found['tensors']} tensors in {dtype}, {found['bytes'] / 1e6:.1f} MB",
         soft_wrap=True,
     )

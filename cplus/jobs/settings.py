@@ -17,6 +17,7 @@ from cplus.data.formats import check_once
 from cplus.data.readers import parse_columns, weighted
 from cplus.evaluation.judges import NAMES
 from cplus.evaluation.requirements import Requirement, parse
+from cplus.models.names import PRESETS
 from cplus.probes.abilities import ABILITIES, GENERAL
 from cplus.training.settings import Positive, TrainSettings
 
@@ -434,24 +435,24 @@ RUN_CODE = ("method", "judge", "trust_remote_code")
 
 
 def paper(model: object) -> dict[str, Any]:
-    """The paper's protocol for a model; Phi-3.5 has its own learning rate."""
-    from cplus.models.names import Preset
-    from cplus.models.names import preset as preset_of
+    """The paper's protocol for a model; Phi-3.5 has its own learning rate.
 
-    preset = preset_of(str(model)) or Preset(model=str(model))
+    Paper: Sec. 4.1; App. E. Batch and weight decay: protocol sections 1 and 2.
+    """
+    phi = str(model) in ("phi-3.5-mini", PRESETS["phi-3.5-mini"])
     return {
-        "batch_size": preset.batch_size,
+        "batch_size": 1,
         "order": "file",
-        "lr": preset.learning_rate,
+        "lr": 1e-5 if phi else 1e-6,
         "lr_schedule": "constant",
         "warmup_steps": 0,
-        "epochs": preset.epochs,
+        "epochs": 25,
         "stop": "never",
-        "weight_decay": preset.weight_decay,
+        "weight_decay": 0.1,
         "clip_norm": 0.0,
-        "num_probes": preset.num_probes,
-        "shots": preset.shots,
-        "temperature": preset.temperature,
+        "num_probes": 512,
+        "shots": 2,
+        "temperature": 0.8,
         "compute_dtype": "float32",
         "gradient_checkpointing": False,
     }

@@ -5,14 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cplus.models.names import ALIASES, PRESETS, Preset
+from cplus.models.names import ALIASES, PRESETS
 
 if TYPE_CHECKING:
-    from cplus.models.loading import Loaded, as_dtype, choose_device, computing, fingerprint, load, of, resolve, save
+    from cplus.models.loading import Loaded, choose_device, computing, fingerprint, load, of, resolve, save
     from cplus.models.loading import window as window
 
 __all__ = [
-    "ALIASES", "PRESETS", "Loaded", "Preset", "as_dtype", "choose_device", "computing", "fingerprint", "load", "of",
+    "ALIASES", "PRESETS", "Loaded", "choose_device", "computing", "fingerprint", "load", "of",
     "resolve", "save", "window",
 ]  # fmt: skip
 

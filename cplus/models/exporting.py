@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -32,26 +31,26 @@ _SPLITS = {_QWEN: "qwen2", _QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|", 1): "llama-b
 """llama.cpp's name of each known pattern by which a tokenizer splits text before BPE."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exported:
-    """What was written."""
+def write_gguf(folder: Path, out: Path, dtype: Dtype = "float16") -> dict[str, Any]:
+    """Write the model of a folder to one GGUF file and return what was written.
 
-    path: Path
-    architecture: str
-    dtype: Dtype
-    tensors: int
-    bytes: int
-    splits_text_as: str
-    """llama.cpp's name for how the tokenizer splits text before BPE."""
-
-
-def write_gguf(folder: Path, out: Path, dtype: Dtype = "float16") -> Exported:
-    """Write the model of a folder to one GGUF file; norms and biases stay float32, as llama.cpp expects."""
+    Norms and biases stay float32, as llama.cpp expects.
+    """
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder}: expected a model folder with a config.json; a job writes it to OUT/model")
     loaded = load(folder.absolute(), device="cpu")
     config, weights = loaded.model.config, loaded.model.state_dict()
-    _check(folder, config)
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    for known, reason in (
+        (
+            config.model_type in ARCHITECTURES,
+            f"expected a model of {', '.join(ARCHITECTURES)}, got {config.model_type}",
+        ),
+        (rope == "default", f"positions scaled by {rope!r} cannot be exported"),
+        (not getattr(config, "use_sliding_window", False), "a model with a sliding window cannot be exported"),
+    ):
+        if not known:
+            raise ValueError(f"{folder}: {reason}; {CONVERTER}")
     if config.tie_word_embeddings:
         del weights["lm_head.weight"]
     architecture = next(key for key, name in MODEL_ARCH_NAMES.items() if name == config.model_type)
@@ -74,28 +73,8 @@ def write_gguf(folder: Path, out: Path, dtype: Dtype = "float16") -> Exported:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    return Exported(
-        path=out,
-        architecture=config.model_type,
-        dtype=dtype,
-        tensors=len(weights),
-        bytes=out.stat().st_size,
-        splits_text_as=splits,
-    )
-
-
-def _check(folder: Path, config: Any) -> None:
-    """Refuse an unknown architecture, and positions that are not plain rotary ones."""
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if config.model_type not in ARCHITECTURES:
-        reason = f"expected a model of {', '.join(ARCHITECTURES)} to export, got {config.model_type}"
-    elif rope != "default":
-        reason = f"positions scaled by {rope!r} cannot be exported"
-    elif getattr(config, "use_sliding_window", False):
-        reason = "a model with a sliding window cannot be exported"
-    else:
-        return
-    raise ValueError(f"{folder}: {reason}; {CONVERTER}")
+    written = {"path": str(out), "bytes": out.stat().st_size, "tensors": len(weights), "dtype": dtype}
+    return {**written, "architecture": config.model_type, "splits_text_as": splits}
 
 
 def _describe(writer: GGUFWriter, name: str, config: Any) -> None:
@@ -131,9 +110,7 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path, tokenizer: Any, vocabulary:
     elif kinds == ["Split", "ByteLevel"]:
         splits = _SPLITS.get(parts[0]["pattern"].get("Regex"))
     if splits is None:
-        raise ValueError(
-            f"{folder}: its tokenizer splits text by {' and '.join(kinds)}, which has no name here; {CONVERTER}"
-        )
+        raise ValueError(f"{folder}: its tokenizer splits text by {' and '.join(kinds)}, unknown here; {CONVERTER}")
     tokens = [f"[PAD{i}]" for i in range(vocabulary)]
     types = [TokenType.UNUSED] * vocabulary
     for text, number in model["vocab"].items():

