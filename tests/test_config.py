@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from cplus.cli.app import app
 from cplus.jobs import settings
-from cplus.methods.adapters import Lora
 from cplus.training.loop import build_scheduler
+from cplus.training.settings import Lora
 
 ROOT = Path(__file__).parent.parent
 LEAST = {"model": "toy", "new": "a.jsonl"}

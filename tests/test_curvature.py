@@ -19,7 +19,6 @@ from cplus.core.guard import Guard
 from cplus.core.losses import answer_losses
 from cplus.core.optim import AdamW
 from cplus.methods.curvature import Curvature, attenuation, damping
-from cplus.methods.table import METHODS
 
 SOURCES = (
     Source(name="anchors", weight=0.25, rows=tiny.rows(3, seed=1)),
@@ -42,7 +41,7 @@ def squared_gradients(model: nn.Module) -> list[oracle.Array]:
 
 def test_the_coefficients_equal_the_oracles() -> None:
     model = tiny.lm()
-    found = Curvature(model=model, sources=SOURCES, share=0.4)(list(model.parameters()), 0)
+    found = Curvature(model=model, sources=SOURCES, strength=0.4)(list(model.parameters()), 0)
     [coefficients] = found.vectors
     expected = oracle.curvature_coefficients(squared_gradients(model), 0.4)
     for c, e in zip(coefficients, expected, strict=True):
@@ -109,9 +108,3 @@ def test_every_way_applies_the_stored_coefficients(own: bool, monkeypatch: pytes
         ends.append([p.detach().clone() for p in bag])
     for plain, fast in zip(*ends, strict=True):
         torch.testing.assert_close(fast, plain, rtol=1e-6, atol=1e-7)  # torch contracts products and sums
-
-
-def test_a_share_outside_the_open_interval_is_refused() -> None:
-    for share in (0.0, 1.0):
-        with pytest.raises(ValueError, match=r"must lie in \(0, 1\), got"):
-            type(METHODS["cplus-curvature"].reduction)(strength=share)  # type: ignore[call-arg]

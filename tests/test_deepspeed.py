@@ -149,7 +149,7 @@ def by_curvature(optimizer: Any, model: Any) -> Guard:
         Source(name="anchors", weight=0.25, rows=PAST["anchors"]),
         Source(name="probes", weight=0.75, rows=PAST["probes"]),
     )
-    evidence = Curvature(model=model, sources=sources, share=0.4)
+    evidence = Curvature(model=model, sources=sources, strength=0.4)
     return Guard(optimizer, model, evidence=evidence, gate=Elementwise(stored, uses="coefficients", whole=False))
 
 

@@ -25,7 +25,7 @@ from cplus.core.losses import answer_losses
 from cplus.integrations.transformers import preserve, scope
 from cplus.jobs.prepare import row_of
 from cplus.jobs.settings import AdaptConfig
-from cplus.methods.adapters import Lora
+from cplus.training.settings import Lora
 
 NEW = tiny.rows(8, seed=4)
 

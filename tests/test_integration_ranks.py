@@ -54,7 +54,7 @@ EVIDENCE = {
     "mean": MeanGradient,
     "norm-aligned": NormAligned,
     "tail": Tail,
-    "curvature": partial(Curvature, share=0.4),
+    "curvature": partial(Curvature, strength=0.4),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,21 +16,19 @@ from torch import Tensor, nn
 from cplus import models
 from cplus.core.losses import answer_losses
 from cplus.core.rows import Encoded
+from cplus.methods.after import known_rows
 from cplus.methods.repair import (
     ENOUGH,
     TRIALS,
     Check,
     Ranking,
-    Sums,
     Unrepairable,
-    add_gradients,
     encode,
-    known_rows,
     largest_share,
     loss_check,
+    mean_gradients,
     mean_loss,
     repair_model,
-    used_of,
 )
 from cplus.methods.table import Material, Past
 from cplus.training.driver import start
@@ -69,39 +66,27 @@ def same(model: nn.Module, expected: dict[str, Tensor]) -> bool:
     return all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
 
 
-def test_importance_is_the_mean_squared_gradient_of_each_row() -> None:
-    model = tiny.lm().eval()
-    params = list(model.parameters())
-    expected = [torch.zeros_like(p) for p in params]
-    for row in NEW:
-        for total, own in zip(expected, torch.autograd.grad(answer_losses(model, [row]).sum(), params), strict=True):
-            total += own**2 / len(NEW)
-    found = add_gradients(model, NEW, params, Sums.zeros(params)).means()
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_importance_leaves_gradients_modes_and_frozen_weights_alone() -> None:
+@pytest.mark.parametrize("squared", [True, False])
+def test_importance_is_the_mean_of_the_rows_gradients(squared: bool) -> None:
     model = tiny.lm().train()
     first, *others = model.parameters()
     first.requires_grad_(False)
     others[0].grad = torch.ones_like(others[0])
-    sums = add_gradients(model, NEW, [first], Sums.zeros([first]))
-    assert float(sums.tensors[0].sum()) > 0, "a frozen weight has an importance too"
-    assert model.training
-    assert not first.requires_grad
-    assert first.grad is None
-    assert others[0].requires_grad
+    params = [first, *others[1:]]
+    found = mean_gradients(model, NEW, params, squared=squared)
+    assert (model.training, first.requires_grad, first.grad, others[0].requires_grad) == (True, False, None, True)
     assert bool((others[0].grad == 1).all())
-
-
-def test_importance_that_is_not_a_number_is_refused() -> None:
-    model = tiny.lm()
-    params = list(model.parameters())
+    model.eval().requires_grad_(True)
+    expected = [torch.zeros_like(p) for p in params]
+    for row in NEW:
+        for total, own in zip(expected, torch.autograd.grad(answer_losses(model, [row]).sum(), params), strict=True):
+            total += (own**2 if squared else own) / len(NEW)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
     with torch.no_grad():
-        params[0][:] = float("nan")
+        first[:] = float("nan")
     with pytest.raises(FloatingPointError, match="not finite"):
-        add_gradients(model, NEW, params, Sums.zeros(params)).means()
+        mean_gradients(model, NEW, params, squared=squared)
 
 
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=40))
@@ -167,22 +152,6 @@ def test_a_smooth_quantity_is_found_in_few_trials_and_uses_what_it_may(edge: flo
     assert len(tried) <= 2 * TRIALS
 
 
-@pytest.mark.parametrize(
-    ("value", "tuned", "limit", "used"),
-    [
-        (1.0, 1.0, 2.0, 0.0),
-        (1.5, 1.0, 2.0, 0.5),
-        (2.0, 1.0, 2.0, 1.0),
-        (4.0, 1.0, 2.0, 3.0),
-        (0.5, 1.0, 2.0, -0.5),
-        (1.0, 1.0, 1.0, 0.0),
-        (1.1, 1.0, 1.0, math.inf),
-    ],
-)
-def test_what_is_used_of_a_tolerance(value: float, tuned: float, limit: float, used: float) -> None:
-    assert used_of(value, tuned, limit) == used
-
-
 def test_a_repair_keeps_the_new_rows_and_brings_past_rows_back(pair: tuple[nn.Module, nn.Module]) -> None:
     base, tuned = pair
     model = copy.deepcopy(tuned).train()
@@ -227,36 +196,6 @@ def test_blame_undoes_only_what_raised_the_past_loss(pair: tuple[nn.Module, nn.M
     assert least >= most * 0.99  # scores are kept in two bytes
 
 
-def test_a_score_of_ones_own_decides_which_weights_are_undone(pair: tuple[nn.Module, nn.Module]) -> None:
-    base, tuned = pair
-    model, seen = copy.deepcopy(tuned), []
-
-    def largest_change(past: Tensor, new: Tensor, delta: Tensor) -> Tensor:
-        seen.append((float(past.min()), float(new.min())))
-        return delta.abs()
-
-    def undone_percent(own: nn.Module) -> float:
-        pairs = [(p == before, before != after) for p, before, after in changes(own, base, tuned)]
-        return 100 * sum(int((a & b).sum()) for a, b in pairs) / sum(int(b.sum()) for _, b in pairs)
-
-    check = Check(name="new", unit="% not known", measure=undone_percent, tolerance=10.0)
-    found = repair_model(model, weights(base), PAST, NEW, checks=(check,), score=largest_change)
-    assert 0.08 < found.share <= 0.1
-    assert all(past >= 0 and new >= 0 for past, new in seen)
-    undone = [(after - before).abs()[p == before] for p, before, after in changes(model, base, tuned)]
-    kept = [(after - before).abs()[p != before] for p, before, after in changes(model, base, tuned)]
-    assert float(torch.cat(kept).max()) <= float(torch.cat([own[own > 0] for own in undone]).min()) * 1.01
-
-
-def test_a_further_round_never_ends_with_a_higher_past_loss(pair: tuple[nn.Module, nn.Module]) -> None:
-    base, tuned = pair
-    once = repair_model(copy.deepcopy(tuned), weights(base), PAST, NEW)
-    twice = repair_model(copy.deepcopy(tuned), weights(base), PAST, NEW, rounds=2)
-    assert len(twice.shares) == 2
-    assert twice.shares[0] == once.shares[0]
-    assert twice.past.repaired <= once.past.repaired
-
-
 def test_held_out_rows_are_kept_as_well(pair: tuple[nn.Module, nn.Module]) -> None:
     base, tuned = pair
     checks = (loss_check(NEW, tolerance=0.2), loss_check(HELD, name="held-out", held_out=True))
@@ -265,57 +204,6 @@ def test_held_out_rows_are_kept_as_well(pair: tuple[nn.Module, nn.Module]) -> No
     for own in found.new:
         assert own.limit is not None
         assert own.repaired <= own.limit
-
-
-class Kept:
-    """A store in memory that dies after some rows."""
-
-    def __init__(self, dies_after: int | None = None) -> None:
-        self.sums: dict[str, Sums] = {}
-        self.left = dies_after
-        self.added = 0
-
-    def load(self, name: str, params: Sequence[Tensor]) -> Sums | None:
-        return self.sums.get(name)
-
-    def save(self, name: str, sums: Sums, *, complete: bool) -> None:
-        self.sums[name] = Sums(tensors=[own.clone() for own in sums.tensors], rows=sums.rows)
-        self.added += 1
-        if self.left is not None and self.added == self.left:
-            raise KeyboardInterrupt
-
-
-def test_a_stopped_gradient_continues_with_the_next_batch(
-    pair: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base, tuned = pair
-    monkeypatch.setattr("cplus.methods.repair.batched", lambda rows: ([row] for row in rows))
-    whole, model, store = copy.deepcopy(tuned), copy.deepcopy(tuned), Kept(dies_after=3)
-    repair_model(whole, weights(base), PAST, NEW, by="blame")
-    with pytest.raises(KeyboardInterrupt):
-        repair_model(model, weights(base), PAST, NEW, by="blame", store=store)
-    assert same(model, weights(tuned))
-    store.left = None
-    repair_model(model, weights(base), PAST, NEW, by="blame", store=store)
-    assert store.added == len(PAST), "no row is computed twice, and new rows need no gradient"
-    assert same(model, weights(whole))
-
-
-@pytest.mark.parametrize("rows", [3, 10, 14])
-def test_a_stopped_repair_leaves_the_tuned_model_and_continues_from_its_sums(
-    pair: tuple[nn.Module, nn.Module], rows: int
-) -> None:
-    base, tuned = pair
-    whole = copy.deepcopy(tuned)
-    repair_model(whole, weights(base), PAST, NEW)
-    store, model = Kept(dies_after=rows), copy.deepcopy(tuned)
-    with pytest.raises(KeyboardInterrupt):
-        repair_model(model, weights(base), PAST, NEW, store=store)
-    assert same(model, weights(tuned))
-    store.left = None
-    repair_model(model, weights(base), PAST, NEW, store=store)
-    assert store.added == len(PAST) + len(NEW), "no row is computed twice"
-    assert same(model, weights(whole))
 
 
 def impossible(measure: Any) -> Check:
@@ -342,13 +230,7 @@ def test_what_cannot_be_repaired_is_refused_and_left_as_it_was(pair: tuple[nn.Mo
 
 @pytest.mark.parametrize(
     ("tuned_loss", "after", "helps"),
-    [
-        (1.0, 1.2, False),
-        (1.0, 0.8, True),
-        (1.0, 0.2, True),
-        (0.1, 0.4, True),  # a gate had lowered the loss of the rows it saw: nearer to the base's is no harm
-        (0.1, 0.6, False),
-    ],
+    [(1.0, 1.2, False), (1.0, 0.2, True), (0.1, 0.4, True), (0.1, 0.6, False)],  # a gate may have lowered it to 0.1
 )
 def test_a_repair_may_not_raise_the_past_loss_above_both_models(
     pair: tuple[nn.Module, nn.Module],

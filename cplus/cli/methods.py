@@ -41,7 +41,9 @@ def methods(
             {
                 "name": row.name,
                 "summary": row.summary,
-                "trains": "weights" if row.adapter is None else getattr(row.adapter, "trains", "adapters"),
+                "trains": "weights"
+                if row.adapter is None
+                else getattr(row.adapter, "path", "adapters").rpartition(":")[2],
                 "trains_on": list(row.train_on),
                 "sees": list(row.needs),
                 "evidence": [{"weight": weight, "source": kind} for weight, kind in row.evidence],

@@ -129,11 +129,6 @@ def divergences(model: nn.Module, frozen: nn.Module, rows: Sequence[Encoded]) ->
     """Each example's mean KL(frozen || model) over the target positions, for distillation from the frozen model."""
     with torch.no_grad():
         teacher, _ = target_logits(frozen, rows)
-    return divergences_from(teacher, model, rows)
-
-
-def divergences_from(teacher: Tensor, model: nn.Module, rows: Sequence[Encoded]) -> Tensor:
-    """The same from the frozen model's logits at the target positions of these rows."""
     logits, labels = target_logits(model, rows)
     inside = labels != -100
     return (divergence_at(teacher, logits) * inside).sum(1) / inside.sum(1)

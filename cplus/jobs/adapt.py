@@ -325,7 +325,7 @@ def _finish(
     if config.repair:
         training.optimizer.state.clear()  # its memory is needed now, and the last checkpoint holds it
         with recorded(folder.seconds, "repairing"):
-            repaired = _repaired(job, before, bank, model, interruption)
+            repaired = _repaired(job, before, bank, model)
     with models.computing(config.compute_dtype, job.base.device), recorded(folder.seconds, "evaluating"):
         after = {
             group.name: outputs.answer(model, group, config, "after", before.answers[group.name].predictions)
@@ -359,18 +359,14 @@ def _finish(
     return processes.shared(written)
 
 
-def _repaired(
-    job: Job, before: Before, bank: Bank | None, model: nn.Module, interruption: Interruption
-) -> Repaired | str:
+def _repaired(job: Job, before: Before, bank: Bank | None, model: nn.Module) -> Repaired | str:
     """Repair the trained model in place against the base, read again; the reason where there is nothing to repair."""
     base = load(job.config, job.home)
     if base.fingerprint != job.base.fingerprint:
         raise ValueError(f"{job.config.model}: the base model changed while the job ran; start a new job")
     new = [group for group in (job.rows.new, job.rows.validation) if group is not None]
     try:
-        return repair_groups(
-            model, base, new, before.answers, past_tasks(job, bank), job.config, job.folder.work, interruption
-        )
+        return repair_groups(model, base, new, before.answers, past_tasks(job, bank), job.config)
     except Unrepairable as error:
         say(f"repair: {error}")
         return str(error)

@@ -23,7 +23,7 @@ from cplus.jobs.settings import AdaptConfig
 from cplus.methods.table import METHODS, Material, Method
 from cplus.models import loading
 from cplus.models.scoring import log_likelihoods
-from cplus.training.driver import adapted, in_precision, start
+from cplus.training.driver import adapted, start
 from cplus.training.loop import Schedule, epoch_batches, updates_per_epoch
 from cplus.training.measure import Exploded, loss_of
 from cplus.training.rows import past_rows
@@ -263,7 +263,7 @@ def _tested(config: AdaptConfig, row: Method, model: nn.Module, rows: Material, 
     found = []
     for factor in FACTORS[rungs]:
         lr = float(f"{factor * rule.value:.0e}")
-        after = _trained(config, in_precision(row, config.compute_dtype, device), model, few, lr, new, kept)
+        after = _trained(config, row, model, few, lr, new, kept)
         found.append(Rung(lr=lr, gained=start_new - after[0], lost=after[1] - start_kept))
     return best_rung(found, updates)
 

@@ -22,12 +22,12 @@ from cplus.core.guard import Guard
 from cplus.core.optim import AdamW
 from cplus.distributed import processes as world
 from cplus.jobs.settings import AdaptConfig
-from cplus.methods.adapters import Lora
 from cplus.methods.repair import BYTES_PER_PARAMETER
 from cplus.methods.table import Method
 from cplus.methods.variants import Remembered
 from cplus.models import loading
 from cplus.training.driver import STATE_BYTES, adapted, build_optimizer
+from cplus.training.settings import Lora
 
 CHECKPOINTED = 8
 """Gradient checkpointing keeps one vector per layer in place of about this many times as much."""
@@ -149,7 +149,6 @@ def footprint(config: AdaptConfig, method: Method, size: ModelSize, num_anchors:
     # Merged, packed weights are float32 again.
     expanded = 4 * size.packed if config.lora is not None and config.lora.merge else 0
     checkpoint = 4 * size.trainable + parts.optimizer + parts.gate
-    sums = 8 * size.parameters if config.repair else 0
     return Footprint(
         held=held,
         peak=held + max(parts.activations, expanded),
@@ -157,7 +156,7 @@ def footprint(config: AdaptConfig, method: Method, size: ModelSize, num_anchors:
         gate=parts.gate,
         checkpoint=checkpoint,
         # A checkpoint is written beside the one it replaces.
-        disk=2 * checkpoint + 4 * size.parameters + sums + (64 << 20),
+        disk=2 * checkpoint + 4 * size.parameters + (64 << 20),
         free=disk_free(config.out),
     )
 

@@ -37,7 +37,7 @@ from cplus.probes.abilities import ability
 from cplus.probes.bank import Bank, Probe
 from cplus.probes.build import bank_folder
 from cplus.probes.settings import BLOCK
-from cplus.training.driver import adapted, in_precision, start
+from cplus.training.driver import adapted, start
 from cplus.training.loop import Stepped, updates_per_epoch
 from cplus.training.rows import Group, Rows, Source, past_rows
 
@@ -97,7 +97,7 @@ def training_pace(config: AdaptConfig, method: Method, base: Loaded, material: M
     longest = sorted(material.new, key=len, reverse=True)[: config.batch_size]
     batch = list(islice(cycle(longest), config.batch_size))
     short = Material(new=batch * 2, past=(_one_pass(material.past[0]),))
-    method = replace(in_precision(method, config.compute_dtype, base.device), parts=1)
+    method = replace(method, parts=1)
     lr = config.lr if isinstance(config.lr, float) else 0.0  # a rate that is still to be tested takes no other time
     once = config.model_copy(update={"epochs": 1, "order": "file", "lr": lr})
     training = start(once, method, base.model, short)
@@ -192,17 +192,15 @@ def _stand_ins(count: int, length: int) -> Bank:
     return Bank(probes=probes, manifest={"counts": counts, "probes_sha256": ""})
 
 
-def repair_seconds(
-    config: AdaptConfig, new: Group, past: float, pace: Pace, *, rounds: int = 1, max_rows: int = MAX_ROWS
-) -> float:
+def repair_seconds(config: AdaptConfig, new: Group, past: float, pace: Pace, *, max_rows: int = MAX_ROWS) -> float:
     """Seconds to rank and search; `past` is the number of tokens of the past rows.
 
     Importance takes a gradient of each past row and, in each round, of each new row; blame one of each past row.
     """
     tokens = sum(map(len, new.encoded()[:max_rows]))
-    ranked = rounds * past if ranked_by(new) == "blame" else past + rounds * tokens
+    ranked = past if ranked_by(new) == "blame" else past + tokens
     trial = tokens * trial_rows(new, max_rows) / len(new.encoded()[:max_rows])
-    return ranked * pace.update + ((rounds + 2) * past + (TRIALS * rounds + 2) * trial) * pace.read
+    return ranked * pace.update + (3 * past + (TRIALS + 2) * trial) * pace.read
 
 
 def saving_seconds(config: AdaptConfig, size: ModelSize, need: Footprint, base: Loaded, updates: int) -> float:
@@ -388,7 +386,7 @@ class RepairPlan:
             "size": asdict(self.given.size),
             "need": asdict(self.given.need),
             "counts": self.counts,
-            "trials": TRIALS * self.given.config.rounds,
+            "trials": TRIALS,
             "warnings": [*self.given.rows.notes, *self.given.notes],
             "seconds": self.seconds,
             "total_seconds": sum(self.seconds.values()),
@@ -403,7 +401,7 @@ class RepairPlan:
             f"models     {config.tuned} towards {config.model}: {given.size.parameters:,} parameters, "
             f"{BYTES_PER_PARAMETER} bytes per parameter",
             f"rows       {', '.join(f'{count} {name}' for name, count in self.counts.items())}",
-            f"search     at most {TRIALS * config.rounds} evaluations of {rows} new rows in {config.rounds} round(s)",
+            f"search     at most {TRIALS} evaluations of {rows} new rows",
             *_lines(given.need, given.need.peak, self.seconds, warnings, config.out, given.size),
         ]
 
@@ -428,7 +426,7 @@ def plan_repair(config: RepairConfig) -> RepairPlan:
     seconds = {
         "evaluating": 1.5 * evaluation_seconds(config, rows, base, pace),  # three models instead of two
         "writing probes": pace.decoding(own / ACCEPTED, length) + bank_seconds(config, rows, base, pace),
-        "repairing": repair_seconds(config, rows.new, past, pace, rounds=config.rounds, max_rows=config.max_rows),
+        "repairing": repair_seconds(config, rows.new, past, pace, max_rows=config.max_rows),
     }
     counts = {"new": len(rows.new.examples), "anchors": len(anchors.examples), "probes": probes}
     return RepairPlan(given=given, counts=counts, seconds={part: spent for part, spent in seconds.items() if spent})

@@ -18,8 +18,7 @@ from cplus.jobs.memory import Footprint, ModelSize, check_packed, footprint, gig
 from cplus.jobs.progress import say
 from cplus.jobs.rows import Tasks, bind_rows, load, located, read, template
 from cplus.jobs.settings import AdaptConfig, paper, refuse
-from cplus.methods.after import Undone
-from cplus.methods.table import Method
+from cplus.methods.table import REPAIR, Method
 from cplus.models import Loaded, loading
 from cplus.receipts.contents import ComparedRun
 from cplus.training.rows import Group, Rows
@@ -87,7 +86,7 @@ def row_of(config: AdaptConfig) -> Method:
             f"{name} changes the merged weights after training; leave out merge=false",
         ),
         (
-            isinstance(row.after, Undone) and config.repair,
+            row.after == REPAIR and config.repair,
             f"{name} ends with a repair of its own; leave out repair, or choose another method",
         ),
         (own and is_open(config), f"{name} decides itself what trains, so no rate is tested for it; provide lr"),

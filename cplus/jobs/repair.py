@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import datetime
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from cplus.data.examples import Example, lines, to_row
 from cplus.distributed.processes import Interrupted, Interruption
 from cplus.evaluation.changes import acquisition, flips
 from cplus.evaluation.judges import judge
-from cplus.jobs.checkpoint import read_state
 from cplus.jobs.folder import FinishedJob, Folder, begin_folder, check_free, claimed, discard, read_values, row_hashes
 from cplus.jobs.keep import Written, job_bank, with_written, written_bank
 from cplus.jobs.memory import ModelSize, available, disk_free, giga, model_size
@@ -34,7 +32,7 @@ from cplus.jobs.rows import bind_rows, check_requirements, load, located, read
 from cplus.jobs.settings import MAX_ROWS, AdaptConfig, RepairConfig, repair_settings
 from cplus.methods import repair as methods
 from cplus.methods.adapters import merged_from
-from cplus.methods.repair import Check, Repaired, Sums, Unrepairable, loss_check, moved_weights, repair_model
+from cplus.methods.repair import Check, Repaired, Unrepairable, loss_check, moved_weights, repair_model
 from cplus.methods.table import METHODS, Method
 from cplus.models import Loaded
 from cplus.models.loading import without_bars
@@ -64,49 +62,6 @@ def tuned_set(model: nn.Module, group: Group, before: GroupAnswers, config: Adap
         acquisition=learned(table),
         nll=None if group.closed else max(0.0, loss_of(answers.scores)),
     )
-
-
-# Importance sums on disk, so that a stopped repair continues with the next row.
-
-
-SUMS_FORMAT = "cplus-importance/1"
-
-
-class SumsOnDisk:
-    """One file per set of rows; another repair's sums are refused."""
-
-    def __init__(self, folder: Path, identity: str, minutes: float, interruption: Interruption) -> None:
-        self._folder, self._identity, self._minutes = folder, identity, minutes
-        self._interruption, self._written = interruption, time.monotonic()
-
-    def load(self, name: str, params: Sequence[Tensor]) -> Sums | None:
-        """The sums kept under this name, on the device of the parameters."""
-        path = self._path(name)
-        if not path.is_file():
-            return None
-        kept = read_state(path, "remove it to compute it anew")
-        if kept.get("format") != SUMS_FORMAT or kept["identity"] != self._identity:
-            raise ValueError(f"{path}: the models, the rows or the version changed since; start a new repair")
-        say(f"repair: continued after {kept['rows']} {name.split()[0]} rows")
-        tensors = [own.to(p.device, copy=True) for own, p in zip(kept["tensors"], params, strict=True)]
-        return Sums(tensors=tensors, rows=kept["rows"])
-
-    def save(self, name: str, sums: Sums, *, complete: bool) -> None:
-        """Write complete sums, and others when minutes have passed or the repair is to stop."""
-        due = time.monotonic() - self._written >= 60 * self._minutes
-        if complete or due or self._interruption.received is not None:
-            body = {"format": SUMS_FORMAT, "identity": self._identity, "rows": sums.rows, "tensors": sums.tensors}
-            files.write_state(self._path(name), body)
-            self._written = time.monotonic()
-        self.check(f"stopped after {sums.rows} {name.split()[0]} rows, and saved")
-
-    def check(self, sentence: str) -> None:
-        """Stop here if a signal came."""
-        if self._interruption.received is not None:
-            raise Interrupted(self._interruption.received, sentence)
-
-    def _path(self, name: str) -> Path:
-        return self._folder / f"importance-{name.replace(' ', '-')}.pt"
 
 
 # The repair itself, on a job's rows: what must stay known, the rows of importance, and the repaired model.
@@ -170,41 +125,25 @@ def repair_groups(
     before: Mapping[str, GroupAnswers],
     past: Sequence[PastTask],
     config: AdaptConfig,
-    folder: Path,
-    interruption: Interruption,
     *,
     tolerance: float | None = None,
-    rounds: int = 1,
     max_rows: int = MAX_ROWS,
 ) -> Repaired:
     """Repair a tuned model in place; `new` are the groups to keep known, the rows trained on first."""
     found = [group_check(group, before[group.name], tolerance, max_rows, config.seed) for group in new]
     rows = past_rows(past, max_rows, config.seed)
     trained = new[0].drawn(max_rows, config.seed).encoded()
-    tuned = models.fingerprint(model)
-    by = ranked_by(new[0])
-    tokens = [[[*row.prompt, -1, *row.labels] for row in some] for some in (rows, trained)]
-    identity = files.fingerprint([base.fingerprint, tuned, config.compute_dtype, by, *tokens])
-    store = SumsOnDisk(folder, identity, config.checkpoint_minutes, interruption)
-
-    def notify(sentence: str) -> None:
-        say(sentence)
-        store.check("stopped while searching for the share; the importance is saved")
-
     weights: dict[str, Tensor] = dict(base.model.named_parameters())
-    with interruption.patient():
-        done = repair_model(
-            model,
-            weights,
-            rows,
-            trained,
-            checks=[check for check in found if check is not None],
-            by=by,
-            rounds=rounds,
-            computing=lambda: models.computing(config.compute_dtype, base.device),
-            store=store,
-            notify=notify,
-        )
+    done = repair_model(
+        model,
+        weights,
+        rows,
+        trained,
+        checks=[check for check in found if check is not None],
+        by=ranked_by(new[0]),
+        computing=lambda: models.computing(config.compute_dtype, base.device),
+        notify=say,
+    )
     say(f"repair: {done}")
     return done
 
@@ -346,7 +285,7 @@ def needed(config: RepairConfig, size: ModelSize) -> Need:
         held=held,
         peak=held + size.activation_bytes,
         available=available(models.choose_device(config.device)),
-        disk=12 * size.parameters + (64 << 20),  # two files of sums and the model
+        disk=4 * size.parameters + (64 << 20),
         free=disk_free(config.out),
     )
     if found.held > found.available:
@@ -356,7 +295,7 @@ def needed(config: RepairConfig, size: ModelSize) -> Need:
         )
     if found.disk > found.free:
         raise ValueError(
-            f"{config.out}: importance and model need {giga(found.disk)} GB, but {giga(found.free)} GB are free; make "
+            f"{config.out}: the repaired model needs {giga(found.disk)} GB, but {giga(found.free)} GB are free; make "
             "room or choose another out"
         )
     return found
@@ -384,31 +323,31 @@ def repair(config: RepairConfig, *, force: bool = False) -> FinishedJob:
     """Undo the part of a fine-tuning that past behaviour needs most; write model, bank, record, card and receipt."""
     folder, home = Folder(config.out), Path.cwd()
     check_free(folder, force=force)
-    with Interruption().watching() as interruption:
+    with Interruption().watching():
         given = prepare(config, home)
         with claimed(folder):
             check_free(folder, force=force)
             begin_folder(folder, config, home, FORMAT)
-            return _work(given, folder, interruption)
+            return _work(given, folder)
 
 
 def resume(out: Path, *, repeated: Mapping[str, Any] | None = None) -> FinishedJob:
-    """Continue a stopped repair; importance that was computed is not computed again. A finished one is read."""
+    """Continue a stopped repair with what was written of it: answers and bank. A finished one is read."""
     folder = Folder(out)
     values, home = read_values(folder, FORMAT, repeated or {})
     config = repair_settings(values, where=str(folder.settings))
     if folder.record.is_file():
         say(f"{out}: this repair is finished")
         return FinishedJob(folder=out, record=files.read_sealed(folder.record))
-    with Interruption().watching() as interruption:
+    with Interruption().watching():
         given = prepare(config, home)
         with claimed(folder):
-            return _work(given, folder, interruption)
+            return _work(given, folder)
 
 
-def _work(given: Given, folder: Folder, interruption: Interruption) -> FinishedJob:
+def _work(given: Given, folder: Folder) -> FinishedJob:
     try:
-        record = _repaired(given, folder, interruption)
+        record = _repaired(given, folder)
     except Unrepairable:
         discard(folder)
         raise
@@ -418,7 +357,7 @@ def _work(given: Given, folder: Folder, interruption: Interruption) -> FinishedJ
     return FinishedJob(folder=folder.root, record=record)
 
 
-def _repaired(given: Given, folder: Folder, interruption: Interruption) -> dict[str, Any]:
+def _repaired(given: Given, folder: Folder) -> dict[str, Any]:
     config, base, tuned, rows = given.config, given.base, given.tuned, given.rows
     assert rows.anchors is not None
     tuned_id = ModelId(name=config.tuned, fingerprint=tuned.fingerprint)  # it is repaired in place
@@ -440,10 +379,7 @@ def _repaired(given: Given, folder: Folder, interruption: Interruption) -> dict[
             before.answers,
             [past],
             config,
-            folder.work,
-            interruption,
             tolerance=config.tolerance,
-            rounds=config.rounds,
             max_rows=config.max_rows,
         )
     with models.computing(config.compute_dtype, base.device), recorded(folder.seconds, "evaluating"):

@@ -524,7 +524,7 @@ SHARED = (
 """The settings of a job that a repair uses too."""
 MAX_ROWS = 256
 """Past rows, and new rows, that importance is computed from by default."""
-OWN = ("tuned", "tolerance", "rounds", "max_rows")
+OWN = ("tuned", "tolerance", "max_rows")
 
 
 class RepairConfig(AdaptConfig):
@@ -539,9 +539,6 @@ class RepairConfig(AdaptConfig):
         lt=1,
         description="Share of what was learned that may be given up: of Acquisition (default 0.01: 1 point), or of the "
         "fall of the new loss (default 0.05).",
-    )
-    rounds: Positive = Field(
-        1, description="Rounds; each one after the first computes the importance of the new rows anew."
     )
     max_rows: Positive = Field(
         MAX_ROWS,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import shutil
 import tempfile
 import time
@@ -43,8 +44,7 @@ from cplus.core.rows import Encoded
 from cplus.methods.objectives import mean_backward
 from cplus.methods.table import METHODS, Material
 from cplus.methods.variants import free_bytes
-from cplus.training import gateshares
-from cplus.training.gateshares import BLOCK, LayerSums, Sums, layer_of, masked, middle_down_projection
+from cplus.training.gateshares import layer_of
 from cplus.training.loop import EpochEnded, Event, Prepared, Refreshed, Schedule
 
 # An optimizer's proposals, computed one tensor at a time without taking the step.
@@ -154,6 +154,170 @@ class Shelf:
         return Path(self._folder.name) / key
 
 
+# What is measured, as sums over one tensor's coordinates, to be added over tensors, layers, steps and epochs.
+
+
+Sums: TypeAlias = dict[str, float]
+BLOCK = 1 << 20  # coordinates processed at a time, so that double precision needs only a few megabytes
+
+
+def added(tensors: Sequence[Tensor], quantities: Callable[..., dict[str, Tensor]]) -> Sums:
+    """The sums of quantities over corresponding parts of tensors of equal shape, flat and in double precision."""
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    found: list[dict[str, Tensor]] = []
+    for start in range(0, flat[0].numel(), BLOCK):
+        parts = quantities(*(part[start : start + BLOCK].double() for part in flat))
+        found.append({name: value.sum() for name, value in parts.items()})
+    return {name: float(torch.stack([part[name] for part in found]).sum()) for name in found[0]}
+
+
+def masked(theta: Tensor, proposed: Tensor, g_hat: Tensor) -> Sums:
+    """How much of a proposal the binary mask admits, in coordinates and in energy (squared size).
+
+    Paper: App. E.7.    sum m,    sum m delta^2
+    """
+
+    def quantities(t: Tensor, p: Tensor, g: Tensor) -> dict[str, Tensor]:
+        mask, energy = collaborates(g, p - t).double(), (p - t).square()
+        return {"mask": mask, "mask_energy": mask * energy, "energy": energy}
+
+    return {"coordinates": float(theta.numel()), **added((theta, proposed, g_hat), quantities)}
+
+
+def applied(theta: Tensor, proposed: Tensor, c: Tensor) -> Sums:
+    """How much of a proposal the coefficient admits: sum c, and the energy of c * delta."""
+
+    def quantities(t: Tensor, p: Tensor, k: Tensor) -> dict[str, Tensor]:
+        return {"coefficient": k, "coefficient_energy": (k * (p - t)).square()}
+
+    return added((theta, proposed, c), quantities)
+
+
+def masses(theta: Tensor, proposed: Tensor, g_hat: Tensor, c: Tensor, g_past: Tensor) -> Sums:
+    """Harmful mass admitted and safe mass removed, judged by the gradient of all past rows.
+
+    Paper: App. B.    z = g_past * delta;    sum m [z]+,    sum (1 - m) [-z]+,    and the same with c for m
+    """
+
+    def quantities(t: Tensor, p: Tensor, g: Tensor, k: Tensor, past: Tensor) -> dict[str, Tensor]:
+        mask, z = collaborates(g, p - t).double(), past * (p - t)
+        harm, safe = z.clamp(min=0.0), (-z).clamp(min=0.0)
+        return {
+            "harmful": harm,
+            "safe": safe,
+            "mask_harmful": mask * harm,
+            "mask_removed": (1.0 - mask) * safe,
+            "coefficient_harmful": k * harm,
+            "coefficient_removed": (1.0 - k) * safe,
+        }
+
+    return added((theta, proposed, g_hat, c, g_past), quantities)
+
+
+def apart(theta: Tensor, proposed: Tensor, g_hat: Tensor, reference: Tensor) -> float:
+    """The update energy on which two binary masks differ; divided by the whole energy, it is 1 minus the agreement.
+
+    Paper: App. E.11.    sum delta^2 |m - m_reference|
+    """
+
+    def quantities(t: Tensor, p: Tensor, g: Tensor, r: Tensor) -> dict[str, Tensor]:
+        delta = p - t
+        return {"apart": delta.square() * (collaborates(g, delta) - collaborates(r, delta)).abs().double()}
+
+    return added((theta, proposed, g_hat, reference), quantities)["apart"]
+
+
+class LayerSums:
+    """Sums by epoch and layer; `epoch` is the current one."""
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        self.layers = layers
+        self.epoch = 1
+        self._rows: dict[tuple[int, str], Sums] = {}
+
+    def add(self, position: int, sums: Sums) -> None:
+        """Add the sums of one parameter at one step."""
+        _add(self._rows, (self.epoch, self.layers[position]), sums)
+
+    def epochs(self) -> dict[int, Sums]:
+        """The sums over all layers."""
+        found: dict[int, Sums] = {}
+        for (epoch, _), row in self._rows.items():
+            _add(found, epoch, row)
+        return found
+
+    def by_layer(self) -> dict[str, Sums]:
+        """The sums over all epochs."""
+        found: dict[str, Sums] = {}
+        for (_, layer), row in self._rows.items():
+            _add(found, layer, row)
+        return found
+
+
+def _add(totals: dict[Any, Sums], key: object, sums: Sums) -> None:
+    total = totals.setdefault(key, {})
+    for name, value in sums.items():
+        total[name] = total.get(name, 0.0) + value
+
+
+def share(part: float, whole: float) -> float | None:
+    """A share, or None if the whole is 0.
+
+    >>> share(1.0, 4.0), share(0.0, 0.0)
+    (0.25, None)
+    """
+    return part / whole if whole else None
+
+
+def admitted(sums: Sums) -> dict[str, Any]:
+    """The shares of coordinates and of update energy that the mask and, if applied, the coefficient admitted."""
+    return {
+        kind: {
+            "coordinates": share(sums[kind], sums["coordinates"]),
+            "energy": share(sums[f"{kind}_energy"], sums["energy"]),
+        }
+        for kind in ("mask", "coefficient")
+        if kind in sums
+    }
+
+
+def judged(sums: Sums) -> dict[str, Any]:
+    """Harmful mass admitted and safe mass removed, their shares of the proposals' totals, and the masks' agreement."""
+    kinds = {
+        kind: {
+            "harmful_admitted": sums[f"{kind}_harmful"],
+            "harmful_admitted_share": share(sums[f"{kind}_harmful"], sums["harmful"]),
+            "safe_removed": sums[f"{kind}_removed"],
+            "safe_removed_share": share(sums[f"{kind}_removed"], sums["safe"]),
+        }
+        for kind in ("mask", "coefficient")
+    }
+    agreement = {name: agrees(sums[f"apart_{name}"], sums["energy"]) for name in ("own", "cpl")}
+    return {"harmful": sums["harmful"], "safe": sums["safe"], **kinds, "agreement": agreement}
+
+
+def agrees(apart: float, energy: float) -> float | None:
+    """Agreement from the energy on which two masks differ; None if nothing was proposed.
+
+    >>> agrees(1.0, 4.0)
+    0.75
+    """
+    return 1.0 - apart / energy if energy else None
+
+
+_DOWN = re.compile(r"\b(down_proj|c_proj|fc2|dense_4h_to_h)\b")
+
+
+def middle_down_projection(names: Sequence[str]) -> int:
+    """The index of the middle layer's MLP down-projection, or of the middle parameter if there is none.
+
+    >>> middle_down_projection([f"layers.{i}.mlp.down_proj.weight" for i in range(5)])
+    2
+    """
+    found = [i for i, name in enumerate(names) if _DOWN.search(name) and "attn" not in name and "weight" in name]
+    return found[len(found) // 2] if found else len(names) // 2
+
+
 # Taps: observers of a guard, which read what it is about to apply and add it to sums.
 
 
@@ -174,11 +338,11 @@ class Admission:
     def __call__(self, position: int, proposal: Proposal, c: Tensor) -> None:
         """Add one step of one tensor."""
         theta, proposed = proposal.theta, proposal.proposed
-        self.sums.add(position, {**masked(theta, proposed, proposal.sign), **gateshares.applied(theta, proposed, c)})
+        self.sums.add(position, {**masked(theta, proposed, proposal.sign), **applied(theta, proposed, c)})
 
     def report(self) -> dict[str, Any]:
         """Shares by epoch and by layer."""
-        return by_epoch_and_layer(self.sums, gateshares.admitted)
+        return by_epoch_and_layer(self.sums, admitted)
 
 
 def by_epoch_and_layer(found: LayerSums, figures: Callable[[Sums], Mapping[str, Any]]) -> dict[str, Any]:
@@ -222,16 +386,14 @@ class References:
         """Add one step of one tensor."""
         theta, proposed, sign, device = proposal.theta, proposal.proposed, proposal.sign, proposal.theta.device
         past = self.shelf.get(f"cpl-{position}", device)
-        sums = gateshares.masses(theta, proposed, sign, c, past) | {
-            "apart_cpl": gateshares.apart(theta, proposed, sign, past)
-        }
+        sums = masses(theta, proposed, sign, c, past) | {"apart_cpl": apart(theta, proposed, sign, past)}
         del past  # one reference in memory at a time
-        sums["apart_own"] = gateshares.apart(theta, proposed, sign, self.shelf.get(f"own-{position}", device))
+        sums["apart_own"] = apart(theta, proposed, sign, self.shelf.get(f"own-{position}", device))
         self.sums.add(position, sums | {"energy": masked(theta, proposed, sign)["energy"]})
 
     def report(self) -> dict[str, Any]:
         """Masses and agreements by epoch and by layer."""
-        return by_epoch_and_layer(self.sums, gateshares.judged)
+        return by_epoch_and_layer(self.sums, judged)
 
 
 class Coordinates:
@@ -289,7 +451,7 @@ class Geometry:
         layer_sums = LayerSums([""] * len(self.guard.params))
         for i, (theta, proposed) in enumerate(proposals(self.guard.model, self.guard.optimizer, self.rows)):
             layer_sums.add(i, masked(theta, proposed, self.guard.evidence_at(i)))
-        self.found.append({"completed_epochs": completed, **gateshares.admitted(layer_sums.epochs()[1])})
+        self.found.append({"completed_epochs": completed, **admitted(layer_sums.epochs()[1])})
 
     def report(self) -> list[dict[str, Any]]:
         """One row per point."""
@@ -634,7 +796,7 @@ def compared_names(num_anchors: int) -> dict[str, str]:
 def agreements(sums: Sums, given: Evidences) -> dict[str, list[float | None]]:
     """By number of anchors: CPL with full-data CPL, CPLUS with full-data CPLUS, CPLUS with full-data CPL."""
     return {
-        kind: [gateshares.agrees(sums[f"{kind}_{count}"], sums["energy"]) for count in sorted(given.anchors)]
+        kind: [agrees(sums[f"{kind}_{count}"], sums["energy"]) for count in sorted(given.anchors)]
         for kind in ("cpl", "cplus", "cross")
     }
 
@@ -642,7 +804,7 @@ def agreements(sums: Sums, given: Evidences) -> dict[str, list[float | None]]:
 def pairs(sums: Sums, num_anchors: int) -> list[dict[str, Any]]:
     """The agreement between the binary masks of each pair of references."""
     return [
-        {"first": a, "second": b, "agreement": gateshares.agrees(sums[f"{a}/{b}"], sums["energy"])}
+        {"first": a, "second": b, "agreement": agrees(sums[f"{a}/{b}"], sums["energy"])}
         for a, b in combinations(compared_names(num_anchors), 2)
     ]
 

@@ -168,7 +168,7 @@ def gate_bytes(spec: Spec) -> float:
     row = row_of(spec)
     if row.gate is None:
         return 0.0
-    kept = getattr(row.reduction, "kept_bytes", 0.25) if row.evidence else 0.0
+    kept = (getattr(row.reduction, "bytes_per_parameter", 0.0) or 0.25) if row.evidence else 0.0  # else signs
     return float(kept + 4.0 * bool(row.beta) + 4.0 * bool(row.memory) + 4.0)
 
 

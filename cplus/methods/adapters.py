@@ -2,48 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from cplus.methods.objectives import Strength
-
-if TYPE_CHECKING:
-    from torch import nn
+import torch
+from torch import nn
 
 
-Adapter: TypeAlias = "Callable[[nn.Module, int], nn.Module]"
-"""From a model and a seed to the model with adapters; only the adapters train, everything else is frozen."""
-
-
-class Lora(BaseModel):
-    """The settings of low-rank adapters."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    r: Annotated[int, Field(ge=1, description="Rank.")] = 16
-    alpha: Annotated[float, Field(gt=0, description="Scale: the product is multiplied by alpha / r.")] = 32.0
-    dropout: Annotated[float, Field(ge=0, lt=1, description="Dropout on the adapters' input.")] = 0.0
-    merge: Annotated[bool, Field(description="Write one plain model; false writes the adapters alone.")] = True
-
-
-def lora(model: nn.Module, seed: int, settings: Lora | None = None) -> nn.Module:
+def lora(model: nn.Module, seed: int, *, r: int = 16, alpha: float = 32.0, dropout: float = 0.0) -> nn.Module:
     """Low-rank adapters on every linear layer, initialised from the seed; everything else is frozen.
 
     Source: Hu et al. 2022.    W x + (alpha / r) B A x, with A random and B zero
     """
-    import torch
-
-    peft, chosen = _peft(), settings or Lora()
+    peft = _peft()
     config = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=chosen.r,
-        lora_alpha=chosen.alpha,
-        lora_dropout=chosen.dropout,
-        target_modules="all-linear",
+        task_type="CAUSAL_LM", r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear"
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -59,38 +32,21 @@ def osf(model: nn.Module, seed: int) -> nn.Module:
     return _adapted(peft.get_peft_model(model, peft.OSFConfig(task_type="CAUSAL_LM", target_modules="all-linear")))
 
 
-@dataclass(frozen=True)
-class LastBlocks(Strength):
+def last_blocks(model: nn.Module, seed: int, strength: float) -> nn.Module:
     """Train the last blocks of the model alone: `strength` is the share of blocks that is frozen, the first ones.
 
     Embeddings, final norm and head are frozen too. Nothing is random, so the seed has no effect.
     """
-
-    strength: float = 0.5
-    within = "[0, 1)"
-    trains: str = "last blocks"
-
-    def __call__(self, model: nn.Module, seed: int) -> nn.Module:
-        """Freeze everything, then let the last blocks train."""
-        blocks = _blocks(model)
-        model.requires_grad_(False)
-        for block in blocks[int(self.strength * len(blocks)) :]:
-            block.requires_grad_(True)
-        return model
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer's blocks, in order."""
-    from torch import nn
-
     count = getattr(getattr(model, "config", None), "num_hidden_layers", None)
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return list(module)
-    raise ValueError(
-        f"expected a model with a list of num_hidden_layers blocks, got {type(model).__name__} without one; choose "
-        "another method than freeze-layers"
-    )
+    lists = [own for own in model.modules() if isinstance(own, nn.ModuleList) and len(own) == count]
+    if not lists:
+        raise ValueError(
+            f"expected a model with a list of num_hidden_layers blocks, got {type(model).__name__} without one; choose "
+            "another method than freeze-layers"
+        )
+    model.requires_grad_(False)
+    lists[0][int(strength * len(lists[0])) :].requires_grad_(True)
+    return model
 
 
 def merged(model: nn.Module) -> nn.Module:
@@ -103,8 +59,6 @@ def merged(model: nn.Module) -> nn.Module:
 
 def _expanded(model: Any) -> nn.Module:
     """Adapters merged into the float32 values of packed weights: merged as 4 bits, they would be rounded away."""
-    import torch
-
     layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")}
     changes = {name: layer.get_delta_weight("default") for name, layer in layers.items()}
     plain = model.unload().dequantize()
@@ -130,8 +84,6 @@ def merged_from(folder: Path, model: nn.Module) -> nn.Module:
 
 
 def _adapted(model: Any) -> nn.Module:
-    from torch import nn
-
     assert isinstance(model, nn.Module)
     return model
 

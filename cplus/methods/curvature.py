@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from cplus.base.cost import Work
 from cplus.core.engine import Engine, engine_of, local
-from cplus.core.evidence import Losses, Reference, Source, borrowed_gradients, checked_norm, refuse_unreached
-from cplus.core.gates import Proposal
+from cplus.core.evidence import Reference, Source, borrowed_gradients, checked_norm, refuse_unreached
 from cplus.core.losses import answer_losses, last_logits, left_padded
 from cplus.core.rows import batched, measured
 
@@ -64,7 +63,7 @@ def damping(squares: Sequence[Tensor], share: float, engine: Engine | None = Non
 class Curvature:
     """Evidence that is the coefficients themselves, in bfloat16: two bytes per parameter.
 
-        F = sum_s w_s * mean_{i in s} (d loss_i / d theta)^2,    c = d / (d + F),    mean of c over F > 0: `share`
+        F = sum_s w_s * mean_{i in s} (d loss_i / d theta)^2,    c = d / (d + F),    mean of c over F > 0: `strength`
 
     F is the diagonal of the empirical Fisher information of anchors and probes, the second order of what a change of a
     coordinate costs past rows. One damping d for all tensors: whole layers that matter more move less.
@@ -72,47 +71,51 @@ class Curvature:
 
     model: nn.Module
     sources: tuple[Source, ...]
-    share: float
-    losses: Losses = answer_losses
+    strength: float
 
     def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
         """One backward pass per row at the current parameters."""
         engine = engine_of(self.model, params)
         for source in self.sources:
             engine.check_alike(source.at(refresh), source.name, params[0].device)
-        squares, totals, work = self._squares(params, refresh, engine)
+        squares, totals, work = squared_gradients(self.model, self.sources, params, refresh)
         means = {s.name: total / len(s.at(refresh)) for s, total in zip(self.sources, totals, strict=True)}
         checked_norm(engine, params, squares, means)
-        strength = damping(squares, self.share, engine)
+        d = damping(squares, self.strength, engine)
         total = engine.over_shards(sum(float(own.double().sum()) for own in squares), squares[0].device)
-        coefficients = [attenuation(own, strength).bfloat16() for own in squares]
+        coefficients = [attenuation(own, d).bfloat16() for own in squares]
         return Reference(vectors=[coefficients], losses=means, work=work, norm=math.sqrt(total))
 
-    def _squares(
-        self, params: Sequence[nn.Parameter], refresh: int, engine: Engine
-    ) -> tuple[list[Tensor], list[float], Work]:
-        """F, each source's summed loss, and the passes. Shards see every row; whole copies share the rows."""
-        seen = [
-            (i, source.weight / len(source.at(refresh)), row)
-            for i, source in enumerate(self.sources)
-            for row in source.at(refresh)
-        ]
-        own = seen if engine.sharded else engine.rows(seen)
-        squares = [torch.zeros_like(local(p), dtype=torch.float32) for p in params]
-        totals = [0.0] * len(self.sources)
-        with borrowed_gradients(self.model, params) as passes:
-            for i, weight, row in own:
-                loss = self.losses(self.model, [row]).sum()
-                passes.backward(loss)
-                totals[i] += float(loss.detach())
-                for square, gradient in zip(squares, passes.take(), strict=True):
-                    if gradient is not None:
-                        square.addcmul_(gradient.float(), gradient.float(), value=weight)
-            if own:
-                refuse_unreached(engine, passes, passes.unreached())
-        if not engine.sharded:
-            squares, totals = engine.total(squares), engine.sums(totals, squares[0].device)
-        return squares, totals, sum((measured([row]) for _, _, row in seen), Work())
+
+def squared_gradients(
+    model: nn.Module, sources: Sequence[Source], params: Sequence[nn.Parameter], refresh: int
+) -> tuple[list[Tensor], list[float], Work]:
+    """The weighted means of the squared gradients, row by row, each source's summed loss, and the passes.
+
+    Shards see every row; whole copies share the rows.
+    """
+    engine = engine_of(model, params)
+    seen = [
+        (i, source.weight / len(source.at(refresh)), row)
+        for i, source in enumerate(sources)
+        for row in source.at(refresh)
+    ]
+    own = seen if engine.sharded else engine.rows(seen)
+    squares = [torch.zeros_like(local(p), dtype=torch.float32) for p in params]
+    totals = [0.0] * len(sources)
+    with borrowed_gradients(model, params) as passes:
+        for i, weight, row in own:
+            loss = answer_losses(model, [row]).sum()
+            passes.backward(loss)
+            totals[i] += float(loss.detach())
+            for square, gradient in zip(squares, passes.take(), strict=True):
+                if gradient is not None:
+                    square.addcmul_(gradient.float(), gradient.float(), value=weight)
+        if own:
+            refuse_unreached(engine, passes, passes.unreached())
+    if not engine.sharded:
+        squares, totals = engine.total(squares), engine.sums(totals, squares[0].device)
+    return squares, totals, sum((measured([row]) for _, _, row in seen), Work())
 
 
 # Source-shielded updates: the columns that matter most to past rows are frozen, chosen once at the base model.
@@ -124,14 +127,14 @@ class ColumnShield:
 
     Source: Yamaguchi et al. 2025, SSU; the score of a weight is Wanda's (Sun et al. 2024, Eq. 1).
 
-        score_j = sum_i |W_ij| * sqrt(mean of x_j^2 over the sources' tokens), the largest `share` of columns frozen
+        score_j = sum_i |W_ij| * sqrt(mean of x_j^2 over the sources' tokens), the largest `strength` of columns frozen
 
     Embeddings, head, norms and biases are not frozen.
     """
 
     model: nn.Module
     sources: tuple[Source, ...]
-    share: float
+    strength: float
 
     def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
         """One forward pass over every source at the current parameters."""
@@ -139,7 +142,7 @@ class ColumnShield:
             raise ValueError("source-shielded updates compare whole columns, but the weights are sharded; use one rank")
         layers = shielded_layers(self.model, params)
         squares, work = self._squares(layers, refresh)
-        found = {id(layer.weight): frozen_columns(layer.weight, squares[layer], self.share) for layer in layers}
+        found = {id(layer.weight): frozen_columns(layer.weight, squares[layer], self.strength) for layer in layers}
         return Reference(vectors=[[found.get(id(p), torch.zeros_like(p)) for p in params]], work=work)
 
     @torch.no_grad()
@@ -199,8 +202,3 @@ def frozen_columns(weight: Tensor, squares: Tensor, share: float) -> Tensor:
     frozen = torch.zeros_like(weight.detach())
     frozen[:, chosen] = 1
     return frozen
-
-
-def shielded(proposal: Proposal) -> Tensor:
-    """0 in the frozen columns, else 1."""
-    return (proposal.sign <= 0).to(torch.float32)

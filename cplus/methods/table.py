@@ -3,25 +3,69 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from cplus.base.environment import user_module
-from cplus.methods import adapters, after, objectives
-from cplus.methods.objectives import BANK as BANK
-from cplus.methods.objectives import Material as Material
-from cplus.methods.objectives import Past as Past
-from cplus.methods.objectives import Rows as Rows
+from cplus.core.rows import Encoded
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from cplus.core.evidence import Evidence, Source
     from cplus.core.gates import Gate
     from cplus.core.guard import Projection
+
+
+# The rows of a training, by what they are for: new rows to learn, and each past task's rows.
+
+
+Rows: TypeAlias = Literal["new", "anchors", "probes", "synthetic", "constant", "balanced"]
+"""The kinds of rows."""
+BANK: frozenset[Rows] = frozenset({"probes", "synthetic", "constant", "balanced"})
+"""The kinds of rows that come from the bank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """The rows of one past task.
+
+    `synthetic` are probes answered again by the latest model. `constant` and `balanced` are controls: probes that all
+    have the same answer, and probes in which no answer has more than its even share.
+    """
+
+    name: str
+    anchors: Sequence[Encoded] = ()
+    probes: Sequence[Encoded] = ()
+    synthetic: Sequence[Encoded] = ()
+    constant: Sequence[Encoded] = ()
+    balanced: Sequence[Encoded] = ()
+
+    def rows(self, kind: Rows) -> Sequence[Encoded]:
+        """The rows of one kind."""
+        assert kind != "new", "new rows belong to no past task"
+        rows: Sequence[Encoded] = getattr(self, kind)
+        return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Material:
+    """New data to learn and the past tasks to keep."""
+
+    new: Sequence[Encoded]
+    past: tuple[Past, ...] = ()
+    choices: Mapping[Encoded, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    """The tokens of every choice of a new row, its target among them, where the row has choices."""
+
+    def __post_init__(self) -> None:
+        if not self.new:
+            raise ValueError("there is no new data to learn: expected at least one new row, got none")
+
+    def rows(self, kind: Rows) -> list[Encoded]:
+        """The rows of one kind over all past tasks."""
+        return list(self.new) if kind == "new" else [row for past in self.past for row in past.rows(kind)]
 
 
 # A row states what differs from SFT, which settings the method has, and the rows and memory it needs; no other code in
@@ -32,52 +76,73 @@ if TYPE_CHECKING:
 Refresh: TypeAlias = Literal["once", "epoch"] | int
 
 
-class BuildEvidence(Protocol):
-    """Evidence of a model from its sources."""
+@dataclass(frozen=True)
+class Part:
+    """A function that is imported when first called, for torch takes seconds, and what it needs.
 
-    def __call__(self, *, model: nn.Module, sources: tuple[Source, ...]) -> Evidence: ...
+    With a range in `within` it has one number to choose, `strength`, which is passed on.
+    """
+
+    path: str
+    strength: float | None = None
+    within: str = ""
+    needs: tuple[Rows, ...] = ()
+    """The kinds of past rows it requires."""
+    bytes_per_parameter: float = 0.0
+    """The memory it holds besides the model and the guard when training in float32."""
+    anchor_passes: float = 0.0
+    """Forward-and-backward passes over the anchors per update; a forward pass alone counts one third."""
+    read_by_base: tuple[Rows, ...] = ()
+    """The kinds of trained rows that the frozen model reads too: one more forward pass each."""
+
+    def __post_init__(self) -> None:
+        if self.strength is None:
+            return
+        low, high = map(float, self.within[1:-1].split(","))
+        above = self.strength > low or (self.strength == low and self.within[0] == "[")
+        if not above or not (self.strength < high or (self.strength == high and self.within[-1] == "]")):
+            name = self.path.partition(":")[2]
+            raise ValueError(f"the strength of {name} must lie in {self.within}, got {self.strength}")
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        """What the function returns."""
+        own = {} if self.strength is None else {"strength": self.strength}
+        return resolve_name(self.path)(*args, **own, **more)
 
 
-def _named(path: str, *args: Any, **more: Any) -> Any:
-    return resolve_name(f"cplus.{path}")(*args, **more)
+ANSWERS = Part("cplus.methods.objectives:answers")
+"""SFT's objective, the only one whose batches processes can share row by row."""
+REPAIR = Part("cplus.methods.after:repaired", needs=("anchors", "probes"))
 
 
-def lazy(path: str, **more: Any) -> Any:
-    """What the function or class at this path returns; it is imported when first called, for torch takes seconds."""
-    return partial(_named, path, **more)
-
-
-mean_gradient: BuildEvidence = lazy("core.evidence:MeanGradient")
-"""The paper's evidence."""
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Method:
     """One row of the table.
 
     `beta` is the smoothing of a gate that has this setting and `ema` the type its average is kept in, `memory` the
     weight of earlier evidence at a refresh, and `parts` the number of parts the bank is split into, one per refresh.
-    `vectors` states whether the evidence is one vector or one per anchor. `gate` builds the gate from the row itself
-    and a seed. `after` changes the trained weights once, at the end.
+    `vectors` states whether the evidence is one vector or one per anchor. `objective` and `reduction` build loss and
+    evidence of a model, `gate` builds the gate from the row itself and a seed, `adapter` gives the model as it trains,
+    and `after` changes the trained weights once, at the end.
     """
 
     name: str
     summary: str
     paper: str
     train_on: tuple[Rows, ...] = ("new",)
-    objective: objectives.Build = objectives.answers
+    objective: Part = ANSWERS
     evidence: tuple[tuple[float, Rows], ...] = ()
     parts: int = 1
     refresh: Refresh = "epoch"
-    reduction: BuildEvidence = mean_gradient
+    reduction: Callable[..., Evidence] = Part("cplus.core.evidence:MeanGradient")
     memory: float = 0.0
     vectors: Literal["one", "one per anchor"] = "one"
     projection: Projection | None = None
     beta: float | None = None
     ema: Literal["float32", "bfloat16", "uint8"] = "float32"
     gate: Callable[[Method, int], Gate] | None = None
-    adapter: adapters.Adapter | None = None
-    after: after.After | None = None
+    adapter: Callable[[nn.Module, int], nn.Module] | None = None
+    after: Any = None
 
     def __post_init__(self) -> None:
         if self.gate is None and self.projection is None and self.evidence:
@@ -87,6 +152,13 @@ class Method:
     def guarded(self) -> bool:
         """Whether anything acts around the optimizer's step."""
         return self.gate is not None or self.projection is not None
+
+    @property
+    def needs(self) -> tuple[Rows, ...]:
+        """The kinds of rows that the method requires, in the order of first use."""
+        last = () if self.after is None else self.after.needs
+        kinds = (*self.train_on, *self.objective.needs, *(kind for _, kind in self.evidence), *last)
+        return tuple(dict.fromkeys(kinds))
 
     @property
     def needs_bank(self) -> bool:
@@ -103,31 +175,14 @@ class Method:
         """Whether the seed has an effect: on the choice of anchors, the order of replayed rows or the adapters."""
         return self.needs_anchors or self.adapter is not None
 
-    def build_gate(self, seed: int) -> Gate | None:
-        """A new instance of the row's gate."""
-        return None if self.gate is None else self.gate(self, seed)
-
-    def build_evidence(self, model: nn.Module, material: Material) -> Evidence | None:
-        """The evidence that the row's gate or projection reads; None if it reads none."""
-        if not self.evidence:
-            return None
-        from cplus.methods.variants import Remembered
-
-        found = self.reduction(model=model, sources=self.sources(material))
-        return Remembered(found, self.memory) if self.memory else found
-
-    @property
-    def needs(self) -> tuple[Rows, ...]:
-        """The kinds of rows that the method requires, in the order of first use."""
-        last = () if self.after is None else self.after.needs
-        kinds = (*self.train_on, *self.objective.needs, *(kind for _, kind in self.evidence), *last)
-        return tuple(dict.fromkeys(kinds))
-
     @property
     def part_with_strength(self) -> str | None:
         """The field whose part has the setting `strength`; None if no part has it."""
-        names = ("objective", "reduction", "gate", "adapter", "after")
-        return next((name for name in names if hasattr(getattr(self, name), "strength")), None)
+        for name in ("objective", "reduction", "gate", "adapter", "after"):
+            part: Any = getattr(self, name)
+            if hasattr(part, "strength") and getattr(part, "within", True):
+                return name
+        return None
 
     @property
     def strength(self) -> float | None:
@@ -168,375 +223,158 @@ class Method:
             for weight, kind in self.evidence
         )
 
+    def build_gate(self, seed: int) -> Gate | None:
+        """A new instance of the row's gate."""
+        return None if self.gate is None else self.gate(self, seed)
 
-def _logit_basis(*, model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
-    from cplus.methods.variants import LogitBasis
+    def build_evidence(self, model: nn.Module, material: Material) -> Evidence | None:
+        """The evidence that the row's gate or projection reads; None if it reads none."""
+        if not self.evidence:
+            return None
+        from cplus.methods.variants import Remembered
 
-    return LogitBasis(model=model, rows=[row for source in sources for row in source.rows])
-
-
-def _agem(gradients: Sequence[Tensor], vectors: Sequence[Sequence[Tensor]]) -> None:
-    _named("methods.variants:agem", gradients, vectors[0])
-
-
-def _masked_gradient(gradients: Sequence[Tensor], vectors: Sequence[Sequence[Tensor]]) -> None:
-    _named("methods.variants:collaborative_gradient", gradients, vectors[0])
-
-
-def smoothed(row: Method, seed: int) -> Gate:
-    """The paper's gate with the row's smoothing."""
-    from cplus.core.gates import Collaborative
-
-    assert row.beta is not None, f"method {row.name} has no beta"
-    return Collaborative(beta=row.beta, ema=row.ema)
+        found = self.reduction(model=model, sources=self.sources(material))
+        return Remembered(found, self.memory) if self.memory else found
 
 
-def binary(row: Method, seed: int) -> Gate:
-    """The paper's gate without smoothing, by definition of the row."""
-    from cplus.core.gates import Collaborative
-
-    return Collaborative(beta=0.0)
-
-
-def _norm_matched(row: Method, seed: int) -> Gate:
-    from cplus.core.gates import NormMatched
-
-    return NormMatched(smoothed(row, seed))
-
-
-def _shuffled(row: Method, seed: int) -> Gate:
-    from cplus.core.gates import Shuffled
-
-    return Shuffled(smoothed(row, seed), seed=seed)
-
-
-def _elementwise(path: str, uses: Literal["nothing", "signs", "coefficients"], row: Method, seed: int) -> Gate:
-    from cplus.core.gates import Elementwise
-
-    return Elementwise(resolve_name(f"cplus.{path}"), uses=uses, whole=False)
-
-
-@dataclass(frozen=True)
-class LargestMomenta(objectives.Strength):
-    """MoFO's gate; `strength` is the share of each tensor's coordinates that moves."""
-
-    strength: float
-    within = "(0, 1]"
-
-    def __call__(self, row: Method, seed: int) -> Gate:
-        """A new gate."""
-        from cplus.core.gates import Elementwise, largest_momenta
-
-        return Elementwise(lambda step: largest_momenta(step, self.strength), uses="nothing")
-
-
-@dataclass(frozen=True)
-class Shield(objectives.Strength):
-    """SSU's evidence; `strength` is the share of each linear layer's columns that is frozen."""
-
-    strength: float
-    within = "[0, 1]"
-
-    def __call__(self, *, model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
-        """The columns of this model that matter to these sources."""
-        from cplus.methods.curvature import ColumnShield
-
-        return ColumnShield(model=model, sources=sources, share=self.strength)
-
-
-@dataclass(frozen=True)
-class PastCurvature(objectives.Strength):
-    """The curvature gate's evidence; `strength` is the mean coefficient over all coordinates."""
-
-    strength: float
-    within = "(0, 1)"
-    kept_bytes: float = 2.0
-    """Bytes per parameter that the gate keeps of it: coefficients in bfloat16."""
-
-    def __call__(self, *, model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
-        """The coefficients of this model for these sources."""
-        from cplus.methods.curvature import Curvature
-
-        return Curvature(model=model, sources=sources, share=self.strength)
-
-
+ANCHORS: tuple[tuple[float, Rows], ...] = ((1.0, "anchors"),)
 BLEND: tuple[tuple[float, Rows], ...] = ((0.5, "anchors"), (0.5, "probes"))
-CPL_PAPER = "Yang et al. 2026, CPL"
 
-CPLUS = Method(
-    name="cplus",
-    summary="Scales down coordinates that are harmful according to anchors and self-probes, smoothed over steps.",
-    paper="Algorithm 1",
-    evidence=BLEND,
-    beta=0.9,
-    gate=smoothed,
-)
+_ABOUT = {
+    "sft": ("Supervised fine-tuning on the new data alone.", "Sec. 4.1"),
+    "replay": ("Trains on new data and anchors, the anchors repeated to equal weight.", "Rolnick et al. 2019"),
+    "probe-replay": ("Trains on new data and self-probes, answered by the frozen model.", "Resta et al. 2024; Fig. 5"),
+    "anchor-probe-replay": ("Trains on new data, self-probes and as many repeated anchors.", "Fig. 5; App. C.3"),
+    "ssr": ("Trains on new data and typical probes, answered by the latest model.", "Huang et al. 2024, SSR"),
+    "agem": ("Removes the part of the gradient that conflicts with that of the anchors.", "Chaudhry et al. 2019"),
+    "ogd": ("Projects the gradient off the anchors' ground-truth-logit gradients.", "Farajtabar et al. 2020, OGD-GTL"),
+    "distillation": ("Adds the divergence from the frozen model on the anchors to the loss.", "Hinton et al. 2015"),
+    "probe-distillation": ("Trains on new data and on the frozen model's output on self-probes.", "Hinton et al. 2015"),
+    "kl-base": ("Adds the divergence from the frozen model's output on the new rows to the loss.", "Zhu et al. 2025"),
+    "asft": ("As kl-base, and each token's loss counts as the model expects the token.", "Zhu et al. 2025, ASFT"),
+    "eaft": ("Weights each token's loss by the model's uncertainty there.", "Diao et al. 2026, EAFT"),
+    "talr": ("Weights each token's loss by how easy it is, relative to the batch.", "Lin et al. 2025, TALR"),
+    "stm": ("Leaves out the tokens of the new rows that surprise the base model.", "Wu et al. 2025, STM"),
+    "flow": ("Weights each new row by how easy the base model finds it.", "Sanyal et al. 2025, FLOW"),
+    "ewc": ("Adds a penalty on moving the weights that mattered for the anchors.", "Kirkpatrick et al. 2017"),
+    "lora": ("Trains low-rank adapters on every linear layer, the model frozen.", "Hu et al. 2022"),
+    "osf": ("Trains each layer's smaller singular directions, orthogonal to the larger.", "Nayak et al. 2025"),
+    "freeze-layers": ("Trains the last half of the blocks, everything else frozen.", "Lee et al. 2019"),
+    "cpl": ("Blocks each coordinate that is harmful according to the anchors' gradient.", "Yang et al. 2026, CPL"),
+    "cplus": ("Scales down what is harmful according to anchors and self-probes, smoothed over steps.", "Algorithm 1"),
+    "norm-matched": ("Control: the plain update's direction at the norm CPLUS would apply.", "App. E.6"),
+    "shuffled": ("Control: CPLUS's coefficients permuted inside each tensor at every step.", "App. E.6"),
+    "constant-label": ("Control: every probe has the bank's most frequent answer.", "docs/interpretations.md"),
+    "balanced-label": ("Control: no answer has more than its even share of the probes.", "docs/interpretations.md"),
+    "cplus-anchors": ("Ablation: the anchors' gradient alone, smoothed.", "Table 1"),
+    "cplus-probes": ("Ablation: the self-probes' gradient alone, smoothed.", "Table 1"),
+    "cplus-no-ema": ("Ablation: CPLUS with the binary mask of each step.", "Table 1; Table 3"),
+    "cplus-norm-aligned": ("Ablation: the probes' gradient scaled to the anchors' norm before the blend.", "Table 1"),
+    "cplus-cvar": ("Ablation: each source's gradient over its worst quarter of examples only.", "Table 3"),
+    "cplus-rotating": ("Variant: each epoch sees another quarter of the bank.", "docs/interpretations.md"),
+    "cplus-remembering": ("Variant: cplus-rotating, earlier evidence at half weight.", "docs/interpretations.md"),
+    "cplus-curvature": ("Variant: moves each weight the less, the more past rows depend on it.", "docs/methods.md"),
+    "cplus-gradient": ("Ablation: the mask on the raw gradient instead of the optimizer's update.", "Sec. 3.2.3"),
+    "cautious": ("Blocks each coordinate that does not descend the new data's own gradient.", "Liang et al. 2024"),
+    "mofo": ("Updates the 15 % of each tensor's coordinates with the largest momentum.", "Chen et al. 2024, MoFO"),
+    "ssu": ("Freezes the half of each linear layer's columns that past rows need most.", "Yamaguchi et al. 2025, SSU"),
+    "wise-ft": ("Fine-tunes, then moves weights back as far as new rows stay known.", "Wortsman et al. 2022, WiSE-FT"),
+    "sft-repair": ("Fine-tunes, then resets the weights that past rows need more than new ones.", "docs/repair.md"),
+    "cplus-repair": ("CPLUS, then resets the weights that past rows need more than new ones.", "docs/repair.md"),
+    "replay-cplus": ("Replay's training rows and CPLUS's gate together.", "docs/interpretations.md"),
+}
+
+
+def _row(name: str, **own: Any) -> Method:
+    return Method(name, *_ABOUT[name], **own)
+
+
+def _part(path: str, strength: float | None = None, within: str = "", **more: Any) -> Any:
+    return Part(f"cplus.methods.{path}", strength, within, **more)
+
+
+def _loss(name: str, strength: float, within: str = "[0, inf)", **more: Any) -> Part:
+    return Part(f"cplus.methods.objectives:{name}", strength, within, **more)
+
+
+_HELD = _loss("held_to_base", 0.05, bytes_per_parameter=4.0, read_by_base=("new",))
+_BINARY = _part("variants:binary")
+CPLUS = _row("cplus", evidence=BLEND, beta=0.9, gate=_part("variants:smoothed"))
+
+
+def _cplus(name: str, **own: Any) -> Method:
+    """CPLUS with these changes."""
+    return replace(CPLUS, name=name, summary=_ABOUT[name][0], paper=_ABOUT[name][1], **own)
+
+
 _ROWS = (
-    Method(name="sft", summary="Supervised fine-tuning on the new data alone.", paper="Sec. 4.1"),
-    Method(
-        name="replay",
-        summary="Trains on new data and anchors, the anchors repeated to equal weight.",
-        paper="Rolnick et al. 2019",
-        train_on=("new", "anchors"),
-    ),
-    Method(
-        name="probe-replay",
-        summary="Trains on new data and self-probes with the frozen model's answers.",
-        paper="Resta et al. 2024; Fig. 5",
-        train_on=("new", "probes"),
-    ),
-    Method(
-        name="anchor-probe-replay",
-        summary="Trains on new data, self-probes and anchors, the anchors repeated to the probes' weight.",
-        paper="Fig. 5; App. C.3",
-        train_on=("new", "probes", "anchors"),
-    ),
-    Method(
-        name="ssr",
-        summary="Trains on new data and synthetic rows, chosen by clusters and answered by the latest model.",
-        paper="Huang et al. 2024, SSR",
-        train_on=("new", "synthetic"),
-    ),
-    Method(
-        name="agem",
-        summary="Removes the gradient's component that conflicts with the anchors' gradient, at each step.",
-        paper="Chaudhry et al. 2019",
-        evidence=((1.0, "anchors"),),
-        refresh=1,
-        projection=_agem,
-    ),
-    Method(
-        name="ogd",
-        summary="Projects the gradient orthogonally to the anchors' ground-truth-logit gradients.",
-        paper="Farajtabar et al. 2020, OGD-GTL",
-        evidence=((1.0, "anchors"),),
+    _row("sft"),
+    _row("replay", train_on=("new", "anchors")),
+    _row("probe-replay", train_on=("new", "probes")),
+    _row("anchor-probe-replay", train_on=("new", "probes", "anchors")),
+    _row("ssr", train_on=("new", "synthetic")),
+    _row("agem", evidence=ANCHORS, refresh=1, projection=_part("variants:agem_step")),
+    _row(
+        "ogd",
+        evidence=ANCHORS,
         refresh="once",
-        reduction=_logit_basis,
+        reduction=_part("variants:logit_basis"),
         vectors="one per anchor",
-        projection=lazy("methods.variants:ogd"),
+        projection=_part("variants:ogd"),
     ),
-    Method(
-        name="distillation",
-        summary="Adds the divergence from the frozen model's output on the anchors to the loss.",
-        paper="Hinton et al. 2015",
-        objective=objectives.Distillation(strength=1.0),
+    _row(
+        "distillation",
+        objective=_loss("distillation", 1.0, needs=("anchors",), bytes_per_parameter=4.0, anchor_passes=4 / 3),
     ),
-    Method(
-        name="probe-distillation",
-        summary="Trains on new data and on the frozen model's output on self-probes.",
-        paper="Hinton et al. 2015",
+    _row(
+        "probe-distillation",
         train_on=("new", "probes"),
-        objective=objectives.ReplayedDistillation(strength=1.0),
+        objective=_loss("replayed_distillation", 1.0, bytes_per_parameter=4.0, read_by_base=("probes",)),
     ),
-    Method(
-        name="kl-base",
-        summary="Adds the divergence from the frozen model's output on the new rows to the loss.",
-        paper="Zhu et al. 2025, ASFT without its token weights",
-        objective=objectives.HeldToBase(strength=0.05),
-    ),
-    Method(
-        name="asft",
-        summary="As kl-base, and each token's loss counts as much as the model already expects the token.",
-        paper="Zhu et al. 2025, ASFT",
-        objective=objectives.HeldToBase(strength=0.05, weigh=objectives.own_probability),
-    ),
-    Method(
-        name="eaft",
-        summary="Weights each token's loss by the model's uncertainty there.",
-        paper="Diao et al. 2026, EAFT",
-        objective=objectives.Entropic(strength=1.0),
-    ),
-    Method(
-        name="talr",
-        summary="Weights each token's loss by how easy the token is for the model, relative to the batch.",
-        paper="Lin et al. 2025, TALR",
-        objective=objectives.Tempered(strength=1.0),
-    ),
-    Method(
-        name="stm",
-        summary="Leaves out the tokens of the new rows that surprise the base model.",
-        paper="Wu et al. 2025, STM",
-        objective=objectives.Masked(strength=2.5),
-    ),
-    Method(
-        name="flow",
-        summary="Weights each new row by how easy the base model finds it.",
-        paper="Sanyal et al. 2025, FLOW",
-        objective=objectives.EasyRows(strength=1.0),
-    ),
-    Method(
-        name="ewc",
-        summary="Adds a penalty on moving the weights that mattered for the anchors.",
-        paper="Kirkpatrick et al. 2017",
-        objective=objectives.ElasticWeights(strength=10.0),
-    ),
-    Method(
-        name="lora",
-        summary="Supervised fine-tuning of low-rank adapters on every linear layer, the model frozen.",
-        paper="Hu et al. 2022",
-        adapter=adapters.lora,
-    ),
-    Method(
-        name="osf",
-        summary="Supervised fine-tuning of each layer's smaller singular directions, orthogonal to the larger.",
-        paper="Nayak et al. 2025",
-        adapter=adapters.osf,
-    ),
-    Method(
-        name="freeze-layers",
-        summary="Supervised fine-tuning of the last half of the blocks, everything else frozen.",
-        paper="Lee et al. 2019",
-        adapter=adapters.LastBlocks(strength=0.5),
-    ),
-    Method(
-        name="cpl",
-        summary="Blocks every coordinate of the update that is harmful according to the anchors' gradient.",
-        paper=CPL_PAPER,
-        evidence=((1.0, "anchors"),),
-        gate=binary,
-    ),
+    _row("kl-base", objective=_HELD),
+    _row("asft", objective=replace(_HELD, path="cplus.methods.objectives:asft")),
+    _row("eaft", objective=_loss("entropic", 1.0)),
+    _row("talr", objective=_loss("tempered", 1.0, "(0, inf)")),
+    _row("stm", objective=_loss("masked", 2.5, "(0, inf)")),
+    _row("flow", objective=_loss("easy_rows", 1.0, "(0, inf)")),
+    _row("ewc", objective=_loss("elastic_weights", 10.0, needs=("anchors",), bytes_per_parameter=8.0)),
+    _row("lora", adapter=_part("adapters:lora")),
+    _row("osf", adapter=_part("adapters:osf")),
+    _row("freeze-layers", adapter=_part("adapters:last_blocks", 0.5, "[0, 1)")),
+    _row("cpl", evidence=ANCHORS, gate=_BINARY),
     CPLUS,
-    replace(
-        CPLUS,
-        name="norm-matched",
-        summary="Control: the plain update's direction at the norm CPLUS would apply.",
-        paper="App. E.6",
-        gate=_norm_matched,
-    ),
-    replace(
-        CPLUS,
-        name="shuffled",
-        summary="Control: CPLUS's coefficients permuted inside each tensor at every step.",
-        paper="App. E.6",
-        gate=_shuffled,
-    ),
-    replace(
-        CPLUS,
-        name="constant-label",
-        summary="Control: CPLUS with every probe's answer replaced by the bank's most frequent one.",
-        paper="docs/interpretations.md",
-        evidence=((0.5, "anchors"), (0.5, "constant")),
-    ),
-    replace(
-        CPLUS,
-        name="balanced-label",
-        summary="Control: CPLUS with no answer holding more than its even share of the probes.",
-        paper="docs/interpretations.md",
-        evidence=((0.5, "anchors"), (0.5, "balanced")),
-    ),
-    replace(
-        CPLUS,
-        name="cplus-anchors",
-        summary="Ablation: the anchors' gradient alone, smoothed.",
-        paper="Table 1",
-        evidence=((1.0, "anchors"),),
-    ),
-    replace(
-        CPLUS,
-        name="cplus-probes",
-        summary="Ablation: the self-probes' gradient alone, smoothed.",
-        paper="Table 1",
-        evidence=((1.0, "probes"),),
-    ),
-    Method(
-        name="cplus-no-ema",
-        summary="Ablation: CPLUS with the binary mask of each step.",
-        paper="Table 1; Table 3",
-        evidence=BLEND,
-        gate=binary,
-    ),
-    replace(
-        CPLUS,
-        name="cplus-norm-aligned",
-        summary="Ablation: the probes' gradient scaled to the anchors' norm before the blend.",
-        paper="Table 1",
-        reduction=lazy("methods.variants:NormAligned"),
-    ),
-    replace(
-        CPLUS,
-        name="cplus-cvar",
-        summary="Ablation: each source's gradient over its worst quarter of examples only.",
-        paper="Table 3",
-        reduction=lazy("methods.variants:Tail"),
-    ),
-    replace(
-        CPLUS,
-        name="cplus-rotating",
-        summary="Variant: each epoch sees another quarter of the bank, at a quarter of the cost.",
-        paper="docs/interpretations.md",
-        parts=4,
-    ),
-    replace(
-        CPLUS,
-        name="cplus-remembering",
-        summary="Variant: as cplus-rotating, and what was seen before keeps half its weight.",
-        paper="docs/interpretations.md",
-        parts=4,
-        memory=0.5,
-    ),
-    Method(
-        name="cplus-curvature",
-        summary="Variant: moves each weight the less, the more anchors and self-probes depend on it; computed once.",
-        paper="docs/methods.md",
+    _cplus("norm-matched", gate=_part("variants:norm_matched")),
+    _cplus("shuffled", gate=_part("variants:shuffled")),
+    _cplus("constant-label", evidence=((0.5, "anchors"), (0.5, "constant"))),
+    _cplus("balanced-label", evidence=((0.5, "anchors"), (0.5, "balanced"))),
+    _cplus("cplus-anchors", evidence=ANCHORS),
+    _cplus("cplus-probes", evidence=((1.0, "probes"),)),
+    _cplus("cplus-no-ema", beta=None, gate=_BINARY),
+    _cplus("cplus-norm-aligned", reduction=_part("variants:NormAligned")),
+    _cplus("cplus-cvar", reduction=_part("variants:Tail")),
+    _cplus("cplus-rotating", parts=4),
+    _cplus("cplus-remembering", parts=4, memory=0.5),
+    _row(
+        "cplus-curvature",
         evidence=BLEND,
         refresh="once",
-        reduction=PastCurvature(strength=0.5),
-        gate=partial(_elementwise, "core.gates:stored", "coefficients"),
+        reduction=_part("curvature:Curvature", 0.5, "(0, 1)", bytes_per_parameter=2.0),
+        gate=_part("variants:stored"),
     ),
-    Method(
-        name="cplus-gradient",
-        summary="Ablation: the blended mask on the raw gradient instead of the optimizer's update.",
-        paper="Sec. 3.2.3",
-        evidence=BLEND,
-        projection=_masked_gradient,
-    ),
-    Method(
-        name="cautious",
-        summary="Blocks every coordinate of the update that does not descend the new data's own gradient.",
-        paper="Liang et al. 2024, Cautious Optimizers",
-        gate=partial(_elementwise, "core.gates:cautious", "nothing"),
-    ),
-    Method(
-        name="mofo",
-        summary="Updates only the 15 % of each tensor's coordinates with the largest momentum.",
-        paper="Chen et al. 2024, MoFO",
-        gate=LargestMomenta(strength=0.15),
-    ),
-    Method(
-        name="ssu",
-        summary="Freezes the half of each linear layer's columns that matters most to anchors and self-probes.",
-        paper="Yamaguchi et al. 2025, SSU",
+    _row("cplus-gradient", evidence=BLEND, projection=_part("variants:masked_step")),
+    _row("cautious", gate=_part("variants:cautious")),
+    _row("mofo", gate=_part("variants:largest_momenta", 0.15, "(0, 1]")),
+    _row(
+        "ssu",
         evidence=BLEND,
         refresh="once",
-        reduction=Shield(strength=0.5),
-        gate=partial(_elementwise, "methods.curvature:shielded", "signs"),
+        reduction=_part("curvature:ColumnShield", 0.5, "[0, 1]"),
+        gate=_part("variants:shielded"),
     ),
-    Method(
-        name="wise-ft",
-        summary="Fine-tunes, then moves the weights back towards the base model as far as new rows stay known.",
-        paper="Wortsman et al. 2022, WiSE-FT",
-        after=after.Averaged(),
-    ),
-    Method(
-        name="sft-repair",
-        summary="Fine-tunes, then resets the weights that past rows need more than new ones.",
-        paper="docs/repair.md",
-        after=after.Undone(),
-    ),
-    replace(
-        CPLUS,
-        name="cplus-repair",
-        summary="CPLUS, then resets the weights that past rows need more than new ones.",
-        paper="docs/repair.md",
-        after=after.Undone(),
-    ),
-    replace(
-        CPLUS,
-        name="replay-cplus",
-        summary="Replay's training rows and CPLUS's gate together.",
-        paper="docs/interpretations.md",
-        train_on=("new", "anchors"),
-    ),
+    _row("wise-ft", after=_part("after:averaged", within="[0, 1]")),
+    _row("sft-repair", after=REPAIR),
+    _cplus("cplus-repair", after=REPAIR),
+    _cplus("replay-cplus", train_on=("new", "anchors")),
 )
 
 METHODS: dict[str, Method] = {row.name: row for row in _ROWS}

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 
 from cplus.base.cost import TRAINING_RESERVE, Work
 from cplus.base.environment import free_memory
+from cplus.core import gates
 from cplus.core.algorithm import collaborates
 from cplus.core.engine import Engine, Passes, engine_of
 from cplus.core.evidence import Evidence, MeanGradient, Reference, Source, borrowed_gradients, evaluating, taken
+from cplus.core.gates import Collaborative, Elementwise, NormMatched, Shuffled
 from cplus.core.losses import answer_losses, target_logits
 from cplus.core.rows import MAX_TOKENS, Encoded, batched, like_length, measured
+from cplus.methods.table import Method
 
 # Variants of the evidence: the paper's ablations, and evidence that remembers earlier refreshes.
 
@@ -126,27 +129,7 @@ def example_losses(model: nn.Module, rows: Sequence[Encoded]) -> list[float]:
     return losses
 
 
-# Projections: transforms of the new-data gradient before the optimizer sees it, and the vectors they need.
-
-
 # Where the vectors of a projection are kept: on the device, there in half precision, or so in the host's memory.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Storage:
-    """The device and the precision of stored vectors."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    @property
-    def tolerance(self) -> float:
-        """The share of a vector's length that may be rounding left over from others, so that it depends on them."""
-        return 1e-6 if self.dtype == torch.float32 else 1e-2
-
-    def stored(self, vector: Sequence[Tensor]) -> list[Tensor]:
-        """The vector as it is kept; itself where nothing changes."""
-        return [v.to(self.device, self.dtype) for v in vector]
 
 
 def free_bytes(device: torch.device) -> int:
@@ -158,23 +141,20 @@ def free_bytes(device: torch.device) -> int:
 
 
 def storage(
-    count: int,
-    params: Sequence[Tensor],
-    *,
-    there: int = 0,
-    free: Callable[[torch.device], int] = free_bytes,
-) -> Storage:
-    """Where `count` vectors of these parameters fit; `there` bytes of them are already on the device.
+    count: int, params: Sequence[Tensor], *, free: Callable[[torch.device], int] = free_bytes
+) -> tuple[torch.device, torch.dtype]:
+    """Where, and in which precision, `count` vectors of these parameters fit beside the training.
 
     In half precision they are bfloat16: a unit vector of many coordinates is too small for float16.
     """
     numbers, device, host = sum(p.numel() for p in params), params[0].device, torch.device("cpu")
-    room = free(device) + there - TRAINING_RESERVE * numbers
-    for dtype, each in ((torch.float32, 4), (torch.bfloat16, 2)):
-        if count * numbers * each <= room:
-            return Storage(device=device, dtype=params[0].dtype if dtype is torch.float32 else dtype)
-    if device != host and 2 * count * numbers <= free(host):
-        return Storage(device=host, dtype=torch.bfloat16)
+    room = free(device) - TRAINING_RESERVE * numbers
+    places = [(device, params[0].dtype, room / 4), (device, torch.bfloat16, room / 2)]
+    if device != host:
+        places.append((host, torch.bfloat16, free(host) / 2))
+    for where, dtype, fits in places:
+        if count * numbers <= fits:
+            return where, dtype
     need, names = 2 * count * numbers / 1e9, "its device" if device == host else f"{device} and the host"
     raise ValueError(
         f"this projection keeps {count} gradients: in half precision they need {need:.1f} GB, and beside the training "
@@ -224,26 +204,29 @@ def ogd(gradient: Sequence[Tensor], basis: Sequence[Sequence[Tensor]]) -> None:
         subtract(gradient, vector, dot(gradient, vector))
 
 
-def collaborative_gradient(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> None:
+def agem_step(gradient: Sequence[Tensor], vectors: Sequence[Sequence[Tensor]]) -> None:
+    """A-GEM with the one vector of its evidence."""
+    agem(gradient, vectors[0])
+
+
+def masked_step(gradient: Sequence[Tensor], vectors: Sequence[Sequence[Tensor]]) -> None:
     """In place: CPL's mask on the raw gradient, as if the update were -gradient; AdamW then rescales what is left.
 
     g_i <- 0    where reference_i * (-g_i) > 0
     """
-    for g, r in zip(gradient, reference, strict=True):
-        g.mul_(collaborates(r, -g))
+    for g, reference in zip(gradient, vectors[0], strict=True):
+        g.mul_(collaborates(reference, -g))
 
 
 def orthonormal(
-    vectors: Iterable[Sequence[Tensor]],
-    *,
-    tolerance: float = 1e-6,
-    stored: Callable[[Sequence[Tensor]], list[Tensor]] = list,
+    vectors: Iterable[Sequence[Tensor]], device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> list[list[Tensor]]:
-    """Modified Gram-Schmidt over gradients, one at a time; a vector that depends on the earlier ones is left out.
+    """Modified Gram-Schmidt over gradients, one at a time, kept on this device in this precision.
 
-    `stored` moves a finished vector to where it is kept.
+    A vector is left out if what remains of it may be rounding alone, so that it depends on the earlier ones.
     """
     basis: list[list[Tensor]] = []
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
     for vector in vectors:
         rest = [v.clone() for v in vector]
         norm = dot(rest, rest) ** 0.5
@@ -251,7 +234,7 @@ def orthonormal(
             ogd(rest, basis)
         length = dot(rest, rest) ** 0.5
         if length > tolerance * norm:
-            basis.append(stored([v / length for v in rest]))
+            basis.append([(v / length).to(device, dtype) for v in rest])
     return basis
 
 
@@ -270,18 +253,18 @@ class LogitBasis:
 
     model: nn.Module
     rows: Sequence[Encoded]
-    place: Callable[[int, Sequence[Tensor]], Storage] = storage
+    place: Callable[[int, Sequence[Tensor]], tuple[torch.device, torch.dtype]] = storage
     """Where so many vectors of these parameters are kept."""
 
     def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
         """One backward pass per anchor."""
-        kept = self.place(len(self.rows), params)
+        where, dtype = self.place(len(self.rows), params)
         engine = engine_of(self.model, params)
         if engine.sharded:
             raise TypeError("OGD needs whole vectors and the parameters are sharded; train with DDP or in one process")
         with borrowed_gradients(self.model, params) as passes:
             gradients = (self._gradient(row, params, engine, passes) for row in self.rows)
-            basis = orthonormal(gradients, tolerance=kept.tolerance, stored=kept.stored)
+            basis = orthonormal(gradients, where, dtype)
         return Reference(vectors=basis, work=sum((measured([row]) for row in self.rows), Work()))
 
     def _gradient(self, row: Encoded, params: Sequence[nn.Parameter], engine: Engine, passes: Passes) -> list[Tensor]:
@@ -291,3 +274,52 @@ class LogitBasis:
         passes.backward(logit / engine.world)
         # Every process has the same vector up to rounding; after the sum it is the same bit for bit.
         return engine.total(taken(engine, params, passes))
+
+
+def logit_basis(*, model: nn.Module, sources: Sequence[Source]) -> LogitBasis:
+    """The basis of all rows of the sources."""
+    return LogitBasis(model=model, rows=[row for source in sources for row in source.rows])
+
+
+# Gates, each built from its row of the table and a seed.
+
+
+def smoothed(row: Method, seed: int) -> Collaborative:
+    """The paper's gate with the row's smoothing."""
+    assert row.beta is not None, f"method {row.name} has no beta"
+    return Collaborative(beta=row.beta, ema=row.ema)
+
+
+def binary(row: Method, seed: int) -> Collaborative:
+    """The paper's gate without smoothing, by definition of the row."""
+    return Collaborative(beta=0.0)
+
+
+def norm_matched(row: Method, seed: int) -> NormMatched:
+    """The control that keeps the norm of CPLUS's update alone."""
+    return NormMatched(smoothed(row, seed))
+
+
+def shuffled(row: Method, seed: int) -> Shuffled:
+    """The control that permutes CPLUS's coefficients."""
+    return Shuffled(smoothed(row, seed), seed=seed)
+
+
+def stored(row: Method, seed: int) -> Elementwise:
+    """The coefficients that the evidence holds."""
+    return Elementwise(gates.stored, uses="coefficients", whole=False)
+
+
+def shielded(row: Method, seed: int) -> Elementwise:
+    """0 in the frozen columns, else 1."""
+    return Elementwise(lambda step: (step.sign <= 0).to(torch.float32), uses="signs", whole=False)
+
+
+def cautious(row: Method, seed: int) -> Elementwise:
+    """0 where the update does not descend the new data's gradient."""
+    return Elementwise(gates.cautious, uses="nothing", whole=False)
+
+
+def largest_momenta(row: Method, seed: int, strength: float) -> Elementwise:
+    """1 for the share `strength` of each tensor's coordinates with the largest momentum."""
+    return Elementwise(lambda step: gates.largest_momenta(step, strength), uses="nothing")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal, TypeAlias
@@ -20,13 +20,10 @@ from cplus import models
 from cplus.base.cost import Work
 from cplus.base.environment import give_back
 from cplus.core.engine import local
-from cplus.core.evidence import Evidence, Reference, Source
 from cplus.core.guard import Guard
 from cplus.core.optim import AdamW
-from cplus.core.rows import Encoded
 from cplus.distributed import processes
 from cplus.methods import adapters
-from cplus.methods.objectives import Backward, Build
 from cplus.methods.repair import Repaired
 from cplus.methods.table import Material, Method
 from cplus.models import Loaded
@@ -37,55 +34,6 @@ from cplus.training.measure import UNIFORM, Health
 from cplus.training.rows import Group, PastTask, material
 from cplus.training.settings import OptimizerName, TrainSettings
 from cplus.training.sharding import Held
-
-# A method that computes in another precision while weights, optimizer and gate stay float32.
-
-
-def in_precision(method: Method, dtype: str, device: torch.device) -> Method:
-    """The method with its objective and evidence in this precision.
-
-    Each pass opens the context anew: autocast remembers the weights it cast until its context ends, and they move.
-    """
-    if dtype == "float32":
-        return method
-
-    def reduction(*, model: nn.Module, sources: tuple[Source, ...]) -> Evidence:
-        return _Evidence(method.reduction(model=model, sources=sources), dtype, device)
-
-    return dataclasses.replace(method, objective=_Objective(method.objective, dtype, device), reduction=reduction)
-
-
-@dataclass(frozen=True)
-class _Evidence:
-    inner: Evidence
-    dtype: str
-    device: torch.device
-
-    def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
-        with models.computing(self.dtype, self.device):
-            return self.inner(params, refresh)
-
-
-@dataclass(frozen=True)
-class _Objective(Build):
-    inner: Build
-    dtype: str
-    device: torch.device
-
-    def __post_init__(self) -> None:
-        for name in ("needs", "bytes_per_parameter", "anchor_passes", "read_by_base"):
-            object.__setattr__(self, name, getattr(self.inner, name))
-
-    def __call__(self, model: nn.Module, material: Material) -> Backward:
-        with models.computing(self.dtype, self.device):
-            inner = self.inner(model, material)
-
-        def backward(rows: Sequence[Encoded]) -> tuple[float, Work]:
-            with models.computing(self.dtype, self.device):
-                return inner(rows)
-
-        return backward
-
 
 # The driver: one training from its settings to its last update, with a log of what happened and a state to save.
 #
@@ -131,9 +79,8 @@ def begin(
 
     `place` distributes it over the processes of a job.
     """
-    row = in_precision(settings.row, settings.compute_dtype, base.device)
     rows = rows_of(settings, base, new, past)
-    return start(settings, row, adapted(settings, row, base.model), rows, place)
+    return start(settings, settings.row, adapted(settings, settings.row, base.model), rows, place)
 
 
 def rows_of(settings: TrainSettings, base: Loaded, new: Group, past: Sequence[PastTask]) -> Material:
@@ -144,7 +91,7 @@ def rows_of(settings: TrainSettings, base: Loaded, new: Group, past: Sequence[Pa
 def adapted(settings: TrainSettings, row: Method, model: nn.Module) -> Any:
     """The model as it trains: itself, or with the adapters of the settings or of the method's row."""
     if settings.lora is not None:
-        model = adapters.lora(model, settings.seed, settings.lora)
+        model = adapters.lora(model, settings.seed, **settings.lora.model_dump(exclude={"merge"}))
     model = row.trained(model, settings.seed)
     if settings.gradient_checkpointing:
         enable: Any = model.gradient_checkpointing_enable
@@ -158,12 +105,16 @@ def start(
     """Optimizer, guard and learning-rate schedule around a model that is still the base model."""
     torch.manual_seed(settings.seed)  # dropout, where a model has it
     twin = place(model)
-    optimizer = build_optimizer(settings, model)
+    optimizer, device = build_optimizer(settings, model), next(model.parameters()).device
+
+    def computing() -> AbstractContextManager[Any]:
+        return models.computing(settings.compute_dtype, device)
+
     return Training(
         settings=settings,
         model=model,
         optimizer=optimizer,
-        prepared=prepare(row, optimizer, model, material, seed=settings.seed),
+        prepared=prepare(row, optimizer, model, material, seed=settings.seed, computing=computing),
         scheduler=build_scheduler(settings, optimizer, len(material.new)),
         twin=twin,
     )
@@ -312,8 +263,8 @@ class Training:
             self.model, self.twin = sharding.gathered(self.model, self.twin), None
         separate = self.settings.lora is not None and not self.settings.lora.merge
         model = self.model.eval() if separate else adapters.merged(self.model).eval().requires_grad_(True)
-        device, begun = next(model.parameters()).device, time.perf_counter()
-        work, self.repaired = self.prepared.finish(model, lambda: models.computing(self.settings.compute_dtype, device))
+        begun = time.perf_counter()
+        work, self.repaired = self.prepared.finish(model)
         self.log.preservation += work
         self.finishing = time.perf_counter() - begun
         self.log.seconds += self.finishing

@@ -16,13 +16,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from cplus.base.cost import Work
+from cplus.core.evidence import Evidence, Reference
 from cplus.core.guard import Guard
 from cplus.core.rows import Encoded
 from cplus.distributed import processes
 from cplus.methods.after import Outcome, base_weights
-from cplus.methods.objectives import Backward, averaged, check_finite, splits
+from cplus.methods.objectives import Backward, averaged, check_finite
 from cplus.methods.repair import Computing
-from cplus.methods.table import Material, Method
+from cplus.methods.table import ANSWERS, Material, Method
 from cplus.training.settings import WARMUP_SHARE, StudySettings, TrainSettings
 
 # The training loop: a generator of events, which observers can read but which cannot change the training.
@@ -97,35 +98,65 @@ class Prepared:
     guard: Guard | None
     base: Mapping[str, Tensor] | None = None
     """The base model's trained weights, for a method that changes them once more after training."""
+    computing: Computing = nullcontext
+    """Opens the context of each pass."""
 
-    def finish(self, model: nn.Module, computing: Computing = nullcontext) -> Outcome:
+    def finish(self, model: nn.Module) -> Outcome:
         """Apply what the method does after training, once, to the trained model with its adapters merged."""
         if self.method.after is None:
             return Work(), None
         assert self.base is not None
-        return self.method.after(model.eval(), self.base, self.material, computing)
+        return self.method.after(model.eval(), self.base, self.material, self.computing)  # type: ignore[no-any-return]
 
 
-def prepare(method: Method, optimizer: Optimizer, model: nn.Module, material: Material, *, seed: int) -> Prepared:
+@dataclass(frozen=True)
+class _InContext:
+    """Evidence, each refresh of which opens the context anew: autocast remembers weights that have changed since."""
+
+    inner: Evidence
+    computing: Computing
+
+    def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
+        with self.computing():
+            return self.inner(params, refresh)
+
+
+def prepare(
+    method: Method,
+    optimizer: Optimizer,
+    model: nn.Module,
+    material: Material,
+    *,
+    seed: int,
+    computing: Computing = nullcontext,
+) -> Prepared:
     """Check the material, copy what the objective needs from the base model, attach the guard to the optimizer.
 
-    Call it while the model is still the base model, before a checkpoint is loaded.
+    Call it while the model is still the base model, before a checkpoint is loaded. Objective and evidence compute in
+    the context; weights, optimizer and gate stay as they are.
     """
     method.check(material)
     base = None if method.after is None else base_weights(model)
-    backward = method.objective(model, material)
-    if processes.size() > 1 and not splits(method.objective):
-        backward = averaged(backward, model)
+    with computing():
+        objective = method.objective(model, material)
+    if processes.size() > 1 and method.objective != ANSWERS:
+        objective = averaged(objective, model)
+
+    def backward(rows: Sequence[Encoded]) -> tuple[float, Work]:
+        with computing():
+            return objective(rows)  # type: ignore[no-any-return]
+
     guard = None
     if method.guarded:
+        evidence = method.build_evidence(model, material)
         guard = Guard(
             optimizer,
             model,
-            evidence=method.build_evidence(model, material),
+            evidence=None if evidence is None else _InContext(evidence, computing),
             gate=method.build_gate(seed),
             projection=method.projection,
         )
-    return Prepared(method=method, material=material, backward=backward, guard=guard, base=base)
+    return Prepared(method=method, material=material, backward=backward, guard=guard, base=base, computing=computing)
 
 
 def adapt(

@@ -14,7 +14,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from cplus.base.files import fingerprint
 from cplus.methods import table
-from cplus.methods.adapters import Lora
 from cplus.methods.table import Method
 from cplus.probes.settings import TOPICS, ProbeSettings
 
@@ -48,6 +47,17 @@ def _lora(value: object) -> object:
     if not all(mark for _, mark, _ in pairs):
         raise ValueError(f"expected r=16 or r=16,alpha=32,dropout=0.05,merge=false, got {value!r}")
     return {key.strip(): text.strip() for key, _, text in pairs}
+
+
+class Lora(BaseModel):
+    """The settings of low-rank adapters."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    r: Annotated[int, Field(ge=1, description="Rank.")] = 16
+    alpha: Annotated[float, Field(gt=0, description="Scale: the product is multiplied by alpha / r.")] = 32.0
+    dropout: Annotated[float, Field(ge=0, lt=1, description="Dropout on the adapters' input.")] = 0.0
+    merge: Annotated[bool, Field(description="Write one plain model; false writes the adapters alone.")] = True
 
 
 class TrainSettings(BaseModel):

@@ -19,8 +19,7 @@ from cplus.base.environment import give_back, give_back_at_once
 from cplus.core.engine import local
 from cplus.distributed import processes
 from cplus.distributed.checkpoint import Reader
-from cplus.methods.objectives import splits
-from cplus.methods.table import Method
+from cplus.methods.table import ANSWERS, Method
 
 # A model over several processes: sharded by FSDP2 or copied, and its state as that of one process.
 
@@ -60,7 +59,7 @@ def needs_whole(method: Method, seed: int) -> bool:
     """Whether a method needs whole weights in every process."""
     gate = method.build_gate(seed)
     whole = method.projection is not None or method.memory > 0 or (gate is not None and gate.whole)
-    return whole or method.after is not None or method.adapter is not None or not splits(method.objective)
+    return whole or method.after is not None or method.adapter is not None or method.objective != ANSWERS
 
 
 def _without_weights(model: nn.Module) -> nn.Module:
