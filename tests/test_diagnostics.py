@@ -44,7 +44,6 @@ from cplus.lab.runs import Comparison, set_up
 from cplus.methods.objectives import mean_backward
 from cplus.methods.table import METHODS
 from cplus.models.scoring import predict
-from cplus.training import gateshares
 from cplus.training.gateshares import layer_of, layer_shares
 from cplus.training.loop import Prepared, Schedule, adapt, epoch_batches, prepare
 from cplus.training.settings import RunSpec
@@ -61,7 +60,6 @@ Flat = np.ndarray[Any, Any]
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks much smaller than a tensor, so that every sum runs over several."""
-    monkeypatch.setattr(gateshares, "BLOCK", 100)
     monkeypatch.setattr("cplus.lab.diagnostics.BLOCK", 100)
     monkeypatch.setattr("cplus.lab.diagnostics.BLOCK", 100)
 

@@ -47,7 +47,5 @@ def material(new: int = 10, anchors: int = 4, probes: int = 6, synthetic: int = 
         anchors=rows(anchors, seed=1),
         probes=rows(probes, seed=2),
         synthetic=rows(synthetic, seed=3),
-        constant=rows(probes, seed=5),
-        balanced=rows(probes, seed=6),
     )
     return Material(new=rows(new, seed=4), past=(past,))

@@ -20,13 +20,12 @@ from cplus.distributed import processes as world
 from cplus.jobs.memory import CHECKPOINTED, Footprint, ModelSize, giga
 from cplus.jobs.rows import Tasks
 from cplus.jobs.settings import AdaptConfig
-from cplus.methods.table import METHODS, Material, Method
+from cplus.methods.table import METHODS, Material, Method, Past
 from cplus.models import loading
 from cplus.models.scoring import log_likelihoods
 from cplus.training.driver import adapted, start
 from cplus.training.loop import Schedule, epoch_batches, updates_per_epoch
 from cplus.training.measure import Exploded, loss_of
-from cplus.training.rows import past_rows
 from cplus.training.settings import AUTO
 
 RATE, SIZE = 3e-5, 135e6
@@ -284,7 +283,7 @@ def _few(rows: Material, held: Sequence[Encoded], draw: random.Random) -> tuple[
     for task in rows.past[:1]:
         anchors, probes = (draw.sample(list(own), len(own)) for own in (task.anchors, task.probes))
         used = probes[:EVIDENCE]
-        past.append(past_rows(task.name, anchors=anchors[:EVIDENCE], probes=used, synthetic=used))
+        past.append(Past(name=task.name, anchors=anchors[:EVIDENCE], probes=used, synthetic=used))
         rest += [*anchors[EVIDENCE:], *probes[EVIDENCE:]]
     kept = rest or list(held) or [row for task in rows.past for row in (*task.anchors, *task.probes)]
     return replace(rows, past=tuple(past)), draw.sample(kept, min(MEASURED, len(kept)))

@@ -39,7 +39,7 @@ from cplus.probes.build import bank_folder
 from cplus.probes.settings import BLOCK
 from cplus.training.driver import adapted, start
 from cplus.training.loop import Stepped, updates_per_epoch
-from cplus.training.rows import Group, Rows, Source, past_rows
+from cplus.training.rows import Group, Rows, Source
 
 WITHIN = 1.5
 """The factor on the planned time, up or down, within which the job should end."""
@@ -125,7 +125,7 @@ def _one_pass(past: Past) -> Past:
         return list(rows[: bisect_left(list(accumulate(map(len, rows))), MAX_TOKENS) + 1])
 
     probes = some(past.probes)
-    return past_rows(past.name, anchors=some(past.anchors), probes=probes, synthetic=probes)
+    return Past(name=past.name, anchors=some(past.anchors), probes=probes, synthetic=probes)
 
 
 def evaluation_seconds(config: AdaptConfig, rows: Rows, base: Loaded, pace: Pace) -> float:
@@ -234,11 +234,11 @@ def assumed_material(config: AdaptConfig, method: Method, rows: Rows, home: Path
             probes = [rows.anchors.interface.encode(example) for example in bank.examples]
         else:
             probes = list(islice(cycle(anchors), config.settings(count).probes.num_probes))
-    past = [past_rows("past", anchors=anchors, probes=probes, synthetic=probes[:count])]
+    past = [Past(name="past", anchors=anchors, probes=probes, synthetic=probes[:count])]
     for place, group in zip(config.kept, rows.kept, strict=True):
         written = earlier_bank(Path(located(str(place), home)), group).examples if wanted else ()
         encoded = [group.interface.encode(example) for example in written]
-        past.append(past_rows(group.name, anchors=group.encoded(), probes=encoded, synthetic=encoded[:count]))
+        past.append(Past(name=group.name, anchors=group.encoded(), probes=encoded, synthetic=encoded[:count]))
     return Material(new=rows.trained.encoded(), past=tuple(past)), len(probes)
 
 

@@ -76,7 +76,7 @@ def training_bytes(model: nn.Module) -> int:
 
 def inside_a_step(method: Method, base: nn.Module, rows: Sequence[Encoded]) -> tuple[int, int]:
     """Bytes in use when the optimizer steps for the second time, and the bytes that the method reports by then."""
-    past = Past(name="past", anchors=rows, probes=rows, synthetic=rows, constant=rows, balanced=rows)
+    past = Past(name="past", anchors=rows, probes=rows, synthetic=rows)
     model = method.trained(copy.deepcopy(base), 0)
     optimizer = AdamW(model.parameters(), lr=1e-5)
     prepared = prepare(method, optimizer, model, Material(new=rows, past=(past,)), seed=0)

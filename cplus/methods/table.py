@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
@@ -30,18 +32,34 @@ BANK: frozenset[Rows] = frozenset({"probes", "synthetic", "constant", "balanced"
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """The rows of one past task.
-
-    `synthetic` are probes answered again by the latest model. `constant` and `balanced` are controls: probes that all
-    have the same answer, and probes in which no answer has more than its even share.
-    """
+    """The rows of one past task; `synthetic` are probes answered again by the latest model."""
 
     name: str
     anchors: Sequence[Encoded] = ()
     probes: Sequence[Encoded] = ()
     synthetic: Sequence[Encoded] = ()
-    constant: Sequence[Encoded] = ()
-    balanced: Sequence[Encoded] = ()
+
+    @property
+    def constant(self) -> list[Encoded]:
+        """A control: the probes with the most frequent answer in place of their own."""
+        answers = Counter(probe.target for probe in self.probes).most_common(1)
+        return [Encoded(probe.prompt, answer) for probe in self.probes for answer, _ in answers]
+
+    @property
+    def balanced(self) -> list[Encoded]:
+        """A control: the first probes of each answer, no answer having more than an even share.
+
+        >>> [row.target for row in Past(name="", probes=[Encoded((1,), (t,)) for t in (7, 7, 7, 8)]).balanced]
+        [(7,), (7,), (8,)]
+        """
+        share = math.ceil(len(self.probes) / max(1, len({probe.target for probe in self.probes})))
+        seen: Counter[tuple[int, ...]] = Counter()
+        kept = []
+        for probe in self.probes:
+            seen[probe.target] += 1
+            if seen[probe.target] <= share:
+                kept.append(probe)
+        return kept
 
     def rows(self, kind: Rows) -> Sequence[Encoded]:
         """The rows of one kind."""

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -20,16 +21,25 @@ from cplus import models
 from cplus.base.cost import Work
 from cplus.base.environment import give_back
 from cplus.core.engine import local
-from cplus.core.guard import Guard
 from cplus.core.optim import AdamW
 from cplus.distributed import processes
 from cplus.methods import adapters
 from cplus.methods.repair import Repaired
 from cplus.methods.table import Material, Method
 from cplus.models import Loaded
-from cplus.training import loop, sharding
+from cplus.training import sharding
 from cplus.training.gateshares import layer_shares
-from cplus.training.loop import Cursor, EpochEnded, Event, Prepared, adapt, build_schedule, build_scheduler, prepare
+from cplus.training.loop import (
+    Cursor,
+    Event,
+    Prepared,
+    Refreshed,
+    Stepped,
+    adapt,
+    build_schedule,
+    build_scheduler,
+    prepare,
+)
 from cplus.training.measure import UNIFORM, Health
 from cplus.training.rows import Group, PastTask, material
 from cplus.training.settings import OptimizerName, TrainSettings
@@ -52,20 +62,16 @@ STATE_BYTES: dict[OptimizerName, int] = {"adamw": 8, "adamw8bit": 2, "sgd": 0}
 
 
 def build_optimizer(settings: TrainSettings, model: nn.Module) -> Optimizer:
-    """The optimizer that proposes the updates."""
+    """The optimizer that proposes the updates; adamw8bit keeps tensors of fewer than 4,096 weights in 32 bits."""
     assert isinstance(settings.lr, float), "the learning rate is chosen before training"
-    kinds = {"adamw": AdamW, "adamw8bit": _adamw8bit, "sgd": SGD}
-    return kinds[settings.optimizer](model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
-
-
-def _adamw8bit(params: Iterator[nn.Parameter], *, lr: float, weight_decay: float) -> Optimizer:
-    """AdamW with its moments in 8 bits, by blocks of 256; tensors of fewer than 4,096 weights keep them in 32."""
-    try:
-        optim: Any = import_module("bitsandbytes.optim")
-    except ImportError as error:
-        raise ImportError("the optimizer adamw8bit needs bitsandbytes: pip install 'cplus[bnb]'") from error
-    optimizer: Optimizer = optim.AdamW8bit(params, lr=lr, weight_decay=weight_decay)
-    return optimizer
+    kinds: dict[str, Any] = {"adamw": AdamW, "sgd": SGD}
+    if settings.optimizer == "adamw8bit":
+        try:
+            kinds["adamw8bit"] = import_module("bitsandbytes.optim").AdamW8bit
+        except ImportError as error:
+            raise ImportError("the optimizer adamw8bit needs bitsandbytes: pip install 'cplus[bnb]'") from error
+    found: Optimizer = kinds[settings.optimizer](model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+    return found
 
 
 def begin(
@@ -142,17 +148,6 @@ class TrainingLog:
     """Whether training stopped because past rows lost too much; the last update is then not wanted."""
     watch: Health = field(default_factory=Health)
 
-    def to_state(self) -> dict[str, Any]:
-        """Plain values."""
-        return dataclasses.asdict(self)
-
-    @staticmethod
-    def from_state(state: dict[str, Any]) -> TrainingLog:
-        """Read what `to_state` wrote."""
-        works = {name: Work(**state[name]) for name in ("training", "preservation")}
-        own = {"cursor": Cursor(**state["cursor"]), "watch": Health(**state["watch"])}
-        return TrainingLog(**{**state, **works, **own, "counted": tuple(state["counted"])})
-
 
 @dataclass(kw_only=True)
 class Training:
@@ -183,7 +178,7 @@ class Training:
             "guard": None if guard is None else guard.state_dict(),
             "random": torch.get_rng_state(),
             "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            "log": self.log.to_state(),
+            "log": dataclasses.asdict(self.log),
         }
 
     def held(self) -> Held:
@@ -212,7 +207,7 @@ class Training:
         torch.set_rng_state(state["random"])
         for device, own in zip(range(torch.cuda.device_count()), state["random_cuda"], strict=False):
             torch.cuda.set_rng_state(own, device)
-        self.log = TrainingLog.from_state(state["log"])
+        self.log = TypeAdapter(TrainingLog).validate_python(state["log"])
         self.judged = 0 if guard is None else guard.steps
 
     def weights(self) -> dict[str, Tensor]:
@@ -278,7 +273,7 @@ class Training:
 
     def run(self, evaluate: Evaluate = lambda epoch: {}, done: Done = lambda point: None) -> Iterator[Event]:
         """Train from the log's position, updating the log; the state may be saved between two events."""
-        log = self.log
+        log, guard = self.log, self.prepared.guard
         if log.done:
             return
         clock = time.perf_counter()
@@ -293,9 +288,17 @@ class Training:
         )
         for event in events:
             log.seconds += time.perf_counter() - clock
-            self._note(event)
-            if isinstance(event, EpochEnded):
-                self._epoch(event, evaluate, done)
+            if isinstance(event, Refreshed):
+                log.preservation += event.work
+            elif isinstance(event, Stepped):
+                log.training += event.work
+                log.losses.append(event.loss)
+                log.cursor = Cursor(epoch=event.epoch, batch=event.batch, step=event.step)
+                if guard is not None:
+                    log.extra_bytes = max(log.extra_bytes, guard.nbytes + guard.step_nbytes)
+            else:
+                log.cursor = Cursor(epoch=event.epoch + 1, batch=0, step=event.step)
+                self._end_epoch(event.epoch, evaluate, done)
             yield event
             clock = time.perf_counter()  # time that the caller spends between events is not training
             if log.done:
@@ -303,38 +306,40 @@ class Training:
         log.done = True
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _note(self, event: Event) -> None:
+    def _end_epoch(self, epoch: int, evaluate: Evaluate, done: Done) -> None:
+        """Add a point to the curve, and decide whether it is the last."""
         log = self.log
-        if isinstance(event, loop.Refreshed):
-            log.preservation += event.work
-        elif isinstance(event, loop.Stepped):
-            log.training += event.work
-            log.losses.append(event.loss)
-            log.cursor = Cursor(epoch=event.epoch, batch=event.batch, step=event.step)
-            if self.prepared.guard is not None:
-                held = self.prepared.guard.nbytes + self.prepared.guard.step_nbytes
-                log.extra_bytes = max(log.extra_bytes, held)
-        else:
-            log.cursor = Cursor(epoch=event.epoch + 1, batch=0, step=event.step)
+        self.tally()
+        point = {"epoch": float(epoch), "loss": sum(log.losses) / len(log.losses)}
+        if self.admitted is not None:
+            point["admitted"] = self.admitted
+        self.model.eval()
+        begun = time.perf_counter()
+        point |= evaluate(epoch)
+        ending = done(point)
+        log.done, log.learned, log.lost = ending is not None, ending == "learned", ending == "lost"
+        log.evaluation_seconds += time.perf_counter() - begun
+        self.model.train()
+        log.curve.append(point)
+        log.losses, log.counted = [], (0, 0)
 
     def tally(self) -> None:
-        """Add the gate's counts since the last call; this waits for the device."""
-        guard = self.prepared.guard
-        if guard is not None and guard.gate is not None:
-            admitted, offered = guard.gate.tally()
-            if guard.engine.sharded:
-                admitted, offered = map(int, guard.engine.sums([admitted, offered], guard.params[0].device))
-            self.log.counted = (self.log.counted[0] + admitted, self.log.counted[1] + offered)
-            self._watch_gate(guard, admitted / offered if offered else None)
+        """Add the gate's counts since the last call, and check whether it admits everything or nothing.
 
-    def _watch_gate(self, guard: Guard, admitted: float | None) -> None:
-        """Check whether the gate admits everything or nothing; a compiled pass knows this by layer."""
+        This waits for the device. A compiled pass counts nothing, but knows the shares by layer.
+        """
+        guard = self.prepared.guard
+        if guard is None or guard.gate is None:
+            return
+        counts: list[float] = list(guard.gate.tally())
+        if guard.engine.sharded:
+            counts = guard.engine.sums(counts, guard.params[0].device)
+        self.log.counted = (self.log.counted[0] + int(counts[0]), self.log.counted[1] + int(counts[1]))
         steps = guard.steps - self.judged
-        if admitted is None and steps >= UNIFORM and (shares := layer_shares(guard)):
-            admitted = round(sum(own.admitted * own.coordinates for own in shares), 0)
-            admitted /= sum(own.coordinates for own in shares)
-        if admitted is not None and steps:
-            self.log.watch.gated(admitted, steps)
+        if not counts[1] and steps >= UNIFORM and (shares := layer_shares(guard)):
+            counts = [round(sum(own.admitted * own.coordinates for own in shares)), sum(s.coordinates for s in shares)]
+        if counts[1] and steps:
+            self.log.watch.gated(counts[0] / counts[1], steps)
             self.judged = guard.steps
 
     @property
@@ -342,20 +347,3 @@ class Training:
         """The share of coordinates the mask admitted in this epoch, as far as it was counted."""
         admitted, offered = self.log.counted
         return admitted / offered if offered else None
-
-    def _epoch(self, event: EpochEnded, evaluate: Evaluate, done: Done) -> None:
-        """Close an epoch: a point of the curve, and whether it was the last."""
-        log = self.log
-        self.tally()
-        point = {"epoch": float(event.epoch), "loss": sum(log.losses) / len(log.losses)}
-        if self.admitted is not None:
-            point["admitted"] = self.admitted
-        self.model.eval()
-        begun = time.perf_counter()
-        point |= evaluate(event.epoch)
-        ending = done(point)
-        log.done, log.learned, log.lost = ending is not None, ending == "learned", ending == "lost"
-        log.evaluation_seconds += time.perf_counter() - begun
-        self.model.train()
-        log.curve.append(point)
-        log.losses, log.counted = [], (0, 0)

@@ -13,17 +13,15 @@ from torch import Tensor, nn
 
 from cplus.core.losses import target_logits
 from cplus.core.rows import ZERO_EVIDENCE, Encoded, batched
-from cplus.data.examples import Example, FreeForm, Prediction
+from cplus.data.examples import FreeForm, Prediction
 from cplus.distributed import processes
 from cplus.evaluation.changes import Flip, acquisition, flips, retention
 from cplus.evaluation.statistics import token_loss
-from cplus.models.scoring import Judge, Score, log_likelihoods, predict, repeated
+from cplus.models import scoring
+from cplus.models.scoring import Judge, Score, log_likelihoods, predict
 from cplus.training.rows import Group
 
-# Measurement: a model's answers to groups of rows, and how far it has moved from its base.
-
-
-# Measurement: a model's answers to groups of rows, and what was learned and lost.
+# A model's answers to groups of rows, and what was learned and lost.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,37 +52,26 @@ def evaluate(
 
 
 def evaluate_texts(model: nn.Module, group: Group, *, what: str = "evaluating") -> GroupAnswers:
-    """The likelihoods of plain texts, or of answers that are the model's own; nothing is generated."""
+    """The likelihoods of plain texts, or of answers that are the model's own; nothing is generated or judged."""
     scores = tuple(log_likelihoods(model, group.encoded(), what=what))
-    pairs = zip(group.examples, scores, strict=True)
-    return GroupAnswers(
-        predictions=tuple(unjudged(example, response_of(example), score) for example, score in pairs),
-        scores=scores,
-        base_answers=scores,
-    )
-
-
-def unjudged(example: Example, answer: str, score: Score) -> Prediction:
-    """An answer in free text that nobody judges, with this likelihood."""
-    return Prediction(
-        id=example.id,
-        answer=answer,
-        correct=None,
-        confidence=math.exp(score.mean),
-        scores=(score.mean,),
-        num_tokens=(score.num_tokens,),
-    )
-
-
-def response_of(example: Example) -> str:
-    """The given response of a row in free text."""
-    assert isinstance(example, FreeForm)
-    return example.response
+    predictions = []
+    for example, score in zip(group.examples, scores, strict=True):
+        assert isinstance(example, FreeForm)
+        found = Prediction(
+            id=example.id,
+            answer=example.response,
+            correct=None,
+            confidence=math.exp(score.mean),
+            scores=(score.mean,),
+            num_tokens=(score.num_tokens,),
+        )
+        predictions.append(found)
+    return GroupAnswers(predictions=tuple(predictions), scores=scores, base_answers=scores)
 
 
 def answered(model: nn.Module, group: Group) -> list[Prediction]:
     """A study's answers: the model's choices, or for free text whether it repeats the responses token by token."""
-    answer = predict if group.closed else repeated
+    answer = predict if group.closed else scoring.repeated
     return processes.spread(group.examples, partial(answer, model, group.interface))
 
 
@@ -137,13 +124,9 @@ def curve_figures(model: nn.Module, groups: Sequence[Group], before: dict[str, G
 @torch.no_grad()
 def repeats_every_token(model: nn.Module, rows: Sequence[Encoded]) -> bool:
     """Whether each token of every target is the likeliest one after those before it, so that decoding repeats it."""
-    missed = 0
-    for batch in batched(rows[processes.rank() :: processes.size()]):
-        logits, labels = target_logits(model, batch)
-        if not bool(((logits.argmax(-1) == labels) | (labels == -100)).all()):
-            missed = 1
-            break
-    return processes.largest([missed]) == [0]
+    found = (target_logits(model, batch) for batch in batched(rows[processes.rank() :: processes.size()]))
+    repeated = all(bool(((logits.argmax(-1) == labels) | (labels == -100)).all()) for logits, labels in found)
+    return processes.largest([int(not repeated)]) == [0]
 
 
 # How far a model has moved from its base on the new rows: a known predictor of what it forgets.
@@ -190,15 +173,15 @@ def divergence(model: nn.Module, rows: Sequence[BaseRow]) -> float:
 @torch.no_grad()
 def _sums(model: nn.Module, rows: Sequence[BaseRow]) -> list[tuple[float, int]]:
     """The summed divergence and the number of tokens of each row."""
-    place = {id(own.row): i for i, own in enumerate(rows)}
-    found: list[tuple[float, int]] = [(0.0, 0)] * len(rows)
-    for batch in batched([own.row for own in rows]):
+    of = {id(base.row): base for base in rows}
+    found = {}
+    for batch in batched([base.row for base in rows]):
         logits, labels = target_logits(model, batch)
         for i, row in enumerate(batch):
-            own = rows[place[id(row)]]
-            logs = logits[i][labels[i] != -100].log_softmax(-1).cpu().double().gather(-1, own.tokens)
-            found[place[id(row)]] = (float(_kl(own.logs, logs).sum()), len(own.tokens))
-    return found
+            base = of[id(row)]
+            logs = logits[i][labels[i] != -100].log_softmax(-1).cpu().double().gather(-1, base.tokens)
+            found[id(row)] = (float(_kl(base.logs, logs).sum()), len(base.tokens))
+    return [found[id(base.row)] for base in rows]
 
 
 def _kl(base: Tensor, model: Tensor) -> Tensor:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -152,31 +150,12 @@ def material(method: Method, group: Group, kept: Sequence[PastTask], current: Lo
     share = math.ceil(len(new) / max(1, len(kept)))
     past = []
     for task in kept:
-        encode = task.interface.encode
         latest = refined(task, current, share) if "synthetic" in method.needs else ()
-        past.append(
-            past_rows(
-                task.name,
-                anchors=[encode(example) for example in task.anchors],
-                probes=[encode(example) for example in task.probes],
-                synthetic=[encode(example) for example in latest],
-            )
+        anchors, probes, synthetic = (
+            [task.interface.encode(example) for example in own] for own in (task.anchors, task.probes, latest)
         )
+        past.append(Past(name=task.name, anchors=anchors, probes=probes, synthetic=synthetic))
     return Material(new=new, past=tuple(past), choices=dict(zip(new, choices, strict=True)))
-
-
-def past_rows(
-    name: str, *, anchors: Sequence[Encoded], probes: Sequence[Encoded], synthetic: Sequence[Encoded] = ()
-) -> Past:
-    """A past task's rows of every kind, the controls' made from the probes."""
-    return Past(
-        name=name,
-        anchors=anchors,
-        probes=probes,
-        synthetic=synthetic,
-        constant=constant(probes),
-        balanced=balanced(probes),
-    )
 
 
 def refined(task: PastTask, current: Loaded, count: int) -> list[Example]:
@@ -190,7 +169,11 @@ def refined(task: PastTask, current: Loaded, count: int) -> list[Example]:
         probes = [probes[i] for i in typical(mean_states(current.model, rows), count)]
     if task.written_by == current.fingerprint:
         return probes
-    unanswered = [_unanswered(probe) for probe in probes]
+    # The only choice of an open question is an earlier model's answer.
+    unanswered = [
+        replace(probe, choices=(), answer=0) if isinstance(probe, Choice) and len(probe.choices) == 1 else probe
+        for probe in probes
+    ]
     labels = label(current.model, LocalEngine(current.model, current.tokenizer), task.interface, unanswered)
     return [own.example for own in labels if isinstance(own, Label)]
 
@@ -223,34 +206,3 @@ def typical(points: Tensor, count: int) -> list[int]:
     nearest = (points - centres[own]).norm(dim=1).argsort(stable=True).tolist()
     turns = zip_longest(*([i for i in nearest if own[i] == cluster] for cluster in range(clusters)))
     return sorted([i for turn in turns for i in turn if i is not None][:count])
-
-
-def _unanswered(probe: Example) -> Example:
-    """The probe without its answer: the only choice of an open question is an earlier model's answer."""
-    if isinstance(probe, Choice) and len(probe.choices) == 1:
-        return dataclasses.replace(probe, choices=(), answer=0)
-    return probe
-
-
-def constant(probes: Sequence[Encoded]) -> list[Encoded]:
-    """The probes with the bank's most frequent answer in place of their own."""
-    if not probes:
-        return []
-    [(answer, _)] = Counter(probe.target for probe in probes).most_common(1)
-    return [Encoded(probe.prompt, answer) for probe in probes]
-
-
-def balanced(probes: Sequence[Encoded]) -> list[Encoded]:
-    """The first probes of each answer, no answer having more than an even share.
-
-    >>> [row.target for row in balanced([Encoded((1,), (t,)) for t in (7, 7, 7, 8)])]
-    [(7,), (7,), (8,)]
-    """
-    share = math.ceil(len(probes) / max(1, len({probe.target for probe in probes})))
-    seen: Counter[tuple[int, ...]] = Counter()
-    kept = []
-    for probe in probes:
-        seen[probe.target] += 1
-        if seen[probe.target] <= share:
-            kept.append(probe)
-    return kept

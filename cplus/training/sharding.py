@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_with_path
 
 from cplus.base import files
 from cplus.base.environment import give_back, give_back_at_once
@@ -92,14 +93,13 @@ def _replace(module: nn.Module, made: Callable[[str, nn.Parameter], nn.Parameter
 
 def _whole(tensor: Tensor) -> Tensor:
     """All of a tensor, in every process."""
-    from torch.distributed.tensor import DTensor
-
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
 def one_weights(weights: dict[str, Tensor]) -> dict[str, Any]:
-    """Whole weights in the first process."""
-    return {name: _kept(value) for name, value in weights.items()}
+    """Whole weights in the first process's memory; every process takes part."""
+    whole = ((name, _whole(value)) for name, value in weights.items())
+    return {name: value.cpu() if processes.first() else None for name, value in whole}
 
 
 def own_weights(weights: dict[str, Tensor], held: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -130,19 +130,19 @@ def own_state(state: dict[str, Any], held: Held) -> dict[str, Any]:
         for i, own in state["optimizer"]["state"].items()
     }
 
+    guarded = held.guarded
+
     def cut(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: cut(inner) for key, inner in value.items()}
-        if of_parameters(value, held.guarded):
-            return [local(_part(part, p)) for part, p in zip(value, held.guarded, strict=True)]
-        return [cut(inner) for inner in value] if isinstance(value, list) else value
+        if not of_parameters(value, guarded):
+            return value
+        return [local(_part(part, p)) for part, p in zip(value, guarded, strict=True)]
 
     guard = state["guard"]
     return {
         **state,
         "weights": own_weights(state["weights"], held.weights),
         "optimizer": {**state["optimizer"], "state": moments},
-        "guard": None if guard is None else {**cut(guard), "ranks": processes.size()},
+        "guard": None if guard is None else {**in_lists(cut, guard, guarded), "ranks": processes.size()},
     }
 
 
@@ -151,16 +151,13 @@ def of_parameters(value: Any, params: Sequence[nn.Parameter]) -> bool:
     return isinstance(value, list) and len(value) == len(params) and all(isinstance(part, Tensor) for part in value)
 
 
-def _kept(tensor: Tensor) -> Tensor | None:
-    """A tensor's whole value in the first process's memory; every process takes part."""
-    whole = _whole(tensor)
-    return whole.cpu() if processes.first() else None
+def in_lists(change: Callable[[Any], Any], state: Any, params: Sequence[nn.Parameter]) -> Any:
+    """The state with each list of one tensor per parameter, and each other value, changed."""
+    return tree_map(change, state, is_leaf=lambda value: of_parameters(value, params))
 
 
 def like(part: Tensor, p: Tensor) -> Tensor:
     """This process's part of something that is sharded like the parameter."""
-    from torch.distributed.tensor import DTensor
-
     if not isinstance(p, DTensor):
         return part
     return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
@@ -168,8 +165,6 @@ def like(part: Tensor, p: Tensor) -> Tensor:
 
 def _part(whole: Tensor, like: Tensor) -> Tensor:
     """The part of a whole tensor that this process holds of one like it; nothing is sent."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
     if not isinstance(like, DTensor) or whole.shape != like.shape:
         return whole.clone()
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
@@ -187,19 +182,19 @@ def write(folder: Path, state: dict[str, Any], held: Held) -> dict[str, str]:
     """Write a training's state as every process holds it into a new folder; returns the hash of each file."""
     tensors: dict[str, Tensor] = {}
 
-    def apart(value: Any, path: str) -> Any:
-        if isinstance(value, DTensor):
-            tensors[path] = value
-            return {_STORED: path}
-        if isinstance(value, dict):
-            return {key: apart(inner, f"{path}/{key}") for key, inner in value.items()}
-        if of_parameters(value, held.guarded):
-            value = [like(part, p) for part, p in zip(value, held.guarded, strict=True)]
-        if isinstance(value, list):
-            return [apart(inner, f"{path}/{i}") for i, inner in enumerate(value)]
-        return value
+    def apart(path: Any, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        name = "/".join(str(getattr(key, "key", getattr(key, "idx", ""))) for key in path)
+        tensors[name] = value
+        return {_STORED: name}
 
-    rest = {key: apart(value, key) for key, value in state.items()}
+    def sharded(value: Any) -> Any:
+        if not of_parameters(value, held.guarded):
+            return value
+        return [like(part, p) for part, p in zip(value, held.guarded, strict=True)]
+
+    rest = tree_map_with_path(apart, in_lists(sharded, state, held.guarded))
     state_dict_saver.save(tensors, checkpoint_id=folder)
     if processes.first():
         files.write_state(folder / REST, rest)
@@ -215,31 +210,24 @@ def read(folder: Path, hashes: dict[str, str], held: Held) -> dict[str, Any]:
     rest: dict[str, Any] = torch.load(folder / REST, map_location="cpu", weights_only=True)
     reader = Reader(folder)
     about = reader.read_metadata().state_dict_metadata
-    tensors = {path: _empty(about[path], held.at(path)) for path in _stored(rest)}
+    paths = [leaf[_STORED] for leaf in tree_leaves(rest, is_leaf=_is_stored) if _is_stored(leaf)]
+    tensors = {path: _empty(about[path], held.at(path)) for path in paths}
     state_dict_loader.load(tensors, storage_reader=reader, no_dist=processes.size() == 1)
 
-    def whole(value: Any, part: Callable[[Tensor], Tensor]) -> Any:
-        if isinstance(value, dict):
-            return part(tensors[value[_STORED]]) if value.keys() == {_STORED} else _each(value, whole, part)
-        return [whole(inner, part) for inner in value] if isinstance(value, list) else value
+    def back(value: Any) -> Any:
+        if not _is_stored(value):
+            return value
+        path = value[_STORED]
+        return local(tensors[path]) if path.startswith("guard/") else tensors[path]
 
-    found = {key: whole(value, local if key == "guard" else lambda tensor: tensor) for key, value in rest.items()}
+    found: dict[str, Any] = tree_map(back, rest, is_leaf=_is_stored)
     if found["guard"] is not None:
         found["guard"]["ranks"] = processes.size()
     return found
 
 
-def _each(value: dict[Any, Any], change: Callable[..., Any], part: Callable[[Tensor], Tensor]) -> dict[Any, Any]:
-    return {key: change(inner, part) for key, inner in value.items()}
-
-
-def _stored(value: Any) -> Iterator[str]:
-    """The paths of all stored tensors."""
-    if isinstance(value, dict) and value.keys() == {_STORED}:
-        yield value[_STORED]
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _stored(inner)
+def _is_stored(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {_STORED}
 
 
 def _empty(about: Any, held: Tensor) -> Tensor:
