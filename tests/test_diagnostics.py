@@ -61,7 +61,6 @@ Flat = np.ndarray[Any, Any]
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks much smaller than a tensor, so that every sum runs over several."""
     monkeypatch.setattr("cplus.lab.diagnostics.BLOCK", 100)
-    monkeypatch.setattr("cplus.lab.diagnostics.BLOCK", 100)
 
 
 def trained(

@@ -268,8 +268,6 @@ class RunSpec(Recipe):
             raise ValueError(
                 f"the base model's own answers are all right, so wrong_anchors must be 0, got {self.wrong_anchors}"
             )
-        if senseless := [name for name in self.diagnose if name in ("prior", "permuted")]:
-            raise ValueError(f"free text has no options, so there is no {senseless[0]!r} to diagnose; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
