@@ -125,4 +125,3 @@ def test_a_file_with_a_sign_in_its_name_is_read(tmp_path: Path, monkeypatch: pyt
     assert weighted("a=2") == ("a", 2.0)
     (tmp_path / "a=2").write_text("")
     assert weighted("a=2") == ("a=2", 1.0)
-    assert weighted("owner/name=x") == ("owner/name=x", 1.0)
