@@ -249,10 +249,11 @@ class Method:
         """The evidence that the row's gate or projection reads; None if it reads none."""
         if not self.evidence:
             return None
-        from cplus.methods.variants import Remembered
-
         found = self.reduction(model=model, sources=self.sources(material))
-        return Remembered(found, self.memory) if self.memory else found
+        if not self.memory:
+            return found
+        remembered: Evidence = Part("cplus.methods.variants:Remembered")(found, self.memory)
+        return remembered
 
 
 ANCHORS: tuple[tuple[float, Rows], ...] = ((1.0, "anchors"),)
