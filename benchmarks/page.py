@@ -1,4 +1,4 @@
-"""Put the figures of benchmarks/results into docs/performance.md, between its markers.
+"""Put the figures of benchmarks/results into docs/costs.md, between its markers.
 
 python benchmarks/page.py
 """
@@ -21,6 +21,11 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def per(what: str) -> str:
+    """A record's name for what was measured, in ordinary words."""
+    return what.replace(" a second", " per second")
+
+
 def bars(*records: dict[str, Any]) -> str:
     """Every bar with what was measured: of several runs the median, the range, and how many held it."""
     rows = []
@@ -29,7 +34,7 @@ def bars(*records: dict[str, Any]) -> str:
         held = sum(run <= bar["bar"] if bar["relation"] == "<=" else run >= bar["bar"] for run in runs)
         spread = f" ({runs[0]:.3g} to {runs[-1]:.3g} in {len(runs)} runs)" if len(runs) > 1 else ""
         verdict = "held" if held == len(runs) else f"missed in {len(runs) - held} of {len(runs)}"
-        rows.append([what, f"{median(runs):.3g}{spread}", f"{bar['relation']} {bar['bar']:g}", verdict])
+        rows.append([per(what), f"{median(runs):.3g}{spread}", f"{bar['relation']} {bar['bar']:g}", verdict])
     return table(["what", "measured", "bar", ""], rows)
 
 
@@ -52,18 +57,8 @@ def processor(record: dict[str, Any]) -> str:
 
 def steps_on(record: dict[str, Any]) -> str:
     """Everything about the step on one processor."""
-    parts = (bars(record), "Times torch's fused step, by size, in one run:\n\n" + steps(record), roofline(record))
+    parts = (bars(record), "Times torch's fused step, by size, in one run:\n\n" + steps(record))
     return f"### The step with {processor(record)}\n\n" + "\n".join(parts)
-
-
-def roofline(record: dict[str, Any]) -> str:
-    """Bytes moved against the machine's bandwidth, at the largest size."""
-    rows = [
-        [name, f"{r['bytes_a_parameter']:.2f}", f"{r['limit_ratio']:.2f}", f"{100 * r['share_of_bandwidth']:.0f} %"]
-        for name, r in record["roofline"].items()
-    ]
-    text = f"Roofline at the largest size: the memory gives {record['bandwidth_bytes_a_second'] / 1e9:.0f} GB/s.\n\n"
-    return text + table(["step", "bytes per parameter", "limit, times torch's", "bandwidth reached"], rows)
 
 
 def epochs(record: dict[str, Any]) -> str:
@@ -86,7 +81,7 @@ def speed(scoring: dict[str, Any], generation: dict[str, Any]) -> str:
         [f"scoring csqa by {r['interface']}", f"{r['ratio']:.2f}", f">= {r['bar']:g}", f"{r['flop_limit']:.2f}"]
         for r in scoring["results"]
     ]
-    rows.append(["writing probes, new tokens a second", f"{generation['ratio']:.2f}", ">= 6", "-"])
+    rows.append(["writing probes, new tokens per second", f"{generation['ratio']:.2f}", ">= 6", "-"])
     return table(["what, times one at a time", "measured", "bar", "limit by FLOPs"], rows)
 
 
@@ -94,9 +89,8 @@ def figures() -> str:
     """The part of the page that the records give; of the step there is one record per vector width."""
     folder = ROOT / "benchmarks/results"
     found = {n: read_json(folder / f"{n}.json") for n in ("training", "scoring", "generation")}
-    widths = sorted(
-        (read_json(path) for path in folder.glob("steps-*.json")), key=lambda r: r["processor"]["vector_bits"]
-    )
+    records = sorted((read_json(path) for path in folder.glob("steps-*.json")), key=lambda r: r["processor"]["vector_bits"])
+    widths = [record for record in records if record["processor"]["kernels"] == "C++"]  # not the kernels of earlier days
     parts = (
         *map(steps_on, widths),
         "### Training on smollm2-135m\n\n" + bars(found["training"]),
@@ -108,7 +102,7 @@ def figures() -> str:
 
 def main() -> None:
     """Rewrite the page."""
-    page = ROOT / "docs/performance.md"
+    page = ROOT / "docs/costs.md"
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
     write_text(page, before + BEGIN + "\n" + figures() + "\n" + END + after)
