@@ -89,8 +89,8 @@ def figures() -> str:
     """The part of the page that the records give; of the step there is one record per vector width."""
     folder = ROOT / "benchmarks/results"
     found = {n: read_json(folder / f"{n}.json") for n in ("training", "scoring", "generation")}
-    records = sorted((read_json(path) for path in folder.glob("steps-*.json")), key=lambda r: r["processor"]["vector_bits"])
-    widths = [record for record in records if record["processor"]["kernels"] == "C++"]  # not the kernels of earlier days
+    records = [read_json(path) for path in sorted(folder.glob("steps-*.json"))]
+    widths = [record for record in records if record["processor"]["kernels"] == "C++"]  # not those of earlier kernels
     parts = (
         *map(steps_on, widths),
         "### Training on smollm2-135m\n\n" + bars(found["training"]),

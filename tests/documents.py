@@ -88,6 +88,11 @@ def outside(page: Path) -> list[str]:
     return kept
 
 
+def words(page: Path) -> int:
+    """The number of words outside code blocks."""
+    return len(re.findall(r"\w+", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)))
+
+
 def patched(diff: str) -> str:
     """What a diff leaves behind."""
     return "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-")) + "\n"

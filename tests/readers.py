@@ -64,10 +64,7 @@ def results() -> dict[str, Any]:
 
 
 ASSUMED = {
-    "docs/index.md": (training,),
-    "docs/guides/my_trainer.md": (training, arrays),
     "docs/integrations.md": (training, arrays),
-    "docs/report.md": (results,),
     "docs/studies.md": (results,),
 }
 

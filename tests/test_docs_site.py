@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import yaml
 from browser import browser, executable
+from documents import words
 
 from cplus.jobs.settings import AdaptConfig, RepairConfig
+from cplus.methods.table import METHODS
 from cplus.probes.settings import ProbeSettings
 
 ROOT = Path(__file__).parent.parent
@@ -38,11 +40,62 @@ def test_every_page_is_in_the_navigation_and_exists() -> None:
     assert set(listed) == written | set(PAGES) | set(ROOT_PAGES.values()) - {"project/readme.md"}
 
 
-def test_every_relative_link_of_a_page_leads_to_a_file() -> None:
-    for path in (ROOT / "docs").rglob("*.md"):
-        text = re.sub(r"^ *```.*?^ *```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
-        for link in re.findall(r"\]\(([^)#\s]+)", text):
-            assert link.startswith("https://") or (path.parent / link).exists(), f"{path.name}: {link}"
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PROSE = [ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "SECURITY.md")] + DOCS
+
+
+def prose(path: Path) -> str:
+    """A page without its code blocks."""
+    return re.sub(r"^ *```.*?^ *```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(path: Path) -> set[str]:
+    """The names by which links reach a page's headings."""
+    titles = re.findall(r"^#+ (.*)$", prose(path), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", PROSE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_relative_link_of_a_page_leads_to_a_file_and_a_heading(path: Path) -> None:
+    for link, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", prose(path)):
+        if not link.startswith("https://"):
+            target = path.parent / link if link else path
+            assert target.exists(), link
+            assert not heading or target.suffix != ".md" or heading in anchors(target), f"{link}#{heading}"
+
+
+def test_the_documentation_is_small_and_each_page_begins_with_its_use() -> None:
+    assert sum(words(path) for path in (ROOT / "README.md", *DOCS)) <= 25_000
+    assert len(DOCS) <= 20
+    assert words(ROOT / "docs" / "log.md") <= 1_500
+    late = [path.name for path in DOCS if not re.match(r"# .+\n\nAfter this page ", path.read_text(encoding="utf-8"))]
+    assert late == []
+
+
+ODD = (
+    r"rightly", r"wrongly", r"part(?:ed|ing) (?:in|into|from)", r"ask(?:s|ed) the model", r"gone (?:through|on)",
+    r"goes on with", r"taken (?:up|off)", r"looked at", r"a look\b", r"so many\b", r"(?:bytes|words) a parameter",
+    r"(?:tokens?|rows|steps) a second", r"loss a token", r"put away", r"let (?:through|have)", r"in the end\b",
+    r"in turn\b", r"once an? (?:epoch|step|batch|task)", r"stands? (?:above|below|in|on)", r"speaks? about",
+    r"one time\b", r"is had\b", r"of the (?:past|new)\b(?=[.,;:)])", r"as it lay", r"whose words",
+    r"is no part of", r"hears? who", r"in nobody",
+)  # fmt: skip
+"""Phrases that a native reader stumbles over."""
+
+
+@pytest.mark.parametrize("path", PROSE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_page_has_an_odd_phrase(path: Path) -> None:
+    assert re.findall(rf"\b(?:{'|'.join(ODD)})", " ".join(prose(path).split()), re.I) == []
+
+
+def test_what_holds_a_choice_exists() -> None:
+    """The tests and files in the last column of the page about choices that the paper leaves open."""
+    text = (ROOT / "docs" / "interpretations.md").read_text(encoding="utf-8")
+    named = [re.findall(r"`([^`]+)`", row.rsplit("|", 2)[1]) for row in text.splitlines() if row.startswith("| ")]
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
+    for name in {name for names in named for name in names}:
+        here = [ROOT / name, ROOT / "tests" / name]
+        assert any(path.exists() for path in here) or f"def {name}(" in tests or name in METHODS, name
 
 
 def test_links_out_of_the_folder_lead_to_pages_that_show_the_files() -> None:
@@ -101,7 +154,7 @@ def test_pages_opened_as_files_are_quiet_and_searchable(site: Path) -> None:
         pytest.skip("no Chromium on this machine")
     with browser() as tab:
         tab.size(1280, 900)
-        for page in ("index.html", "guides/my_data.html", "reference/api.html", "studies.html"):
+        for page in ("index.html", "tutorial.html", "reference/api.html", "studies.html"):
             tab.open(site / page)
             assert tab.complaints() == [], page
             assert all(request.startswith(("file:", "data:")) for request in tab.requests()), page
@@ -129,7 +182,7 @@ def test_a_notebook_is_shown_cell_by_cell() -> None:
     page = shown("examples/quickstart.ipynb")
     assert page.startswith("# Quickstart")
     assert "```python\nfrom pathlib import Path" in page
-    assert "(../../studies.md#the-frontier)" in page
+    assert "(../../results.md#the-frontier)" in page
 
 
 def test_every_option_that_the_page_of_adapt_names_exists() -> None:

@@ -1,4 +1,4 @@
-"""What `docs/security.md` claims: text is never markup, a path or code, and nothing is loaded that could run."""
+"""What `docs/safety.md` claims: text is never markup, a path or code, and nothing is loaded that could run."""
 
 from __future__ import annotations
 

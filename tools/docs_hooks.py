@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from docs_reference import PAGES
 
 ROOT = Path(__file__).parent.parent
-ROOT_NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+ROOT_NAMES = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 ROOT_PAGES = {name: f"project/{name.lower()}" for name in ROOT_NAMES}
 LINK = re.compile(r"(\]\()(?!https?://|mailto:|#|/)([^)#\s]+)(#[^)\s]*)?(\))")
 FENCE = re.compile(r"(^ *```.*?^ *```[^\n]*$)", re.DOTALL | re.MULTILINE)

@@ -11,7 +11,7 @@
 - `audit`: the agreement between the masks of anchors, probes, their blend and all past rows, by layer and by number of
   anchors, with the weights frozen and the optimizer's moments advancing.
 
-`docs/diagnostics.md` shows the shape of each entry.
+`docs/method.md` shows the shape of each entry.
 """
 
 from __future__ import annotations

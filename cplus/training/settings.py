@@ -19,7 +19,7 @@ from cplus.probes.settings import TOPICS, ProbeSettings
 
 OptimizerName: TypeAlias = Literal["adamw", "adamw8bit", "sgd"]
 WARMUP_SHARE = 0.1
-"""A job's learning rate rises over this share of its updates unless it says otherwise (docs/studies.md, frontier)."""
+"""A job's learning rate rises over this share of its updates unless it says otherwise (docs/results.md, frontier)."""
 AUTO = "auto"
 """The learning rate of a job that tests several."""
 Positive: TypeAlias = Annotated[int, Field(ge=1)]
