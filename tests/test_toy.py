@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cplus import toy
 from cplus.base.files import fingerprint, sha256_file
-from cplus.core.losses import last_logits, left_padded
 from cplus.data.examples import to_row
 from cplus.toy import pretrain, rows, world
 from cplus.toy.pretrain import build_tokenizer
@@ -23,7 +22,7 @@ from cplus.toy.pretrain import build_tokenizer
 TOKENIZER = build_tokenizer()
 
 
-def test_facts_are_well_formed_and_distinct() -> None:
+def test_facts_are_well_formed_distinct_and_taught_or_not() -> None:
     facts = [fact for domain in world.DOMAINS for fact in world.examples(domain)]
     assert len(facts) == 4 * 2560
     assert len({fact.id for fact in facts}) == len({fact.question for fact in facts}) == len(facts)
@@ -34,10 +33,6 @@ def test_facts_are_well_formed_and_distinct() -> None:
             assert name == domain
             assert len(set(fact.choices)) == 4
             assert set(fact.choices) <= set(relations[relation].values)
-
-
-def test_taught_and_untaught_share_out_the_facts() -> None:
-    for domain in world.DOMAINS:
         shown, hidden = world.taught(domain), world.untaught(domain)
         assert len(shown) == 1792
         assert sorted(fact.id for fact in shown + hidden) == sorted(fact.id for fact in world.examples(domain))
@@ -105,36 +100,8 @@ def test_shipped_model_knows_what_it_was_taught(name: str) -> None:
         assert pretrain.recall(model, tokenizer, draw.sample(world.untaught(domain), 100)) < 0.2
 
 
-def test_shipped_sizes_differ_as_they_say() -> None:
-    sizes = {
-        name: sum(parameter.numel() for parameter in pretrain.build_model(size, TOKENIZER, seed=0).parameters())
-        for name, size in pretrain.SIZES.items()
-    }
-    assert tuple(sizes) == toy.NAMES
-    assert 0.1e6 < sizes["toy-s"] < 0.25e6 < 0.5e6 < sizes["toy"] < 0.7e6 < 2e6 < sizes["toy-l"] < 3e6
-    shipped = sum(path.stat().st_size for name in toy.NAMES for path in toy.folder(name).iterdir())
-    assert shipped < 8_000_000
-
-
-def test_the_model_writes_new_questions_of_the_domain_it_is_shown() -> None:
-    model = AutoModelForCausalLM.from_pretrained(toy.folder("toy"), dtype=torch.float32)
-    draw, generator = random.Random(0), torch.Generator().manual_seed(0)
-    for domain in world.DOMAINS:
-        shots = [draw.sample(world.taught(domain), 2) for _ in range(32)]
-        rows = [TOKENIZER("".join(map(world.line, pair)) + "Question:")["input_ids"] for pair in shots]
-        starts = [len(row) for row in rows]
-        for _ in range(14):
-            with torch.no_grad():
-                logits = last_logits(model, left_padded(rows, torch.device("cpu")), 1)[:, 0]
-            drawn = torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)[:, 0].tolist()
-            rows = [[*row, token] for row, token in zip(rows, drawn, strict=True)]
-        texts = [TOKENIZER.decode(row[start:]) for row, start in zip(rows, starts, strict=True)]
-        questions = [text.partition("\n")[0].strip() for text in texts]
-        forms = [relation.question.split("{}") for relation in world.domain_named(domain).relations]
-        valid = [q for q in questions if any(q.startswith(a) and q.endswith(b) for a, b in forms)]
-        # Over six seeds and four domains 31 to 32 of 32 were well formed and 30 to 32 distinct.
-        assert len(valid) >= 29
-        assert len(set(valid)) >= 26
+def test_shipped_weights_are_small() -> None:
+    assert sum(path.stat().st_size for name in toy.NAMES for path in toy.folder(name).iterdir()) < 8_000_000
 
 
 def test_pretraining_is_deterministic_and_leaves_a_folder_that_loads(
@@ -151,10 +118,11 @@ def test_pretraining_is_deterministic_and_leaves_a_folder_that_loads(
 
 def test_the_rows_to_begin_with_are_those_of_the_examples_and_replace_nothing_else(tmp_path: Path) -> None:
     examples = Path(__file__).parent.parent / "examples" / "rows"
-    for path in rows.write(tmp_path):
-        assert path.read_bytes() == (examples / path.name).read_bytes()
+    rows.write(tmp_path)
+    for path in examples.glob("*.jsonl"):
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes()
     rows.write(tmp_path)  # again: the same bytes
     (tmp_path / "keep.jsonl").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"keep\.jsonl holds other rows; give an empty folder"):
+    with pytest.raises(SystemExit, match=r"keep\.jsonl holds other rows; give an empty folder"):
         rows.write(tmp_path)
     assert (tmp_path / "keep.jsonl").read_text() == "mine"

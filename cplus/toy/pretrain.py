@@ -1,16 +1,17 @@
-"""Build the toy models: `python -m cplus.toy.pretrain --size toy --out DIR`."""
+"""Build the toy models: `python -m cplus.toy.pretrain toy DIR`."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import typer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from cplus.base.files import replacing_folder
@@ -102,12 +103,8 @@ def documents(tokenizer: PreTrainedTokenizerFast, generator: torch.Generator) ->
 def batches(stream: Iterator[list[int]], pad: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Documents padded on the right, and their labels, which are -100 at padding."""
     while True:
-        rows = [next(stream) for _ in range(BATCH)]
-        ids = torch.full((BATCH, max(map(len, rows))), pad)
-        labels = torch.full_like(ids, -100)
-        for i, row in enumerate(rows):
-            ids[i, : len(row)] = labels[i, : len(row)] = torch.tensor(row)
-        yield ids, labels
+        rows = [torch.tensor(next(stream)) for _ in range(BATCH)]
+        yield pad_sequence(rows, batch_first=True, padding_value=pad), pad_sequence(rows, True, -100)
 
 
 def text_loss(model: nn.Module, ids: Tensor, labels: Tensor, answer_mark: int) -> Tensor:
@@ -147,8 +144,8 @@ def recall(model: nn.Module, tokenizer: PreTrainedTokenizerFast, facts: Sequence
     return right / len(facts)
 
 
-def pretrain(size: str, out: Path, seed: int = 0) -> dict[str, float]:
-    """Train a toy model, write its folder, and return the recall of each domain's taught facts."""
+def pretrain(size: str, out: Path, seed: int = 0) -> None:
+    """Train a toy model of a size, write its folder, and print the recall of each domain's taught facts."""
     if size not in SIZES:
         raise ValueError(f"expected a toy size ({', '.join(SIZES)}), got {size!r}")
     tokenizer = build_tokenizer()
@@ -159,19 +156,9 @@ def pretrain(size: str, out: Path, seed: int = 0) -> dict[str, float]:
         tokenizer.save_pretrained(part)
         model.save_pretrained(part)
     model.float().eval()
-    return {domain: recall(model, tokenizer, taught(domain)) for domain in DOMAINS}
-
-
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", choices=tuple(SIZES), default="toy")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    for domain, share in pretrain(arguments.size, arguments.out, arguments.seed).items():
-        console.print(f"{domain}: {share:.1%} of the taught facts")
+    for domain in DOMAINS:
+        console.print(f"{domain}: {recall(model, tokenizer, taught(domain)):.1%} of the taught facts")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(pretrain)

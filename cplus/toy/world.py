@@ -208,20 +208,18 @@ def examples(domain: str) -> list[Choice]:
 
 def taught(domain: str) -> list[Choice]:
     """The facts that are in the pre-training text."""
-    ids = _taught_ids(domain)
-    return [fact for fact in _facts(domain) if fact.id in ids]
+    return _halves(domain)[0]
 
 
 def untaught(domain: str) -> list[Choice]:
     """The facts that the pre-training text never mentions."""
-    ids = _taught_ids(domain)
-    return [fact for fact in _facts(domain) if fact.id not in ids]
+    return _halves(domain)[1]
 
 
-@cache
-def _taught_ids(name: str) -> frozenset[str]:
-    ids = [fact.id for fact in _facts(name)]
-    return frozenset(random.Random(f"{name}-taught").sample(ids, round(TAUGHT_SHARE * len(ids))))
+def _halves(name: str) -> tuple[list[Choice], list[Choice]]:
+    facts = _facts(name)
+    chosen = set(random.Random(f"{name}-taught").sample([fact.id for fact in facts], round(TAUGHT_SHARE * len(facts))))
+    return [fact for fact in facts if fact.id in chosen], [fact for fact in facts if fact.id not in chosen]
 
 
 def prompt(question: str) -> str:
