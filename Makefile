@@ -37,9 +37,9 @@ bench: .venv/.installed
 faults: .venv/.installed
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m faults
 
-# 100,000 inputs for each reader.
+# 20,000 inputs for each reader.
 fuzz: .venv/.installed
-	OMP_NUM_THREADS=1 CPLUS_FUZZ=100000 $(BIN)/pytest --numprocesses auto -o timeout=0 tests/test_fuzz.py -k never_crashes
+	OMP_NUM_THREADS=1 CPLUS_FUZZ=20000 $(BIN)/pytest --numprocesses auto -o timeout=0 tests/test_fuzz.py -k never_crashes
 
 # Every small fault in the gate's arithmetic fails a test; exit code 1 where one survives that benchmarks/mutants.toml lacks.
 mutants: .venv/.installed

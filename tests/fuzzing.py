@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import random
 import string
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,13 +17,10 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from cplus.base import files, terminal
-from cplus.data import interfaces
-from cplus.data.examples import Choice, Example, FreeForm, Message, Prediction, to_row
+from cplus.base import terminal
+from cplus.data.examples import Choice, FreeForm, Message, to_row
 from cplus.data.formats import from_row
-from cplus.data.interfaces import Rejected
 from cplus.data.readers import read_file
-from cplus.data.tasks import read_split, save_split, split
 from cplus.evaluation.judges import is_json
 from cplus.evaluation.requirements import parse
 from cplus.jobs.checkpoint import Checkpoints
@@ -40,7 +36,6 @@ from cplus.receipts.contents import ModelId, Receipt, RowComparison, RowSet
 from cplus.receipts.page import from_json, to_json
 from cplus.training.settings import RunSpec
 
-MADE = 5_000
 CHUNK = 5_000  # hypothesis remembers what it tried; a new search now and then keeps that small
 
 
@@ -61,20 +56,14 @@ class Target:
     check: Check
 
 
-def fuzz(target: Target, examples: int, *, first_seed: int = 0, made: int = MADE) -> dict[str, Any]:
-    """So many inputs; the counts of what came of them, and the smallest input that crashed, if one did.
-
-    The first `made` of them are hypothesis's own. Making them takes longer than reading them, so the others are these
-    again with a few bytes edited, or two of them spliced.
-    """
+def fuzz(target: Target, examples: int, *, first_seed: int = 0) -> Counter[str]:
+    """So many inputs, and the counts of what came of them; the smallest input that crashes is shown."""
     outcomes: Counter[str] = Counter()
-    pool: list[Any] = []
-    for chunk in range(-(-min(made, examples) // CHUNK)):
-        size = min(CHUNK, made - chunk * CHUNK, examples - chunk * CHUNK)
+    for start in range(0, examples, CHUNK):
 
-        @seed(first_seed + chunk)
+        @seed(first_seed + start)
         @settings(
-            max_examples=size,
+            max_examples=min(CHUNK, examples - start),
             deadline=None,
             database=None,
             suppress_health_check=list(HealthCheck),
@@ -82,42 +71,16 @@ def fuzz(target: Target, examples: int, *, first_seed: int = 0, made: int = MADE
         )
         @given(target.inputs)
         def run(value: Any) -> None:
-            pool.append(value)
             outcomes[target.check(value)] += 1
 
         run()
-    draw = random.Random(first_seed)
-    for _ in range(examples - made):
-        value = shaken(pool, draw)
-        try:
-            outcomes[target.check(value)] += 1
-        except BaseException as error:
-            error.add_note(f"the input was {value!r}")
-            raise
-    return {"inputs": sum(outcomes.values()), "outcomes": dict(sorted(outcomes.items()))}
-
-
-def shaken(pool: Sequence[Any], draw: random.Random) -> Any:
-    """One of the pool with a few edits of its bytes, now and then with the end of another."""
-    value = draw.choice(pool)
-    if isinstance(value, tuple):  # a file's name and its bytes
-        return value[0], shaken([value[1]], draw)
-    data = value.encode(errors="replace") if isinstance(value, str) else value
-    if draw.random() < 0.2:
-        other = draw.choice(pool)
-        end = other.encode(errors="replace") if isinstance(other, str) else other
-        data = data[: draw.randint(0, len(data))] + end[draw.randint(0, len(end)) :]
-    for _ in range(draw.choice((1, 1, 1, 2, 4))):  # mostly small: a file in ruins is refused at its first byte
-        new = draw.choice(ODD) if draw.random() < 0.3 else draw.choice(PLAIN)
-        data = edit(data, draw.choice(KINDS[draw.random() < 0.9 :]), draw.random(), 0.2 * draw.random() ** 4, new)
-    return data.decode(errors="replace") if isinstance(value, str) else data
+    return outcomes
 
 
 # Inputs
 
 KINDS = ("cut", "drop", "insert", "flip", "repeat")
 ODD = (b'"', b"{", b"[" * 9, b"\xff", b"\x00", b"NaN", b"1e999", b"\n", b"\\ud800")
-PLAIN = tuple(bytes([code]) for code in range(32, 127))
 _EDIT = st.tuples(
     st.sampled_from(KINDS),
     st.floats(0, 1),
@@ -234,35 +197,6 @@ def _row_targets(folder: Path) -> Iterator[Target]:
     }
     for name, made in inputs.items():
         yield Target(name=f"rows.{name}", inputs=made, check=partial(_rows_check, folder / f"rows.{name}"))
-
-
-# Parsers of generations
-
-
-def _parsed(interface: Any, shots: Sequence[Example], text: str) -> str:
-    found = interface.parse(text, shots)
-    if isinstance(found, Rejected):
-        assert found.reason
-        return "rejected"
-    answer = "an answer" if isinstance(found, FreeForm) or len(found.choices) < 2 else 0
-    labelled = interface.with_answer(found, answer)
-    files.canonical_json(to_row(labelled)).encode()  # it can be sealed
-    return "parsed"
-
-
-def _parser_targets(tokenizer: Any) -> Iterator[Target]:
-    likely = {
-        "letter": (CHOICES, QUESTIONS | edited(_FORM.format("snow", "x", "y", "z").encode()).map(_decoded)),
-        "cloze": (CHOICES, edited(b" What melts in spring?\nAnswer: snow\n\n").map(_decoded)),
-        "freeform": (FREE, edited(b" Name three birds.\n---\nRequest:").map(_decoded)),
-    }
-    for name, (shots, form) in likely.items():
-        bound = interfaces.build(name, tokenizer, chat=False)
-        yield Target(name=f"parse.{name}", inputs=GENERATED | form, check=partial(_parsed, bound, shots[:2]))
-
-
-def _decoded(data: bytes) -> str:
-    return data.decode(errors="replace")
 
 
 def _judged(text: str) -> str:
@@ -409,21 +343,6 @@ def _journal_target(folder: Path) -> Target:
     return Target(name="journal", inputs=edited(whole), check=check)
 
 
-def _split_target(folder: Path) -> Target:
-    path = folder / "split.json"
-    said = [
-        Prediction(id=e.id, answer=0, correct=e.answer == 0, confidence=0.5, scores=(-1.0, -2.0), num_tokens=(1, 1))
-        for e in CHOICES
-    ]
-    save_split(split(CHOICES, said), path, model_fingerprint="m", interface="cloze", stack={})
-    whole = path.read_bytes()
-    return Target(
-        name="split",
-        inputs=edited(whole) | JSON.map(lambda value: json.dumps(value).encode()),
-        check=lambda value: refusing(lambda: read_split(_written(path, value), CHOICES)),
-    )
-
-
 # Settings
 
 
@@ -481,11 +400,10 @@ def quiet() -> Iterator[None]:
         terminal.console.quiet = was
 
 
-def targets(folder: Path, tokenizer: Any) -> tuple[Target, ...]:
+def targets(folder: Path) -> tuple[Target, ...]:
     """Every reader, working in a folder of its own."""
     return (
         *_row_targets(folder),
-        *_parser_targets(tokenizer),
         Target(name="judge.json", inputs=GENERATED | DEEP | JSON.map(json.dumps), check=_judged),
         Target(name="terminal", inputs=GENERATED | st.text(), check=_cleaned),
         _bank_target(folder),
@@ -493,7 +411,6 @@ def targets(folder: Path, tokenizer: Any) -> tuple[Target, ...]:
         _run_record_target(folder),
         _checkpoint_target(folder),
         _journal_target(folder),
-        _split_target(folder),
         *_settings_targets(folder),
         _gguf_target(folder),
     )

@@ -35,13 +35,6 @@ def test_converted_model_computes_the_same(tiny_llama, tmp_path, cache):
     assert again.fingerprint == loaded.fingerprint
 
 
-def test_digits_are_cut_apart_before_the_blanks_around_them(tiny_llama, tmp_path, cache):
-    tokenizer = models.load(write_gguf(tiny_llama, tmp_path / "m.gguf")).tokenizer
-    assert tokenizer.convert_ids_to_tokens(tokenizer("\n\n12").input_ids) == ["ĊĊ", "1", "2"]
-    other = models.load(write_gguf(tiny_llama, tmp_path / "n.gguf", pre="gpt-2")).tokenizer
-    assert other.convert_ids_to_tokens(other("\n\n12").input_ids)[0] == "Ċ"
-
-
 def test_conversion_happens_once_among_many(tiny_llama, tmp_path, cache, monkeypatch):
     path = write_gguf(tiny_llama, tmp_path / "m.gguf")
     done = []
@@ -58,7 +51,7 @@ def test_conversion_happens_once_among_many(tiny_llama, tmp_path, cache, monkeyp
     assert [p.name for p in (cache / "models").iterdir() if p.is_dir()] == [f"gguf2-{sha256[:32]}"]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
 def test_truncated_file_is_refused_without_a_trace(tiny_llama, tmp_path, cache, share):
     whole = write_gguf(tiny_llama, tmp_path / "m.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(whole[: int(share * len(whole))])
@@ -144,11 +137,13 @@ def test_a_file_without_one_of_its_weights_is_refused(packed_model, tmp_path, ca
     assert [p.name for p in (cache / "models").iterdir()] == []
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_bos_is_added_where_the_file_wants_it(wanted, tiny_llama, tmp_path, cache):
-    tokenizer = models.load(write_gguf(tiny_llama, tmp_path / "m.gguf", add_bos=wanted)).tokenizer
+@pytest.mark.parametrize(("wanted", "pre", "first"), [(True, "smollm", ["ĊĊ", "1", "2"]), (False, "gpt-2", ["Ċ"])])
+def test_bos_and_digits_are_as_the_file_wants_them(wanted, pre, first, tiny_llama, tmp_path, cache):
+    tokenizer = models.load(write_gguf(tiny_llama, tmp_path / "m.gguf", pre, add_bos=wanted)).tokenizer
     begin = [tokenizer.bos_token_id] if wanted else []
     assert tokenizer("Where?").input_ids == begin + tokenizer("Where?", add_special_tokens=False).input_ids
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer("\n\n12", add_special_tokens=False).input_ids)
+    assert pieces[: len(first)] == first
     example = Choice(id="q", question="Where do fish live?", choices=("in water", "in air"), answer=0)
     assert list(build("cloze", tokenizer).prompt(example)).count(tokenizer.bos_token_id) == wanted
     assert list(build("letter", tokenizer).prompt(example)).count(tokenizer.bos_token_id) == 1  # the template's own

@@ -14,7 +14,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cplus.data.examples import Choice, Example, FreeForm, Message
 from cplus.data.interfaces import Rejected, build
-from cplus.data.readers import read_file
 from cplus.toy.pretrain import build_tokenizer
 
 SKY = Choice(id="sky", question="What colour is the sky?", choices=("blue", "green", "red", "black"), answer=0)
@@ -45,17 +44,7 @@ def test_medqa_ends_its_question_otherwise(qwen: Any) -> None:
     assert "D: black\nPlease answer strictly with A, B, C, or D only. No explanation.<|im_end|>" in text
 
 
-@pytest.mark.real
-@pytest.mark.parametrize("task", ["csqa", "medqa"])
-def test_prompts_of_the_real_rows_hold_question_and_options_in_order(task: str, data_dir: Any, qwen: Any) -> None:
-    example = read_file(data_dir / f"{task}.jsonl")[0]
-    assert isinstance(example, Choice)
-    text = qwen.decode(build("letter", qwen, wording="medqa" if task == "medqa" else "standard").prompt(example))
-    places = [text.index(part) for part in (example.question, *(f"\n{letter}: " for letter in "ABCD"))]
-    assert places == sorted(places)
-
-
-@pytest.mark.parametrize(("count", "spoken"), [(2, "only A or B."), (3, "only A, B, or C."), (5, "A, B, C, D, or E.")])
+@pytest.mark.parametrize(("count", "spoken"), [(2, "only A or B."), (5, "A, B, C, D, or E.")])
 def test_letters_follow_the_number_of_choices(qwen: Any, count: int, spoken: str) -> None:
     interface = build("letter", qwen)
     example = Choice(id="n", question="Which?", choices=tuple("pqrst"[:count]), answer=count - 1)
@@ -143,19 +132,17 @@ def test_plain_letters_carry_their_blank(make_tiny: Callable[[str], Any]) -> Non
     assert tokenizer.decode(encoded.target) == " A"
 
 
-@pytest.mark.parametrize(
-    ("name", "wording", "message"),
-    [("letters", "standard", "letter, cloze, freeform"), ("letter", "polite", "standard, medqa")],
-)
-def test_unknown_names_are_refused(qwen: Any, name: str, wording: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(name, qwen, wording=wording)
-
-
-def test_rows_of_the_wrong_kind_are_refused(qwen: Any) -> None:
+def test_unknown_names_rows_and_answers_of_the_wrong_kind_are_refused(qwen: Any) -> None:
+    for name, wording, message in (("letters", "standard", "letter, cloze, freeform"), ("letter", "polite", "medqa")):
+        with pytest.raises(ValueError, match=message):
+            build(name, qwen, wording=wording)
     for name, example in (("letter", HELLO), ("cloze", HELLO), ("freeform", SKY)):
         with pytest.raises(TypeError, match=example.id):
             build(name, qwen).encode(example)
+    wrong: list[tuple[str, int | str]] = [("letter", 4), ("letter", "A"), ("cloze", 4), ("cloze", " "), ("freeform", 1)]
+    for name, answer in wrong:
+        with pytest.raises(ValueError, match="expected"):
+            build(name, qwen).with_answer(HELLO if name == "freeform" else SKY, answer)
 
 
 def test_cloze_prompt_and_target_are_the_tokens_of_the_whole_text(tiny: Any) -> None:
@@ -311,14 +298,6 @@ def test_freeform_keeps_the_system_message_the_shots_share(qwen: Any) -> None:
     assert parsed.messages == (system, Message(role="user", content="Count."))
 
 
-@pytest.mark.parametrize(
-    ("name", "answer"), [("letter", 4), ("letter", "A"), ("cloze", 4), ("cloze", " "), ("freeform", 1)]
-)
-def test_answers_of_the_wrong_kind_are_refused(qwen: Any, name: str, answer: int | str) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        build(name, qwen).with_answer(HELLO if name == "freeform" else SKY, answer)
-
-
 MARKUP = "Question:|Options:|\n|\n\n|A: |B. |C) |D: |E: |Answer:|---|?|why| snow|```|(A)|**|The correct answer is|\r"
 PIECES = st.sampled_from([*MARKUP.split("|"), "<think>", "</think>", "<|im_end|>", "\u2028", "\x00", "é", "blue"])
 WORDS = st.text(max_size=12)
@@ -331,7 +310,7 @@ TEXTS = st.one_of(st.text(max_size=200), st.lists(PIECES, max_size=30).map("".jo
 @pytest.mark.parametrize(
     ("name", "shots"), [("letter", [SKY, DOG]), ("cloze", [SKY, DOG]), ("freeform", [HELLO, SPELL])]
 )
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=TEXTS)
 def test_any_text_is_an_example_or_a_reason(qwen: Any, name: str, shots: list[Example], text: str) -> None:
     interface = build(name, qwen)

@@ -163,16 +163,9 @@ def test_both_answers_of_two_turns_are_learned_and_nothing_else(tokenizer: Any, 
     assert own.decode(row.prompt).endswith(("assistant\n", "model\n", "<|end_header_id|>\n\n"))
     assert "Hello" not in own.decode(row.prompt)
     assert "Hi there." in own.decode(row.prompt)
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_the_last_turn_alone_by_choice(tokenizer: Any, name: str) -> None:
-    own = tokenizer(name)
-    interface = build("freeform", own, turns="last")
-    row = interface.encode(TWO)
-    assert learned(own, row) == [f"Good bye.{ENDS[name]}"]
-    assert row.prompt == interface.prompt(TWO) == build("freeform", own).prompt(TWO)
-    assert "Hello." in own.decode(row.prompt)
+    last = build("freeform", own, turns="last")
+    assert learned(own, last.encode(TWO)) == [f"Good bye.{end}"]
+    assert last.encode(TWO).prompt == last.prompt(TWO) == build("freeform", own).prompt(TWO)
 
 
 @pytest.mark.packaged
