@@ -32,5 +32,10 @@ def write(folder: Annotated[Path, typer.Argument()] = Path()) -> None:
         print("wrote", path)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The command line."""
     typer.run(write)
+
+
+if __name__ == "__main__":
+    main()
