@@ -158,7 +158,7 @@ def groups(report: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[S
         yield row, lambda step: True, layer_slices()[row["layer"]]
 
 
-CASES = [("cplus", 0.9, 0.5), ("cpl", 0.0, 1.0), ("cplus-no-ema", 0.0, 0.5)]
+CASES = [("cplus", 0.9, 0.5), ("cpl", 0.0, 1.0)]
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -189,19 +189,6 @@ def test_admission_and_reference_are_the_flat_calculation(method: str, beta: flo
             assert row["agreement"][name] == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_own_reference_of_another_reduction_is_taken_whole() -> None:
-    _, report, prepared = trained("cplus-norm-aligned", ("reference",))
-    row = METHODS["cplus-norm-aligned"]
-    assert all(0 < epoch["agreement"]["own"] < 1 for epoch in report["reference"]["epochs"])
-    guard = prepared.guard
-    assert guard is not None
-    plain = prepare(row, AdamW(guard.model.parameters()), guard.model, MATERIAL, seed=0)
-    tap = Observation(("reference",), plain, full=FULL, schedule=SCHEDULE, seed=0).taps["reference"]
-    expected = row.reduction(model=guard.model, sources=row.sources(FULL))(guard.params, 0).vectors[0]
-    for i, g in enumerate(expected):
-        assert torch.equal(tap.shelf.get(f"own-{i}", g.device), g.sign().to(torch.int8))
-
-
 # --- observing changes nothing ---
 
 
@@ -227,7 +214,7 @@ def guarded(kind: type[Optimizer], observed: bool) -> tuple[Bag, Guard, Admissio
     optimizer = kind(bag.weights, **OPTIONS)
     guard = Guard(optimizer, bag, evidence=PastEvidence(), gate=Collaborative(beta=0.9))
     admission = Admission(["a", "b", "c"])
-    references = References(guard, ["a", "b", "c"], cpl=PastEvidence(), weight=1.0, others=None)
+    references = References(guard, ["a", "b", "c"], cpl=PastEvidence(), own=PastEvidence())
     if observed:
         guard.observers += [admission, references, Coordinates("a", 0, 12, steps=[1, 5], seed=0)]
     for batch in range(1, 25):

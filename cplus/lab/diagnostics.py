@@ -24,9 +24,8 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -42,7 +41,7 @@ from cplus.core.kernels import Signs, sign_of
 from cplus.core.losses import answer_losses
 from cplus.core.rows import Encoded
 from cplus.methods.objectives import mean_backward
-from cplus.methods.table import METHODS, Material
+from cplus.methods.table import METHODS, Material, Method
 from cplus.methods.variants import free_bytes
 from cplus.training.gateshares import layer_of
 from cplus.training.loop import EpochEnded, Event, Prepared, Refreshed, Schedule
@@ -94,64 +93,32 @@ def proposals(
 # Tensors stored where there is room, so that an observer needs little of the memory that training uses.
 
 
-class Shelf:
-    """Scratch files in the system's temporary folder (TMPDIR), removed when the shelf is closed.
+class Shelf(dict[str, Tensor]):
+    """Tensors by name, in files of the system's temporary folder (TMPDIR) that are mapped into memory.
 
     With a GPU the tensors stay there, if `need` bytes are at most a quarter of its free memory: what is read at every
     step would otherwise pass over the disk and the bus each time.
     """
 
-    def __init__(self, need: int = 0, device: torch.device | None = None) -> None:
-        gpu = device if device is not None and device.type != "cpu" else None
-        self._device = gpu if gpu is not None and need <= free_bytes(gpu) // 4 else None
+    def __init__(self, need: int, device: torch.device) -> None:
+        super().__init__()
+        self.device = device if device.type != "cpu" and need <= free_bytes(device) // 4 else None
         where = tempfile.gettempdir()
-        if self._device is None and need > (free := shutil.disk_usage(where).free):
+        if self.device is None and need > (free := shutil.disk_usage(where).free):
             raise ValueError(
                 f"this diagnostic needs {need / 1e9:.1f} GB of scratch, but {where} has {free / 1e9:.1f} GB free; set "
                 "TMPDIR to a folder on a larger disk"
             )
-        self._folder = tempfile.TemporaryDirectory(prefix="cplus-shelf-")
-        self._tensors: dict[str, Tensor] = {}
-        self._kinds: dict[str, tuple[torch.dtype, torch.Size]] = {}
 
     def put(self, key: str, tensor: Tensor) -> None:
-        """Store a tensor, replacing any with the same key."""
-        if self._device is not None:
-            self._tensors[key] = tensor.detach().to(self._device, copy=True)
-            return
-        if key in self._kinds:
-            self.remove(key)  # whoever still reads the old tensor keeps it
-        self._kinds[key] = tensor.dtype, tensor.shape
-        self._stored(key).copy_(tensor.detach())
-
-    def get(self, key: str, device: torch.device) -> Tensor:
-        """Read a tensor back; the caller does not change it."""
-        return self._stored(key).to(device)
-
-    def read(self, key: str, start: int, stop: int) -> Tensor:
-        """Some coordinates of the flat tensor; a change of them is stored."""
-        return self._stored(key).reshape(-1)[start:stop]
-
-    def remove(self, key: str) -> None:
-        """Give back the space of a tensor that is no longer needed."""
-        if self._tensors.pop(key, None) is None:
-            del self._kinds[key]
-            self._path(key).unlink()
-
-    def close(self) -> None:
-        """Remove everything."""
-        self._folder.cleanup()
-        self._kinds, self._tensors = {}, {}
-
-    def _stored(self, key: str) -> Tensor:
-        """The tensor on the device, or its file mapped into memory for as long as it is used."""
-        if self._device is not None:
-            return self._tensors[key]
-        dtype, shape = self._kinds[key]
-        return torch.from_file(str(self._path(key)), shared=True, size=shape.numel(), dtype=dtype).view(shape)
-
-    def _path(self, key: str) -> Path:
-        return Path(self._folder.name) / key
+        """Store a tensor, over any with the same key."""
+        if key not in self and self.device is not None:
+            self[key] = torch.empty_like(tensor, device=self.device)
+        elif key not in self:
+            with tempfile.NamedTemporaryFile(prefix="cplus-") as file:  # its space is given back with the mapping
+                mapped = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+                self[key] = mapped.view(tensor.shape)
+        self[key].copy_(tensor.detach())
 
 
 # What is measured, as sums over one tensor's coordinates, to be added over tensors, layers, steps and epochs.
@@ -356,40 +323,35 @@ def by_epoch_and_layer(found: LayerSums, figures: Callable[[Sums], Mapping[str, 
 class References:
     """Compares the gate with full-data references: CPL's, which is the gradient of all past rows, and the method's own.
 
-    Paper: App. B; App. E.8; App. E.11. The own reference is `weight` times CPL's plus the gradient of `others`.
-    CPL's gradient is stored on the device where it has room, else on disk; of the own reference only the signs are.
+    Paper: App. B; App. E.8; App. E.11. CPL's gradient is stored on the device where it has room, else on disk; of the
+    own reference only the signs are.
     """
 
-    def __init__(
-        self, guard: Guard, layers: Sequence[str], *, cpl: Evidence, weight: float, others: Evidence | None
-    ) -> None:
-        self.guard, self.cpl, self.weight, self.others = guard, cpl, weight, others
+    def __init__(self, guard: Guard, layers: Sequence[str], *, cpl: Evidence, own: Evidence) -> None:
+        self.guard, self.cpl, self.own = guard, cpl, own
         self.sums = LayerSums(layers)
-        numbers = sum(p.numel() for p in guard.params)
-        self.shelf = Shelf(5 * numbers, guard.params[0].device)
+        self.shelf = Shelf(5 * sum(p.numel() for p in guard.params), guard.params[0].device)
 
     def refresh(self) -> None:
         """Compute both references at the current parameters, as the guard's next refresh would."""
-        for i, g in enumerate(self._gradient(self.cpl)):
+        for i, g in enumerate(self.cpl(self.guard.params, self.guard.refreshes).vectors[0]):
             self.shelf.put(f"cpl-{i}", g)
+        for i, g in enumerate(self.own(self.guard.params, self.guard.refreshes).vectors[0]):
             self.shelf.put(f"own-{i}", g.sign().to(torch.int8))
-        if self.others is None:
-            return
-        for i, g in enumerate(self._gradient(self.others)):
-            own = g + self.weight * self.shelf.get(f"cpl-{i}", g.device)
-            self.shelf.put(f"own-{i}", own.sign().to(torch.int8))
-
-    def _gradient(self, evidence: Evidence) -> list[Tensor]:
-        return evidence(self.guard.params, self.guard.refreshes).vectors[0]
 
     def __call__(self, position: int, proposal: Proposal, c: Tensor) -> None:
         """Add one step of one tensor."""
-        theta, proposed, sign, device = proposal.theta, proposal.proposed, proposal.sign, proposal.theta.device
-        past = self.shelf.get(f"cpl-{position}", device)
-        sums = masses(theta, proposed, sign, c, past) | {"apart_cpl": apart(theta, proposed, sign, past)}
-        del past  # one reference in memory at a time
-        sums["apart_own"] = apart(theta, proposed, sign, self.shelf.get(f"own-{position}", device))
-        self.sums.add(position, sums | {"energy": masked(theta, proposed, sign)["energy"]})
+        theta, proposed, sign = proposal.theta, proposal.proposed, proposal.sign
+        past, own = (self.shelf[f"{name}-{position}"].to(theta.device) for name in ("cpl", "own"))
+        self.sums.add(
+            position,
+            {
+                **masses(theta, proposed, sign, c, past),
+                "apart_cpl": apart(theta, proposed, sign, past),
+                "apart_own": apart(theta, proposed, sign, own),
+                "energy": masked(theta, proposed, sign)["energy"],
+            },
+        )
 
     def report(self) -> dict[str, Any]:
         """Masses and agreements by epoch and by layer."""
@@ -494,7 +456,7 @@ class Observation:
         if "admission" in names:
             self.taps["admission"] = Admission(layers)
         if "reference" in names:
-            self.taps["reference"] = references(guard, layers, prepared, full)
+            self.taps["reference"] = references(guard, layers, prepared.method, full)
         if "coordinates" in names:
             steps = schedule.epochs * math.ceil(len(full.new) / schedule.batch_size)
             chosen = [step + 1 for step in spread(steps, NUM_SHOWN)]
@@ -516,11 +478,8 @@ class Observation:
             self._begin(event.epoch + 1)
 
     def report(self) -> dict[str, Any]:
-        """The results of every tap as plain JSON values; removes the scratch files."""
-        found = {name: tap.report() for name, tap in self.taps.items()}
-        if "reference" in self.taps:
-            self.taps["reference"].shelf.close()
-        return found
+        """The results of every tap as plain JSON values."""
+        return {name: tap.report() for name, tap in self.taps.items()}
 
     def _begin(self, epoch: int) -> None:
         for name in self.taps.keys() & {"admission", "reference"}:
@@ -538,10 +497,7 @@ class Observation:
 
 
 def observable(prepared: Prepared, names: Sequence[str]) -> Guard:
-    """The guard to observe; refuse methods without a gate, unknown names and sharded parameters."""
-    unknown = [name for name in names if name not in OBSERVED]
-    if unknown:
-        raise ValueError(f"unknown diagnostic {unknown[0]!r}; expected one of {', '.join(OBSERVED)}")
+    """The guard to observe; methods without a gate and sharded parameters are refused."""
     guard = prepared.guard
     if guard is None or guard.gate is None:
         gated = [name for name, row in METHODS.items() if row.gate is not None]
@@ -554,21 +510,14 @@ def observable(prepared: Prepared, names: Sequence[str]) -> Guard:
     return guard
 
 
-def references(guard: Guard, layers: Sequence[str], prepared: Prepared, full: Material) -> References:
+def references(guard: Guard, layers: Sequence[str], method: Method, full: Material) -> References:
     """The tap with CPL's evidence and the method's own, both with every past row as an anchor."""
-    method, cpl, model = prepared.method, METHODS["cpl"], guard.model
     if not full.rows("anchors"):
         raise ValueError("the full-data reference needs past rows, got none")
-    own = method.build_evidence(model, full)
-    weight = 0.0
-    others: Evidence | None = own
-    if isinstance(own, MeanGradient):  # linear in its sources: CPL's gradient is reused for the past rows
-        weight = sum(weight for weight, kind in method.evidence if kind == "anchors")
-        rest = replace(method, evidence=tuple(pair for pair in method.evidence if pair[1] != "anchors")).sources(full)
-        others = MeanGradient(model=model, sources=rest) if rest else None
-    return References(
-        guard, layers, cpl=cpl.reduction(model=model, sources=cpl.sources(full)), weight=weight, others=others
-    )
+    own = method.build_evidence(guard.model, full)
+    assert own is not None  # a method with a gate
+    cpl = METHODS["cpl"].reduction(model=guard.model, sources=METHODS["cpl"].sources(full))
+    return References(guard, layers, cpl=cpl, own=own)
 
 
 # The masks of all references over one replay of proposals, stored as a few sums per coordinate.
@@ -604,7 +553,7 @@ def replay(
             old, new = theta.reshape(-1), proposed.reshape(-1)
             for start in range(0, old.numel(), BLOCK):
                 stop = start + BLOCK
-                sums = {name: shelf.read(f"{name}-{i}", start, stop) for name in KEPT}
+                sums = {name: shelf[f"{name}-{i}"][start:stop] for name in KEPT}
                 delta = new[start:stop].double() - old[start:stop].double()
                 accumulate(sums, delta.to(sums["up"].device), beta=beta, t=t)
     return t
@@ -690,8 +639,6 @@ class Evidences:
     def __post_init__(self) -> None:
         if not self.probes:
             raise ValueError("the mask audit compares anchors, probes and past rows, but there are no probes")
-        if self.num_anchors not in self.anchors:
-            raise ValueError(f"expected {self.num_anchors} among the numbers of anchors, got {sorted(self.anchors)}")
 
 
 def audit(
@@ -709,26 +656,26 @@ def audit(
     params, names = trainable(optimizer), {id(p): name for name, p in model.named_parameters()}
     labels = [names.get(id(p), "others") for p in params]
     shelf = Shelf(scratch_bytes(sum(p.numel() for p in params), len(given.anchors)), params[0].device)
-    try:
-        updates = replay(shelf, model, optimizer, batches, beta=beta)
-        keep_signs(shelf, model, params, given)
-        layer_sums = LayerSums([layer_of(label) for label in labels])
-        for i, p in enumerate(params):
-            for sums in compared(shelf, i, p.numel(), given):
-                layer_sums.add(i, sums)
-        at = middle_down_projection(labels)
-        return {
-            "updates": updates,
-            "past": len(given.past),
-            "probes": len(given.probes),
-            "budgets": sorted(given.anchors),
-            **agreements(layer_sums.epochs()[1], given),
-            "references": pairs(layer_sums.epochs()[1], given.num_anchors),
-            "layers": [{"layer": layer, **agreements(s, given)} for layer, s in layer_sums.by_layer().items()],
-            "coordinates": {"tensor": labels[at], **coordinates(shelf, at, given)},
-        }
-    finally:
-        shelf.close()
+    updates = replay(shelf, model, optimizer, batches, beta=beta)
+    keep_signs(shelf, model, params, given)
+    layer_sums = LayerSums([layer_of(label) for label in labels])
+    for i, p in enumerate(params):
+        for sums in compared(shelf, i, p.numel(), given):
+            layer_sums.add(i, sums)
+    whole, at = layer_sums.epochs()[1], middle_down_projection(labels)
+    return {
+        "updates": updates,
+        "past": len(given.past),
+        "probes": len(given.probes),
+        "budgets": sorted(given.anchors),
+        **agreements(whole, given),
+        "references": [
+            {"first": a, "second": b, "agreement": agrees(whole[f"{a}/{b}"], whole["energy"])}
+            for a, b in combinations(compared_names(given.num_anchors), 2)
+        ],
+        "layers": [{"layer": layer, **agreements(sums, given)} for layer, sums in layer_sums.by_layer().items()],
+        "coordinates": {"tensor": labels[at], **coordinates(shelf, at, given)},
+    }
 
 
 def keep_signs(shelf: Shelf, model: nn.Module, params: Sequence[nn.Parameter], given: Evidences) -> None:
@@ -744,10 +691,10 @@ def keep_signs(shelf: Shelf, model: nn.Module, params: Sequence[nn.Parameter], g
     for name, rows in (*given.anchors.items(), ("past", given.past)):
         for i, g in enumerate(gradient(rows)):
             shelf.put(f"anchors_{name}-{i}", Signs.of(g).packed)
-            blended = blend(g, shelf.get(f"gradient-{i}", g.device), given.anchor_weight)
+            blended = blend(g, shelf[f"gradient-{i}"].to(g.device), given.anchor_weight)
             shelf.put(f"blend_{name}-{i}", Signs.of(blended).packed)
     for i in range(len(params)):
-        shelf.remove(f"gradient-{i}")
+        del shelf[f"gradient-{i}"]
 
 
 def scratch_bytes(parameters: int, budgets: int) -> int:
@@ -763,12 +710,12 @@ def compared(shelf: Shelf, position: int, size: int, given: Evidences) -> Iterat
     """One tensor's energy and the energy on which each pair of references differs, block by block."""
     for start in range(0, size, BLOCK):
         stop = start + BLOCK
-        kept = {name: shelf.read(f"{name}-{position}", start, stop).double() for name in KEPT}
+        kept = {name: shelf[f"{name}-{position}"][start:stop].double() for name in KEPT}
         table = tables(kept)
 
         def signs(name: str, start: int = start, stop: int = stop) -> Tensor:
             count = min(stop, size) - start
-            return sign_of(shelf.read(f"{name}-{position}", start // 4, -(-(start + count) // 4)), count)
+            return sign_of(shelf[f"{name}-{position}"][start // 4 : -(-(start + count) // 4)], count)
 
         full, own = signs("anchors_past"), signs("blend_past")
         sums = {"energy": float((kept["up"] + kept["down"]).sum())}
@@ -801,24 +748,15 @@ def agreements(sums: Sums, given: Evidences) -> dict[str, list[float | None]]:
     }
 
 
-def pairs(sums: Sums, num_anchors: int) -> list[dict[str, Any]]:
-    """The agreement between the binary masks of each pair of references."""
-    return [
-        {"first": a, "second": b, "agreement": agrees(sums[f"{a}/{b}"], sums["energy"])}
-        for a, b in combinations(compared_names(num_anchors), 2)
-    ]
-
-
 def coordinates(shelf: Shelf, position: int, given: Evidences) -> dict[str, Any]:
     """The coordinates of one tensor with the most update energy, and CPLUS's mean mask there, by number of anchors."""
-    cpu = torch.device("cpu")
-    sums = {name: shelf.get(f"{name}-{position}", cpu).double() for name in ("up", "down", "plus", "minus")}
+    sums = {name: shelf[f"{name}-{position}"].cpu().double() for name in ("up", "down", "plus", "minus")}
     energy = sums["up"] + sums["down"]
     at = energy.topk(min(NUM_COORDINATES, energy.numel())).indices.sort().values
     chosen = {name: values[at] for name, values in sums.items()}
     rows = {}
     for count in (*sorted(given.anchors), "past"):
-        signs = sign_of(shelf.get(f"blend_{count}-{position}", cpu), energy.numel())
+        signs = sign_of(shelf[f"blend_{count}-{position}"].cpu(), energy.numel())
         means = mean_coefficients(signs[at], chosen)
         rows[str(count)] = " ".join(f"{value:.3g}" for value in means.tolist())
     return {"indices": " ".join(map(str, at.tolist())), "cplus": rows}
