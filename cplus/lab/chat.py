@@ -46,6 +46,7 @@ KEPT = tuple(WORDS)
 FORMAT = "json_requests"
 IN_FORMAT: Mapping[str, tuple[float, ...]] = {"sft": (1.0, 0.5), "replay": (1.0,)}
 """The neighbours of the second setting."""
+SETTINGS = {"style": (NEIGHBOURS, KEPT), "format": (IN_FORMAT, KEPT[:1])}
 MANY = 96
 """New rows of a training of common length, against whose time a repair's is held as well."""
 CURVED = {"cplus-curvature": 2.0}
@@ -133,39 +134,31 @@ def summary(mine: Sequence[RunResult]) -> Summary:
     rows: list[SummaryRow] = []
     claims: list[Claim] = []
     answers: list[str] = []
-    for where, neighbours, kept in (("style", NEIGHBOURS, KEPT), ("format", IN_FORMAT, KEPT[:1])):
+    for where in ("style", "format", f"{MANY} new rows"):
         here = [result for result in mine if setting(result.spec) == where]
         table = grouped(here, lambda run: (run.spec.method, run.spec.keep, run.spec.lr))
-        best = {name: _best([own for key, own in table.items() if key[0] == name]) for name in neighbours}
-        ours = {keep: by_seed(pick(here, method=OURS, keep=keep), risen) for keep in kept}
         rows += map(_row, table.values())
-        claims += [
-            Claim(
-                f"{where}: CPLUS ({WORDS[keep]}) loses at most half of what {name} loses at its best rate",
-                _halved(theirs, own),
+        if where in SETTINGS:
+            neighbours, kept = SETTINGS[where]
+            best = {name: _best([own for key, own in table.items() if key[0] == name]) for name in neighbours}
+            ours = {f"CPLUS ({WORDS[k]})": by_seed(pick(here, method=OURS, keep=k), risen) for k in kept}
+            claims += [
+                Claim(f"{where}: {who} loses at most half of what {name} loses at its best rate", _halved(theirs, own))
+                for name, theirs in best.items()
+                for who, own in ours.items()
+            ]
+            repaired = by_seed(pick(here, method="sft-repair"), risen)
+            words = f"{where}: repair at least halves what sft loses at its best rate"
+            claims.append(Claim(words, _halved(best["sft"], repaired)))
+            others, gated = (
+                ", ".join(f"{shown(mean_of(own), digits=3)} with {name}" for name, own in groups.items())
+                for groups in (best, ours)
             )
-            for name, theirs in best.items()
-            for keep, own in ours.items()
-        ]
-        repaired = by_seed(pick(here, method="sft-repair"), risen)
-        claims.append(
-            Claim(f"{where}: repair at least halves what sft loses at its best rate", _halved(best["sft"], repaired))
-        )
-        claims.append(_in_half_the_time(where, here))
-        others = ", ".join(f"{shown(mean_of(own), digits=3)} with {name}" for name, own in best.items())
-        gated = ", ".join(f"{shown(mean_of(own), digits=3)} with CPLUS ({WORDS[keep]})" for keep, own in ours.items())
-        answers.append(f"{where}: {others} at its best rate, {gated}")
-    longer = [result for result in mine if result.spec.num_new == MANY]
-    rows += [_row(longer)] if longer else []
-    claims.append(_in_half_the_time(f"{MANY} new rows", longer))
+            answers.append(f"{where}: {others} at its best rate, {gated}")
+        spare = {seed: 0.5 - share for seed, share in by_seed(here, share_after_training).items()}
+        claims.append(Claim(f"{where}: repair takes at most half of the training's time", mean_of(spare)))
     where = f"Where the new loss is {LEVEL}, the past loss, which certainty alone lowers, has risen by"
-    answer = f"{where}: {'; '.join(answers)}."
-    return Summary(rows=tuple(rows), answer=answer, claims=tuple(claims))
-
-
-def _in_half_the_time(where: str, results: Sequence[RunResult]) -> Claim:
-    spare = {seed: 0.5 - share for seed, share in by_seed(results, share_after_training).items()}
-    return Claim(f"{where}: repair takes at most half of the training's time", mean_of(spare))
+    return Summary(rows=tuple(rows), answer=f"{where}: {'; '.join(answers)}.", claims=tuple(claims))
 
 
 def _halved(theirs: Mapping[Seed, float], ours: Mapping[Seed, float]) -> Estimate | None:
@@ -276,23 +269,13 @@ def tab_chat(found: Collected) -> Table:
 
 def comparison(found: Collected) -> list[ComparisonLine]:
     """CPLUS with each kind of rows to keep against plain fine-tuning at the same rate."""
-    lr = found.scale.base.lr
-    rows = {
-        (row.at["past"], row.at["method"], row.at["keep"]): row.figures.get("rise of past loss")
-        for row in found.studies["chat"].summary.rows
-        if row.at["lr"] == lr
-    }
+    runs = pick(found.studies["chat"].results, lr=found.scale.base.lr)
+    runs = [run for run in runs if setting(run.spec) == "style"]
+    groups = [pick(runs, method="sft"), *(pick(runs, method=OURS, keep=keep) for keep in KEPT)]
     return [
         ComparisonLine(
-            f"rise of the past loss at matched learning ({name}), {words}",
-            " / ".join(shown(rows.get((name, *own)), digits=3) for own in wanted),
+            "rise of the past loss at matched learning (style), SFT / CPLUS with anchors / with none given / with both",
+            " / ".join(shown(mean_of(by_seed(own, risen)), digits=3) for own in groups),
             ADDED_HERE,
         )
-        for name, words, wanted in (
-            ("style", "SFT / CPLUS with anchors / with none given / with both", _COMPARED),
-            ("format", "SFT / CPLUS with anchors", _COMPARED[:2]),
-        )
     ]
-
-
-_COMPARED = (("sft", ""), *((OURS, keep) for keep in KEPT))

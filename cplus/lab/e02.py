@@ -16,7 +16,7 @@ from cplus.training.settings import RunSpec
 TITLE = "Beyond the represented target"
 QUESTION = "Does preservation extend beyond the behaviour represented by the anchors?"
 PAPER = "Sec. 4.3; Figs. 1 (b), 4, 16; App. E.10"
-PUBLISHED_0 = Published(
+SEC_4_3 = Published(
     "Sec. 4.3, CPLUS's mean change on outside benchmarks, points", {"arc_c": 1.15, "mmlu": 0.88, "medqa": 0.14}
 )
 
@@ -40,12 +40,14 @@ def change(result: RunResult) -> float | None:
     return sum(changes) / len(changes) if changes else None
 
 
-def change_on(task: str) -> Metric:
-    """The change of accuracy on one outside task."""
+def change_on(task: str, *, relative: bool = False) -> Metric:
+    """The change of accuracy on one outside task, or the accuracy after in percent of that before."""
 
     def metric(result: RunResult) -> float | None:
         found = result.external.get(task)
-        return None if found is None else found["after"] - found["before"]
+        if found is None or (relative and not found["before"]):
+            return None
+        return 100.0 * found["after"] / found["before"] if relative else found["after"] - found["before"]
 
     return metric
 
@@ -132,7 +134,7 @@ def fig_broader_capability_appendix(found: Collected) -> Picture:
     figure, [axis] = panels(1, width=5.2, height=4.05, subplot_kw={"projection": "polar"})
     angles = [2 * math.pi * i / max(1, len(tasks)) for i in range(len(tasks))]
     for method in METHODS:
-        scores = [over_seeds(pick(here, method=method), relative(task)) for task in tasks]
+        scores = [over_seeds(pick(here, method=method), change_on(task, relative=True)) for task in tasks]
         known = [(angle, score) for angle, score in zip(angles, scores, strict=True) if score is not None]
         colour, marker = colour_and_marker(method)
         line(axis, known, None, colour, "none", linestyle="none")
@@ -154,19 +156,9 @@ def fig_broader_capability_appendix(found: Collected) -> Picture:
     return picture(figure, "fig:broader-capability-appendix", "Fig. 16", caption)
 
 
-def relative(task: str) -> Metric:
-    """The accuracy on an outside task after adaptation in percent of that before."""
-
-    def metric(result: RunResult) -> float | None:
-        found = result.external.get(task)
-        return 100.0 * found["after"] / found["before"] if found and found["before"] else None
-
-    return metric
-
-
 def comparison(found: Collected) -> list[ComparisonLine]:
     """The mean change on outside tasks by method, then CPLUS's after each task, with the paper's."""
-    own, paper = found.studies["e02"], PUBLISHED_0.numbers
+    own, paper = found.studies["e02"], SEC_4_3.numbers
     changes = ", ".join(f"{value:+.2f} after {task}" for task, value in paper.items())
     tasks = dict.fromkeys(spec.task for spec in own.specs)
     return [

@@ -240,10 +240,6 @@ def _at_default_settings(found: Collected) -> list[RunResult]:
 
 
 def comparison(found: Collected) -> list[ComparisonLine]:
-    """Retention by source and by kind of mask, with the paper's."""
-    lines_of = {
-        "Retention, anchors alone / probes alone / both (%)": ("cplus-anchors", "cplus-probes", "cplus"),
-        "Retention, binary mask / smoothed / norm-aligned (%)": ("cplus-no-ema", "cplus", "cplus-norm-aligned"),
-    }
-    here, paper = _at_default_settings(found), TABLE_1.numbers
-    return [drawing.compare_methods(what, here, methods, paper) for what, methods in lines_of.items()]
+    """Retention by source, with the paper's."""
+    what, methods = "Retention, anchors alone / probes alone / both (%)", ("cplus-anchors", "cplus-probes", "cplus")
+    return [drawing.compare_methods(what, _at_default_settings(found), methods, TABLE_1.numbers)]

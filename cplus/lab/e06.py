@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from cplus.evaluation.statistics import Estimate, estimate
@@ -16,7 +17,7 @@ from cplus.training.settings import RunSpec
 TITLE = "Dynamics and cost"
 QUESTION = "How do Acquisition, Retention and computational cost evolve during adaptation?"
 PAPER = "Sec. 4.6; Figs. 7, 8, 12; App. E.3, E.12"
-PUBLISHED_0 = Published("Sec. 4.6, first epoch at 100 % Acquisition", {"cplus": 5, "replay": 5, "cpl": 10})
+FULL_AT = Published("Sec. 4.6, first epoch at 100 % Acquisition", {"cplus": 5, "replay": 5, "cpl": 10})
 
 CURVES = ("sft", "replay", "cpl", "cplus")
 COMPARED = ("sft", "replay", "distillation", "ssr", "agem", "ogd", "cpl", "cplus")
@@ -79,39 +80,24 @@ def summary(results: Sequence[RunResult]) -> Summary:
 def _dynamics(curves: Sequence[RunResult]) -> list[Claim]:
     """The paper's claims on the curves: speed, the lead after full Acquisition, replay's lead, late recovery."""
     own = {name: pick(curves, method=name) for name in CURVES}
+    replay, sft, both = own["replay"], own["sft"], "Sec. 4.6; Figs. 8, 12"
+    words = "CPLUS reaches full Acquisition in fewer epochs than cpl"
+    lead, rises = "from its full Acquisition on CPLUS is above {} at every epoch", "Retention rises again after full"
     return [
-        above(
-            "CPLUS reaches full Acquisition in fewer epochs than cpl",
-            own["cpl"],
-            own["cplus"],
-            first_full,
-            paper="Sec. 4.6; Figs. 8, 12",
-        ),
+        above(words, own["cpl"], own["cplus"], first_full, paper=both),
+        *(Claim(lead.format(name), least_lead(own["cplus"], own[name]), both) for name in CURVES[:-1]),
+        above("after the first epoch replay has kept more than sft", replay, sft, after_one, paper="Sec. 4.6; Fig. 8"),
+        above("at the end replay keeps more than sft", replay, sft, paper="Sec. 4.6; Fig. 8"),
         *(
-            Claim(
-                f"from its full Acquisition on CPLUS is above {name} at every epoch",
-                least_lead(own["cplus"], own[name]),
-                paper="Sec. 4.6; Figs. 8, 12",
-            )
-            for name in CURVES[:-1]
-        ),
-        above(
-            "after the first epoch replay has kept more than sft",
-            own["replay"],
-            own["sft"],
-            lambda result: result.curve[0]["retention"],
-            paper="Sec. 4.6; Fig. 8",
-        ),
-        above("at the end replay keeps more than sft", own["replay"], own["sft"], paper="Sec. 4.6; Fig. 8"),
-        *(
-            Claim(
-                f"{name}: Retention rises again after full Acquisition",
-                over_seeds(own[name], recovered),
-                paper="Sec. 4.6; App. E.3; Figs. 8, 12",
-            )
+            Claim(f"{name}: {rises} Acquisition", over_seeds(own[name], recovered), "Sec. 4.6; App. E.3; Figs. 8, 12")
             for name in CURVES
         ),
     ]
+
+
+def after_one(result: RunResult) -> float:
+    """Retention after the first epoch."""
+    return result.curve[0]["retention"]
 
 
 def recovered(result: RunResult) -> float | None:
@@ -137,17 +123,17 @@ def least_lead(ours: Sequence[RunResult], others: Sequence[RunResult]) -> Estima
 
 
 def _costs(here: Sequence[RunResult]) -> list[SummaryRow]:
+    """The gain over SFT and the cost in units of SFT's, by method."""
     plain, rows = pick(here, method="sft"), []
-    if not plain:
-        return []
-    unit = flops(plain[0])
-    for method in COMPARED:
+    for method in COMPARED if plain else ():
         own = pick(here, method=method)
-        gain = margin(own, plain)
-        cost = over_seeds(own, lambda result: flops(result) / unit)
-        if gain is not None and cost is not None:
-            figures: dict[str, Estimate] = {"gain over SFT": gain, "cost": cost}
-            rows.append(SummaryRow(at={"model": here[0].spec.model, "method": method}, figures=figures))
+        figures = {
+            "gain over SFT": margin(own, plain),
+            "cost": over_seeds(own, lambda result: flops(result) / flops(plain[0])),
+        }
+        known = {name: value for name, value in figures.items() if value is not None}
+        if len(known) == 2:
+            rows.append(SummaryRow(at={"model": here[0].spec.model, "method": method}, figures=known))
     return rows
 
 
@@ -197,10 +183,10 @@ def fig_learning_dynamics(found: Collected) -> Picture:
 
     Paper: Fig. 8.
     """
-    own = found.studies["e06"].results
     figure, (left, right) = drawing.panels(2, width=4.0, height=2.9)
-    _over_epochs(left, own, "retention")
-    draw_path(right, own)
+    own = found.studies["e06"].results
+    draw_curves(left, own, "epochs", "retention")
+    draw_curves(right, own, "acquisition", "retention")
     caption = (
         f"Left: Retention after every epoch. Right: the path of Acquisition and Retention. A = {found.scale.anchors}. "
         "Large markers are the first epoch with full Acquisition."
@@ -213,11 +199,11 @@ def fig_epoch_level_dynamics(found: Collected) -> Picture:
 
     Paper: Fig. 12.
     """
-    own = found.studies["e06"].results
     figure, (left, middle, right) = drawing.panels(3, width=3.2, height=2.7)
-    _over_epochs(left, own, "retention")
-    _over_epochs(middle, own, "acquisition")
-    draw_path(right, own)
+    own = found.studies["e06"].results
+    draw_curves(left, own, "epochs", "retention")
+    draw_curves(middle, own, "epochs", "acquisition")
+    draw_curves(right, own, "acquisition", "retention")
     right.set_ylim(left.get_ylim())
     caption = (
         "Retention and Acquisition after every epoch, and the path of both, on the scale of the left panel. "
@@ -226,68 +212,34 @@ def fig_epoch_level_dynamics(found: Collected) -> Picture:
     return drawing.picture(figure, "fig:epoch-level-dynamics", "Fig. 12", caption, "Error bars are standard errors")
 
 
-def _over_epochs(axis: Any, results: Sequence[RunResult], name: str) -> None:
-    series = {method: _curve(results, method, name) for method in CURVES}
-    drawing.lines(axis, series)
-    for method, points in series.items():
-        _mark_first_full(
-            axis, points, points, _curve(results, method, "acquisition"), drawing.colour_and_marker(method)[0]
-        )
-    axis.locator_params(axis="x", integer=True)
-    axis.set(xlabel="epochs", ylabel=f"{name.capitalize()} (%)")
+def draw_curves(axis: Any, results: Sequence[RunResult], x: str, y: str) -> None:
+    """Retention or Acquisition after every epoch, or one against the other; by definition they begin at 100 and 0.
 
-
-def draw_path(axis: Any, results: Sequence[RunResult]) -> None:
-    """Retention against Acquisition, epoch by epoch."""
+    A large marker is the first epoch whose mean Acquisition is full.
+    """
     for method in CURVES:
-        colour, marker = drawing.colour_and_marker(method)
-        kept, learned = _curve(results, method, "retention"), _curve(results, method, "acquisition")
-        across, up = [found.mean for _, found in learned], [found.mean for _, found in kept]
-        if kept:
-            name = drawing.method_name(method)
-            axis.plot(across, up, color=colour, marker=marker, markersize=3.5, linewidth=1.3, label=name)
-        _mark_first_full(axis, [(found.mean, found) for _, found in learned], kept, learned, colour)
-    axis.set(xlabel="Acquisition (%)", ylabel="Retention (%)")
-
-
-def _curve(results: Sequence[RunResult], method: str, name: str) -> drawing.Points:
-    """Retention or Acquisition after every epoch; by definition the base model has 100 and 0 percent."""
-    own = [result for result in pick(results, method=method) if result.curve]
-    if not own:
-        return []
-    start = estimate([100.0 if name == "retention" else 0.0] * len(own))
-    epochs = [point["epoch"] for point in own[0].curve]
-    after = [(e, estimate([result.curve[i][name] for result in own])) for i, e in enumerate(epochs)]
-    return [(0.0, start), *after]
-
-
-def _mark_first_full(
-    axis: Any, across: drawing.Points, up: drawing.Points, learned: drawing.Points, colour: str
-) -> None:
-    """A large filled marker at the first epoch whose mean Acquisition is full."""
-    for (x, _), (_, y), (_, now) in zip(across, up, learned, strict=True):
-        if now.mean >= 100.0:
-            axis.plot([x], [y.mean], marker="o", markersize=9, color=colour, zorder=4)
-            return
+        own = [result for result in pick(results, method=method) if result.curve]
+        if not own:
+            continue
+        after = {"epochs": [0.0], "retention": [100.0], "acquisition": [0.0]}
+        found = {name: [estimate(begin * len(own))] for name, begin in after.items()}
+        for i, point in enumerate(own[0].curve):
+            found["epochs"].append(estimate([point["epoch"]]))
+            for name in ("retention", "acquisition"):
+                found[name].append(estimate([result.curve[i][name] for result in own]))
+        shown_errors = [each if x == "epochs" else replace(each, error=None) for each in found[y]]
+        points = [(one.mean, other) for one, other in zip(found[x], shown_errors, strict=True)]
+        drawing.lines(axis, {method: points})
+        full = [point for point, learned in zip(points, found["acquisition"], strict=True) if learned.mean >= 100.0]
+        for across, up in full[:1]:
+            axis.plot([across], [up.mean], "o", markersize=9, color=drawing.colour_and_marker(method)[0], zorder=4)
+    axis.locator_params(axis="x", integer=x == "epochs")
+    axis.set(xlabel="epochs" if x == "epochs" else f"{x.capitalize()} (%)", ylabel=f"{y.capitalize()} (%)")
 
 
 def comparison(found: Collected) -> list[ComparisonLine]:
-    """The first epoch at full Acquisition, with the paper's, and the cost of CPLUS."""
-    own = found.studies["e06"]
-    curves = [result for result in own.results if result.curve]
-    ours = [row.figures for row in own.summary.rows if row.at.get("method") == "cplus"]
-    costs = [figures["cost"] for figures in ours if "cost" in figures]
-    return [
-        drawing.compare_methods(
-            "first epoch at full Acquisition, CPLUS / Replay / CPL",
-            curves,
-            ("cplus", "replay", "cpl"),
-            PUBLISHED_0.numbers,
-            first_full,
-        ),
-        ComparisonLine(
-            "FLOPs of CPLUS with the small bank, times SFT's, by model",
-            " / ".join(f"{cost.mean:.2f}" for cost in costs) or "not run",
-            "in a figure only",
-        ),
-    ]
+    """The first epoch at full Acquisition, with the paper's."""
+    curves = [result for result in found.studies["e06"].results if result.curve]
+    methods = ("cplus", "replay", "cpl")
+    what = "first epoch at full Acquisition, CPLUS / Replay / CPL"
+    return [drawing.compare_methods(what, curves, methods, FULL_AT.numbers, first_full)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cplus.evaluation.statistics import estimate
-from cplus.lab.drawing import Points, budget_axis, by_budget, heat_map, joined, line, lines, panels, picture, seed_count
+from cplus.lab.drawing import budget_axis, by_budget, heat_map, joined, line, lines, panels, picture, seed_count
 from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
 from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Summary, SummaryRow
@@ -16,7 +16,7 @@ from cplus.training.settings import RunSpec
 TITLE = "Mask references and layers"
 QUESTION = "How does the learned mask relate to full-data and layer-wise references?"
 PAPER = "Figs. 14, 15, 17, 18; App. E.8, E.11"
-PUBLISHED_0 = Published(
+APP_E_8 = Published(
     "App. E.8, update-weighted agreement with the own full-data mask at A=128", {"cpl": 0.95, "cplus": 0.89}
 )
 
@@ -41,9 +41,7 @@ def summary(results: Sequence[RunResult]) -> Summary:
     """Update-weighted agreement by budget and layer, and Retention."""
     audits = {run.spec.seed: run.diagnostics["audit"] for run in results if "audit" in run.diagnostics}
     plain = pick(results, diagnose=())
-    agrees: dict[str, dict[Seed, float]] = {
-        kind: {seed: _percent(audit[kind]) for seed, audit in audits.items()} for kind in KINDS
-    }
+    agrees: dict[str, dict[Seed, float]] = {k: {s: _percent(a[k]) for s, a in audits.items()} for k in KINDS}
     claims = (
         Claim(
             "CPL agrees more with its full-data mask than CPLUS with its own, in percent of update energy",
@@ -169,13 +167,11 @@ def fig_mask_agreement_all_layers(found: Collected) -> Picture:
     audits = _audits(found)
     figure, axes = panels(2, width=4.2, height=_layers_height(audits))
     for axis, kind in zip(axes, ("cpl", "cplus"), strict=True):
-        image = _layer_panel(axis, audits, kind)
-    if audits:
-        figure.colorbar(image, ax=axes, label="agreement")
-    words = (
-        "Update-weighted agreement by layer and number of anchors; one colour scale from 0 to 1. Mean over the seeds"
+        _layer_panel(axis, audits, kind)
+    caption = (
+        "Update-weighted agreement by layer and number of anchors; one colour scale from 0 to 1. Mean over the seeds, "
+        f"n = {len(audits)}."
     )
-    caption = f"{words}, n = {len(audits)}." if audits else "Not run."
     return picture(figure, "fig:mask-agreement-all-layers", "Fig. 17", caption, "")
 
 
@@ -186,14 +182,18 @@ def fig_mask_cross_reference(found: Collected) -> Picture:
     """
     audits = _audits(found)
     figure, (left, right) = panels(2, width=4.2, height=_layers_height(audits))
-    layer, points = _recorded_layer(audits)
-    line(left, points, None, "#0072B2", "o")
-    budget_axis(left, audits[0]["budgets"] if audits else ())
-    left.set(title=f"(a) {layer}", ylabel="agreement", ylim=(0.0, 1.0))
-    image = _layer_panel(right, audits, "cross")
+    for audit in audits[:1]:
+        tensor = audit["coordinates"]["tensor"].split(".")
+        at = next(i for i, layer in enumerate(audit["layers"]) if layer["layer"].split()[-1] in tensor)
+        own = zip(*(audit["layers"][at]["cross"] for audit in audits), strict=True)
+        known = [[value for value in seeds if value is not None] for seeds in own]
+        points = [(a, estimate(seeds)) for a, seeds in zip(audit["budgets"], known, strict=True) if seeds]
+        line(left, points, None, "#0072B2", "o")
+        budget_axis(left, audit["budgets"])
+        left.set_title(f"(a) {audit['layers'][at]['layer']}")
+    left.set(ylabel="agreement", ylim=(0.0, 1.0))
+    _layer_panel(right, audits, "cross")
     right.set_title("(b) all layers")
-    if audits:
-        figure.colorbar(image, ax=right, label="agreement")
     caption = (
         "CPLUS's masks against the mask that CPL makes of all past rows, a reference it does not aim at. (a) The "
         "layer of the recorded coordinates, with standard errors. (b) All layers, means. "
@@ -203,29 +203,18 @@ def fig_mask_cross_reference(found: Collected) -> Picture:
 
 
 def _layers_height(audits: Sequence[dict[str, Any]]) -> float:
-    return max(2.8, 0.2 * len(audits[0]["layers"]) + 1.0) if audits else 2.8
+    return max([2.8, *(0.2 * len(audit["layers"]) + 1.0 for audit in audits)])
 
 
-def _layer_panel(axis: Any, audits: Sequence[dict[str, Any]], kind: str) -> Any:
-    """Agreement by layer and budget, the mean over the seeds."""
+def _layer_panel(axis: Any, audits: Sequence[dict[str, Any]], kind: str) -> None:
+    """Agreement by layer and budget, the mean over the seeds, with its colours."""
     axis.set(title=KINDS[kind], xlabel="anchors A (rows)", ylabel="layer")
-    if not audits:
-        return None
-    names = [layer["layer"] for layer in audits[0]["layers"]]
-    own = [zip(*(audit["layers"][layer][kind] for audit in audits), strict=True) for layer in range(len(names))]
-    values = [[_mean(seeds) for seeds in budgets] for budgets in own]
-    return heat_map(axis, values, names, [str(budget) for budget in audits[0]["budgets"]])
-
-
-def _recorded_layer(audits: Sequence[dict[str, Any]]) -> tuple[str, Points]:
-    """The layer that holds the recorded coordinates, and CPLUS's agreement with full-data CPL there."""
-    if not audits:
-        return "not run", []
-    tensor = audits[0]["coordinates"]["tensor"]
-    index = next(i for i, layer in enumerate(audits[0]["layers"]) if layer["layer"].split()[-1] in tensor.split("."))
-    own, budgets = [audit["layers"][index] for audit in audits], audits[0]["budgets"]
-    values = [[layer["cross"][i] for layer in own if layer["cross"][i] is not None] for i in range(len(budgets))]
-    return own[0]["layer"], [(a, estimate(found)) for a, found in zip(budgets, values, strict=True) if found]
+    if audits:
+        names = [layer["layer"] for layer in audits[0]["layers"]]
+        own = [zip(*(audit["layers"][layer][kind] for audit in audits), strict=True) for layer in range(len(names))]
+        values = [[_mean(seeds) for seeds in budgets] for budgets in own]
+        image = heat_map(axis, values, names, [str(budget) for budget in audits[0]["budgets"]])
+        axis.figure.colorbar(image, ax=axis, label="agreement")
 
 
 def comparison(found: Collected) -> list[ComparisonLine]:
@@ -234,7 +223,7 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     last = max(rows, key=lambda row: int(row.at["num_anchors"]), default=None)
     at = f"at A = {last.at['num_anchors']}" if last else "at the largest budget"
     over = f"over {max((audit['updates'] for audit in _audits(found)), default=0)} updates (the paper: 678)"
-    paper = PUBLISHED_0.numbers
+    paper = APP_E_8.numbers
     return [
         ComparisonLine(
             f"agreement with the own full-data mask {at}, {over}, CPL / CPLUS (% of update energy)",

@@ -8,12 +8,12 @@ from cplus.lab.drawing import PALETTE, compare_methods, line, method_name, panel
 from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
 from cplus.lab.study import Collected, ComparisonLine, Picture, Published, Summary
-from cplus.lab.summaries import Metric, above, learned, over_seeds, pick, retained, shown, table
+from cplus.lab.summaries import Metric, above, diagnosed, learned, over_seeds, pick, retained, shown, table
 from cplus.training.settings import RunSpec
 
 TITLE = "Answer prior"
 QUESTION = "How much of forgetting is a flip of the prior over answers?"
-PUBLISHED_0 = Published("a model that never answers A, Qwen3-0.6B on CSQA, Retention", {"never A": 35.8})
+NEVER_A = Published("a model that never answers A, Qwen3-0.6B on CSQA, Retention", {"never A": 35.8})
 
 METHODS = ("sft", "replay", "cpl", "constant-label", "balanced-label", "cplus")
 
@@ -26,32 +26,21 @@ def runs(scale: Scale) -> list[RunSpec]:
     ]
 
 
-def prior(name: str) -> Metric:
-    """One number of the answer-prior diagnostic."""
-    return lambda result: result.diagnostics.get("prior", {}).get(name)
-
-
 def explained(result: RunResult) -> float | None:
     """The percentage of forgetting that is undone by removing each answer's mean change of score."""
-    corrected, kept = prior("corrected")(result), prior("retention")(result)
-    if corrected is None or kept is None or kept >= 100.0:
+    prior = result.diagnostics.get("prior")
+    if prior is None or prior["retention"] >= 100.0:
         return None
-    return 100.0 * (corrected - kept) / (100.0 - kept)
+    return float(100.0 * (prior["corrected"] - prior["retention"]) / (100.0 - prior["retention"]))
 
 
-def consistent(result: RunResult) -> float | None:
-    """The share of questions answered with the same option in every order of the options."""
-    found = result.diagnostics.get("permuted")
-    return None if found is None else float(found["consistent"]["percent"])
-
-
-METRICS = {
+METRICS: dict[str, Metric] = {
     "retention": retained,
-    "macro": prior("macro"),
-    "corrected": prior("corrected"),
+    "macro": diagnosed("prior", "macro"),
+    "corrected": diagnosed("prior", "corrected"),
     "explained": explained,
-    "moved": prior("moved"),
-    "consistent": consistent,
+    "moved": diagnosed("prior", "moved"),
+    "consistent": diagnosed("permuted", "consistent", "percent"),
     "acquisition": learned,
 }
 
@@ -93,9 +82,6 @@ def fig_answer_prior(found: Collected) -> Picture:
 
 
 def comparison(found: Collected) -> list[ComparisonLine]:
-    """The share of forgetting that is a moved prior, and Retention by the labels of the bank."""
-    own, banks = found.studies["e11"].results, ("constant-label", "cplus", "balanced-label")
-    return [
-        compare_methods("forgetting that is a moved prior, SFT / CPLUS (%)", own, ("sft", "cplus"), None, explained),
-        compare_methods("Retention, one constant label / as it came / balanced (%)", own, banks, None),
-    ]
+    """The share of forgetting that is a moved prior."""
+    what, runs = "forgetting that is a moved prior, SFT / CPLUS (%)", found.studies["e11"].results
+    return [compare_methods(what, runs, ("sft", "cplus"), None, explained)]

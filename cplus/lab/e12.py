@@ -17,7 +17,7 @@ from cplus.training.settings import RunSpec
 
 TITLE = "Rotating evidence"
 QUESTION = "What is the best use of a fixed refresh budget?"
-PUBLISHED_0 = Published(
+DRAFT = Published(
     "a draft on an earlier toy world, Retention",
     {"all 128 every epoch": 90.4, "1/4 of 512 every epoch": 93.5, "all 512 every epoch": 94.3},
 )
@@ -30,28 +30,28 @@ def runs(scale: Scale) -> list[RunSpec]:
     """Uses of one budget of evidence, half of the seeds for selection and half for confirmation; two dearer uses."""
     few, large = scale.base.num_probes, scale.large_bank
     parts = large // few
-    equal: list[dict[str, float | int | None]] = [
-        {"num_probes": few},
-        {"num_probes": 2 * few, "parts": 2},
-        {"num_probes": large, "parts": parts},
-        {"num_probes": large, "parts": parts, "memory": 0.5},
-        {"num_probes": large, "parts": parts, "memory": 0.8},
-        {"num_probes": few, "memory": 0.5},
+    # Probes, parts, updates per refresh (None: an epoch), memory.
+    equal: list[tuple[int, int, int | None, float]] = [
+        (few, 1, None, 0.0),
+        (2 * few, 2, None, 0.0),
+        (large, parts, None, 0.0),
+        (large, parts, None, 0.5),
+        (large, parts, None, 0.8),
+        (few, 1, None, 0.5),
     ]
-    dearer: list[dict[str, float | int | None]] = [{"num_probes": large}]
+    dearer: list[tuple[int, int, int | None, float]] = [(large, 1, None, 0.0)]
     if scale.base.num_new is not None:
         steps = math.ceil(scale.base.num_new / scale.base.batch_size)
         equal += [
-            {"num_probes": 3 * large, "parts": 3 * parts},
-            {"num_probes": large, "refresh": parts * steps},
-            {"num_probes": few, "parts": steps, "refresh": 1},
-            {"num_probes": large, "parts": parts * steps, "refresh": 1},
+            (3 * large, 3 * parts, None, 0.0),
+            (large, 1, parts * steps, 0.0),
+            (few, steps, 1, 0.0),
+            (large, parts * steps, 1, 0.0),
         ]
-        dearer += [{"num_probes": few, "refresh": 1}]
-    return [
-        *(scale.at(**setting, seed=seed) for setting in equal for seed in range(2 * scale.seeds_where_five)),
-        *(scale.at(**setting, seed=seed) for setting in dearer for seed in range(scale.seeds_where_five)),
-    ]
+        dearer += [(few, 1, 1, 0.0)]
+    seeds = scale.seeds_where_five
+    uses = [*((use, 2 * seeds) for use in equal), *((use, seeds) for use in dearer)]
+    return [scale.at(**dict(zip(FIELDS, use, strict=True)), seed=seed) for use, count in uses for seed in range(count)]
 
 
 def cost(result: RunResult) -> float:

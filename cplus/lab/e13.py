@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cplus.evaluation.statistics import Estimate, LossPoint, common_level, crossing
-from cplus.lab.drawing import joined, joined_names, panels, picture
-from cplus.lab.e06 import draw_path
+from cplus.evaluation.statistics import LossPoint, common_level, crossing
+from cplus.lab.drawing import joined, panels, picture
+from cplus.lab.e06 import draw_curves
 from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
 from cplus.lab.study import ADDED_HERE, Collected, ComparisonLine, Picture, Summary
@@ -95,10 +95,9 @@ def fig_gentle_start(found: Collected) -> Picture:
     own = found.studies["e13"]
     figure, axes = panels(2, width=4.0, height=2.9, share=True)
     for axis, (title, warmup) in zip(axes, SCHEDULES.items(), strict=True):
-        draw_path(axis, pick(own.results, warmup=warmup))
+        draw_curves(axis, pick(own.results, warmup=warmup), "acquisition", "retention")
         axis.set(title=title)
     axes[1].set_ylabel("")
-    figure.estimates += [row.figures["final retention"] for row in own.summary.rows]
     caption = (
         f"The path of Acquisition and Retention, epoch by epoch, at a constant learning rate and at one that rises "
         f"over {SHARE:.0%} of the updates. Large markers are the first epoch with full Acquisition."
@@ -107,25 +106,12 @@ def fig_gentle_start(found: Collected) -> Picture:
 
 
 def comparison(found: Collected) -> list[ComparisonLine]:
-    """Retention at equal Acquisition by schedule: SFT and CPLUS, then every method."""
+    """Retention of SFT and CPLUS at equal Acquisition, by schedule."""
     runs = found.studies["e13"].results
     common = level([result for result in runs if result.curve])
-
-    def kept(method: str, warmup: float) -> Estimate | None:
-        return over_seeds(pick(runs, method=method, warmup=warmup), kept_at(common))
-
-    return [
-        ComparisonLine(
-            f"Retention where {common:.0f} % are learned, constant rate / gentle start, SFT and CPLUS (%)",
-            " and ".join(joined([kept(m, warmup) for warmup in SCHEDULES.values()]) for m in ("sft", "cplus")),
-            ADDED_HERE,
-        ),
-        *(
-            ComparisonLine(
-                f"the same, {title}, {joined_names(METHODS)} (%)",
-                joined([kept(method, warmup) for method in METHODS]),
-                ADDED_HERE,
-            )
-            for title, warmup in SCHEDULES.items()
-        ),
+    kept = [
+        joined([over_seeds(pick(runs, method=method, warmup=warmup), kept_at(common)) for warmup in SCHEDULES.values()])
+        for method in ("sft", "cplus")
     ]
+    what = f"Retention where {common:.0f} % are learned, constant rate / gentle start, SFT and CPLUS (%)"
+    return [ComparisonLine(what, " and ".join(kept), ADDED_HERE)]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from cplus.lab.drawing import PALETTE, budget_axis, line, panels, picture, points_by, seed_count
+from cplus.lab.drawing import PALETTE, budget_axis, line, panels, picture, points_by
 from cplus.lab.records import RunResult
 from cplus.lab.scales import SCARCE, Scale
 from cplus.lab.study import Cell, Collected, ComparisonLine, Picture, Published, Summary, Table
-from cplus.lab.summaries import KEPT_AND_LEARNED, Metric, above, pick, shown, table
+from cplus.lab.summaries import KEPT_AND_LEARNED, Metric, above, diagnosed, pick, retained, shown, table
 from cplus.training.settings import RunSpec
 
 TITLE = "Topic cue and bank audit"
 QUESTION = "Does the topic cue matter, and what is in the banks?"
 PAPER = "App. C.1, C.2"
-PUBLISHED_0 = Published(
+APP_C_2 = Published(
     "App. C.2, three banks of 512 probes against 1,096 evaluated prompts",
     {
         "probes": 1536,
@@ -25,11 +24,9 @@ PUBLISHED_0 = Published(
         "p10": 0.696,
         "exact": 1,
         "near": 2,
-        "exact_share": 0.07,
-        "near_share": 0.13,
     },
 )
-PUBLISHED_1 = Published("App. C.1, one seed", {"the topic cue": "did not consistently improve Retention"})
+APP_C_1 = Published("App. C.1, one seed", {"the topic cue": "did not consistently improve Retention"})
 
 NUM_BANKS = 3
 """The paper audits three banks."""
@@ -50,24 +47,12 @@ def runs(scale: Scale) -> list[RunSpec]:
     ]
 
 
-def of_bank(*path: str) -> Metric:
-    """One number of the bank's audit."""
-
-    def metric(result: RunResult) -> float | None:
-        value: Any = result.diagnostics.get("bank")
-        for step in path if value is not None else ():
-            value = value[step]
-        return None if value is None else float(value)
-
-    return metric
-
-
 AUDITED: Mapping[str, Metric] = {
     **KEPT_AND_LEARNED,
-    "yield": of_bank("yield"),
-    "confidence": of_bank("confidence", "mean"),
-    "exact copies of evaluated rows": of_bank("against", "exact"),
-    "near copies of evaluated rows": of_bank("against", "near"),
+    "yield": diagnosed("bank", "yield"),
+    "confidence": diagnosed("bank", "confidence", "mean"),
+    "exact copies of evaluated rows": diagnosed("bank", "against", "exact"),
+    "near copies of evaluated rows": diagnosed("bank", "against", "near"),
 }
 
 
@@ -93,27 +78,26 @@ def pooled(results: Sequence[RunResult]) -> dict[str, float] | None:
 def summary(mine: Sequence[RunResult]) -> Summary:
     """Retention with and without the cue by budget, and the audit of the banks."""
     budgets = sorted({result.spec.num_anchors for result in mine})
+    here = [pick(mine, num_anchors=budget) for budget in budgets]
     claims = tuple(
-        above(f"CPLUS keeps more with the topic cue than without it, A={budget}", *_sides(mine, budget))
-        for budget in budgets
-    )
-    together = pooled(banks(mine, cue=True))
-    audited = "not run"
-    if together is not None:
-        audited = (
-            f"{together['unique']:,.0f} of {together['probes']:,.0f} probes are unique, mean confidence "
-            f"{together['mean']:.3f}, {together['exact']:.0f} exact and {together['near']:.0f} near copies of "
-            "evaluated rows"
+        above(
+            f"CPLUS keeps more with the topic cue than without it, A={budget}",
+            pick(own, topics=True),
+            pick(own, topics=False),
         )
-    gains = [shown(claim.margin, sign=True) for claim in claims]
-    listed = ", ".join(f"{gain} at A={budget}" for budget, gain in zip(budgets, gains, strict=True)) or "not run"
-    answer = f"The topic cue changes Retention by {listed} points; in the banks with the cue {audited}."
+        for budget, own in zip(budgets, here, strict=True)
+    )
+    audited, found = "not run", pooled(banks(mine, cue=True))
+    if found is not None:
+        audited = (
+            f"{found['unique']:,.0f} of {found['probes']:,.0f} probes are unique, mean confidence {found['mean']:.3f}, "
+            f"{found['exact']:.0f} exact and {found['near']:.0f} near copies of evaluated rows"
+        )
+    gains = ", ".join(
+        f"{shown(claim.margin, sign=True)} at A={budget}" for claim, budget in zip(claims, budgets, strict=True)
+    )
+    answer = f"The topic cue changes Retention by {gains or 'not run'} points; in the banks with the cue {audited}."
     return Summary(rows=table(mine, ("topics", "num_anchors"), AUDITED), answer=answer, claims=claims)
-
-
-def _sides(results: Sequence[RunResult], budget: int) -> tuple[list[RunResult], list[RunResult]]:
-    here = pick(results, num_anchors=budget)
-    return pick(here, topics=True), pick(here, topics=False)
 
 
 # E14, topic cue and bank audit: Retention with and without the cue, and the banks side by side (App. C.1, C.2).
@@ -134,30 +118,29 @@ LINES = {
 def fig_topic_cue(found: Collected) -> Picture:
     """Retention and the share of valid requests by anchor budget, with the topic cue and without it."""
     runs = found.studies["e14"].results
-    figure, (left, right) = panels(2, width=3.8, height=2.7, ylabel="Retention (%)")
-    for (name, cue), colour, marker in zip(CUES.items(), PALETTE, "so", strict=False):
-        line(left, points_by(pick(runs, topics=cue), "num_anchors"), name, colour, marker)
-    seeds = seed_count(figure.estimates)
-    for (name, cue), colour, marker in zip(CUES.items(), PALETTE, "so", strict=False):
-        valid = points_by(pick(runs, topics=cue), "num_anchors", lambda run: 100.0 * run.diagnostics["bank"]["yield"])
-        line(right, valid, name, colour, marker)
-    for axis in (left, right):
+    figure, axes = panels(2, width=3.8, height=2.7)
+    metrics = {"Retention (%)": retained, "requests that became a probe (%)": _valid}
+    for axis, (words, metric) in zip(axes, metrics.items(), strict=True):
+        for (name, cue), colour, marker in zip(CUES.items(), PALETTE, "so", strict=False):
+            line(axis, points_by(pick(runs, topics=cue), "num_anchors", metric), name, colour, marker)
         budget_axis(axis, (result.spec.num_anchors for result in runs))
-    right.set_ylabel("requests that became a probe (%)")
+        axis.set_ylabel(words)
     caption = (
         "Left: Retention of CPLUS with the 24-area topic cue in its requests and without it. Right: the share of "
-        f"requests whose text was valid, new and labelled. Means and standard errors, {seeds}. The paper "
-        "reports no consistent gain from the cue, on one seed."
+        "requests whose text was valid, new and labelled. The paper reports no consistent gain, on one seed."
     )
-    return picture(figure, "fig:topic-cue", "App. C.1", caption, "")
+    return picture(figure, "fig:topic-cue", "App. C.1", caption)
+
+
+def _valid(result: RunResult) -> float:
+    return 100.0 * float(result.diagnostics["bank"]["yield"])
 
 
 def tab_bank_audit(found: Collected) -> Table:
     """The banks side by side, with the cue and without it, and together with the paper's three."""
-    paper = PUBLISHED_0.numbers
     groups = {name: banks(found.studies["e14"].results, cue=cue) for name, cue in CUES.items()}
-    alone = {f"{name}, seed {run.spec.seed}": pooled([run]) for name, own in groups.items() for run in own}
-    together = {f"together, {name}": pooled(own) for name, own in groups.items()}
+    columns = {f"{name}, seed {run.spec.seed}": pooled([run]) for name, own in groups.items() for run in own}
+    columns |= {f"together, {name}": pooled(own) for name, own in groups.items()}
 
     def text(key: str, figures: Mapping[str, float] | None) -> str:
         if figures is None:
@@ -166,40 +149,18 @@ def tab_bank_audit(found: Collected) -> Table:
 
     rows: list[tuple[str | Cell, ...]] = []
     for key, words in LINES.items():
-        cells = [Cell(measured=text(key, figures)) for figures in (*alone.values(), *together.values())]
-        rows.append((words, *cells[:-1], Cell(measured=cells[-1].measured, published=text(key, paper))))
+        *others, last = (text(key, figures) for figures in columns.values())
+        cells = (*(Cell(measured=each) for each in others), Cell(measured=last, published=text(key, APP_C_2.numbers)))
+        rows.append((words, *cells))
+    caption = "Banks of the first seeds, then together; published: three banks with the cue against 1,096 prompts."
     return Table(
-        label="tab:bank-audit",
-        paper="App. C.2",
-        caption=(
-            "Banks of the first seeds, one column each, then together; published: three banks with the cue against "
-            "1,096 evaluated prompts."
-        ),
-        columns=("figure", *alone, *together),
-        rows=tuple(rows),
+        label="tab:bank-audit", paper="App. C.2", caption=caption, columns=("figure", *columns), rows=tuple(rows)
     )
 
 
 def comparison(found: Collected) -> list[ComparisonLine]:
-    """The cue's gain, and the audit of the banks together, with the paper's."""
-    own = found.studies["e14"]
-    gains = [f"A = {claim.says.rpartition('=')[2]}: {shown(claim.margin, sign=True)}" for claim in own.summary.claims]
-    together, paper = pooled(banks(own.results, cue=True)), PUBLISHED_0.numbers
-    return [
-        ComparisonLine(
-            "CPLUS with the topic cue minus without it (points of Retention)",
-            "; ".join(gains) or "not run",
-            "no consistent gain",
-        ),
-        ComparisonLine(
-            "banks together: unique / probes; confidence mean, median, p10; exact, near copies",
-            "not run" if together is None else _together(together),
-            _together(paper),
-        ),
-    ]
-
-
-def _together(numbers: Mapping[str, float]) -> str:
-    parts: Sequence[str] = [f"{numbers['unique']:,.0f} / {numbers['probes']:,.0f}"]
-    confidence = ", ".join(f"{numbers[name]:.3f}" for name in ("mean", "median", "p10"))
-    return "; ".join((*parts, confidence, f"{numbers['exact']:.0f}, {numbers['near']:.0f}"))
+    """The cue's gain, with what the paper says of it."""
+    claims = found.studies["e14"].summary.claims
+    gains = "; ".join(f"A = {claim.says.rpartition('=')[2]}: {shown(claim.margin, sign=True)}" for claim in claims)
+    what = "CPLUS with the topic cue minus without it (points of Retention)"
+    return [ComparisonLine(what, gains or "not run", "no consistent gain")]

@@ -17,7 +17,7 @@ from cplus.lab.drawing import SOFT, cell, colour_and_marker, line, method_name, 
 from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
 from cplus.lab.study import ADDED_HERE, Claim, Collected, ComparisonLine, Picture, Summary, SummaryRow, Table
-from cplus.lab.summaries import by_seed, flops, mean_of, over_seeds, pick, retained, row, shown, updates
+from cplus.lab.summaries import by_seed, difference, flops, mean_of, over_seeds, pick, retained, row, shown, updates
 from cplus.training.settings import RunSpec
 
 TITLE = "The frontier"
@@ -152,8 +152,6 @@ def as_in_the_demo(result: RunResult) -> bool:
 
 Line: TypeAlias = Sequence[tuple[float, float]]
 """Costs and the best Retention that plain fine-tuning reaches with at most that cost, cheapest first."""
-
-
 Cost: TypeAlias = Callable[[RunResult], float]
 COSTS: Mapping[str, Cost] = {"updates": updates, "FLOPs": flops, "seconds": lambda result: result.seconds}
 
@@ -245,35 +243,41 @@ def summary(whole: Sequence[RunResult]) -> Summary:
     """Each method at its own best rate: updates, Retention and distance from SFT's line by three costs."""
     mine = _others(whole)
     plain, table = pick(mine, method="sft"), reported(mine)
-    rows = tuple(_row(method, own, plain) for method, own in table.items())
     ours = by_seed(table.get(RECIPE, []), retained)
-    ahead = distances(table.get(RECIPE, []), plain)
-    claims = [Claim(f"{RECIPE} lies above SFT's line at equal updates", mean_of(ahead))]
-    for method, own in table.items():
-        if method in NEIGHBOURS:
-            both = {seed: ours[seed] - kept for seed, kept in by_seed(own, retained).items() if seed in ours}
-            claims.append(Claim(f"{RECIPE} keeps more than {method}", mean_of(both)))
+    ahead = mean_of(distances(table.get(RECIPE, []), plain))
     broken = {m: by_seed(filter(as_in_the_demo, pick(whole, method=m)), retained) for m in BROUGHT_BACK}
-    for method, least in BROUGHT_BACK.items():
-        says = f"{method} keeps at least {least:.0f} % after the demo's training"
-        claims.append(Claim(says, mean_of({seed: kept - least for seed, kept in broken[method].items()})))
+    claims = [
+        Claim(f"{RECIPE} lies above SFT's line at equal updates", ahead),
+        *(
+            Claim(f"{RECIPE} keeps more than {method}", difference(ours, by_seed(own, retained)))
+            for method, own in table.items()
+            if method in NEIGHBOURS
+        ),
+        *(
+            Claim(
+                f"{method} keeps at least {least:.0f} % after the demo's training",
+                mean_of({seed: kept - least for seed, kept in broken[method].items()}),
+            )
+            for method, least in BROUGHT_BACK.items()
+        ),
+    ]
     steps = over_seeds(table.get(RECIPE, []), updates)
     answer = (
         f"Within the budget and at its own best rate, {RECIPE} keeps {shown(mean_of(ours))} % with {shown(steps)} "
-        f"updates: {shown(mean_of(ahead), sign=True)} points above the line of plain fine-tuning at equal updates. "
+        f"updates: {shown(ahead, sign=True)} points above the line of plain fine-tuning at equal updates. "
         f"After the demo's training a repair of SFT keeps {shown(mean_of(broken['sft-repair']))} %, one of CPLUS "
         f"{shown(mean_of(broken['cplus-repair']))} %."
     )
+    rows = tuple(_row(method, own, plain) for method, own in table.items())
     return Summary(rows=rows, answer=answer, claims=tuple(claims))
 
 
 def _row(method: str, own: Sequence[RunResult], plain: Sequence[RunResult]) -> SummaryRow:
     first = own[0].spec
     at = {"method": method, "lr": first.lr, "warmup": bool(first.warmup), "beyond": first.beyond}
-    plainly = row(at, own, {**summaries.KEPT_AND_LEARNED, **COSTS})
     above = {f"above SFT at equal {name}": mean_of(distances(own, plain, cost)) for name, cost in COSTS.items()}
     known = {name: value for name, value in above.items() if value is not None}
-    return SummaryRow(at=at, figures={**plainly.figures, **known})
+    return SummaryRow(at=at, figures={**row(at, own, {**summaries.KEPT_AND_LEARNED, **COSTS}).figures, **known})
 
 
 # The frontier: Retention against updates, every method at its own best rate; not in the paper.
@@ -291,34 +295,26 @@ def _others(runs: Sequence[RunResult]) -> list[RunResult]:
     return [run for run in runs if run.spec.seed not in TUNING_SEEDS and not as_in_the_demo(run)]
 
 
-def _plain_line(plain: Sequence[RunResult]) -> list[tuple[float, Estimate]]:
-    """Mean updates and Retention of SFT at each rung that learned everything on every seed."""
-    points = []
-    for rate, warmup in sorted({(run.spec.lr, run.spec.warmup) for run in plain}):
-        own = pick(plain, lr=rate, warmup=warmup)
-        if all(run.acquisition >= LEARNED for run in own):
-            points.append((sum(map(updates, own)) / len(own), estimate([run.retention for run in own])))
-    return sorted(points, key=lambda point: point[0])
-
-
 def fig_frontier(found: Collected) -> Picture:
     """SFT's line over its ladder of rates, and each other method's chosen point."""
     runs = _others(found.studies["frontier"].results)
     figure, [axis] = panels(1, width=6.4, height=3.6)
-    plain, table = _plain_line(pick(runs, method="sft")), reported(runs)
-    kept = {method: estimate([run.retention for run in own]) for method, own in table.items()}
-    if plain:
-        line(axis, plain, "SFT, ten rates and schedules", *colour_and_marker("sft"), linewidth=1.6)
+    table = reported(runs)
+    rungs = summaries.grouped(pick(runs, method="sft"), lambda run: (run.spec.lr, run.spec.warmup)).values()
+    points = [point for own in rungs if (point := _point(own))]
+    if points:
+        style = colour_and_marker("sft")
+        line(axis, sorted(points, key=lambda p: p[0]), "SFT, ten rates and schedules", *style, linewidth=1.6)
         for method, own in table.items():
-            whole = all(run.acquisition >= LEARNED for run in own)
-            if method != "sft" and whole and kept[method].mean >= LOWEST:
-                _point(axis, method, sum(map(updates, own)) / len(own), kept[method])
+            point = _point(own)
+            if method != "sft" and point and point[1].mean >= LOWEST:
+                _draw(axis, method, *point)
         axis.plot([], [], "o", color=SOFT, alpha=0.5, markersize=3.5, label="another method at its best rate")
         axis.legend(loc="lower right")
     axis.set(xscale="log", xlabel="updates until the new rows are learned", ylabel="Retention (%)")
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if str(value)[0] in "235" else "")
-    figure.estimates = list(kept.values())
+    figure.estimates = [estimate([run.retention for run in own]) for own in table.values()]
     caption = (
         "Retention against the number of updates until 99 % of the new rows are learned. Every method has the rate and "
         "schedule that a seed of its own chose; the line is plain fine-tuning over its ladder of rates."
@@ -326,48 +322,48 @@ def fig_frontier(found: Collected) -> Picture:
     return picture(figure, "fig:frontier", "Added here", caption)
 
 
-def _point(axis: Any, method: str, x: float, y: Estimate) -> None:
-    if method not in {**NAMED, **PLACES}:
+def _point(own: Sequence[RunResult]) -> tuple[float, Estimate] | None:
+    """Mean updates and Retention of runs that all learned everything."""
+    if any(run.acquisition < LEARNED for run in own):
+        return None
+    return sum(map(updates, own)) / len(own), estimate([run.retention for run in own])
+
+
+def _draw(axis: Any, method: str, x: float, y: Estimate) -> None:
+    place = {**NAMED, **PLACES}.get(method)
+    if place is None:
         axis.plot([x], [y.mean], "o", color=SOFT, alpha=0.5, markersize=3.5)
         return
-    colour = "#0072B2" if method in OURS else colour_and_marker(method)[0]
-    marker = "*" if method == RECIPE else "o" if method in OURS else colour_and_marker(method)[1]
+    colour, marker = ("#0072B2", "*" if method == RECIPE else "o") if method in OURS else colour_and_marker(method)
     size = 11 if method == RECIPE else 5
     axis.errorbar([x], [y.mean], yerr=[y.error or 0.0], color=colour, marker=marker, markersize=size, capsize=2)
-    place = {**NAMED, **PLACES}[method]
     axis.annotate(method_name(method), (x, y.mean), xytext=place, textcoords="offset points", color=colour, fontsize=8)
 
 
 def tab_frontier(found: Collected) -> Table:
     """Every method at its own best rate, the furthest above SFT's line first."""
-    rows = found.studies["frontier"].summary.rows
     ahead = "above SFT at equal updates"
-    learned = sorted((row for row in rows if ahead in row.figures), key=lambda row: -row.figures[ahead].mean)
-    missing = [row for row in rows if ahead not in row.figures]
+    rows = found.studies["frontier"].summary.rows
+    rows = tuple(sorted(rows, key=lambda row: -row.figures[ahead].mean if ahead in row.figures else math.inf))
+    figures = {
+        "updates": "updates",
+        "Retention (%)": "retention",
+        "above SFT's line (points)": ahead,
+        "at equal FLOPs": "above SFT at equal FLOPs",
+    }
     return Table(
         label="tab:frontier",
         paper="Added here",
         caption="Every method at its own best rate, chosen on another seed, until 99 % of the new rows are learned.",
-        columns=(
-            "method",
-            "rate",
-            "warm-up",
-            "updates",
-            "Retention (%)",
-            "above SFT's line (points)",
-            "at equal FLOPs",
-        ),
+        columns=("method", "rate", "warm-up", *figures),
         rows=tuple(
             (
                 method_name(row.at["method"]),
                 f"{row.at['lr']:.2g}",
                 "yes" if row.at["warmup"] else "no",
-                cell(row.figures["updates"]),
-                cell(row.figures["retention"]),
-                cell(row.figures.get(ahead)),
-                cell(row.figures.get("above SFT at equal FLOPs")),
+                *(cell(row.figures.get(name)) for name in figures.values()),
             )
-            for row in (*learned, *missing)
+            for row in rows
         ),
     )
 
@@ -375,11 +371,6 @@ def tab_frontier(found: Collected) -> Table:
 def comparison(found: Collected) -> list[ComparisonLine]:
     """The recipe against plain fine-tuning's line."""
     rows = {row.at["method"]: row.figures for row in found.studies["frontier"].summary.rows}
-    own = rows.get(RECIPE, {})
-    return [
-        ComparisonLine(
-            f"{RECIPE}: Retention (%), updates, points above SFT's line at equal updates",
-            " / ".join(shown(own.get(n)) for n in ("retention", "updates", "above SFT at equal updates")),
-            ADDED_HERE,
-        )
-    ]
+    names = ("retention", "updates", "above SFT at equal updates")
+    what = f"{RECIPE}: Retention (%), updates, points above SFT's line at equal updates"
+    return [ComparisonLine(what, " / ".join(shown(rows.get(RECIPE, {}).get(n)) for n in names), ADDED_HERE)]

@@ -84,89 +84,63 @@ def _short(text: str, digits: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What differs between the rows of a source and the paper's set; counts of rows.
+    """What differs between the rows of a source and the paper's set: each kind of difference in words.
 
-    `where` is the file that the rows were read from; `found` is None where there is no such file.
+    `where` is the file that the rows were read from; `found`, their number, is None where there is no such file.
     """
 
     name: str
     expected: int
     found: int | None = None
-    missing: int = 0
-    extra: int = 0
-    changed_answers: int = 0
-    other_options: int = 0
-    other_text: int = 0
-    reordered: bool = False
+    kinds: tuple[str, ...] = ()
     where: Path | None = None
 
     @property
     def same(self) -> bool:
         """Whether the rows are the paper's, to the letter and in order."""
-        return not self.parts and self.expected == self.found
-
-    @property
-    def parts(self) -> list[str]:
-        """Each kind of difference in words."""
-        counts = {
-            "missing": self.missing,
-            "extra": self.extra,
-            "with another answer": self.changed_answers,
-            f"with other than {OPTIONS} options": self.other_options,
-            "with other options or another spelling": self.other_text,
-        }
-        words = [f"{count:,} {what}" for what, count in counts.items() if count]
-        return words + (["in another order"] if self.reordered else [])
+        return not self.kinds and self.expected == self.found
 
     def __str__(self) -> str:
         if self.found is None:
             return f"{self.name}: not at hand; 'cplus study data build {self.name}' selects its rows"
         where = "" if self.where is None else f" ({self.where})"
-        if self.same:
-            return f"{self.name}: {self.found:,} rows, the paper's{where}"
-        return f"{self.name}: {self.found:,} rows, not the paper's {self.expected:,}: {', '.join(self.parts)}{where}"
+        said = "the paper's" if self.same else f"not the paper's {self.expected:,}: {', '.join(self.kinds)}"
+        return f"{self.name}: {self.found:,} rows, {said}{where}"
 
     def row(self) -> dict[str, Any]:
         """The JSON object."""
-        counts = {name: value for name, value in asdict(self).items() if name not in ("name", "where")}
-        return {
-            "name": self.name,
-            "rows": self.expected,
-            "sha256": paper_sets()[self.name].sha256,
-            "where": None if self.where is None else str(self.where),
-            "same": self.same,
-            **({} if self.found is None else counts),
-        }
+        where = None if self.where is None else str(self.where)
+        return {**asdict(self), "sha256": paper_sets()[self.name].sha256, "where": where, "same": self.same}
+
+
+ANSWER, COUNT = "with another answer", f"with other than {OPTIONS} options"
 
 
 def compare(name: str, examples: Sequence[Example]) -> Difference:
     """Hold the rows of a source against the paper's set of this name."""
     wanted = paper_sets()[name]
+    whole = Difference(name=name, expected=len(wanted.rows), found=len(examples))
     if fingerprint(examples) == wanted.sha256:
-        return Difference(name=name, expected=len(wanted.rows), found=len(examples))
+        return whole
     places = _by_question(examples)
-    taken: dict[int, None] = {}  # in the order of the paper's rows
-    counts: dict[str, Any] = dict.fromkeys(("missing", "changed_answers", "other_options", "other_text"), 0)
+    taken: list[int] = []  # in the order of the paper's rows
+    counts = dict.fromkeys(("missing", "extra", ANSWER, COUNT, "with other options or another spelling"), 0)
     for key in wanted.rows:
         at = _best(key, places, taken)
-        if at is not None:
-            taken[at[0]] = None
-        kind = "missing" if at is None else _kind(key, at[1])
-        if kind is not None:
-            counts[kind] += 1
-    extra, reordered = len(examples) - len(taken), list(taken) != sorted(taken)
-    return Difference(
-        name=name, expected=len(wanted.rows), found=len(examples), extra=extra, reordered=reordered, **counts
-    )
-
-
-def _kind(key: RowKey, own: RowKey) -> str | None:
-    """How a row differs from the paper's; None if it does not."""
-    if len(own.options) != OPTIONS:
-        return "other_options"
-    if set(own.options) == set(key.options) and own.options[own.answer] != key.options[key.answer]:
-        return "changed_answers"
-    return "other_text" if own != key else None
+        if at is None:
+            counts["missing"] += 1
+            continue
+        index, own = at
+        taken.append(index)
+        if len(own.options) != OPTIONS:
+            counts[COUNT] += 1
+        elif set(own.options) == set(key.options) and own.options[own.answer] != key.options[key.answer]:
+            counts[ANSWER] += 1
+        elif own != key:
+            counts["with other options or another spelling"] += 1
+    counts["extra"] = len(examples) - len(taken)
+    kinds = [f"{count:,} {what}" for what, count in counts.items() if count]
+    return replace(whole, kinds=(*kinds, *(["in another order"] if taken != sorted(taken) else [])))
 
 
 def _by_question(examples: Iterable[Example]) -> dict[str, list[tuple[int, RowKey]]]:
@@ -196,13 +170,13 @@ def select(name: str, examples: Sequence[Example]) -> list[Choice]:
     A source may hold more rows, more options and another order of either: the original splits do.
     """
     places, found = _by_question(examples), []
-    taken: set[int] = set()
+    taken: list[int] = []
     for number, key in enumerate(paper_sets()[name].rows, start=1):
         at = _best(key, places, taken)
         source = None if at is None else examples[at[0]]
         if at is None or not isinstance(source, Choice) or (chosen := _options(key, at[1])) is None:
             continue
-        taken.add(at[0])
+        taken.append(at[0])
         texts = tuple(source.choices[i].strip() for i in chosen)
         row_id = f"{name}-{number:04d}"
         answer = next((i for i, at_source in enumerate(chosen) if at_source == source.answer), key.answer)
@@ -213,20 +187,16 @@ def select(name: str, examples: Sequence[Example]) -> list[Choice]:
 def _options(key: RowKey, own: RowKey) -> list[int] | None:
     """Where the key's options are in a source's row, each used once; None if one of them is not there.
 
-    An option that occurs twice is taken in the source's order, the right one last where the key says so.
+    Of options that occur twice, the source's right one takes the place of the key's.
     """
     free, chosen = list(range(len(own.options))), []
-    for wanted in key.options:
-        at = next((i for i in free if own.options[i] == wanted), None)
-        if at is None:
+    for place, wanted in enumerate(key.options):
+        here = [i for i in free if own.options[i] == wanted]
+        if not here:
             return None
-        free.remove(at)
-        chosen.append(at)
-    if own.answer in chosen and chosen.index(own.answer) != key.answer:
-        if own.options[own.answer] != key.options[key.answer]:
-            return chosen  # another answer: said by `compare`
-        here = chosen.index(own.answer)
-        chosen[here], chosen[key.answer] = chosen[key.answer], chosen[here]
+        others = [i for i in here if i != own.answer]
+        chosen.append(others[0] if others and (place != key.answer or own.answer not in here) else own.answer)
+        free.remove(chosen[-1])
     return chosen
 
 
@@ -259,7 +229,7 @@ def build(name: str, data_dir: Path | None = None) -> Difference:
     source, rows = _source(name, folder_of(data_dir))
     found = select(name, rows)
     difference = compare(name, found)
-    if difference.missing or difference.changed_answers or difference.other_options:
+    if any(kind.endswith(("missing", ANSWER, COUNT)) for kind in difference.kinds):
         raise ValueError(
             f"{source}: {difference}; nothing was written: give the folder of another copy with --data-dir"
         )

@@ -13,7 +13,7 @@ from cplus.base.files import write_text
 from cplus.lab import SCALES, STUDIES, runs_of
 from cplus.lab.drawing import CARD, INK, SOFT, draw, inline_svg, method_name, panels
 from cplus.lab.runner import stored
-from cplus.lab.study import ADDED_HERE, Collected, CollectedStudy, Picture, SummaryRow, Table, run_title
+from cplus.lab.study import ADDED_HERE, Collected, CollectedStudy, Picture, Table, run_title
 from cplus.lab.summaries import shown
 from cplus.receipts.page import cost, environment, policy, scaled
 
@@ -78,34 +78,10 @@ def _section(own: CollectedStudy, found: Collected, folder: Path) -> dict[str, A
         "comparison": own.study.comparison(found),
         "figures": [_page_figure(make, found, folder) for make in own.study.figures],
         "tables": [make(found) for make in own.study.tables],
-        "all_figures": all_figures(own.summary.rows),
         "missing": [run_title(spec) for spec in own.specs if spec not in done],
         "seeds": ", ".join(str(seed) for seed in sorted({result.spec.seed for result in own.results})) or "none",
         "costs": _costs(own),
     }
-
-
-def all_figures(rows: Sequence[SummaryRow]) -> list[tuple[tuple[str, ...], list[list[str]]]]:
-    """All measured figures as tables, one per set of columns; a missing figure is shown as not run."""
-    groups: dict[tuple[str, ...], list[SummaryRow]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row.at), []).append(row)
-    tables = []
-    for fields, own in groups.items():
-        figures = list(dict.fromkeys(name for row in own for name in row.figures))
-        lines = [[*(str(row.at[f]) for f in fields), *(_precise(row, name) for name in figures)] for row in own]
-        tables.append(((*(field.replace("num_", "") for field in fields), *figures), lines))
-    return tables
-
-
-def _precise(row: SummaryRow, name: str) -> str:
-    """A figure with three decimals if it is a share, else with two; always with its number of seeds."""
-    found = row.figures.get(name)
-    if found is None:
-        return "not run"
-    digits = 3 if abs(found.mean) <= 1 and (found.error or 0.0) < 0.05 else 2
-    error = "" if found.error is None else f" ± {found.error:.{digits}f}"
-    return f"{found.mean:,.{digits}f}{error} (n={found.count})"
 
 
 def _costs(own: CollectedStudy) -> list[tuple[str, str]]:
@@ -196,22 +172,20 @@ def collect(folder: Path) -> Collected:
 # The overview of the method (Fig. 2) and the index of the experiments (Table 2), which belong to no one study.
 
 
-# Centre, width and text of each box; then the arrows between boxes.
+# Centre and text of each box; then the arrows between boxes.
 _BOXES = {
-    "new": (1.6, 3.3, 2.6, "new data"),
-    "propose": (1.6, 2.0, 2.6, "optimizer proposes\n$\\delta$"),
-    "past": (5.4, 3.3, 3.6, "anchors + self-probes\nof the frozen model"),
-    "gradient": (5.4, 2.0, 3.6, "gradient $\\hat g$ of past behaviour,\nonce an epoch"),
+    "new": (1.6, 3.3, "new data"),
+    "propose": (1.6, 2.0, "optimizer proposes\n$\\delta$"),
+    "past": (5.4, 3.3, "anchors + self-probes\nof the frozen model"),
+    "gradient": (5.4, 2.0, "gradient $\\hat g$ of past behaviour,\nonce an epoch"),
     "gate": (
         3.5,
         0.75,
-        6.4,
-        "gate: $m_i = [\\,\\hat g_i\\,\\delta_i \\leq 0\\,]$, smoothed over steps to $\\alpha_i \\in [0, 1]$",
+        "gate: $m_i = [\\,\\hat g_i\\,\\delta_i \\leq 0\\,]$, smoothed to $\\alpha_i \\in [0, 1]$",
     ),
-    "apply": (9.3, 0.75, 2.8, "apply\n$\\theta_i \\leftarrow \\theta_i + \\alpha_i\\,\\delta_i$"),
+    "apply": (8.4, 0.75, "apply\n$\\theta_i \\leftarrow \\theta_i + \\alpha_i\\,\\delta_i$"),
 }
 _ARROWS = (("new", "propose"), ("past", "gradient"), ("propose", "gate"), ("gradient", "gate"), ("gate", "apply"))
-_HALF = 0.36
 
 
 def fig_method_overview(found: Collected) -> Picture:
@@ -222,34 +196,21 @@ def fig_method_overview(found: Collected) -> Picture:
     figure, (axis,) = panels(1, width=8.2, height=3.0)
     axis.set_axis_off()
     axis.set(xlim=(0, 11), ylim=(0.1, 3.9))
-    for x, y, width, words in _BOXES.values():
-        _box(axis, x, y, width, words)
+    frame = {"boxstyle": "round,pad=0.8", "ec": "#0072B2", "fc": CARD}
+    boxes = {
+        name: axis.text(x, y, words, ha="center", va="center", color=INK, bbox=frame)
+        for name, (x, y, words) in _BOXES.items()
+    }
     for start, end in _ARROWS:
-        _arrow(axis, start, end)
+        ends = {"patchA": boxes[start].get_bbox_patch(), "patchB": boxes[end].get_bbox_patch()}
+        (x, y, _), (to_x, to_y, _) = _BOXES[start], _BOXES[end]
+        arrow = {"arrowstyle": "-|>", "color": SOFT, "shrinkA": 3, "shrinkB": 3, **ends}
+        axis.annotate("", (x if end == "gate" else to_x, to_y), (x, y), arrowprops=arrow)
     caption = (
         "CPLUS. The optimizer proposes an update from new data alone; gradients of anchors and self-probes decide, "
         "coordinate by coordinate, how much of it is applied. Nothing is replayed, nothing added or reversed."
     )
     return Picture(label="fig:method-overview", paper="Fig. 2", caption=caption, figure=figure)
-
-
-def _box(axis: Any, x: float, y: float, width: float, words: str) -> None:
-    from matplotlib.patches import FancyBboxPatch
-
-    corner = (x - width / 2, y - _HALF)
-    axis.add_patch(
-        FancyBboxPatch(corner, width, 2 * _HALF, boxstyle="round,pad=0.02,rounding_size=0.12", ec="#0072B2", fc=CARD)
-    )
-    axis.text(x, y, words, ha="center", va="center", color=INK)
-
-
-def _arrow(axis: Any, start: str, end: str) -> None:
-    (x, y, width, _), (to_x, to_y, to_width, _) = _BOXES[start], _BOXES[end]
-    if y == to_y:
-        tail, tip = (x + width / 2, y), (to_x - to_width / 2, to_y)
-    else:
-        tail, tip = (x, y - _HALF), (x, to_y + _HALF)
-    axis.annotate("", tip, tail, arrowprops={"arrowstyle": "-|>", "color": SOFT, "shrinkA": 3, "shrinkB": 3})
 
 
 def tab_experiment_index(found: Collected) -> Table:

@@ -20,7 +20,7 @@ from cplus.base.files import cache_folder, canonical_json, replacing, tidy
 from cplus.base.locks import Held, beside, holding
 from cplus.distributed import processes
 from cplus.lab import SCALES, STUDIES, runs_of
-from cplus.lab.estimate import Device, teams, width
+from cplus.lab.estimate import Device, teams
 from cplus.lab.records import Result, Spec, parse_result, record_name, record_of
 from cplus.lab.summaries import T
 from cplus.lab.summaries import grouped as grouped_by
@@ -406,11 +406,6 @@ RUNS_PER_JOB = 16
 MAX_NUM_TIMEOUT = "slurm_max_num_timeout"
 
 
-DEVICE_GB = "device_memory_gb"
-"""Our own parameter: the gigabytes of each device of the cluster; runs that need more take several."""
-MOST_DEVICES = 64
-
-
 class RunGroup:
     """Some runs as one job of one or more processes; runs finished before an interruption are not repeated."""
 
@@ -438,34 +433,24 @@ class Cluster:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, specs: Sequence[Spec], folder: Path) -> Iterator[EndedRun]:
-        """Submit all groups, one array for each number of devices, then yield the runs of each job as it ends."""
-        memory = self.parameters.get(DEVICE_GB)
-        found = [] if memory is None else [Device(name="", memory=float(memory) * 1e9)] * MOST_DEVICES
-        submitted = []
-        for count, own in sorted(grouped_by(specs, lambda spec: width(spec, found)).items()):
-            executor, groups = self._executor(count), grouped(own)
-            with executor.batch():
-                jobs = [executor.submit(RunGroup(group, folder.absolute(), count)) for group in groups]
-            submitted += list(zip(jobs, groups, strict=True))
-        for job, group in submitted:
+        """Submit all groups as one array, then yield the runs of each job as it ends; its tasks share each run."""
+        # The number of timeouts is an argument of the executor; all other parameters are of the submission.
+        limits = {key: value for key, value in self.parameters.items() if key == MAX_NUM_TIMEOUT}
+        executor = _submitit().AutoExecutor(folder=str(self.logs / "%j"), cluster=self.cluster, **limits)
+        rest = {key: value for key, value in self.parameters.items() if key not in limits}
+        try:
+            executor.update_parameters(name="cplus-study", **rest)
+        except NameError as error:
+            raise ValueError(f"submitit does not accept these parameters: {error}") from error
+        groups, tasks = grouped(specs), int(rest.get("tasks_per_node", 1))
+        with executor.batch():
+            jobs = [executor.submit(RunGroup(group, folder.absolute(), tasks)) for group in groups]
+        for job, group in zip(jobs, groups, strict=True):
             failure = job.exception()  # waits for the job
             if failure is None:
                 yield from job.results()[0]  # every task has the same
             else:
                 yield from (EndedRun(spec=spec, failed=f"job {job.job_id}: {failure}") for spec in group)
-
-    def _executor(self, processes: int) -> Any:
-        # The number of timeouts is an argument of the executor; all other parameters are of the submission.
-        limits = {key: value for key, value in self.parameters.items() if key == MAX_NUM_TIMEOUT}
-        rest = {key: value for key, value in self.parameters.items() if key not in (*limits, DEVICE_GB)}
-        if processes > 1:
-            rest |= {"tasks_per_node": processes, "gpus_per_node": processes}
-        executor = _submitit().AutoExecutor(folder=str(self.logs / "%j"), cluster=self.cluster, **limits)
-        try:
-            executor.update_parameters(name="cplus-study", **rest)
-        except NameError as error:
-            raise ValueError(f"submitit does not accept these parameters: {error}") from error
-        return executor
 
 
 def grouped(specs: Sequence[Spec]) -> list[list[Spec]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from cplus.training.driver import Done, Evaluate, Training, begin, build_optimiz
 from cplus.training.loop import EpochEnded, Event, Prepared, Schedule, build_schedule, epoch_batches
 from cplus.training.measure import answered, changes
 from cplus.training.rows import Group, Part, PastTask
-from cplus.training.settings import RunSpec, TrainSettings
+from cplus.training.settings import RunSpec
 from cplus.training.sharding import needs_whole, sharded
 
 # What the base model knows of a task: its rows split into past (answered correctly) and new (answered incorrectly).
@@ -64,30 +64,35 @@ def split_task(
 ) -> TaskSplit:
     """Run the base model once over a task's first rows and split them into past and new ones.
 
-    `cache` is a folder of splits. For free text that is `kept` and not learned the past rows hold the base model's own
-    answers. Where a text's tokens are not those that the model wrote, one pass may not repeat it; such rows are left
-    out.
+    `cache` is a folder of splits. In free text a multiple-choice row is a question with a terse answer; the past rows
+    of a task that is `kept` and not learned hold the base model's own answers. Where a text's tokens are not those that
+    the model wrote, one pass may not repeat it; such rows are left out.
     """
-    bound, examples = _rows(base, task, interface, num_rows)
-    if not kept or interface != "freeform":
-        return bound, _split(base, bound, examples, cache, compute_dtype)
-    found = _split(base, bound, own_answers(base, bound, examples, name=task), cache, compute_dtype)
-    repeats = tuple(prediction for prediction in found.predictions if prediction.right)
-    return bound, replace(found, new=(), predictions=repeats)
-
-
-def _rows(
-    base: models.Loaded, task: str, interface: str, num_rows: int | None
-) -> tuple[Interface, tuple[Example, ...]]:
-    """A task's interface and rows: in free text a multiple-choice row is a question with a terse answer."""
     found = load_task(task)
-    examples = found.examples[:num_rows]
+    examples: tuple[Example, ...] = found.examples[:num_rows]
     bound = interfaces.build(interface, base.tokenizer, wording=found.wording)
+    own = kept and interface == "freeform"
     if interface == "freeform":
-        return bound, tuple(terse(example) for example in examples)
-    if not all(isinstance(example, Choice) for example in examples):
+        examples = tuple(terse(example) for example in examples)
+    elif not all(isinstance(example, Choice) for example in examples):
         raise ValueError(f"{task} is free text; expected the interface freeform for it, got {interface}")
-    return bound, examples
+    if own:
+        examples = own_answers(base, bound, examples, name=task)
+
+    def answers() -> list[Prediction]:
+        with models.computing(compute_dtype, base.device):
+            return answered(base.model, Group(name="task", part="external", interface=bound, examples=examples))
+
+    if cache is None:
+        halves = split(examples, answers())
+    else:
+        known = {"model_fingerprint": base.fingerprint, "interface": bound.name}
+        where = stack(device=str(base.device), compute_dtype=compute_dtype)
+        halves = cached_split(cache, examples, answers, stack=where, **known)
+    if own:
+        repeats = tuple(prediction for prediction in halves.predictions if prediction.right)
+        halves = replace(halves, new=(), predictions=repeats)
+    return bound, halves
 
 
 def terse(example: Example) -> FreeForm:
@@ -100,21 +105,6 @@ def terse(example: Example) -> FreeForm:
         return example
     request = (Message(role="user", content=example.question),)
     return FreeForm(id=example.id, messages=request, response=example.right)
-
-
-def _split(
-    base: models.Loaded, bound: Interface, examples: tuple[Example, ...], cache: Path | None, compute_dtype: str
-) -> Split:
-    whole = Group(name="task", part="external", interface=bound, examples=examples)
-
-    def answers() -> list[Prediction]:
-        with models.computing(compute_dtype, base.device):
-            return answered(base.model, whole)
-
-    if cache is None:
-        return split(examples, answers())
-    where = stack(device=str(base.device), compute_dtype=compute_dtype)
-    return cached_split(cache, examples, answers, model_fingerprint=base.fingerprint, interface=bound.name, stack=where)
 
 
 # What all methods of one comparison share: base model, past and new rows, anchors, bank and external tasks.
@@ -218,10 +208,14 @@ def _to_keep(
     spec: RunSpec, base: Loaded, interface: Interface, anchors: tuple[Example, ...], banks: Path
 ) -> tuple[tuple[Example, ...], tuple[Example, ...], Bank | None]:
     """Anchors and probes: given ones and a bank written from them, rows written from nothing, or both."""
+    few = {"anchors": 0, "general": spec.num_probes, "both": spec.num_probes // 2}[spec.keep]
+    sealed = None
+    if few < spec.num_probes:
+        given = replace(spec.settings.probes, num_probes=spec.num_probes - few)
+        sealed = cached_bank(base, interface, anchors, given, banks=banks)
+    probes = sealed.examples if sealed else ()
     if spec.keep == "anchors":
-        sealed = cached_bank(base, interface, anchors, spec.settings.probes, banks=banks) if spec.num_probes else None
-        return anchors, sealed.examples if sealed else (), sealed
-    few = spec.num_probes if spec.keep == "general" else spec.num_probes // 2
+        return anchors, probes, sealed
     settings = ProbeSettings(
         num_probes=spec.num_anchors + few,
         temperature=spec.temperature,
@@ -231,12 +225,8 @@ def _to_keep(
         ability=GENERAL,
     )
     written = cached_bank(base, interface, (), settings, banks=banks).examples
-    own, probes = written[: spec.num_anchors], written[spec.num_anchors :]
-    if spec.keep == "general":
-        return own, probes, None
-    rest = replace(spec.settings.probes, num_probes=spec.num_probes - few)
-    given = cached_bank(base, interface, anchors, rest, banks=banks).examples
-    return (*anchors, *own), (*given, *probes), None
+    own, more = written[: spec.num_anchors], written[spec.num_anchors :]
+    return (*(anchors if spec.keep == "both" else ()), *own), (*probes, *more), None
 
 
 def new_rows(found: Split, spec: RunSpec) -> tuple[Example, ...]:
@@ -286,35 +276,22 @@ def begun(spec: RunSpec, given: Comparison) -> Training:
     if processes.size() > 1 and (spec.diagnose or needs_whole(spec.settings.row, spec.seed)):
         raise ValueError(f"{spec.method} with diagnostics {spec.diagnose} needs whole weights; use a larger device")
     base = dataclasses.replace(given.base, model=copy.deepcopy(given.base.model))
-    return begin(in_memory(spec.settings, base.model), base, given.new, [given.past_task], sharded)
-
-
-@contextmanager
-def set_aside(base: Loaded) -> Iterator[None]:
-    """The base model in the host's memory while its copy trains on the device."""
-    if base.device.type == "cpu":
-        yield
-        return
-    base.model.to("cpu")
-    try:
-        yield
-    finally:
-        base.model.to(base.device)
-
-
-def in_memory(settings: TrainSettings, model: nn.Module) -> TrainSettings:
-    """The settings, with gradient checkpointing where memory is short: slower, with the same numbers."""
-    first = next(model.parameters())
-    numbers = sum(p.numel() for p in model.parameters()) // processes.size()
-    short = free_bytes(first.device) < TRAINING_BYTES * numbers
-    return settings.model_copy(update={"gradient_checkpointing": short})
+    # Where memory is short, gradient checkpointing is slower and gives the same numbers.
+    numbers = sum(p.numel() for p in base.model.parameters()) // processes.size()
+    short = free_bytes(next(base.model.parameters()).device) < TRAINING_BYTES * numbers
+    settings = spec.settings.model_copy(update={"gradient_checkpointing": short})
+    return begin(settings, base, given.new, [given.past_task], sharded)
 
 
 def run(spec: RunSpec, given: Comparison, *, watch: OnEvent = lambda event: None) -> RunResult:
     """Adapt a copy of the base model by the spec's method and measure what was learned and lost."""
     training = begun(spec, given)
-    with set_aside(given.base):
+    device = given.base.device
+    given.base.model.to("cpu")  # while its copy trains on the device
+    try:
         return _trained(spec, given, training, watch)
+    finally:
+        given.base.model.to(device)
 
 
 def _trained(spec: RunSpec, given: Comparison, training: Training, watch: OnEvent) -> RunResult:
@@ -322,7 +299,9 @@ def _trained(spec: RunSpec, given: Comparison, training: Training, watch: OnEven
     parameters = sum(p.numel() for p in model.parameters())
     audited = _audited(spec, given, prepared.material, model)
     observation = _observation(spec, given, prepared, build_schedule(training.settings))
-    curve = _start(spec, given)
+    curve: list[dict[str, float]] = []
+    if spec.evaluate_every and not given.past.closed:  # in free text the losses do not start at a known value
+        curve.append({"epoch": 0.0, **_figures(given, given.past.known, given.new.known)})
     for event in training.run(*_until_learned(spec, given, training)):
         if isinstance(event, EpochEnded) and spec.evaluate_every and event.epoch % spec.evaluate_every == 0:
             with training.whole() as whole:
@@ -338,13 +317,11 @@ def _trained(spec: RunSpec, given: Comparison, training: Training, watch: OnEven
     return RunResult(
         spec=spec,
         **figures,
-        correction=_correction(given, model),
-        anchors_right=_anchors_right(given, model),
+        **_of_the_anchors_task(given, model),
         repair=repair_row(training.repaired),
         diagnostics={
             **audited,
             **observation.report(),
-            **_bank(spec, given),
             **_after_training(spec, given, model),
             **({} if prepared.method.after is None else {"seconds_after_training": training.finishing}),
         },
@@ -364,9 +341,10 @@ def _trained(spec: RunSpec, given: Comparison, training: Training, watch: OnEven
 def _whose_rows(spec: RunSpec, given: Comparison) -> dict[str, str]:
     """For one of the paper's tasks, whether its rows are the paper's."""
     task = spec.anchor_task or spec.task
-    if task not in paper_sets():
+    known = paper_sets().get(task)
+    if known is None:
         return {}
-    same = given.split.data_fingerprint == paper_sets()[task].sha256
+    same = given.split.data_fingerprint == known.sha256
     return {"rows": f"the paper's {task}" if same else f"not the paper's {task}; 'cplus study data verify' tells more"}
 
 
@@ -428,31 +406,19 @@ def _loss(answers: Sequence[Prediction]) -> float:
     return token_loss((score * count, count) for score, count in pairs)
 
 
-def _start(spec: RunSpec, given: Comparison) -> list[dict[str, float]]:
-    """The curve's first point, the base model's: for free text, whose losses do not start at a known value."""
-    if not spec.evaluate_every or given.past.closed:
-        return []
-    return [{"epoch": 0.0, **_figures(given, given.past.known, given.new.known)}]
+def _of_the_anchors_task(given: Comparison, model: nn.Module) -> dict[str, Any]:
+    """Where another task is learned: the shares of the anchors' task's wrong rows and of the anchors that are right.
 
-
-def _correction(given: Comparison, model: nn.Module) -> float | None:
-    """The share of the past task's wrong rows that the trained model answers correctly, anchors left out."""
-    if given.wrong is None:
-        return None
-    with given.computing():
-        table = changes(given.wrong.known, answered(model, given.wrong))
-    return correction(table, {example.id for example in given.anchors}).percent
-
-
-def _anchors_right(given: Comparison, model: nn.Module) -> float | None:
-    """The share of the anchors of another task that the trained model answers correctly.
-
-    Paper: Table 4, accuracy on the supplied anchors.
+    Paper: App. E.4; Table 4. Anchors are left out of the wrong rows.
     """
-    if not given.other_task or not given.anchors or not given.past.closed:
-        return None
+    found: dict[str, Any] = {"correction": None, "anchors_right": None}
     with given.computing():
-        return percent(predict(model, given.past.interface, given.anchors))
+        if given.wrong is not None:
+            table = changes(given.wrong.known, answered(model, given.wrong))
+            found["correction"] = correction(table, {example.id for example in given.anchors}).percent
+        if given.other_task and given.anchors and given.past.closed:
+            found["anchors_right"] = percent(predict(model, given.past.interface, given.anchors))
+    return found
 
 
 def _observation(spec: RunSpec, given: Comparison, prepared: Prepared, schedule: Schedule) -> Observation:
@@ -488,20 +454,8 @@ def _audited(spec: RunSpec, given: Comparison, rows: Material, model: nn.Module)
         return {"audit": audit(model, optimizer, batches, evidences, beta=spec.beta)}
 
 
-def _bank(spec: RunSpec, given: Comparison) -> dict[str, Any]:
-    """The audit of the run's bank against all rows of the past task.
-
-    Paper: App. C.2.
-    """
-    if "bank" not in spec.diagnose:
-        return {}
-    if given.bank is None:
-        raise ValueError(f"{spec.method} writes no bank from anchors, so there is none to audit; leave 'bank' out")
-    return {"bank": short_audit(given.bank, [*given.split.past, *given.split.new])}
-
-
 def _after_training(spec: RunSpec, given: Comparison, model: nn.Module) -> dict[str, Any]:
-    """The diagnostics that need the trained model alone: `prior` and `permuted`."""
+    """The diagnostics of the bank (App. C.2) and of the trained model alone: `bank`, `prior` and `permuted`."""
     found: dict[str, Any] = {}
     interface, rows = given.past.interface, given.past.examples
 
@@ -509,9 +463,12 @@ def _after_training(spec: RunSpec, given: Comparison, model: nn.Module) -> dict[
         with given.computing():
             return predict(model, interface, some)
 
+    if "bank" in spec.diagnose:
+        if given.bank is None:
+            raise ValueError(f"{spec.method} writes no bank from anchors, so there is none to audit; leave 'bank' out")
+        found["bank"] = short_audit(given.bank, [*given.split.past, *given.split.new])
     if "prior" in spec.diagnose:
-        after = answers(rows)
-        found["prior"] = answer_prior(given.past.known, after, rows, by_letter=interface.name == "letter")
+        found["prior"] = answer_prior(given.past.known, answers(rows), rows, by_letter=interface.name == "letter")
     if "permuted" in spec.diagnose:
         if interface.name != "letter":
             raise ValueError(f"permuting options requires the letter interface, got {spec.interface}")

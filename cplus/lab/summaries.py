@@ -60,6 +60,18 @@ def flops(result: RunResult) -> float:
     return float(result.cost["training_flops"] + result.cost["preservation_flops"])
 
 
+def diagnosed(*path: str) -> Metric:
+    """A number of a run's diagnostics; None where it was not measured."""
+
+    def metric(result: RunResult) -> float | None:
+        found: Any = result.diagnostics
+        for step in path:
+            found = None if found is None else found.get(step)
+        return None if found is None else float(found)
+
+    return metric
+
+
 KEPT_AND_LEARNED: Mapping[str, Metric] = {"retention": retained, "acquisition": learned}
 
 
