@@ -243,7 +243,7 @@ def test_rows_written_from_nothing_take_the_place_of_anchors_or_stand_beside_the
     assert [e.id for e in none.anchors] == ["general 0", "general 1"]
     assert len(none.probes) == 6
     both = set_up(replace(own, keep="both"), given.base, learned, tmp_path, kept=kept)
-    assert asked[1:] == [("general", 0, 5), (None, 2, 3)]
+    assert asked[1:] == [(None, 2, 3), ("general", 0, 5)]
     assert [len(both.anchors), len(both.probes)] == [4, 6]
     assert both.anchors[:2] == given.anchors
 

@@ -61,9 +61,7 @@ def test_a_run_that_does_not_fit_one_device_takes_as_many_as_it_needs() -> None:
         width(sequence, TWO)
 
 
-def test_slurm_jobs_have_as_many_tasks_and_devices_as_a_run_needs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_slurm_jobs_do_each_run_by_all_their_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[dict[str, Any]] = []
 
     class AutoExecutor:
@@ -80,14 +78,9 @@ def test_slurm_jobs_have_as_many_tasks_and_devices_as_a_run_needs(
             return types.SimpleNamespace(exception=lambda: None, results=lambda: [[], []])
 
     monkeypatch.setitem(sys.modules, "submitit", types.SimpleNamespace(AutoExecutor=AutoExecutor))
-    runs = [spec("toy"), spec("qwen3-4b")]
-    given = {"gpus_per_node": 1, "tasks_per_node": 1, "device_memory_gb": 80}
-    assert list(Cluster(logs=tmp_path, parameters=given)(runs, tmp_path)) == []
-    one = {"name": "cplus-study", "gpus_per_node": 1, "tasks_per_node": 1, "processes": 1}
-    assert asked == [one, {**one, "gpus_per_node": 2, "tasks_per_node": 2, "processes": 2}]
-    asked.clear()
-    list(Cluster(logs=tmp_path, parameters={})(runs, tmp_path))  # without it, one device per run as before
-    assert asked == [{"name": "cplus-study", "processes": 1}]
+    for given, processes in (({}, 1), ({"gpus_per_node": 2, "tasks_per_node": 2}, 2)):
+        assert list(Cluster(logs=tmp_path, parameters=given)([spec("qwen3-4b")], tmp_path)) == []
+        assert asked.pop() == {"name": "cplus-study", **given, "processes": processes}
 
 
 @pytest.mark.long
