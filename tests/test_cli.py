@@ -62,7 +62,6 @@ MISSPELT = (
     ("probe toy --task harbors", "unknown task 'harbors'"),
     ("probe nothere.gguf --task harbours", "there is no such GGUF file"),
     ("probe audit bank --against harbors", "unknown task 'harbors'"),
-    ("methods --costs toyy", "unknown model 'toyy'"),
     ("demo --methods sft,cpluss", "unknown method 'cpluss'"),
 )
 EACH = """

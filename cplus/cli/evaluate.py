@@ -43,7 +43,7 @@ def evaluate(
     through: Annotated[
         Literal["cplus", "lm-eval"],
         typer.Option(
-            help="lm-eval: score cloze and letters with lm-evaluation-harness, and lm-eval:NAME with its own metrics."
+            help="lm-eval: let lm-evaluation-harness evaluate its own tasks, lm-eval:NAME, with its own metrics."
         ),
     ] = "cplus",
     json: Json = False,
@@ -54,10 +54,13 @@ def evaluate(
     names.check({"model": model, "task": task})
     if (against or split) and len(task) > 1:
         raise ValueError(f"--split and --against are about the answers to one task, got {len(task)} tasks")
-    if through == "lm-eval" and (against or split or permute_options):
-        raise ValueError("--through lm-eval reports accuracies only; leave out --split, --against, --permute-options")
+    theirs = task if through == "lm-eval" else []
+    if theirs and (against or split or permute_options or not all(name.startswith(PREFIX) for name in theirs)):
+        raise ValueError(
+            f"--through lm-eval evaluates the harness's own tasks, {PREFIX}NAME, and reports accuracies only; leave it "
+            "out, or --split, --against and --permute-options"
+        )
     judged = judges.chosen(config.judge)
-    theirs = [name for name in task if through == "lm-eval" and name.startswith(PREFIX)]
     found = [load_task(name, config.data_dir) for name in task if name not in theirs]
 
     from cplus.evaluation import task as evaluation
@@ -77,24 +80,17 @@ def evaluate(
                     f"{each.name}: none of {len(rows)} rows fits the model's window of {loaded.window} tokens"
                 )
             asked = evaluation.BoundTask(name=each.name, interface=bound, examples=kept, judge=judged)
-            if through == "lm-eval":
-                from cplus.integrations.lm_eval import evaluate_with_harness
-
-                summary = evaluate_with_harness(loaded.model, asked)[1]
-            else:
-                predictions, summary = evaluation.evaluate_task(
-                    loaded.model, asked, max_new_tokens=config.max_new_tokens
-                )
-                if permute_options:
-                    summary["permuted"] = evaluation.evaluate_permuted(loaded.model, asked)
-                if against is not None:
-                    summary["against"] = evaluation.against(against, asked, predictions)
-                if split is not None:
-                    made = divide(kept, predictions)
-                    where = stack(device=loaded.device.type, compute_dtype=config.compute_dtype)
-                    save_split(made, split, model_fingerprint=loaded.fingerprint, interface=bound.name, stack=where)
-                    counts = {"past": len(made.past), "new": len(made.new)}
-                    summary["split"] = {**counts, "data_fingerprint": made.data_fingerprint, "out": str(split)}
+            predictions, summary = evaluation.evaluate_task(loaded.model, asked, max_new_tokens=config.max_new_tokens)
+            if permute_options:
+                summary["permuted"] = evaluation.evaluate_permuted(loaded.model, asked)
+            if against is not None:
+                summary["against"] = evaluation.against(against, asked, predictions)
+            if split is not None:
+                made = divide(kept, predictions)
+                where = stack(device=loaded.device.type, compute_dtype=config.compute_dtype)
+                save_split(made, split, model_fingerprint=loaded.fingerprint, interface=bound.name, stack=where)
+                counts = {"past": len(made.past), "new": len(made.new)}
+                summary["split"] = {**counts, "data_fingerprint": made.data_fingerprint, "out": str(split)}
             summaries.append({**summary, "excluded": len(rows) - len(kept)})
         for name in theirs:
             from cplus.integrations.lm_eval import evaluate_harness_task
@@ -151,8 +147,7 @@ def _show_details(each: dict[str, Any]) -> None:
         if name in each:
             output.print(text.format_map(each[name]))
     if "harness" in each:
-        rules = {"acc": " (sum)", "acc_norm": " (per character)"} if each["interface"] == "cloze" else {}
-        own = ", ".join(f"{key} {value:.1f}{rules.get(key, '')}" for key, value in each["harness"].items())
+        own = ", ".join(f"{key} {value:.1f}" for key, value in each["harness"].items())
         output.print(f"lm-evaluation-harness: {own}")
     if changed := each.get("against"):
         for name in ("retention", "acquisition"):

@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Annotated
-
-import typer
 from rich.table import Table
 from rich.text import Text
 
-from cplus import models
 from cplus.base.terminal import output, print_json
-from cplus.cli import options
 from cplus.cli.options import Json
-from cplus.core.rows import Encoded
-from cplus.methods.table import METHODS
+from cplus.methods.table import METHODS, Method
 
 
-def methods(
-    costs: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Measure each method's extra memory on this model, e.g. 'toy'.",
-            autocompletion=options.models,
-        ),
-    ] = None,
-    json: Json = False,
-) -> None:
+def methods(json: Json = False) -> None:
     """List every method: what it does, which rows it uses and which paper it is from."""
-    options.check({"model": costs})
-
-    from cplus.lab.costs import rows_formula
-
-    if costs is not None:
-        _costs(costs, json=json)
-        return
     if json:
         rows = [
             {
@@ -69,23 +45,32 @@ def methods(
         ]
         table.add_row(row.name, Text.assemble(row.summary, "\n", ("; ".join(facts), "dim")))
     output.print(table)
-    output.print("n new rows, A anchors, N probes; a row costs 6 P L FLOPs. '--costs MODEL' measures memory too.")
+    output.print("n new rows, A anchors, N probes; a row costs 6 P L FLOPs.")
 
 
-def _costs(model: str, *, json: bool) -> None:
-    """Rows per epoch by formula; extra bytes per parameter as the method reports and as measured in a step."""
-    from cplus.lab import costs
+def rows_formula(method: Method) -> str:
+    """Rows per epoch with n new rows, A anchors and N probes, at 6 P L FLOPs each; one-time passes are not counted.
 
-    loaded = models.load(model)
-    tokens = tuple(range(3, 11))
-    table = costs.costs(loaded.model, [Encoded(tokens[:6], tokens[i : i + 1]) for i in range(4)])
-    if json:
-        print_json({"model": model, "costs": [asdict(row) for row in table]})
-        return
-    grid = Table(box=None, header_style="bold")
-    for column in ("method", "rows through the model", "extra bytes/param, by its own count", "measured"):
-        grid.add_column(column, justify="right" if "measured" in column or "bytes" in column else "left")
-    for row in table:
-        grid.add_row(row.method, row.rows, f"{row.reported:.2f}", f"{row.measured:.2f}")
-    output.print(grid)
-    output.print("n new rows, A anchors, N probes; a row costs 6 P L FLOPs. Memory is what is allocated within a step.")
+    >>> rows_formula(METHODS["cplus"]), rows_formula(METHODS["cplus-rotating"]), rows_formula(METHODS["agem"])
+    ('n + A + N per epoch', 'n + A + N/4 per epoch', 'n per epoch, A every step')
+    >>> rows_formula(METHODS["replay"]), rows_formula(METHODS["anchor-probe-replay"])
+    ('2n per epoch', 'n + 2N per epoch')
+    """
+    sizes = {"probes": "N", "anchors": "A", "constant": "N", "balanced": "N", "synthetic": "n"}
+    parts = ["n"]
+    for kind in method.train_on[1:]:
+        weight = "N" if "probes" in method.train_on else "n"
+        parts.append(weight if kind == "anchors" else sizes[kind])
+    seen = [
+        sizes[kind] if method.parts == 1 or kind == "anchors" else f"N/{method.parts}" for _, kind in method.evidence
+    ]
+    if method.refresh == "epoch":
+        parts += seen
+    counts = ((parts.count(part), part) for part in dict.fromkeys(parts))
+    text = " + ".join(part if count == 1 else f"{count}{part}" for count, part in counts) + " per epoch"
+    if isinstance(method.refresh, int) and method.evidence:
+        text += f", {' + '.join(seen)} every {'step' if method.refresh == 1 else f'{method.refresh} steps'}"
+    passes = method.objective.anchor_passes
+    text += f", A every step ({6 * passes:g} P L)" if passes else ""
+    read = [{"new": "n", **sizes}[kind] for kind in method.objective.read_by_base]
+    return text + (f", {' + '.join(read)} by the frozen model too (2 P L)" if read else "")
