@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,24 +14,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def evaluate_harness_task(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str, *, limit: int | None = None
+def run_tasks(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, tasks: Sequence[str], *, limit: int | None = None
 ) -> dict[str, Any]:
-    """A task as the harness itself evaluates it, zero-shot; the accuracy is its `acc`, or else its `exact_match`."""
+    """The harness's results for its own tasks on a loaded model, zero-shot."""
     try:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
         raise ImportError(MISSING) from error
+    wrapped, finder = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=16), task_manager(tasks)
     found = simple_evaluate(
-        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=16),
-        tasks=[name],
-        task_manager=task_manager([name]),
-        limit=limit,
-        num_fewshot=0,
-        bootstrap_iters=0,
+        model=wrapped, tasks=list(tasks), task_manager=finder, limit=limit, num_fewshot=0, bootstrap_iters=0
     )
     assert found is not None, "only a worker process of a distributed run gets no results"
+    return dict(found)
+
+
+def evaluate_harness_task(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str, *, limit: int | None = None
+) -> dict[str, Any]:
+    """A task as the harness itself evaluates it; the accuracy is its `acc`, or else its `exact_match`."""
+    found = run_tasks(model, tokenizer, [name], limit=limit)
     samples = [sample for own in found["samples"].values() for sample in own if sample["filter"] == own[0]["filter"]]
     metric = next((key for key in ("acc", "exact_match") if all(key in sample for sample in samples)), None)
     if metric is None:
