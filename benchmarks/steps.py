@@ -87,7 +87,7 @@ def guarded(name: str, made: torch.optim.Optimizer, bag: Bag) -> Guard:
     else:
         guard = Guard(made, bag, evidence=gradients, gate=Collaborative(beta=0.9, ema=ema))  # type: ignore[arg-type]
     if kind == "plain":
-        guard.__dict__["compiled"] = False
+        guard.gating.__dict__["compiled"] = False
     guard.refresh()
     return guard
 
@@ -102,7 +102,7 @@ def time_steps(millions: float, rounds: int) -> dict[str, Any]:
         made = optimizer(name, bag)
         steps[name] = made.step
         if name != "torch":
-            compiled[name] = guarded(name, made, bag).compiled
+            compiled[name] = guarded(name, made, bag).gating.compiled
     seconds = in_turn(steps, rounds=rounds, warm=2)
     return {
         "parameters": sum(g.numel() for g in known),

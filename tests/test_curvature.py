@@ -98,7 +98,7 @@ def test_every_way_applies_the_stored_coefficients(own: bool, monkeypatch: pytes
                     else torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
                 )
             optimizer.step()
-        assert guard.compiled == (not least)
+        assert guard.gating.compiled == (not least)
         assert guard.one_pass == (own and not least)
         assert guard.nbytes == 2 * sum(p.numel() for p in bag)
         for p, theta, c in zip(bag, first, guard.vectors[0], strict=True):

@@ -48,7 +48,7 @@ def test_a_graph_that_holds_a_stepped_parameter_does_not_go_backward(
     optimizer = kind(bag.weights, lr=0.1)
     guard = Guard(optimizer, bag, evidence=PastEvidence(), gate=Collaborative(beta=0.9))
     guard.refresh()
-    assert guard.compiled
+    assert guard.gating.compiled
     loss = sum((p.square().sum() for p in bag.weights), torch.zeros(()))
     loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     optimizer.step()

@@ -93,7 +93,7 @@ def test_the_compiled_passes_keep_the_other_rows_too(name: str, beta: float, mon
     train(plain, optimizer, guard)
     monkeypatch.setattr(kernels, "WORTH_COMPILING", 0)
     bag, optimizer, guard = guarded(name, gate=Collaborative(beta=beta))
-    assert (guard.compiled, guard.one_pass) == (True, name == "one-pass")
+    assert (guard.gating.compiled, guard.one_pass) == (True, name == "one-pass")
     start = [bits(p) for p in bag.weights]
     train(bag, optimizer, guard)
     for p, q in zip(bag.weights, plain.weights, strict=True):
@@ -215,7 +215,7 @@ def test_a_flat_partition_keeps_its_part_of_the_other_rows() -> None:
     engine.deepspeed = SimpleNamespace(module=nn.ParameterDict({"v": torch.zeros(2), "w": torch.zeros(5, 3)}))
     engine.fragments = [Fragment("v", 0, 0, 0, 2), Fragment("w", 0, 0, 2, 8), Fragment("w", 8, 1, 1, 7)]
     partitions = [nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(8))]
-    kept = {"w": torch.tensor([True, False, True, False, True])}
+    kept = {"w": [1, 3]}
     first, second = engine.held_still(kept, partitions).values()
     assert first.nonzero().flatten().tolist() == [2, 3, 4, 8, 9]  # coordinates 0 to 2 and 6 to 7 of w
     assert second.nonzero().flatten().tolist() == [1, 5, 6, 7]  # 8, and 12 to 14

@@ -123,7 +123,7 @@ def built(way: str, beta: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Bag, 
     options = {"lr": 0.01, "weight_decay": 0.1} | ({} if kind is optim.AdamW else {"fused": True})
     optimizer = kind(bag.weights, **options)  # type: ignore[arg-type]
     guard = Guard(optimizer, bag, evidence=PastEvidence(), gate=Collaborative(beta=beta))
-    assert (guard.compiled, guard.one_pass) == (way != "plain", way == "one-pass")
+    assert (guard.gating.compiled, guard.one_pass) == (way != "plain", way == "one-pass")
     return bag, optimizer, guard
 
 
@@ -276,7 +276,7 @@ def test_a_coordinate_that_waited_for_its_gradient_is_not_held_back(way: str, mo
     for batch in range(11):
         set_some(bag, batch, (True, False, True))
         optimizer.step()
-    before, sign = bag.weights[1].detach().clone(), guard.evidence_at(1).sign().float()
+    before, sign = bag.weights[1].detach().clone(), guard.gating.evidence_at(1).sign().float()
     optimizer.zero_grad()
     bag.weights[1].grad = -sign  # AdamW's first step is the rate times this sign: against the past everywhere
     optimizer.step()

@@ -416,9 +416,9 @@ _refresh = attach.Guard.refresh
 
 
 def _stale(guard: attach.Guard) -> evidence.Reference:
-    kept = guard._kept
+    kept = guard.gating.kept
     found = _refresh(guard)
-    guard._kept = kept or guard._kept
+    guard.gating.kept = kept or guard.gating.kept
     return found
 
 

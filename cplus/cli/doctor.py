@@ -147,14 +147,18 @@ def _ratio(rounds: int = 7) -> float:
     params = [torch.nn.Parameter(torch.ones(size)) for _ in range(count)]
     for p in params:
         p.grad = torch.ones(size)
-    signs, ema = {id(p): kernels.Signs.of(p) for p in params}, {id(p): torch.zeros(size) for p in params}
+    layout, signs, ema = (
+        kernels.Layout(params),
+        [kernels.Signs.of(p) for p in params],
+        [torch.zeros(size) for p in params],
+    )
     plain, gated = torch.optim.AdamW(params, fused=True), optim.AdamW(params)
     ratios = []
     for t in range(rounds + 1):
         begin = perf_counter()
         plain.step()
         middle = perf_counter()
-        gated.armed = optim.Armed(signs=signs, ema=ema, numbers=kernels.gate_numbers(0.9, t + 1))
+        gated.armed = optim.Armed(params, kernels.Layout(params), signs, ema, kernels.gate_numbers(0.9, t + 1))
         gated.step()
         ratios.append((perf_counter() - middle) / (middle - begin))
     return median(ratios[1:])

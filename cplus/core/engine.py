@@ -66,11 +66,12 @@ class Passes:
 class Engine:
     """Whole parameters in this process, or equal copies of them in several; the base class of all engines.
 
-    `sharded`: each process holds a part of every parameter, so that every pass is collective. `padding`: coordinates
-    of the stepped tensors that belong to no parameter.
+    `sharded`: each process holds a part of every parameter, so that every pass is collective. `one_by_one`: a step
+    changes one tensor after another, with hooks around each. `padding`: coordinates that belong to no parameter.
     """
 
     sharded = False
+    one_by_one = False
     padding = 0
     AFTER_A_BAD_GRADIENT = "the parameters are unchanged"
 
@@ -78,6 +79,7 @@ class Engine:
         running = dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if running else (0, 1)
         self.model = model
+        self._bad_step: Tensor | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -123,11 +125,14 @@ class Engine:
         """Whether every process's part of each parameter has so many coordinates; all processes decide alike."""
         return all(p.numel() >= least for p in params)
 
-    def held_still(self, kept: Mapping[str, Tensor], params: Sequence[nn.Parameter]) -> dict[int, Tensor]:
-        """Where the tensors do not train, by position, from the rows of parameters that do not, by name."""
+    def held_still(self, training: Mapping[str, Sequence[int]], params: Sequence[nn.Parameter]) -> dict[int, Tensor]:
+        """Where the tensors do not train, by position, from the rows of parameters that do, by name."""
         known = dict(self.module.named_parameters())
         positions = {id(in_model(p)): i for i, p in enumerate(params)}
-        return {positions[id(known[name])]: self.rows_here(rows, known[name]) for name, rows in kept.items()}
+        return {
+            positions[id(known[name])]: self.rows_here(others(rows, known[name]), known[name])
+            for name, rows in training.items()
+        }
 
     def rows_here(self, rows: Tensor, p: nn.Parameter) -> Tensor:
         """A vector with an entry for each row of a parameter, cut to the rows held here and shaped like the rows."""
@@ -137,8 +142,13 @@ class Engine:
         """The sum of each parameter over all shards, by its name: a cheap fingerprint."""
         names = self.names()
         sums = [p.detach().sum(dtype=torch.float64) for p in params]
-        whole = [s.full_tensor() if hasattr(s, "full_tensor") else s for s in sums]
-        return {names[id(in_model(p))]: float(s) for p, s in zip(params, whole, strict=True)}
+        whole = torch.stack([s.full_tensor() if hasattr(s, "full_tensor") else s for s in sums])
+        return dict(zip((names[id(in_model(p))] for p in params), whole.tolist(), strict=True))
+
+    @property
+    def shards(self) -> int:
+        """The number of parts that each parameter is in."""
+        return self.world if self.sharded else 1
 
     def at_once(self, sizes: Sequence[int]) -> int:
         """The memory of copies of these sizes that are held at the same time in a step."""
@@ -198,9 +208,18 @@ class Engine:
     def check_gradients(
         self, optimizer: Optimizer, params: Sequence[nn.Parameter], names: Mapping[int, str], step: int
     ) -> None:
-        """Refuse a gradient that is not finite; a gradient scaler checks them and skips the step itself."""
+        """Refuse a gradient that is not finite; a gradient scaler checks them and skips the step itself.
+
+        Reading the answer from an accelerator would make the host wait at every step: there it is noted, and read by
+        `check_earlier_gradients` where the host waits anyway.
+        """
         gradients = [(p, local(p.grad)) for p in params if p.grad is not None]
         if not gradients or getattr(optimizer, "found_inf", None) is not None:
+            return
+        if not gradients[0][1].is_cpu:
+            largest = torch.stack(torch._foreach_norm([g for _, g in gradients], math.inf)).max()
+            now = torch.where(largest.isfinite(), math.inf, step)
+            self._bad_step = now if self._bad_step is None else torch.minimum(self._bad_step, now)
             return
         # A sum reads memory once at full speed; if only the sum overflows, the exact check below finds no error.
         total = torch.stack([g.sum().float() for _, g in gradients]).sum()
@@ -212,6 +231,18 @@ class Engine:
             raise FloatingPointError(
                 f"the gradient of {name} is not finite at step {step}; {self.AFTER_A_BAD_GRADIENT}. "
                 "Lower the learning rate, clip the gradient or check the batch"
+            )
+
+    def check_earlier_gradients(self) -> None:
+        """Refuse to continue after a step whose gradient was not finite, on a device where it could not be stopped."""
+        if self._bad_step is None:
+            return
+        step, device, self._bad_step = float(self._bad_step), self._bad_step.device, None
+        if self.over_shards(float(step < math.inf), device):
+            where = f"step {step:.0f}" if step < math.inf else "a step of another process"
+            raise FloatingPointError(
+                f"the gradient was not finite at {where}, and on {device.type} this is read only now; resume from the "
+                "last checkpoint. Lower the learning rate, clip the gradient or check the batch"
             )
 
     def check_alike(self, value: object, what: str, device: torch.device) -> None:
@@ -236,6 +267,19 @@ def engine_of(model: nn.Module, params: Sequence[nn.Parameter]) -> Engine:
         return Engine(model)
     engine: Engine = getattr(import_module("cplus.distributed.engines"), kind)(model)
     return engine
+
+
+def shape_of(p: nn.Parameter) -> torch.Size:
+    """A parameter's whole shape; ZeRO 3 leaves the parameter itself empty."""
+    shape: torch.Size = getattr(p, "ds_shape", p.shape)
+    return shape
+
+
+def others(rows: Sequence[int], p: nn.Parameter) -> Tensor:
+    """The rows of a parameter but these, as a mask."""
+    mask = torch.ones(shape_of(p)[0], dtype=torch.bool)
+    mask[list(rows)] = False
+    return mask
 
 
 def is_deepspeed(model: nn.Module) -> bool:

@@ -23,12 +23,12 @@ coefficients in bfloat16 that are applied as they are."""
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """One tensor's step: its value, the value the optimizer proposes, and what is known about the change.
+    """The step of one tensor, or of small ones in one buffer: values before and after, what is known of the change.
 
     `g_hat` is the evidence, None for a gate that reads none. `gradient` is the gradient of the new data after clipping
     and projection, `momentum` the optimizer's first moment (the gradient if the optimizer keeps none, None if it cannot
-    be read); both are None for a parameter without a gradient in this step. `position` is the tensor's place among all
-    parameters: ZeRO steps them one at a time.
+    be read); both are None for a parameter without a gradient in this step, and for the paper's gate, which does not
+    read them. `position` is the tensor's place among all: ZeRO steps them one at a time.
     """
 
     theta: Tensor
@@ -88,7 +88,11 @@ class Gate:
 
 
 class Average:
-    """The mask's moving average over steps. With beta = 0 it is the mask itself and needs no memory."""
+    """The mask's moving average over steps. With beta = 0 it is the mask itself and needs no memory.
+
+    `layout` says which tensors are processed together; without it each one is alone. `units` holds the averages so,
+    `tensors` gives them one by one.
+    """
 
     def __init__(self, beta: float, kind: kernels.EmaType) -> None:
         if not 0.0 <= beta < 1.0:
@@ -97,24 +101,34 @@ class Average:
             raise ValueError(f"the moving average must be float32, bfloat16 or uint8, got {kind!r}")
         self.beta, self.kind = beta, kind
         self.step = 0
-        self.tensors: list[Tensor] = []
+        self.layout: kernels.Layout | None = None
+        self.units: list[Tensor] = []
 
-    def allocate(self, params: Sequence[Tensor]) -> None:
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The average of each tensor; none before the first step."""
+        return self.layout.separate(self.units) if self.layout and self.units else self.units
+
+    @tensors.setter
+    def tensors(self, averages: list[Tensor]) -> None:
+        self.units = self.layout.joined(averages) if self.layout and averages else averages
+
+    def allocate(self, units: Sequence[Tensor]) -> None:
         """Create the average before the first step, unless beta = 0."""
         if self.beta:
-            self.tensors += [kernels.zeros(p, self.kind) for p in params[len(self.tensors) :]]
+            self.units += [kernels.zeros(own, self.kind) for own in units[len(self.units) :]]
 
-    def advance(self, position: int, mask: Tensor) -> Tensor:
-        """Lines 11-12 of Algorithm 1 for one tensor; `step` must already count this step."""
+    def advance(self, unit: int, mask: Tensor) -> Tensor:
+        """Lines 11-12 of Algorithm 1 for one unit; `step` must already count this step."""
         if not self.beta:  # the average is the mask and its correction is 1
             return mask
-        average = algorithm.smooth(kernels.read(self.tensors[position]), mask, self.beta)
-        self.tensors[position] = kernels.stored(average, self.tensors[position])
-        return self.coefficient(position)
+        average = algorithm.smooth(kernels.read(self.units[unit]), mask, self.beta)
+        self.units[unit] = kernels.stored(average, self.units[unit])
+        return self.coefficient(self.units[unit])
 
-    def coefficient(self, position: int) -> Tensor:
-        """The coefficients that the last step applied to one tensor."""
-        return algorithm.coefficient(kernels.read(self.tensors[position]), self.beta, self.step)
+    def coefficient(self, average: Tensor) -> Tensor:
+        """The coefficients that the last step applied to a tensor with this average."""
+        return algorithm.coefficient(kernels.read(average), self.beta, self.step)
 
 
 class Collaborative(Gate):
@@ -132,7 +146,7 @@ class Collaborative(Gate):
     def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
         """Lines 10-12 of Algorithm 1, one tensor at a time."""
         average, first = self.average, proposals[0].position
-        average.allocate([*average.tensors[:first], *(proposal.theta for proposal in proposals)])
+        average.allocate([*average.units[:first], *(proposal.theta for proposal in proposals)])
         average.step += first == 0
         for i, proposal in enumerate(proposals, start=first):
             mask = algorithm.collaborates(proposal.sign, proposal.delta)
@@ -143,7 +157,7 @@ class Collaborative(Gate):
         """The coefficients of the average that the pass has stored; without an average, the mask."""
         if not self.average.beta:
             return algorithm.collaborates(proposal.sign, proposal.delta)
-        return self.average.coefficient(proposal.position)
+        return self.average.coefficient(self.average.tensors[proposal.position])
 
     def tally(self) -> tuple[int, int]:
         """The number of coordinates with mask 1 and of all coordinates, over the steps since the last call."""
@@ -160,7 +174,7 @@ class Collaborative(Gate):
     @property
     def nbytes(self) -> int:
         """The moving average."""
-        return sum(e.nbytes for e in self.average.tensors)
+        return sum(e.nbytes for e in self.average.units)
 
     def state_dict(self) -> dict[str, Any]:
         """The step count and the moving average."""
@@ -189,11 +203,13 @@ class Elementwise(Gate):
         """The function's values; a value outside [0, 1] would not attenuate and is refused."""
         for proposal in proposals:
             c = self.function(proposal)
-            if c.shape != proposal.theta.shape or not bool(((c >= 0) & (c <= 1)).all()):
+            inside = ((c >= 0) & (c <= 1)).all()
+            if c.shape != proposal.theta.shape or (c.is_cpu and not inside):
                 raise ValueError(
                     f"a gate's coefficients must lie in [0, 1], one for each of {tuple(proposal.theta.shape)} "
                     f"coordinates, got {tuple(c.shape)} from {float(c.min()):g} to {float(c.max()):g}"
                 )
+            torch._assert_async(inside)  # refuses them on a device without waiting for it
             yield c
 
     def applied(self, proposal: Proposal) -> Tensor:
@@ -261,16 +277,16 @@ class NormMatched(Around):
     """
 
     def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
-        """One constant tensor per proposal."""
-        total = kept = 0.0
+        """One constant tensor per proposal, computed on the device: the host does not wait for the norms."""
+        total = kept = torch.zeros((), dtype=torch.float64, device=proposals[0].theta.device)
         for proposal, c in zip(proposals, self.inner.coefficients(proposals), strict=True):
             delta = proposal.delta.double()
-            total += float(delta.square().sum())
-            kept += float((delta * c).square().sum())
+            total = total + delta.square().sum()
+            kept = kept + (delta * c).square().sum()
         # The square root of a ratio <= 1 rounds to at most 1, so the coefficient stays in [0, 1].
-        ratio = (kept / total) ** 0.5 if total else 1.0
+        ratio = torch.where(total > 0, (kept / total).sqrt(), 1.0).float()
         for proposal in proposals:
-            yield torch.full_like(proposal.theta, ratio, dtype=torch.float32)
+            yield ratio.expand(proposal.theta.shape)
 
 
 class Shuffled(Around):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, SupportsIndex, TypeAlias
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cplus.base.environment import check_versions
-from cplus.core import algorithm, kernels
+from cplus.core import kernels
 from cplus.core.engine import (
     bare,
     check_predicts_tokens,
@@ -21,6 +20,7 @@ from cplus.core.engine import (
     engine_of,
     in_model,
     local,
+    shape_of,
     trainable,
     unwrapped,
 )
@@ -34,17 +34,15 @@ from cplus.core.evidence import (
     memory_of,
     sources,
 )
-from cplus.core.gates import Collaborative, Gate, Proposal
-from cplus.core.kernels import Signs
-from cplus.core.optim import AdamW, apply_compiled, arm, first_moments, nested
+from cplus.core.gates import Collaborative, Gate
+from cplus.core.gating import Gating, Observer
+from cplus.core.optim import nested
 from cplus.core.rows import ZERO_EVIDENCE, Encoded
 
 OnlyRows: TypeAlias = Mapping[str, Sequence[int]]
 """The rows that train, by the name of their parameter; all rows of the other parameters do."""
 Projection: TypeAlias = Callable[[Sequence[Tensor], Sequence[Sequence[Tensor]]], None]
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-Observer: TypeAlias = Callable[[int, Proposal, Tensor], None]
-"""Called with each tensor's index among the parameters, its proposal and its coefficients, to read but not to keep."""
 
 
 def protect(
@@ -156,12 +154,6 @@ def rows_that_train(only: OnlyRows, module: nn.Module, trained: Sequence[nn.Para
     return found
 
 
-def shape_of(p: nn.Parameter) -> torch.Size:
-    """A parameter's whole shape; ZeRO 3 leaves the parameter itself empty."""
-    shape: torch.Size = getattr(p, "ds_shape", p.shape)
-    return shape
-
-
 def row_numbers(name: str, shape: torch.Size, rows: Sequence[int]) -> list[int]:
     """The row numbers in order, each once."""
     if not shape:
@@ -188,6 +180,8 @@ class Guard:
 
     Evidence is required by a projection and by every gate that reads it.
     """
+
+    gating: Gating
 
     def __init__(
         self,
@@ -216,17 +210,8 @@ class Guard:
         self.refreshes = self.steps = 0
         self.observers: list[Observer] = []
         self.params: list[nn.Parameter] = []
-        self.names: dict[int, str] = {}
-        self.training_rows: dict[str, list[int]] = {}
-        self._kept: list[list[Tensor | Signs]] = []  # the evidence in use
-        self._theta: list[Tensor] = []  # the stepped parameters' values before the step
-        self._still: dict[int, Tensor] = {}  # where a tensor does not train, by its position
-        self._values: dict[int, Tensor] = {}  # its values before the step
-        self._unlisted: list[nn.Parameter] = []  # parameters that a step must not change
-        self._unlisted_versions: list[int] = []
-        self._versions: list[int] = []
         self._dtypes: list[torch.dtype] = []
-        self._proposing = False
+        self._versions: list[int] = []
         self._bind()
         self._hooks = [
             self.optimizer.register_step_pre_hook(self._before),
@@ -242,31 +227,38 @@ class Guard:
                     "the parameters' precision changed after protect(); convert the model before protect()"
                 )
             return
-        if self._kept:
+        if self.params and self.gating.kept:
             raise ValueError("the optimizer's parameters changed after protect(); detach the guard and protect again")
         self.engine = engine_of(self.model, params)
-        self.names, self.params, self._dtypes = self.engine.names(), params, [p.dtype for p in params]
+        self.names, self._dtypes = self.engine.names(), [p.dtype for p in params]
         self.names |= {id(p): self.names[id(q)] for p in params if id(q := in_model(p)) in self.names}
         for p in params:
             check_supported(p, self.names.get(id(p), "a parameter outside the model"), allow_16bit=self.allow_16bit)
-        whole = self.gate is not None and self.gate.whole
-        self.engine.check(params, whole=whole or self.projection is not None or memory_of(self.evidence) is not None)
+        whole = self.projection is not None or (self.gate is not None and self.gate.whole)
+        self.engine.check(params, whole=whole or memory_of(self.evidence) is not None)
         trained = self.engine.trained(params)
         self.training_rows = rows_that_train(self.only_rows, self.engine.module, trained)
-        known, still = dict(self.engine.module.named_parameters()), {}
-        for name, rows in self.training_rows.items():
-            still[name] = torch.ones(shape_of(known[name])[0], dtype=torch.bool)
-            still[name][rows] = False
-        self._still = self.engine.held_still(still, params)
         listed = {id(p) for p in [*params, *trained]}
         held = [*self.model.parameters(), *(p for group in self.optimizer.param_groups for p in group["params"])]
-        self._unlisted = list({id(p): p for p in held if id(p) not in listed}.values())
+        self._unlisted = list({id(p): p for p in held if id(p) not in listed}.values())  # a step must not move them
+        self._unlisted_versions: list[int] = []
+        self.params = params
+        self.gating = Gating(
+            self.optimizer,
+            self.engine,
+            params,
+            self.gate,
+            projected=self.projection is not None,
+            still=self.engine.held_still(self.training_rows, params),
+            observers=self.observers,
+        )
 
     def refresh(self) -> Reference:
         """Compute the evidence at the current parameters and use it until the next refresh."""
         self._bind()
         if self.evidence is None:
             raise ValueError("this guard's gate reads no evidence, so there is nothing to refresh")
+        self.engine.check_earlier_gradients()
         if self._versions and self._versions != self.engine.versions(self.params):
             warnings.warn(
                 "parameters have changed since the last gated step, outside the gate; that is right after loading or "
@@ -277,7 +269,7 @@ class Guard:
         reference = self.evidence(self.params, self.refreshes)
         if reference.norm == 0.0:
             warnings.warn(ZERO_EVIDENCE, stacklevel=2)
-        self.vectors = reference.vectors
+        self.gating.keep(reference.vectors)
         self.refreshes += 1
         self._versions = self.engine.versions(self.params)
         return reference
@@ -285,50 +277,31 @@ class Guard:
     @property
     def vectors(self) -> list[list[Tensor]]:
         """The evidence in use: gradients, or their signs if the gate reads nothing else."""
-        return [[g.unpacked() if isinstance(g, Signs) else g for g in vector] for vector in self._kept]
+        return self.gating.vectors()
 
-    @vectors.setter
-    def vectors(self, vectors: Sequence[Sequence[Tensor]]) -> None:
-        # Where a tensor does not train nothing is proposed; with the sign 0 it counts as admitted.
-        packs = self.gate is not None and self.gate.uses == "signs" and self.projection is None
-        self._kept = [
-            [
-                Signs.of(g.masked_fill(self._still[i], 0) if i in self._still else g) if packs else g
-                for i, g in enumerate(v)
-            ]
-            for v in vectors
-        ]
-
-    def evidence_at(self, position: int) -> Tensor:
-        """The evidence for one parameter, or its signs if only those are stored."""
-        if not self._kept:
-            raise RuntimeError("no evidence yet: call guard.refresh() first")
-        g = self._kept[0][position]
-        return g.unpacked() if isinstance(g, Signs) else g
+    @property
+    def one_pass(self) -> bool:
+        """Whether the optimizer gates its own proposal, without a copy of the parameters."""
+        return self.gating.one_pass
 
     @property
     def nbytes(self) -> int:
         """The memory held between steps: evidence and gate."""
         memory = memory_of(self.evidence)
-        evidence = sum(g.nbytes for vector in self._kept for g in vector) + (memory.nbytes if memory else 0)
+        evidence = sum(g.nbytes for vector in self.gating.kept for g in vector) + (memory.nbytes if memory else 0)
         return evidence + (0 if self.gate is None else self.gate.nbytes)
 
     @property
     def step_nbytes(self) -> int:
         """The additional memory during a step: any optimizer but our AdamW needs a copy of the parameters."""
-        copied = range(len(self.params)) if self._copies else self._still
+        copied = range(len(self.params)) if self.gating.copies else self.gating.still
         return self.engine.at_once([local(self.params[i]).nbytes for i in copied])
-
-    @property
-    def _copies(self) -> bool:
-        """Whether a step copies all parameters, not only those of which some rows stay."""
-        return self.gate is not None and not self.one_pass
 
     def detach(self) -> None:
         """Remove the hooks: the optimizer is plain again."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._theta, self._values = [], [], {}
+        self.gating.end()
 
     def __enter__(self) -> Guard:
         return self
@@ -338,9 +311,10 @@ class Guard:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs besides the state of the model and of the optimizer."""
+        self.engine.check_earlier_gradients()
         memory = memory_of(self.evidence)
         return {
-            "ranks": self.engine.world if self.engine.sharded else 1,
+            "ranks": self.engine.shards,
             "gate": None if self.gate is None else self.gate.state_dict(),
             "vectors": [[g.clone() for g in vector] for vector in self.vectors],
             "memory": None if memory is None else memory.state_dict(),
@@ -351,26 +325,22 @@ class Guard:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state; its parameters must have the same shapes and the same number of shards."""
         self._bind()
-        ranks = self.engine.world if self.engine.sharded else 1
-        if state["ranks"] != ranks:
+        if state["ranks"] != self.engine.shards:
             raise ValueError(
-                f"the saved guard state is one of {state['ranks']} shards and this run has {ranks}; to change the "
-                "number of processes, save and load it with cplus.distributed.checkpoint.save and load"
+                f"the saved guard state is one of {state['ranks']} shards and this run has {self.engine.shards}; to "
+                "change the number of processes, save and load it with cplus.distributed.checkpoint.save and load"
             )
         params = [local(p) for p in self.params]
-        for vector in state["vectors"]:
-            if [g.shape for g in vector] != [p.shape for p in params]:
-                raise ValueError("the saved guard state belongs to other parameters: their shapes differ")
+        if any([g.shape for g in vector] != [p.shape for p in params] for vector in state["vectors"]):
+            raise ValueError("the saved guard state belongs to other parameters: their shapes differ")
         if self.gate is not None:
             self.gate.load_state_dict(state["gate"], params)
-        # A projection's many vectors that were squeezed into 16 bits stay in the host's memory.
-        self.vectors = [
-            [
-                g if self.projection and g.dtype == torch.bfloat16 else g.to(p.device, copy=True)
-                for g, p in zip(vector, params, strict=True)
-            ]
-            for vector in state["vectors"]
-        ]
+
+        def placed(g: Tensor, p: Tensor) -> Tensor:
+            """On the parameter's device; a projection's vectors that were squeezed into 16 bits stay on the host."""
+            return g if self.projection and g.dtype == torch.bfloat16 else g.to(p.device, copy=True)
+
+        self.gating.keep([list(map(placed, vector, params)) for vector in state["vectors"]])
         if (memory := memory_of(self.evidence)) is not None:
             memory.load_state_dict(state["memory"], params)
         self.refreshes, self.steps = int(state["refreshes"]), int(state["steps"])
@@ -384,23 +354,15 @@ class Guard:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self.engine.check_gradients(self.optimizer, self.params, self.names, self.steps + 1)
-        if self.evidence is not None and not self._idle:
+        if self.evidence is not None and not self.gating.idle:
             if self.refresh_every is not None and self.steps % self.refresh_every == 0:
                 with torch.enable_grad():
                     self.refresh()
-            if not self._kept:
+            if not self.gating.kept:
                 raise RuntimeError(
                     "no evidence yet: call guard.refresh() before the first step, or pass refresh_every=n"
                 )
-        now = self.engine.stepping(self.params)
-        if self._copies:
-            self._theta = kernels.copies([local(self.params[i]) for i in now])
-        self._values = {
-            i: self._theta[i - now[0]] if self._theta else local(self.params[i]).clone()
-            for i in now
-            if i in self._still
-        }
-        self._proposing = False
+        self.gating.begin()
         if closure is None:
             self._ready()
             return None
@@ -412,7 +374,7 @@ class Guard:
                     self.engine.check_gradients(self.optimizer, self.params, self.names, self.steps + 1)
                     self._ready()
             except BaseException as error:
-                self._undo()
+                self.gating.undo()
                 error.add_note(f"raised by the closure of step {self.steps + 1}; the parameters are unchanged")
                 raise
             return loss
@@ -428,25 +390,12 @@ class Guard:
                     "without the gate; set its .grad to None, or make it require gradients before protect()"
                 )
         used = [i for i, p in enumerate(self.params) if p.grad is not None]
-        self._proposing = bool(used)
-        if self.projection is not None and self._kept:
+        self.gating.proposing = bool(used)
+        if self.projection is not None and self.gating.kept:
             gradients = [g for i in used if (g := self.params[i].grad) is not None]
             self.projection(gradients, [[vector[i] for i in used] for vector in self.vectors])
-        if self.one_pass and self._proposing and not self._idle:
-            assert self.gate is not None
-            show = self._show_armed if self.observers else None
-            arm(self.optimizer, self.gate, self.params, self._kept[0], self.steps + 1, show)
+        self.gating.arm(self.steps + 1)
         self._unlisted_versions = self.engine.versions(self._unlisted)
-
-    @torch.no_grad()
-    def _undo(self) -> None:
-        """Restore the parameters to their values before a step that failed."""
-        for i, theta in zip(self.engine.stepping(self.params), self._theta, strict=False):
-            local(self.params[i]).copy_(theta)
-        self._put_back()
-        self._theta, self._values = [], {}
-        if isinstance(self.optimizer, AdamW):
-            self.optimizer.armed = None
 
     @torch.no_grad()
     def _after(self, *_: object) -> None:
@@ -458,119 +407,25 @@ class Guard:
             return
         moved = [p for p, v in zip(self._unlisted, self._unlisted_versions, strict=False) if p._version != v]
         if moved:
-            self._undo()
+            self.gating.undo()
             raise RuntimeError(
                 f"the optimizer's step moved {self._name(moved[0])}, which is not among the parameters it was "
                 "protected with and so bypassed the gate; protect the optimizer that lists it. The listed parameters "
                 "are restored to their values before the step"
             )
-        self._put_back()
-        now = self.engine.stepping(self.params)
+        self.gating.put_back()
         try:
-            if self._gated(now):
-                self.steps += now[-1] == len(self.params) - 1  # ZeRO steps its partitions one after another
+            if self.gating.stepped():
+                if self.evidence is not None and not self.gating.kept:
+                    self.gating.undo()
+                    raise RuntimeError(
+                        "the optimizer moved parameters at learning rate 0; call guard.refresh() before the first step"
+                    )
+                self.steps += self.gating.apply(self.steps + 1)
         finally:
-            self._put_back()  # interpolating between two equal numbers may still turn -0.0 into 0.0
-            self._theta, self._values = [], {}
+            self.gating.put_back()  # interpolating between two equal numbers may still turn -0.0 into 0.0
+            self.gating.end()
             self._versions = self.engine.versions(self.params)
-
-    def _put_back(self) -> None:
-        """Undo what was done to rows that do not train."""
-        for i, before in self._values.items():
-            p = local(self.params[i])
-            p.copy_(torch.where(self._still[i], before, p))
-
-    def _gated(self, now: range) -> bool:
-        """Gate the proposal that the parameters hold, whether it was a step or not; our AdamW has gated its own."""
-        gate = self.gate
-        if gate is None or self.one_pass:
-            if isinstance(self.optimizer, AdamW) and self.optimizer.armed is not None:
-                self.optimizer.armed = None
-                raise RuntimeError(
-                    "the step did not run the gated kernel of cplus.optim.AdamW, so the parameters moved without the "
-                    "gate; load the last checkpoint and call optimizer.step() as it is, neither compiled nor overridden"
-                )
-            return self._proposing and not self._idle
-        proposed = [local(self.params[i]) for i in now]
-        if not self._stepped(proposed):
-            return False
-        if self.evidence is not None and not self._kept:
-            torch._foreach_copy_(proposed, self._theta)
-            raise RuntimeError(
-                "the optimizer moved parameters at learning rate 0; call guard.refresh() before the first step"
-            )
-        moments: list[Tensor | None] = [None] * len(now)
-        if gate.average is None:  # the paper's gate does not read them
-            moments = first_moments(self.optimizer, [self.params[i] for i in now])
-        proposals = [
-            self._proposal(i, theta, q, m) for i, theta, q, m in zip(now, self._theta, proposed, moments, strict=True)
-        ]
-        if self.compiled:
-            apply_compiled(gate, proposals, self._kept[0], self.steps + 1, self._show if self.observers else None)
-            return True
-        for proposal, c in zip(proposals, gate.coefficients(proposals), strict=True):
-            self._show(proposal, c)
-            proposal.proposed.copy_(algorithm.apply(proposal.theta, proposal.proposed, c))
-        return True
-
-    def _stepped(self, proposed: Sequence[Tensor]) -> bool:
-        """Whether this was a step: there were gradients at a learning rate above 0, or parameters moved anyway.
-
-        A fused optimizer fires its hooks even if the gradient scaler makes it skip; that is not a step.
-        """
-        found_inf = getattr(self.optimizer, "found_inf", None)
-        if found_inf is not None and bool(found_inf):
-            return False
-        if self._proposing and not self._idle:
-            return True
-        moved = not all(torch.equal(t, p) for t, p in zip(self._theta, proposed, strict=True))
-        return any(self.engine.sums([moved], proposed[0].device))  # all processes count the same steps
-
-    def _proposal(self, position: int, theta: Tensor, proposed: Tensor, momentum: Tensor | None = None) -> Proposal:
-        gradient = self.params[position].grad
-        return Proposal(
-            theta=theta,
-            proposed=proposed,
-            g_hat=self._kept[0][position] if self._kept else None,
-            gradient=None if gradient is None else local(gradient),
-            momentum=None if momentum is None else local(momentum),
-            position=position,
-        )
-
-    def _show(self, proposal: Proposal, c: Tensor) -> None:
-        for observer in self.observers:
-            observer(proposal.position, proposal, c)
-
-    def _show_armed(self, position: int, theta: Tensor, proposed: Tensor) -> None:
-        """Show what our AdamW has gated; where a tensor does not train, nothing was proposed."""
-        if position in self._still:
-            proposed = torch.where(self._still[position], theta, proposed)
-        proposal = self._proposal(position, theta, proposed)
-        assert self.gate is not None
-        self._show(proposal, self.gate.applied(proposal))
-
-    @cached_property
-    def compiled(self) -> bool:
-        """Whether the gate runs as one compiled pass."""
-        return self.compiles(sum(p.numel() for p in self.params))
-
-    def compiles(self, parameters: int) -> bool:
-        """Whether the gate would be compiled with this many parameters; for small models compiling costs too much."""
-        gate = self.gate
-        if gate is None or self.projection is not None or (gate.average is None and gate.uses != "coefficients"):
-            return False
-        if parameters < kernels.WORTH_COMPILING or not self.engine.compiles(self.params, kernels.LEAST):
-            return False
-        return all(kernels.fits(local(p)) for p in self.params) and kernels.can_compile(self.params[0].device.type)
-
-    @property
-    def one_pass(self) -> bool:
-        """Whether the optimizer gates its own proposal, without a copy of the parameters."""
-        return isinstance(self.optimizer, AdamW) and self.compiled
-
-    @property
-    def _idle(self) -> bool:
-        return self.engine.idle(self.optimizer)
 
     def _name(self, p: nn.Parameter) -> str:
         return repr(self.names.get(id(p), "a parameter outside the model"))

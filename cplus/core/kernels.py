@@ -11,7 +11,7 @@ import shlex
 import shutil
 import subprocess
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -150,7 +150,8 @@ def _check(tensor: Tensor, count: int, dtype: torch.dtype) -> None:
 EmaType: TypeAlias = Literal["float32", "bfloat16", "uint8"]
 WORTH_COMPILING = 1_000_000  # parameters; smaller models use the plain gate
 CHUNK = 1 << 20  # bytes of signs packed at a time
-SHARED = PARALLEL_FROM  # tensors with at least this many coordinates count as large
+ALONE = 1 << 20  # coordinates from which a tensor is not joined with others
+TOGETHER = 1 << 22  # coordinates that are joined at most
 FIRST = 1 << 10  # coordinates of the example tensors that Inductor compiles a kernel with
 LEAST = 4  # coordinates of a tensor that the compiled kernels accept
 ROUNDED = ("emulate_precision_casts", "eager_numerics.division_rounding")
@@ -184,11 +185,6 @@ class Signs:
                 chunk[: part.numel()] |= codes << 2 * k
         return cls(packed, gradient.shape)
 
-    @classmethod
-    def none(cls, like: Tensor) -> Signs:
-        """Zeros, with which nothing conflicts; all tensors of a device share their memory."""
-        return cls(_zeros(-(-like.numel() // 4), like.device), like.shape)
-
     @property
     def nbytes(self) -> int:
         """A quarter of a byte per coordinate."""
@@ -199,20 +195,58 @@ class Signs:
         return sign_of(self.packed, self.shape.numel()).view(self.shape)
 
 
-_NO_SIGNS: dict[torch.device, Tensor] = {}
-
-
-def _zeros(count: int, device: torch.device) -> Tensor:
-    """The first bytes of a buffer of zeros that grows with the largest tensor asked for."""
-    if device not in _NO_SIGNS or len(_NO_SIGNS[device]) < count:
-        _NO_SIGNS[device] = torch.zeros(count, dtype=torch.uint8, device=device)
-    return _NO_SIGNS[device][:count]
-
-
 def sign_of(packed: Tensor, count: int) -> Tensor:
     """The first `count` signs of packed bytes as -1, 0 and 1 in int8."""
     codes = packed[:, None] >> torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device)
     return ((codes & 1).to(torch.int8) - (codes >> 1 & 1).to(torch.int8)).view(-1)[:count]
+
+
+class Layout:
+    """Which tensors are processed together, so that launches on an accelerator do not grow with their number.
+
+    Small tensors of one kind are joined in one buffer, a unit. A large tensor is a unit of its own, because its kernel
+    takes longer than its launch, and so is every tensor on the CPU, where there are no launches.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], kinds: Sequence[object] = ()) -> None:
+        self.shapes = [t.shape for t in tensors]
+        self.units: list[list[int]] = []
+        filling: dict[object, list[int]] = {}
+        for i, t in enumerate(tensors):
+            kind = (kinds[i], t.dtype, t.device) if kinds else None
+            small = kind is not None and not t.is_cpu and t.numel() < ALONE and t.numel() % 4 == 0
+            if small and kind in filling and sum(tensors[j].numel() for j in [*filling[kind], i]) <= TOGETHER:
+                filling[kind].append(i)
+                continue
+            self.units.append([i])
+            if small:
+                filling[kind] = self.units[-1]
+
+    def join(self, unit: int, tensors: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
+        """The tensors of a unit in one buffer; a tensor alone is itself."""
+        own = [tensors[i] for i in self.units[unit]]
+        return own[0] if len(own) == 1 else torch.cat([t.reshape(-1) for t in own])
+
+    def joined(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """All tensors, by unit."""
+        return [self.join(unit, tensors) for unit in range(len(self.units))]
+
+    def split(self, unit: int, whole: Any) -> list[Any]:
+        """The parts of a unit's buffer, or of its signs, in the shapes of its tensors; None for each part of None."""
+        shapes = [self.shapes[i] for i in self.units[unit]]
+        if whole is None or len(shapes) == 1:
+            return [whole] * len(shapes)
+        if isinstance(whole, Signs):
+            quarters = torch.split(whole.packed, [shape.numel() // 4 for shape in shapes])
+            return [Signs(part, shape) for part, shape in zip(quarters, shapes, strict=True)]
+        parts = torch.split(whole, [shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def separate(self, wholes: Sequence[Any]) -> list[Any]:
+        """The parts of all units, in the order of the tensors."""
+        places = [i for unit in self.units for i in unit]
+        parts = [part for unit, whole in enumerate(wholes) for part in self.split(unit, whole)]
+        return [part for _, part in sorted(zip(places, parts, strict=True), key=lambda pair: pair[0])]
 
 
 def stored(ema: Tensor, like: Tensor) -> Tensor:
@@ -255,34 +289,54 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return parts
 
 
-def gate(theta: Tensor, param: Tensor, signs: Signs, ema: Tensor | None, numbers: tuple[float, ...]) -> None:
+Numbers: TypeAlias = "tuple[float, ...] | Tensor"
+"""A step's scalars: floats for the kernels on the CPU, a tensor on any other device."""
+
+
+def on_device(rows: Sequence[tuple[float, ...]], device: torch.device) -> Sequence[Numbers]:
+    """Scalars where the kernels read them: one copy to the device for all rows."""
+    return rows if device.type == "cpu" else scalars(rows, device).unbind()
+
+
+def scalars(values: Sequence[Any], device: torch.device) -> Tensor:
+    """Numbers as a tensor on the device, so that new values cause no recompilation."""
+    return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
+
+
+def gate(theta: Tensor, param: Tensor, signs: Signs | None, ema: Tensor | None, numbers: Numbers) -> None:
     """In place: `param` holds the proposal and receives the gated step; without an average the mask is applied."""
     _pass(gate_block, (theta, param), signs, ema, numbers)
 
 
 def adamw(
-    param: Tensor, gradient: Tensor, m: Tensor, v: Tensor, signs: Signs, ema: Tensor | None, numbers: tuple[float, ...]
+    param: Tensor, gradient: Tensor, m: Tensor, v: Tensor, signs: Signs | None, ema: Tensor | None, numbers: Numbers
 ) -> None:
     """In place: AdamW's proposal and its gate in one pass, without a copy of the parameters."""
     _pass(adamw_block, (param, gradient.contiguous(), m, v), signs, ema, numbers)
 
 
+_NO_SIGNS: dict[torch.device, Tensor] = {}
+
+
+def _no_signs(count: int, device: torch.device) -> Tensor:
+    """Signs of zero, with which nothing conflicts: a buffer shared by all tensors, as long as the largest needs."""
+    if device not in _NO_SIGNS or len(_NO_SIGNS[device]) < count:
+        _NO_SIGNS[device] = torch.zeros(count, dtype=torch.uint8, device=device)
+    return _NO_SIGNS[device][:count]
+
+
 def _pass(
-    block: Callable[..., None], tensors: Sequence[Tensor], signs: Signs, ema: Tensor | None, numbers: tuple[float, ...]
+    block: Callable[..., None], tensors: Sequence[Tensor], signs: Signs | None, ema: Tensor | None, numbers: Numbers
 ) -> None:
     device = tensors[0].device
-    if device.type == "cpu":
-        run(block.__name__.removesuffix("_block"), tensors, signs.packed, ema, numbers)
+    packed = _no_signs(-(-tensors[0].numel() // 4), device) if signs is None else signs.packed
+    if isinstance(numbers, tuple):
+        run(block.__name__.removesuffix("_block"), tensors, packed, ema, numbers)
         return
     # Without detach the compiler guards on the base of the view and builds a second kernel for vectors.
     flat = [tensor.view(-1).detach() for tensor in tensors]
     kernel = compiled(block, None if ema is None else ema.dtype, device)
-    kernel(*flat, signs.packed, None if ema is None else ema.view(-1).detach(), scalars(numbers, device))
-
-
-def scalars(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """A step's numbers as a tensor on the device, so that new values cause no recompilation."""
-    return torch.tensor(values, dtype=torch.float32).to(device)
+    kernel(*flat, packed, None if ema is None else ema.view(-1).detach(), numbers)
 
 
 def _gated(theta: Tensor, proposed: Tensor, packed: Tensor, ema: Tensor | None, numbers: Sequence[Tensor]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from cplus.core import kernels
 from cplus.core.engine import in_model, local
-from cplus.core.gates import Gate, Proposal
 from cplus.core.kernels import Signs
 
 # AdamW that proposes and gates in one pass over memory, without a copy of the parameters.
@@ -21,16 +20,18 @@ from cplus.core.kernels import Signs
 
 @dataclass(frozen=True, slots=True)
 class Armed:
-    """What one gated step needs besides the optimizer's own state, by parameter identity.
+    """What one gated step needs besides the optimizer's own state.
 
-    `ema` is empty for a gate that keeps no average. `watch` is called after each parameter's step with the parameter,
-    its old value and the proposed value.
+    `params`, with `signs` and `averages` by unit of the layout, which are empty for a gate without them. `watch` is
+    called after each parameter's step with its position, its old value and the proposed value.
     """
 
-    signs: dict[int, kernels.Signs]
-    ema: dict[int, Tensor]
+    params: Sequence[nn.Parameter]
+    layout: kernels.Layout
+    signs: Sequence[Signs]
+    averages: Sequence[Tensor]
     numbers: tuple[float, ...]
-    watch: Callable[[nn.Parameter, Tensor, Tensor], None] | None = None
+    watch: Callable[[int, Tensor, Tensor], None] | None = None
 
 
 class AdamW(torch.optim.AdamW):
@@ -49,9 +50,15 @@ class AdamW(torch.optim.AdamW):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
+        self._counts: dict[Tensor, float] = {}  # the steps that torch counts on the device
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
         # torch's fused kernel divides by the gradient scale itself; the gated kernel leaves that to the scaler.
         self._step_supports_amp_scaling = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a state, whose step counts are read at the next step."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._counts = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -62,6 +69,7 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         armed, self.armed = self.armed, None
         if armed is None:
+            self._counts = {}
             _unhooked(torch.optim.AdamW.step)(self)
         else:
             self._gated(armed)
@@ -69,86 +77,61 @@ class AdamW(torch.optim.AdamW):
 
     def _gated(self, armed: Armed) -> None:
         """Propose and gate every parameter that has a gradient; for the others only the average advances."""
-        pending = dict(armed.ema)
-        for p, gradient, state, numbers in self._work(armed):
-            theta = None if armed.watch is None else local(p).clone()
-            moments = (local(state["exp_avg"]), local(state["exp_avg_sq"]))
-            kernels.adamw(local(p), local(gradient), *moments, armed.signs[id(p)], pending.pop(id(p), None), numbers)
-            if armed.watch is not None and theta is not None:
-                armed.watch(p, theta, proposed(theta, moments, numbers))
-        for ema in pending.values():
-            kernels.advance(ema, armed.numbers)
+        layout, numbers = armed.layout, self._numbers(armed)
+        for unit, places in enumerate(layout.units):
+            params = [armed.params[i] for i in places]
+            signs = armed.signs[unit] if armed.signs else None
+            ema = armed.averages[unit] if armed.averages else None
+            if armed.watch is None and params[0] in numbers and len({id(numbers.get(p)) for p in params}) == 1:
+                parts = [(tuple(places), signs, ema)]
+            else:
+                split = zip(places, layout.split(unit, signs), layout.split(unit, ema), strict=True)
+                parts = [((i,), sign, average) for i, sign, average in split]
+            for own, sign, average in parts:
+                if armed.params[own[0]] in numbers:
+                    self._pass(own, sign, average, numbers[armed.params[own[0]]], armed)
+                elif average is not None:
+                    kernels.advance(average, armed.numbers)
 
-    def _work(self, armed: Armed) -> Iterator[tuple[nn.Parameter, Tensor, dict[str, Tensor], tuple[float, ...]]]:
-        """Every parameter that has a gradient, with its state created and its step counted as in torch."""
+    def _pass(
+        self, places: tuple[int, ...], signs: Signs | None, ema: Tensor | None, numbers: kernels.Numbers, armed: Armed
+    ) -> None:
+        """One call of the kernel, on the parameters at these places."""
+        params = [armed.params[i] for i in places]
+        values, gradients = [local(p) for p in params], [local(p.grad) for p in params if p.grad is not None]
+        first, second = ([local(self.state[p][name]) for p in params] for name in ("exp_avg", "exp_avg_sq"))
+        if len(params) == 1:
+            theta = values[0].clone() if armed.watch else None
+            kernels.adamw(values[0], gradients[0], first[0], second[0], signs, ema, numbers)
+            if armed.watch is not None and theta is not None:
+                armed.watch(places[0], theta, proposed(theta, first[0], second[0], numbers))
+            return
+        joined = [torch.cat([t.reshape(-1) for t in own]) for own in (values, gradients, first, second)]
+        kernels.adamw(joined[0], joined[1], joined[2], joined[3], signs, ema, numbers)
+        for own, whole in ((values, joined[0]), (first, joined[2]), (second, joined[3])):
+            parts = torch.split(whole, [t.numel() for t in own])
+            torch._foreach_copy_(own, [part.view(t.shape) for part, t in zip(parts, own, strict=True)])
+
+    def _numbers(self, armed: Armed) -> dict[Tensor, kernels.Numbers]:
+        """Each parameter's scalars, if it has a gradient; creates the state and counts the step as torch does."""
+        rows: dict[tuple[float, ...], list[Tensor]] = {}
         for group in self.param_groups:
-            known: dict[float, tuple[float, ...]] = {}
-            moving = [p for p in group["params"] if p.grad is not None and id(p) in armed.signs]
+            moving = [p for p in group["params"] if p.grad is not None and p.requires_grad]
             for p in moving:
-                state = self.state[p]
-                if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                if not self.state[p]:
+                    self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                    self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                    self._counts[p] = 0.0
+            if unknown := [p for p in moving if p not in self._counts]:
+                counts = torch.stack([self.state[p]["step"] for p in unknown]).tolist()
+                self._counts |= dict(zip(unknown, counts, strict=True))
             if moving:
                 torch._foreach_add_([self.state[p]["step"] for p in moving], 1)
             for p in moving:
-                state = self.state[p]
-                t = state["step"].item()
-                if t not in known:
-                    known[t] = step_numbers(group, t, armed)
-                yield p, p.grad, state, known[t]
-
-
-# The compiled gate: one pass over memory, inside our AdamW's own step or after any other optimizer's.
-
-
-def kernel_inputs(
-    gate: Gate, evidence: Sequence[Tensor | Signs], params: Sequence[Tensor], step: int
-) -> tuple[list[Signs], list[Tensor], tuple[float, ...]]:
-    """Signs, averages and scalars of a step; stored coefficients are an average that does not move."""
-    if gate.average is None:
-        coefficients = [c for c in evidence if isinstance(c, Tensor)]
-        return [Signs.none(c) for c in coefficients], coefficients, kernels.STILL
-    gate.average.allocate([local(p) for p in params])
-    gate.average.step = step
-    signs = [g for g in evidence if isinstance(g, Signs)]
-    return signs, gate.average.tensors, kernels.gate_numbers(gate.average.beta, step)
-
-
-def arm(
-    optimizer: Optimizer,
-    gate: Gate,
-    params: Sequence[nn.Parameter],
-    evidence: Sequence[Tensor | Signs],
-    step: int,
-    show: Callable[[int, Tensor, Tensor], None] | None,
-) -> None:
-    """Pass a step's evidence and average to our AdamW; `show` gets each position, old value and proposed value."""
-    assert isinstance(optimizer, AdamW)
-    signs, averages, numbers = kernel_inputs(gate, evidence, params, step)
-    positions = {id(p): i for i, p in enumerate(params)}
-    optimizer.armed = Armed(
-        signs=dict(zip(positions, signs, strict=True)),
-        ema=dict(zip(positions, averages, strict=True)) if averages else {},
-        numbers=numbers,
-        watch=None if show is None else lambda p, theta, proposed: show(positions[id(p)], theta, proposed),
-    )
-
-
-def apply_compiled(
-    gate: Gate,
-    proposals: Sequence[Proposal],
-    evidence: Sequence[Tensor | Signs],
-    step: int,
-    show: Callable[[Proposal, Tensor], None] | None,
-) -> None:
-    """Lines 10-13 of Algorithm 1 in one pass per tensor, in place."""
-    signs, averages, numbers = kernel_inputs(gate, evidence, [proposal.theta for proposal in proposals], step)
-    for i, proposal in enumerate(proposals):
-        seen = proposal if show is None else replace(proposal, proposed=proposal.proposed.clone())
-        kernels.gate(proposal.theta, proposal.proposed, signs[i], averages[i] if averages else None, numbers)
-        if show is not None:
-            show(seen, gate.applied(seen))
+                self._counts[p] += 1
+                rows.setdefault(step_numbers(group, self._counts[p], armed), []).append(p)
+        known = kernels.on_device(list(rows), armed.params[0].device)
+        return {p: own for own, params in zip(known, rows.values(), strict=True) for p in params}
 
 
 def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,12 +144,10 @@ def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def proposed(theta: Tensor, moments: tuple[Tensor, Tensor], numbers: tuple[float, ...]) -> Tensor:
+def proposed(theta: Tensor, first: Tensor, second: Tensor, numbers: kernels.Numbers) -> Tensor:
     """The value that the one-pass kernel proposed, computed from the moments it stored."""
     decay, step, root, eps = numbers[3:7]
-    direction = moments[1].sqrt().mul_(root).add_(eps)
-    torch.div(moments[0], direction, out=direction)
-    return (theta * decay).sub_(direction.mul_(step))
+    return theta * decay - first / (second.sqrt() * root + eps) * step
 
 
 def step_numbers(group: dict[str, Any], t: float, armed: Armed) -> tuple[float, ...]:
@@ -195,22 +176,16 @@ def nested(optimizer: Optimizer) -> bool:
     return steps > 1
 
 
-def first_moments(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """The optimizer's running mean of each parameter's gradient, or the gradient itself if it keeps no such mean.
+def first_moment(optimizer: Optimizer, p: nn.Parameter) -> Tensor | None:
+    """The optimizer's running mean of a parameter's gradient, or the gradient itself if it keeps no such mean.
 
     None if there is no gradient or if the mean is stored in a form that cannot be read.
     """
-    averages = {
-        id(p): bool(group.get("betas") or group.get("momentum"))
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-    found: list[Tensor | None] = []
-    for p in params:
-        state = optimizer.state.get(p, {})
-        kept = state.get("exp_avg", state.get("momentum_buffer"))
-        found.append(None if p.grad is None else kept if kept is not None else None if averages[id(p)] else p.grad)
-    return found
+    state, [group] = optimizer.state.get(p, {}), [g for g in optimizer.param_groups if any(p is q for q in g["params"])]
+    kept: Tensor | None = state.get("exp_avg", state.get("momentum_buffer"))
+    if p.grad is None or kept is not None:
+        return None if p.grad is None else kept
+    return None if group.get("betas") or group.get("momentum") else p.grad
 
 
 # AdamW for a model in 16 bits: it steps float32 masters, so that small steps count, and rounds them into the model.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
-from cplus.core.engine import Engine, Passes
+from cplus.core.engine import Engine, Passes, others, shape_of
 
 
 class Sharded(Engine):
@@ -137,6 +137,7 @@ class Zero(Sharded):
     """The partitions that a DeepSpeed engine steps, one after another."""
 
     AFTER_A_BAD_GRADIENT = "resume from a checkpoint"
+    one_by_one = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -210,15 +211,16 @@ class Zero(Sharded):
         """Partitions are gated one by one, without the compiled pass."""
         return False
 
-    def held_still(self, kept: Mapping[str, Tensor], params: Sequence[nn.Parameter]) -> dict[int, Tensor]:
+    def held_still(self, training: Mapping[str, Sequence[int]], params: Sequence[nn.Parameter]) -> dict[int, Tensor]:
         """The coordinates of each partition that do not train; it may hold a part of a row."""
         found: dict[int, Tensor] = {}
-        shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self.module.named_parameters()}
+        known = dict(self.module.named_parameters())
         for f in self.fragments:
-            if f.name in kept:
+            if f.name in training:
                 p = params[f.partition]
                 still = found.setdefault(f.partition, torch.zeros(p.shape, dtype=torch.bool, device=p.device))
-                whole = kept[f.name].repeat_interleave(shapes[f.name][1:].numel())
+                width = shape_of(known[f.name])[1:].numel()
+                whole = others(training[f.name], known[f.name]).repeat_interleave(width)
                 still[f.offset : f.offset + f.size] = whole[f.start : f.start + f.size].to(p.device)
         return found
 

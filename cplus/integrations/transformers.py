@@ -16,9 +16,9 @@ from transformers import Trainer, TrainerCallback
 from cplus.base.environment import check_versions
 from cplus.base.files import read_json, write_json, write_state
 from cplus.base.terminal import console
-from cplus.core.engine import REFUSED, bare, trainable
+from cplus.core.engine import REFUSED, bare, shape_of, trainable
 from cplus.core.evidence import Entry, LossFunction, LossGradient, LossSource, MeanGradient, evaluating
-from cplus.core.guard import Guard, OnlyRows, past_behaviour, protect, rows_that_train, shape_of
+from cplus.core.guard import Guard, OnlyRows, past_behaviour, protect, rows_that_train
 from cplus.core.kernels import EmaType, read
 from cplus.core.losses import target_logits
 from cplus.core.rows import MAX_TOKENS, Encoded, like_length

@@ -195,7 +195,7 @@ def guard_bytes(
         layer(torch.ones(1, 64, device=layer.weight.device)).sum().backward()
         optimizer.step()
         held = guard.nbytes, guard.step_nbytes
-        one_pass = isinstance(optimizer, AdamW) and guard.compiles(trainable)
+        one_pass = isinstance(optimizer, AdamW) and guard.gating.compiles(trainable)
     return held[0] / layer.weight.numel(), 0.0 if one_pass and not copies else held[1] / layer.weight.numel()
 
 

@@ -412,7 +412,7 @@ class Geometry:
             return
         layer_sums = LayerSums([""] * len(self.guard.params))
         for i, (theta, proposed) in enumerate(proposals(self.guard.model, self.guard.optimizer, self.rows)):
-            layer_sums.add(i, masked(theta, proposed, self.guard.evidence_at(i)))
+            layer_sums.add(i, masked(theta, proposed, self.guard.gating.evidence_at(i)))
         self.found.append({"completed_epochs": completed, **admitted(layer_sums.epochs()[1])})
 
     def report(self) -> list[dict[str, Any]]:

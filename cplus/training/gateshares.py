@@ -47,13 +47,13 @@ def layer_shares(guard: Guard | None) -> list[LayerShare]:
     average = None if guard is None or guard.gate is None else guard.gate.average
     if guard is None or average is None or not average.step:
         return []
-    layers: dict[str, list[float]] = {}
+    tensors, layers = average.tensors, dict[str, list[float]]()
     for i, p in enumerate(guard.params):
         delta = last_update(guard.optimizer, p)
-        if average.tensors:
-            c = average.coefficient(i)
+        if tensors:
+            c = average.coefficient(tensors[i])
         elif delta is not None:
-            c = collaborates(guard.evidence_at(i), delta)
+            c = collaborates(guard.gating.evidence_at(i), delta)
         else:
             return []
         sums = layers.setdefault(layer_of(guard.names.get(id(p), "others")), [0.0] * 4)
