@@ -159,13 +159,13 @@ BAD: dict[str, tuple[Entry, str]] = {
     "training mode": ((1.0, CASE.past, unwell(lambda m: m.train() and None)), "the buffer 'norm.running_mean', the"),
     "new buffer": (
         (1.0, CASE.past, unwell(lambda m: setattr(m.norm, "running_var", torch.ones(4) * 2))),
-        "the buffer 'norm.running_var'; it is restored",
+        "the buffer 'norm.running_var'; buffers are restored",
     ),
     "generator": ((1.0, (b for b in CASE.past), classifier_loss), "a generator, which can be read only once"),
     "cycle": ((1.0, itertools.cycle(CASE.past), classifier_loss), "a cycle, which can be read only once"),
     "one pass": (
         (1.0, DataLoader(Once(CASE.past), batch_size=None), classifier_loss),
-        "evidence1 had no batch when read a second time",
+        "evidence1 has no batch when read a second time",
     ),
     "empty": ((1.0, [], classifier_loss), "evidence1 has no batch; give at least one"),
     "no batches": ((1.0, 7, classifier_loss), "needs an iterable of batches, got int"),  # type: ignore[dict-item]
@@ -196,7 +196,7 @@ def test_a_loss_that_writes_a_parameter_is_named() -> None:
             model.head.bias.add_(1.0)
         return classifier_loss(model, batch)
 
-    with pytest.raises(ValueError, match=r"state: the parameter 'head.bias'; a loss must only read"):
+    with pytest.raises(ValueError, match=r"state: the parameter 'head.bias'; buffers are restored. A loss must"):
         protect(AdamW(model.parameters()), model, evidence=[(1.0, CASE.past, loss)])
 
 

@@ -147,11 +147,7 @@ def _ratio(rounds: int = 7) -> float:
     params = [torch.nn.Parameter(torch.ones(size)) for _ in range(count)]
     for p in params:
         p.grad = torch.ones(size)
-    layout, signs, ema = (
-        kernels.Layout(params),
-        [kernels.Signs.of(p) for p in params],
-        [torch.zeros(size) for p in params],
-    )
+    signs, ema = [kernels.Signs.of(p) for p in params], [torch.zeros(size) for p in params]
     plain, gated = torch.optim.AdamW(params, fused=True), optim.AdamW(params)
     ratios = []
     for t in range(rounds + 1):

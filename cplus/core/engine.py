@@ -98,16 +98,13 @@ class Engine:
         """The model's own parameters that these tensors hold."""
         return params
 
-    def check(self, params: Sequence[nn.Parameter], *, whole: bool) -> None:
+    def check(self, params: Sequence[nn.Parameter], *, whole: bool, refresh_every: int | None) -> None:
         """Refuse what this engine cannot gate; `whole`: the method compares coordinates with one another."""
+        if refresh_every is not None and refresh_every < 1:
+            raise ValueError(f"refresh_every must be at least 1, got {refresh_every}")
         if any(kind.__name__ == "FullyShardedDataParallel" for m in self.model.modules() for kind in type(m).__mro__):
             raise TypeError("the model is wrapped by FSDP1; use FSDP2 (torch.distributed.fsdp.fully_shard) instead")
         check_adapters(self.module)
-
-    def check_refreshes(self, every: int | None) -> None:
-        """Refuse a number of steps between refreshes that this engine cannot keep."""
-        if every is not None and every < 1:
-            raise ValueError(f"refresh_every must be at least 1, got {every}")
 
     def stepping(self, params: Sequence[nn.Parameter]) -> range:
         """The positions of the parameters that the current call of the optimizer's step changes."""
@@ -120,10 +117,6 @@ class Engine:
     def versions(self, params: Sequence[nn.Parameter]) -> list[int]:
         """The parameters' version counters, which any write but one through `.data` raises; [] if they say nothing."""
         return [p._version for p in params]
-
-    def compiles(self, params: Sequence[nn.Parameter], least: int) -> bool:
-        """Whether every process's part of each parameter has so many coordinates; all processes decide alike."""
-        return all(p.numel() >= least for p in params)
 
     def held_still(self, training: Mapping[str, Sequence[int]], params: Sequence[nn.Parameter]) -> dict[int, Tensor]:
         """Where the tensors do not train, by position, from the rows of parameters that do, by name."""
@@ -149,10 +142,6 @@ class Engine:
     def shards(self) -> int:
         """The number of parts that each parameter is in."""
         return self.world if self.sharded else 1
-
-    def at_once(self, sizes: Sequence[int]) -> int:
-        """The memory of copies of these sizes that are held at the same time in a step."""
-        return sum(sizes)
 
     @contextmanager
     def passes(self, params: Sequence[nn.Parameter]) -> Iterator[Passes]:
@@ -337,16 +326,15 @@ def unwrapped(optimizer: object, model: nn.Module) -> Optimizer:
 def check_predicts_tokens(model: nn.Module) -> None:
     """Refuse rows of tokens as evidence for a model that does not predict each token from those before it."""
     model = inside(model)
-    config, head = getattr(model, "config", None), getattr(model, "get_output_embeddings", None)
-    if getattr(config, "is_encoder_decoder", False):
-        raise TypeError(
-            f"anchors and probes need a model that predicts the next token, and {type(model).__name__} is an encoder "
-            "and a decoder; pass evidence=[(1.0, batches, lambda model, batch: model(**batch).loss)]"
-        )
+    head, lacks = getattr(model, "get_output_embeddings", None), ""
     if head is not None and head() is None:
+        lacks = "has no output embedding"
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        lacks = "is an encoder and a decoder"
+    if lacks:
         raise TypeError(
-            f"anchors and probes need a model that predicts the next token, and {type(model).__name__} has no output "
-            "embedding; pass evidence=[(1.0, batches, lambda model, batch: model(**batch).loss)]"
+            f"anchors and probes need a model that predicts the next token, and {type(model).__name__} {lacks}; pass "
+            "evidence=[(1.0, batches, lambda model, batch: model(**batch).loss)]"
         )
 
 

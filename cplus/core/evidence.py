@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -191,8 +191,6 @@ def checked_norm(
 # Evidence from any loss: batches of anything and a function from the model and a batch to a scalar.
 
 
-Item = TypeVar("Item")
-
 LossFunction: TypeAlias = Callable[[nn.Module, Any], Tensor]
 Entry: TypeAlias = tuple[float, Iterable[Any], LossFunction]
 """A weight, the batches and the function that gives the loss of one batch."""
@@ -266,142 +264,69 @@ class LossGradient:
         losses: dict[str, float] = {}
         with undisturbed(engine, params) as passes:
             for source in self.sources:
-                batches, losses[source.name] = self._pass(source, engine, passes)
+                batches, losses[source.name] = self._pass(source, engine, passes, refresh)
                 scale = engine.averaging / batches
                 for i, (part, held) in enumerate(zip(passes.take(), vector, strict=True)):
                     if part is not None:
                         part.mul_(scale)
                         vector[i] = part.mul_(source.weight) if held is None else held.add_(part, alpha=source.weight)
-            self._check_reached(engine, passes)
+            missing = {id(p) for p in passes.unreached()}
+            counts = engine.sums([id(p) in missing for p in passes.trained], params[0].device)
+            pairs = zip(passes.trained, counts, strict=True)
+            refuse_unreached(engine, passes, [p for p, count in pairs if count == engine.world])
         whole = [torch.zeros_like(local(p)) if g is None else g for p, g in zip(params, vector, strict=True)]
         whole = engine.total(whole)
         return Reference(vectors=[whole], losses=losses, norm=checked_norm(engine, params, whole, losses))
 
-    def rehearse(self, params: Sequence[nn.Parameter]) -> None:
-        """Refuse what a refresh would refuse: every batch is read, and used until all parameters are reached."""
-        engine = engine_of(self.model, params)
-        with undisturbed(engine, params) as passes:
-            for source in self.sources:
-                _, loss = self._pass(source, engine, passes, enough=lambda: not passes.unreached())
-                passes.take()
-                if not math.isfinite(loss):
-                    raise FloatingPointError(f"the loss of {source.name} is {loss}: evidence must be finite")
-                again = any(True for _ in source.batches)
-                if sum(engine.sums([again], params[0].device)) < engine.world:
-                    raise ValueError(
-                        f"{source.name} had no batch when read a second time, and every refresh reads all batches; "
-                        "give a list or a DataLoader over a dataset that can be read repeatedly"
-                    )
-            self._check_reached(engine, passes)
-
-    def _pass(
-        self,
-        source: LossSource,
-        engine: Engine,
-        passes: Passes,
-        enough: Callable[[], bool] = lambda: False,
-    ) -> tuple[float, float]:
-        """Add up a source's gradients; the number of batches and the mean loss over all processes.
-
-        Once it is `enough`, further batches are only read; never if sharded, where every pass is collective.
-        """
-        device = passes.trained[0].device
-        counts = [0.0, 0.0, 0.0]  # batches, batches used, the sum of their losses
-        for number, (batch, last) in enumerate(marked(in_step(source, engine, device)), start=1):
-            counts[0] += 1
-            if number > 1 and not engine.sharded and enough():
-                continue
-            loss = source.at(self.model, batch, number)
-            passes.backward(loss, last)
-            counts = [counts[0], counts[1] + 1, counts[2] + loss.item()]
-        batches, used, total = engine.sums(counts, device)
-        if not batches:
-            raise ValueError(f"{source.name} has no batch; give at least one, in a list or DataLoader")
-        return batches, total / used
-
-    def _check_reached(self, engine: Engine, passes: Passes) -> None:
-        """Refuse a parameter that no batch of any process reaches."""
-        missing = {id(p) for p in passes.unreached()}
-        processes = engine.sums([id(p) in missing for p in passes.trained], passes.trained[0].device)
-        unreached = [p for p, count in zip(passes.trained, processes, strict=True) if count == engine.world]
-        refuse_unreached(engine, passes, unreached)
-
-
-def marked(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
-    """Each item with whether it is the last one.
-
-    >>> list(marked("ab"))
-    [('a', False), ('b', True)]
-    """
-    rest = iter(items)
-    for item in rest:
-        for following in rest:
-            yield item, False
-            item = following
-        yield item, True
-
-
-def in_step(source: LossSource, engine: Engine, device: torch.device) -> Iterator[Any]:
-    """The batches; if sharded, where every pass is collective, all processes must have the same number of them."""
-    if not engine.sharded:
-        yield from source.batches
-        return
-    end = object()
-    batches = iter(source.batches)
-    while True:
-        batch = next(batches, end)
-        having = engine.sums([batch is not end], device)[0]
-        if having == 0:
-            return
-        if having < engine.world:
+    def _pass(self, source: LossSource, engine: Engine, passes: Passes, refresh: int) -> tuple[float, float]:
+        """Add up a source's gradients; the number of batches and the mean loss over all processes."""
+        device, batches, total = passes.trained[0].device, list(source.batches), 0.0
+        again = bool(batches) and (refresh > 0 or any(True for _ in source.batches))
+        count, repeatable = engine.sums([len(batches), again], device)
+        if not count or not repeatable:
+            when = " when read a second time, and every refresh reads all batches" if count else ""
             raise ValueError(
-                f"{source.name} has more batches in some of the {engine.world} processes than in others, and sharded "
-                "parameters need equally many; use a DistributedSampler with drop_last=True, or the same batches"
+                f"{source.name} has no batch{when}; give at least one, in a list or a DataLoader over a dataset that "
+                "can be read repeatedly"
             )
-        yield batch
+        if engine.sharded:  # every pass is collective
+            engine.check_alike(len(batches), f"numbers of batches of {source.name}", device)
+        for number, batch in enumerate(batches, start=1):
+            loss = source.at(self.model, batch, number)
+            passes.backward(loss, number == len(batches))
+            total += loss.item()
+        return count, engine.sums([total], device)[0] / count
 
 
 @contextmanager
 def undisturbed(engine: Engine, params: Sequence[nn.Parameter]) -> Iterator[Passes]:
     """Run a user's losses; gradients, modes, buffers and random state are restored, a changed state is refused."""
-    model = engine.model
-    buffers = [
-        (module, f"{path}.{name}".lstrip("."), name, buffer, None if buffer is None else buffer.clone())
-        for path, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-    ]
+    model, device = engine.model, params[0].device
+    owners = {f"{path}.{name}".lstrip("."): m for path, m in model.named_modules() for name in m._buffers}
+    held = {full: m._buffers[full.rpartition(".")[2]] for full, m in owners.items()}
+    copies = {full: None if buffer is None else buffer.clone() for full, buffer in held.items()}
     # Sharding writes parameters itself: it gathers them before each pass.
     versions = {} if engine.sharded else {name: (p, p._version) for name, p in model.named_parameters()}
-    device = params[0].device
     changed: list[str] = []
-    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=random_device(device)):
+    kind = "cuda" if device.type == "cpu" else device.type
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=kind), torch.no_grad():
         try:
-            with borrowed_gradients(model, params) as passes:
+            with torch.enable_grad(), borrowed_gradients(model, params) as passes:
                 yield passes
         finally:
-            for module, full, name, buffer, copy in buffers:
-                if not unchanged(module._buffers.get(name), copy):
+            for full, copy in copies.items():
+                buffers, name, buffer = owners[full]._buffers, full.rpartition(".")[2], held[full]
+                if not unchanged(buffers.get(name), copy):
                     changed.append(f"the buffer {full!r}")
                     if buffer is not None and copy is not None:
-                        with torch.no_grad():
-                            buffer.copy_(copy)
-                    module._buffers[name] = buffer
+                        buffer.copy_(copy)
+                    buffers[name] = buffer
+    changed += [f"the parameter {name!r}" for name, (p, version) in versions.items() if p._version != version]
     if changed:
         raise ValueError(
-            f"the loss of the evidence changes the model's state: {', '.join(changed[:3])}; it is restored. Leave the "
-            "model in evaluation mode and write to no buffer inside the loss"
+            f"the loss of the evidence changes the model's state: {', '.join(changed[:3])}; buffers are restored. A "
+            "loss must leave the model in evaluation mode and only read its parameters"
         )
-    moved = [name for name, (p, version) in versions.items() if p._version != version]
-    if moved:
-        raise ValueError(
-            f"the loss of the evidence changes the model's state: the parameter {moved[0]!r}; a loss must only read "
-            "the parameters. Load the model again"
-        )
-
-
-def random_device(device: torch.device) -> str:
-    """The device type whose random state is forked beside the CPU's."""
-    return "cuda" if device.type == "cpu" else device.type
 
 
 def unchanged(now: Tensor | None, before: Tensor | None) -> bool:

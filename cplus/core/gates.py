@@ -299,26 +299,23 @@ class Shuffled(Around):
     def __init__(self, inner: Gate, *, seed: int) -> None:
         super().__init__(inner)
         self.seed = seed
-        self.random: dict[torch.device, torch.Generator] = {}
+        self.random: dict[str, torch.Generator] = {}
         self._saved: dict[str, Tensor] = {}
 
     def coefficients(self, proposals: Sequence[Proposal]) -> Iterator[Tensor]:
         """The inner gate's coefficients in another order."""
         for c in self.inner.coefficients(proposals):
-            order = torch.randperm(c.numel(), generator=self._generator(c.device), device=c.device)
+            name = str(c.device)
+            if name not in self.random:
+                self.random[name] = torch.Generator(c.device).manual_seed(self.seed)
+                if name in self._saved:
+                    self.random[name].set_state(self._saved[name])
+            order = torch.randperm(c.numel(), generator=self.random[name], device=c.device)
             yield c.flatten()[order].view_as(c)
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        """The generator of one device, created or restored at its first use."""
-        if device not in self.random:
-            self.random[device] = torch.Generator(device).manual_seed(self.seed)
-            if str(device) in self._saved:
-                self.random[device].set_state(self._saved[str(device)])
-        return self.random[device]
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the inner gate and of the generators."""
-        states = {str(device): random.get_state() for device, random in self.random.items()}
+        states = {name: random.get_state() for name, random in self.random.items()}
         return {"inner": self.inner.state_dict(), "random": {**self._saved, **states}}
 
     def load_state_dict(self, state: dict[str, Any], params: Sequence[Tensor]) -> None:

@@ -40,12 +40,11 @@ class Gating:
     ) -> None:
         self.optimizer, self.engine, self.params, self.gate = optimizer, engine, params, gate
         self.projected, self.still, self.observers = projected, still, observers
-        self.compilable = (
-            gate is not None and not projected and (gate.average is not None or gate.uses == "coefficients")
-        )
+        known = gate is not None and (gate.average is not None or gate.uses == "coefficients")
+        self.compilable = known and not projected and not engine.one_by_one
         groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        joins = self.compilable and not engine.one_by_one
-        self.layout = Layout([local(p) for p in params], [groups[id(p)] for p in params] if joins else ())
+        kinds = [groups[id(p)] for p in params] if self.compilable else []
+        self.layout = Layout([local(p) for p in params], kinds)
         if gate is not None and gate.average is not None:
             gate.average.layout = self.layout
         self.kept: list[list[Tensor | Signs]] = []  # the evidence, by unit of the layout
@@ -82,8 +81,8 @@ class Gating:
         """Whether the gate would be compiled with this many parameters; for small models compiling costs too much."""
         if not self.compilable or parameters < kernels.WORTH_COMPILING:
             return False
-        fits = self.engine.compiles(self.params, kernels.LEAST) and all(kernels.fits(local(p)) for p in self.params)
-        return fits and kernels.can_compile(self.params[0].device.type)
+        device, unfit = self.params[0].device, sum(not kernels.fits(local(p)) for p in self.params)
+        return self.engine.over_shards(unfit, device) == 0 and kernels.can_compile(device.type)  # all decide alike
 
     @property
     def one_pass(self) -> bool:

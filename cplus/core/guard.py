@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +88,7 @@ def protect(
         )
     if isinstance(chosen, LossGradient):
         try:
-            chosen.rehearse(guard.params)
+            chosen(guard.params, 0)  # refuses now what a refresh would
         except BaseException:
             guard.detach()
             raise
@@ -102,21 +102,14 @@ def past_behaviour(
     anchor_weight: float,
     evidence: Sequence[Entry],
 ) -> LossGradient | MeanGradient:
-    """What `protect` is given, as evidence: losses, or rows of tokens."""
-    if not evidence:
-        return rows_of_tokens(model, anchors, probes, anchor_weight)
-    if anchors or probes:
+    """What `protect` is given, as evidence: losses, or the paper's cross-entropy of anchors and probes."""
+    if evidence and (anchors or probes):
         raise ValueError(
             "give anchors and probes, or evidence, not both; rows of tokens become evidence by the loss "
             "lambda model, rows: cplus.core.losses.answer_losses(model, rows).mean()"
         )
-    return LossGradient(model=model, sources=sources(evidence))
-
-
-def rows_of_tokens(
-    model: nn.Module, anchors: Sequence[Encoded], probes: Sequence[Encoded], anchor_weight: float
-) -> MeanGradient:
-    """The paper's evidence: the cross-entropy of anchors and probes."""
+    if evidence:
+        return LossGradient(model=model, sources=sources(evidence))
     if not 0.0 <= anchor_weight <= 1.0:
         raise ValueError(f"anchor_weight must lie in [0, 1], got {anchor_weight}")
     if not anchors and not probes:
@@ -124,9 +117,8 @@ def rows_of_tokens(
     check_predicts_tokens(model)
     weight = anchor_weight if anchors and probes else float(bool(anchors))
     parts = (("anchors", weight, anchors), ("probes", 1.0 - weight, probes))
-    return MeanGradient(
-        model=model, sources=tuple(Source(name=name, weight=w, rows=rows) for name, w, rows in parts if rows)
-    )
+    chosen = tuple(Source(name=name, weight=own, rows=rows) for name, own, rows in parts if rows)
+    return MeanGradient(model=model, sources=chosen)
 
 
 def rows_that_train(only: OnlyRows, module: nn.Module, trained: Sequence[nn.Parameter]) -> dict[str, list[int]]:
@@ -158,12 +150,10 @@ def row_numbers(name: str, shape: torch.Size, rows: Sequence[int]) -> list[int]:
     """The row numbers in order, each once."""
     if not shape:
         raise ValueError(f"only_rows names {name!r}, which is a single number and has no rows")
-    if not isinstance(rows, Iterable):
-        raise TypeError(f"the rows of {name!r} must be a list of whole numbers, got {type(rows).__name__}")
-    listed = rows.tolist() if isinstance(rows, Tensor) else list(rows)
-    wrong = [row for row in listed if isinstance(row, bool) or not isinstance(row, SupportsIndex)]
+    listed = rows.tolist() if isinstance(rows, Tensor) else rows
+    wrong = [listed] if not isinstance(listed, Iterable) else [row for row in listed if type(row) is not int]
     if wrong:
-        raise TypeError(f"the rows of {name!r} must be whole numbers counted from 0, got {wrong[0]!r}")
+        raise TypeError(f"the rows of {name!r} must be a list of whole numbers counted from 0, got {wrong[0]!r}")
     outside = [row for row in listed if not 0 <= row < shape[0]]
     if outside:
         raise ValueError(
@@ -172,7 +162,7 @@ def row_numbers(name: str, shape: torch.Size, rows: Sequence[int]) -> list[int]:
         )
     if not listed:
         raise ValueError(f"only_rows gives {name!r} no row to train; set requires_grad=False instead to freeze it")
-    return sorted({int(row) for row in listed})
+    return sorted(set(listed))
 
 
 class Guard:
@@ -205,7 +195,6 @@ class Guard:
             )
         if evidence is None and (projection is not None or gate is None or gate.uses != "nothing"):
             raise ValueError("this gate or projection reads evidence of past behaviour, and none was given")
-        self.engine.check_refreshes(refresh_every)
         self.refresh_every, self.allow_16bit, self.only_rows = refresh_every, allow_16bit, dict(only_rows or {})
         self.refreshes = self.steps = 0
         self.observers: list[Observer] = []
@@ -235,7 +224,8 @@ class Guard:
         for p in params:
             check_supported(p, self.names.get(id(p), "a parameter outside the model"), allow_16bit=self.allow_16bit)
         whole = self.projection is not None or (self.gate is not None and self.gate.whole)
-        self.engine.check(params, whole=whole or memory_of(self.evidence) is not None)
+        whole = whole or memory_of(self.evidence) is not None
+        self.engine.check(params, whole=whole, refresh_every=self.refresh_every)
         trained = self.engine.trained(params)
         self.training_rows = rows_that_train(self.only_rows, self.engine.module, trained)
         listed = {id(p) for p in [*params, *trained]}
@@ -295,7 +285,8 @@ class Guard:
     def step_nbytes(self) -> int:
         """The additional memory during a step: any optimizer but our AdamW needs a copy of the parameters."""
         copied = range(len(self.params)) if self.gating.copies else self.gating.still
-        return self.engine.at_once([local(self.params[i]).nbytes for i in copied])
+        sizes = [local(self.params[i]).nbytes for i in copied]
+        return max(sizes, default=0) if self.engine.one_by_one else sum(sizes)
 
     def detach(self) -> None:
         """Remove the hooks: the optimizer is plain again."""

@@ -204,10 +204,8 @@ class MasterAdamW(AdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, those of 16 bits by their masters."""
         given = param_group["params"]
-        given = [given] if isinstance(given, Tensor) else list(given)
-        named = any(isinstance(p, tuple) for p in given)
-        own = [(p[0], _master(p[1])) if isinstance(p, tuple) else _master(p) for p in given] if named else None
-        super().add_param_group({**param_group, "params": [_master(p) for p in given] if own is None else own})
+        params = [given] if isinstance(given, Tensor) else given
+        super().add_param_group({**param_group, "params": [_master(p) for p in params]})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -229,10 +227,7 @@ class MasterAdamW(AdamW):
         """Empty the gradients of the model's parameters."""
         super().zero_grad(set_to_none)
         for _, p in self._pairs():
-            if set_to_none:
-                p.grad = None
-            elif p.grad is not None:
-                p.grad.zero_()
+            p.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state and the masters, in the order of the parameters."""

@@ -21,9 +21,9 @@ class Sharded(Engine):
 
     sharded = True
 
-    def check(self, params: Sequence[nn.Parameter], *, whole: bool) -> None:
+    def check(self, params: Sequence[nn.Parameter], *, whole: bool, refresh_every: int | None) -> None:
         """Refuse anything but shards of FSDP2 over all processes."""
-        super().check(params, whole=whole)
+        super().check(params, whole=whole, refresh_every=refresh_every)
         names = self.names()
         plain = [p for p in params if not hasattr(p, "device_mesh")]
         if plain:
@@ -59,15 +59,6 @@ class Sharded(Engine):
     def versions(self, params: Sequence[nn.Parameter]) -> list[int]:
         """None: sharding writes parameters itself, before each pass."""
         return []
-
-    def compiles(self, params: Sequence[nn.Parameter], least: int) -> bool:
-        """FSDP2 splits by the first dimension, and the last process gets what is left."""
-        for p in params:
-            rows = -(-p.shape[0] // self.world) if p.ndim else 0
-            left = p.shape[0] - (self.world - 1) * rows if rows else 0
-            if left * (p.numel() // max(1, p.shape[0] if p.ndim else 1)) < least:
-                return False
-        return True
 
     def rows_here(self, rows: Tensor, p: nn.Parameter) -> Tensor:
         """The part that belongs to the rows of this process's shard."""
@@ -178,14 +169,11 @@ class Zero(Sharded):
         """The model's own trained parameters, which the partitions hold."""
         return [p for p in self.module.parameters() if p.requires_grad]
 
-    def check(self, params: Sequence[nn.Parameter], *, whole: bool) -> None:
-        """Refuse methods that need whole tensors."""
-        Engine.check(self, params, whole=whole)
+    def check(self, params: Sequence[nn.Parameter], *, whole: bool, refresh_every: int | None) -> None:
+        """Refuse methods that need whole tensors, and refreshes inside a step."""
+        Engine.check(self, params, whole=whole, refresh_every=refresh_every)
         self._check_whole(whole)
-
-    def check_refreshes(self, every: int | None) -> None:
-        """Refuse refreshes inside a step."""
-        if every is not None:
+        if refresh_every is not None:
             raise ValueError("inside its step ZeRO cannot compute evidence; call guard.refresh() between two updates")
 
     def stepping(self, params: Sequence[nn.Parameter]) -> range:
@@ -207,10 +195,6 @@ class Zero(Sharded):
         if len(now) >= len(self._groups) or not any(group is now[0] for group in self._groups):
             self._groups = now
 
-    def compiles(self, params: Sequence[nn.Parameter], least: int) -> bool:
-        """Partitions are gated one by one, without the compiled pass."""
-        return False
-
     def held_still(self, training: Mapping[str, Sequence[int]], params: Sequence[nn.Parameter]) -> dict[int, Tensor]:
         """The coordinates of each partition that do not train; it may hold a part of a row."""
         found: dict[int, Tensor] = {}
@@ -223,10 +207,6 @@ class Zero(Sharded):
                 whole = others(training[f.name], known[f.name]).repeat_interleave(width)
                 still[f.offset : f.offset + f.size] = whole[f.start : f.start + f.size].to(p.device)
         return found
-
-    def at_once(self, sizes: Sequence[int]) -> int:
-        """One partition is copied at a time."""
-        return max(sizes, default=0)
 
     @contextmanager
     def passes(self, params: Sequence[nn.Parameter]) -> Iterator[Passes]:

@@ -54,6 +54,8 @@ class _World:
     rank: int = 0
     size: int = 1
     store: Store | None = None
+    led: int = 1  # the processes that compute what this one leads
+    known: Sequence[object] = ()
 
 
 _here = _World()
@@ -226,17 +228,6 @@ def alone() -> Iterator[None]:
         _here.rank, _here.size = kept
 
 
-@contextmanager
-def together(processes: int) -> Iterator[None]:
-    """Inside, the first process, which works alone, is one of several again: they answer what it sends."""
-    kept = _here.size
-    _here.size = processes
-    try:
-        yield
-    finally:
-        _here.size = kept
-
-
 def shared(work: Callable[[], T]) -> T:
     """What the first process computes, in all of them; they wait for it, and a failure ends all of them."""
     if _here.size == 1:
@@ -247,19 +238,6 @@ def shared(work: Callable[[], T]) -> T:
             value = work()
     found: T = broadcast(value)
     return found
-
-
-def in_turn(work: Callable[[], T]) -> T:
-    """The same work in every process: first in the first one, which fills the caches, then in the others."""
-    if _here.size == 1:
-        return work()
-    if not first():
-        broadcast(None)
-    with alone():
-        value = work()
-    if first():
-        broadcast(None)
-    return value
 
 
 def broadcast(value: Any) -> Any:
@@ -306,8 +284,6 @@ def largest(values: Sequence[int]) -> list[int]:
     import torch.distributed as dist
 
     box = torch.tensor(values)
-    if dist.get_backend() == "nccl":  # a group of the caller's own
-        box = box.cuda()
     dist.all_reduce(box, dist.ReduceOp.MAX)
     return [int(value) for value in box.tolist()]
 
@@ -317,16 +293,8 @@ def spread(rows: Sequence[Row], work: Callable[[Sequence[Row]], Sequence[T]]) ->
     if _here.size == 1:
         return list(work(rows))
     own = rows[_here.rank :: _here.size]
-    return interleaved(gathered(list(work(own)) if own else []), len(rows))
-
-
-def interleaved(parts: Sequence[Sequence[T]], count: int) -> list[T]:
-    """The first of each part, then the second of each, and so on.
-
-    >>> interleaved(["ace", "bd"], 5)
-    ['a', 'b', 'c', 'd', 'e']
-    """
-    return [parts[i % len(parts)][i // len(parts)] for i in range(count)]
+    parts = gathered(list(work(own)) if own else [])
+    return [parts[i % len(parts)][i // len(parts)] for i in range(len(rows))]
 
 
 # Work that the first process leads: it sends parts of what takes long to the processes that wait for it.
@@ -334,24 +302,16 @@ def interleaved(parts: Sequence[Sequence[T]], count: int) -> list[T]:
 # Journals, locks and caches belong to the process that leads; the others compute what they are sent.
 
 
-@dataclass
-class _Lead:
-    size: int = 1
-    known: Sequence[object] = ()
-
-
-_lead = _Lead()
-
-
 def count() -> int:
     """The number of processes that compute what this one leads, itself included."""
-    return _lead.size
+    return _here.led
 
 
-def led_in_turn(work: Callable[[], T], known: Sequence[object]) -> T:
-    """The same work in every process: first in the first one, which the others help, then in the others.
+def in_turn(work: Callable[[], T], known: Sequence[object] = ()) -> T:
+    """The same work in every process: first in the first one, which fills the caches, then in the others.
 
-    `known` are objects that each process has of its own, like the model: they are named in what is sent, not copied.
+    They help the first one while they wait. `known` are objects that each process has of its own, like the model: they
+    are named in what is sent, not copied.
     """
     if size() == 1:
         return work()
@@ -360,25 +320,29 @@ def led_in_turn(work: Callable[[], T], known: Sequence[object]) -> T:
             gathered(_result(order, known))
         with alone():
             return work()
-    _lead.size, _lead.known = size(), known
+    _here.led, _here.known = size(), known
     try:
         with alone():
             value = work()
     finally:
-        _lead.size, _lead.known = 1, ()
+        _here.led, _here.known = 1, ()
     broadcast(None)
     return value
 
 
 def divided(function: Callable[..., T], parts: Sequence[tuple[Any, ...]]) -> list[T]:
     """The function's result for each part, as many parts as processes at most; one process computes one of them."""
-    if _lead.size == 1:
+    if _here.led == 1:
         return [function(*part) for part in parts]
-    assert len(parts) <= _lead.size
-    orders = _pickled((function, parts), _lead.known)
-    with together(_lead.size):
-        broadcast(orders)
-        found = gathered(_result(orders, _lead.known))
+    assert len(parts) <= _here.led
+    file = io.BytesIO()
+    _Pickler(file, _here.known).dump((function, parts))
+    kept, _here.size = _here.size, _here.led  # no longer alone: the others answer
+    try:
+        broadcast(file.getvalue())
+        found = gathered(_result(file.getvalue(), _here.known))
+    finally:
+        _here.size = kept
     return found[: len(parts)]
 
 
@@ -386,12 +350,6 @@ def _result(orders: bytes, known: Sequence[object]) -> Any:
     """This process's part of what was sent; None where it has no part."""
     function, parts = _Unpickler(io.BytesIO(orders), known).load()
     return function(*parts[rank()]) if rank() < len(parts) else None
-
-
-def _pickled(value: object, known: Sequence[object]) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, known).dump(value)
-    return file.getvalue()
 
 
 class _Pickler(pickle.Pickler):

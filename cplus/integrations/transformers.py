@@ -231,7 +231,7 @@ def check_evidence(trainer: Trainer, evidence: LossGradient | MeanGradient) -> N
     """Try any loss on the trainer's model now; one that FSDP or DeepSpeed will shard is tried when training begins."""
     if isinstance(evidence, LossGradient) and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         built = trainer.optimizer  # the user's own, which may train fewer parameters
-        evidence.rehearse(trainable(built) if built else [p for p in trainer.model.parameters() if p.requires_grad])
+        evidence(trainable(built) if built else [p for p in trainer.model.parameters() if p.requires_grad], 0)
 
 
 def refuse_optim(name: str) -> None:

@@ -79,7 +79,7 @@ def work(job: Job, interruption: Interruption, memory: PeakMemory, *, train_on: 
             if config.written and job.rows.past is not None and config.past is None:
                 files.write_text(folder.past, lines(job.rows.past.examples))
         with recorded(folder.seconds, "writing probes"):
-            bank = processes.led_in_turn(lambda: _bank(job), (job.base.model, job.base.tokenizer))
+            bank = processes.in_turn(lambda: _bank(job), (job.base.model, job.base.tokenizer))
         processes.agree("their bank", None if bank is None else bank.manifest["probes_sha256"])
         if is_open(config):
             with recorded(folder.seconds, "choosing the rate"):

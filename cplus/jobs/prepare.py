@@ -192,7 +192,7 @@ def prepare(config: AdaptConfig, folder: Folder, home: Path) -> Job:
         with models.computing(config.compute_dtype, base.device):
             return with_written(config, found.method, rows, base)
 
-    rows, written = world.led_in_turn(bound, (base.model, base.tokenizer))
+    rows, written = world.in_turn(bound, (base.model, base.tokenizer))
     world.agree("their rows", [fingerprint(group.examples) for group in rows.groups])
     for line in (*(f"warning: {own}" for own in found.warnings), *(f"note: {own}" for own in rows.notes)):
         say(line)

@@ -138,7 +138,7 @@ def _run(spec: RunSpec) -> Result:
     from cplus.lab import runs
 
     base = processes.in_turn(lambda: CACHE.base(spec.model))
-    given = processes.led_in_turn(lambda: CACHE.comparison(spec), (base.model, base.tokenizer))
+    given = processes.in_turn(lambda: CACHE.comparison(spec), (base.model, base.tokenizer))
     return runs.run(spec, given)
 
 
