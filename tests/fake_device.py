@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -58,6 +59,9 @@ class OnDevice(Tensor):
 
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation on the CPU; its result is where its inputs are, or where the call says."""
+    if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):  # as in inference mode
+        with Computing():
+            return func.decompose(*args, **kwargs)
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
     here = [x for x in tensors if isinstance(x, OnDevice)]
     name, to = func.overloadpacket.__name__, kwargs.get("device")
@@ -70,7 +74,7 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
     elif here and any(x.dim() > 0 for x in tensors if not isinstance(x, OnDevice)):
         raise RuntimeError(f"Expected all tensors to be on the same device, but {func} got {NAME}:0 and cpu")
     elif here:
-        COUNTS["sync" if name in WAITS else "launch"] += 1
+        COUNTS["sync" if name in WAITS else "view" if _views(func) else "launch"] += 1
     elif result_here:
         COUNTS["factory"] += 1
     found = func(*tree_map(_raw, args), **tree_map(_raw, kwargs))
@@ -82,6 +86,12 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
         return known.get(id(x)) if id(x) in known else OnDevice(x)
 
     return tree_map(placed, found)
+
+
+def _views(func: Any) -> bool:
+    """Whether an operation only looks at its input in another way; nothing is launched then."""
+    returned = [r.alias_info for r in func._schema.returns]
+    return bool(returned) and all(own is not None and not own.is_write for own in returned)
 
 
 def _count_copy(*, source: bool, target: bool) -> None:
@@ -116,6 +126,14 @@ def accelerator() -> Iterator[Counter[str]]:
     def new_tensor(self: Tensor, data: Any, dtype: Any = None, device: Any = None, **rest: Any) -> Tensor:
         return tensor(data, dtype=dtype or self.dtype, device=device or self.device, **rest)
 
+    def as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Tensor:
+        return data.to(device, dtype) if isinstance(data, Tensor) else tensor(data, dtype=dtype, device=device)
+
     COUNTS.clear()
-    with patch.object(torch, "tensor", tensor), patch.object(Tensor, "new_tensor", new_tensor), Computing():
+    with (
+        patch.object(torch, "tensor", tensor),
+        patch.object(torch, "as_tensor", as_tensor),
+        patch.object(Tensor, "new_tensor", new_tensor),
+        Computing(),
+    ):
         yield COUNTS

@@ -180,7 +180,7 @@ BAD = [
     ({EMBEDDING: []}, ValueError, "no row to train; set requires_grad=False instead"),
     ({EMBEDDING: [True, False]}, TypeError, "whole numbers counted from 0, got True"),
     ({EMBEDDING: torch.tensor([0.5])}, TypeError, "whole numbers counted from 0, got 0.5"),
-    ({EMBEDDING: 7}, TypeError, "must be a list of whole numbers, got int"),
+    ({EMBEDDING: 7}, TypeError, "must be a list of whole numbers counted from 0, got 7"),
     ({EMBEDDING: [1], "lm_head.weight": [2]}, ValueError, "different rows, but they are one tied parameter"),
     ({"model.norm.weight": [1]}, ValueError, "'model.norm.weight', which the optimizer does not train"),
 ]
