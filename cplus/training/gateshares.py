@@ -47,7 +47,8 @@ def layer_shares(guard: Guard | None) -> list[LayerShare]:
     average = None if guard is None or guard.gate is None else guard.gate.average
     if guard is None or average is None or not average.step:
         return []
-    tensors, layers = average.tensors, dict[str, list[float]]()
+    tensors = average.tensors
+    layers: dict[str, list[float]] = {}
     for i, p in enumerate(guard.params):
         delta = last_update(guard.optimizer, p)
         if tensors:
