@@ -329,7 +329,7 @@ def test_the_same_rows_from_every_kind_of_file(tmp_path: Path) -> None:
         ("a.csv", "prompt,response,prompt\np,r,q\n", r"a\.csv:1: expected each name once, got 'prompt' 2 times"),
         ("a.csv", "prompt,response\nHi,Hello\nHi\n", r"a\.csv:3: expected 2 cells"),
         ("a.csv", 'question,choices,answer\nq,"yes, no",1\n', r"a\.csv:2: choices: expected JSON"),
-        ("a.tsv", 'prompt\tresponse\na\t"b', r"a\.tsv:1: expected TSV, but it does not parse"),
+        ("a.tsv", 'prompt\tresponse\na\t"b', r"a\.tsv:1: expected a table, but it does not parse"),
         ("a.parquet", b"PAR1", "expected a Parquet file"),
         ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz: expected a gzip file, but it does not unpack"),
         ("a.jsonl.gz", gzip.compress(b"{}")[:-6], "expected a gzip file, but it does not unpack"),

@@ -191,8 +191,8 @@ def _numbered(source: object, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 def _table(path: Path) -> Iterator[tuple[str, Row]]:
     """Rows of CSV or TSV, every cell a text."""
-    kind = Path(path.name.removesuffix(".gz")).suffix
-    reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True, delimiter=_DELIMITERS[kind])
+    delimiter = _DELIMITERS[Path(path.name.removesuffix(".gz")).suffix]
+    reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True, delimiter=delimiter)
     try:
         check_once(filter(None, reader.fieldnames or ()), f"{path}:1: ")
         for cells in reader:
@@ -201,9 +201,7 @@ def _table(path: Path) -> Iterator[tuple[str, Row]]:
                 raise ValueError(f"{where}: expected {len(reader.fieldnames or ())} cells, as in the header")
             yield where, cells
     except csv.Error as error:
-        raise ValueError(
-            f"{path}:{reader.line_num}: expected {kind[1:].upper()}, but it does not parse: {error}"
-        ) from error
+        raise ValueError(f"{path}:{reader.line_num}: expected a table, but it does not parse: {error}") from error
 
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
