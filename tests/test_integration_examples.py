@@ -244,4 +244,4 @@ def test_the_support_matrix_names_tests_that_exist() -> None:
     assert set(re.findall(r"`(test_\w+)`", "\n".join(others))) <= there
     rows = re.findall(r"^\|.*\| tested.*$", text, re.M)
     assert all("`test_" in row for row in rows)
-    assert {path.name for path in EXAMPLES.glob("*.py")} - {"material.py"} <= set(re.findall(r"`(\w+\.py)`", text))
+    assert {path.name for path in EXAMPLES.glob("*.py")} - {"material.py"} <= set(re.findall(r"\[(\w+\.py)\]", text))
