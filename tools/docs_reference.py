@@ -17,7 +17,7 @@ API = {
         "cplus.jobs.adapt.adapt", "cplus.jobs.folder.FinishedJob", "cplus.jobs.plan.plan", "cplus.jobs.repair.repair",
         "cplus.jobs.api.receipt",
     ),
-    "Methods": ("cplus.methods.table.Method", "cplus.methods.objectives.Past", "cplus.methods.objectives.Material",
+    "Methods": ("cplus.methods.table.Method", "cplus.methods.table.Past", "cplus.methods.table.Material",
                 "cplus.core.gates.Proposal", "cplus.core.gates.Elementwise"),
     "Trainer, TRL, PEFT": (
         "cplus.integrations.transformers.preserve", "cplus.integrations.transformers.PreservationCallback",
