@@ -188,24 +188,18 @@ def test_elastic_weights_add_the_penaltys_gradient() -> None:
         torch.testing.assert_close(p.grad, g, rtol=1e-4, atol=1e-6)
 
 
-def test_replay_weighs_both_sources_equally() -> None:
-    material = tiny.material(new=10, anchors=3)
-    batches = epoch_batches(METHODS["replay"], material, SCHEDULE, seed=0, epoch=1)
-    counts = Counter(id(row) for batch in batches for row in batch)
-    anchors = [counts[id(row)] for row in material.past[0].anchors]
-    assert len(batches) == 3
-    assert sum(anchors) == 10
-    assert max(anchors) - min(anchors) <= 1
-    assert all(counts[id(row)] == 1 for row in material.new)
-
-
-@pytest.mark.parametrize(("new", "probes", "updates"), [(4, 20, 1), (20, 7, 5)])
-def test_anchor_probe_replay_repeats_the_anchors_to_the_probes_weight(new: int, probes: int, updates: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "new", "probes", "anchors", "updates"),
+    [("replay", 10, 6, 10, 3), ("anchor-probe-replay", 4, 20, 20, 1), ("anchor-probe-replay", 20, 7, 7, 5)],
+)
+def test_replay_repeats_anchors_to_equal_weight(name: str, new: int, probes: int, anchors: int, updates: int) -> None:
     material = tiny.material(new=new, anchors=3, probes=probes)
-    batches = epoch_batches(METHODS["anchor-probe-replay"], material, SCHEDULE, seed=0, epoch=1)
+    batches = epoch_batches(METHODS[name], material, SCHEDULE, seed=0, epoch=1)
     counts = Counter(id(row) for batch in batches for row in batch)
-    assert sum(counts[id(row)] for row in material.past[0].anchors) == probes
-    assert len(batches) == updates
+    times = [counts[id(row)] for row in material.past[0].anchors]
+    assert (len(batches), sum(times)) == (updates, anchors)
+    assert max(times) - min(times) <= 1
+    assert all(counts[id(row)] == 1 for row in material.new)
 
 
 def test_past_tasks_weigh_the_same() -> None:

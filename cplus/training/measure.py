@@ -224,7 +224,7 @@ class Exploded(ArithmeticError):
 class Health:
     """What was observed so far, in plain values that a checkpoint can store; `said` holds each warning once.
 
-    A non-finite or exploding loss raises an error; any other check returns a warning or None, and training continues.
+    An exploding loss raises an error; any other check returns a warning or None, and training continues.
     """
 
     first: list[float] = field(default_factory=list)
@@ -246,10 +246,6 @@ class Health:
         cplus.training.measure.Exploded: the loss exploded: a mean of 5.875 over the last 8 updates at step 9, after \
 1.000 at the first. Lower the learning rate, clip the gradient or check the rows
         """
-        if not math.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss is {loss} at step {step}. Lower the learning rate, clip the gradient or check the batch"
-            )
         if len(self.first) < WINDOW:
             self.first.append(loss)
         self.recent = [*self.recent[1 - WINDOW :], loss]
