@@ -103,7 +103,7 @@ def rows(folder: Path, new: int, past: int) -> list[str]:
 
 def parts(folder: Path, size: int, spent: dict[str, float]) -> dict[str, float]:
     """Seconds by part, from the job's record and what its first process measured, after Python and imports."""
-    seconds = read_json(folder / f"by{size}" / "record.json")["actual"]["seconds"]
+    seconds = read_json(folder / f"by{size}" / "record.json")["seconds"]
     evidence = spent.get("evidence", 0.0)
     return {
         "reading": seconds.get("loading", 0.0),

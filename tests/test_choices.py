@@ -1,25 +1,23 @@
-"""Settings that choose themselves, the test of `--lr auto`, the divergence from the base, and the upload to the hub."""
+"""Settings that choose themselves, the divergence from the base, and the upload to the hub."""
 
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from toyjob import asked, same, stop_at, write_files, written
+from toyjob import asked, write_files
 from transformers import GenerationConfig
 
 import cplus
 from cplus import models
 from cplus.core.losses import divergences
 from cplus.jobs import choices, outputs
-from cplus.jobs.adapt import resume
-from cplus.jobs.choices import Rung, choose, rate_by_size
+from cplus.jobs.choices import choose, rate_by_size
 from cplus.jobs.folder import Folder
 from cplus.jobs.memory import Footprint, ModelSize
 from cplus.jobs.outputs import card
@@ -64,7 +62,7 @@ def chosen(folder: Path, monkeypatch: pytest.MonkeyPatch, *, free: int, bf16: bo
 def test_what_is_not_given_is_chosen_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quick = {"stop": "learned", "batch_size": 8}
     config, why = chosen(tmp_path, monkeypatch, free=50, bf16=True, **quick)
-    assert [getattr(config, name) for name in CHOSEN] == [3e-5, 12, 2, "bfloat16", True]
+    assert [getattr(config, name) for name in CHOSEN] == [3e-5, 12, 4, "bfloat16", True]
     assert "60 updates of 8 of the 40 new rows" in why["epochs"]
     config, why = chosen(tmp_path, monkeypatch, free=100, **quick)
     assert (config.compute_dtype, config.gradient_checkpointing) == ("float32", False)
@@ -74,60 +72,6 @@ def test_what_is_not_given_is_chosen_with_a_reason(tmp_path: Path, monkeypatch: 
     assert chosen(tmp_path, monkeypatch, free=50, bf16=True, **given, **quick)[1] == {}
     with pytest.raises(ValueError, match=r"the default learning rate is AdamW's, but the optimizer is sgd; provide lr"):
         chosen(tmp_path, monkeypatch, free=50, optimizer="sgd")
-
-
-# The test of several rates
-
-
-def test_the_best_rung_gains_most_after_what_it_costs() -> None:
-    rungs = [
-        Rung(lr=1.0, gained=0.2, lost=-0.5),
-        Rung(lr=3.0, gained=0.5, lost=0.1),
-        Rung(lr=9.0, gained=0.9, lost=0.8),
-    ]
-    best = choices.best_rung([*rungs, Rung(lr=27.0, gained=-math.inf, lost=math.inf)], 3)
-    assert best.value == 3.0
-    assert "9 gains 0.900 on new rows and loses 0.800 on kept ones; 27 diverges" in best.why
-    assert choices.best_rung([rungs[0], replace(rungs[0], lr=3.0)], 3).value == 1.0
-
-
-def test_a_tested_rate_is_used_like_a_given_one_and_survives_a_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_files(tmp_path)
-    monkeypatch.setattr(choices, "SHARE", 10.0)
-    stop_at(2, unset(tmp_path, lr="auto", epochs=1, checkpoint_steps=1))
-    kept = json.loads((tmp_path / "out" / "settings.json").read_text())["settings"]["lr"]
-    done = resume(tmp_path / "out")
-    assert isinstance(kept, float)
-    (why,) = done.record["chosen"]
-    assert why["value"] == done.record["settings"]["lr"] == kept
-    assert "4 updates at 10 times each rate" in why["why"]
-    assert any(f"because they were not given: lr {kept:g}" in note for note in done.record["notes"])
-    assert done.record["actual"]["seconds"]["choosing the rate"] > 0
-    plain = cplus.adapt(unset(tmp_path, lr=kept, epochs=1, out=tmp_path / "plain"))
-    assert same(written(tmp_path / "out"), written(tmp_path / "plain"))
-    assert plain.record["chosen"] == []
-
-
-def test_adapters_are_removed_after_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_files(tmp_path)
-    monkeypatch.setattr(choices, "SHARE", 10.0)
-    config = {"epochs": 1, "lora": "r=4", "method": "sft", "anchors": None}
-    done = cplus.adapt(unset(tmp_path, lr="auto", **config))
-    lr = done.record["settings"]["lr"]
-    cplus.adapt(unset(tmp_path, lr=lr, out=tmp_path / "plain", **config))
-    assert same(written(tmp_path / "out"), written(tmp_path / "plain"))
-
-
-def test_a_job_too_short_for_a_test_uses_the_rule_and_says_so(tmp_path: Path) -> None:
-    write_files(tmp_path)
-    done = cplus.adapt(unset(tmp_path, lr="auto", epochs=1))
-    (why,) = done.record["chosen"]
-    assert why["value"] == 4e-4
-    assert why["why"].startswith("the job is too short for a test that costs a tenth of it")
-    with pytest.raises(ValueError, match=r"'lora' decides itself what trains, so no rate is tested for it; provide lr"):
-        cplus.adapt(unset(tmp_path, lr="auto", method="lora", anchors=None, out=tmp_path / "none"))
 
 
 # The divergence from the base model

@@ -36,7 +36,7 @@ def test_the_example_says_every_setting_and_its_default() -> None:
     [
         ({"epoch": 3}, "'epoch' is not a setting; did you mean epochs?"),
         ({"zzz": 3}, "'zzz' is not a setting; 'cplus adapt --schema' lists"),
-        ({"lr": -1}, "lr: expected a learning rate above 0, or auto to test several, got -1"),
+        ({"lr": -1}, "lr: expected a learning rate above 0, got -1"),
         ({"lr": float("nan")}, "lr: expected a learning rate above 0"),
         ({"order": "random"}, "order must be 'shuffled' or 'file', got 'random'"),
         ({"lora": "16"}, "lora: expected r=16 or r=16,alpha=32"),

@@ -28,11 +28,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> FinishedJob:
     return cplus.adapt(asked(folder, model=str(base), method="sft", epochs=2, evaluate_rows=64))
 
 
-def test_a_job_is_shown_in_one_line(job: FinishedJob) -> None:
-    assert repr(job) == f"FinishedJob({str(job.folder)!r}: {headline(job.record['figures'])})"
-    assert len(repr(job)) < len(str(job.folder)) + 160
-
-
 def test_a_notebook_shows_a_job_as_a_small_table(job: FinishedJob) -> None:
     shown, figures = job._repr_html_(), job.record["figures"]
     assert escape(headline(figures)) in shown

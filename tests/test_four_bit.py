@@ -64,7 +64,7 @@ def test_the_base_is_packed_and_the_plan_knows_its_size(here: Path) -> None:
     found, plain = (preflight(config, here) for config in (four(here), four(here, load="float32")))
     saved = round((4 - loading.BYTES_PER_WEIGHT) * loading.packable(full.model))
     assert abs(plain.need.held - found.need.held - saved) <= 1
-    assert f"{loading.packable(full.model):,} held in 4 bits" in "\n".join(plan(four(here)).lines())
+    assert f"{loading.packable(full.model):,} held in 4 bits" in "\n".join(plan(four(here)).lines)
 
 
 @pytest.mark.usefixtures("processor")

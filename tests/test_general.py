@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from test_probes import Scripted
 
+from cplus import models
 from cplus.data import interfaces
 from cplus.data.examples import FreeForm, Message, to_row
 from cplus.data.formats import from_row
 from cplus.data.interfaces import Rejected
-from cplus.data.tasks import load_task
 from cplus.jobs import settings as keep
-from cplus.jobs.keep import PAST_ROWS, portions, writing_settings, written_before
+from cplus.jobs.keep import PAST_ROWS, portions
 from cplus.jobs.settings import AdaptConfig, settings
 from cplus.methods.table import METHODS
 from cplus.models import Loaded
-from cplus.models.decoding import LocalEngine, Request, Sample, Sampling
+from cplus.models.decoding import LocalEngine
 from cplus.probes import abilities, audit, build
 from cplus.probes.abilities import SelfWritten
 from cplus.probes.bank import Bank
-from cplus.probes.build import bank_folder
 from cplus.probes.labels import Label, label
 from cplus.probes.settings import TOPICS, ProbeSettings
 from cplus.probes.writing import Tally, TooFewProbes, generate
-from cplus.receipts.page import render_audit
 
 SETTINGS = ProbeSettings(num_probes=24, topics=TOPICS, ability="general", min_yield=0.25)
 _WORDS = [
@@ -157,18 +154,6 @@ def test_labels_may_be_cut_at_the_limit_and_texts_are_their_own(tiny_llama: Any)
 # Banks, by an engine that says what it is told
 
 
-@dataclass
-class Scripted:
-    texts: Callable[[int], str]
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": "scripted"}
-
-    def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
-        for request in reversed(requests):
-            yield Sample(index=request.index, text=self.texts(request.index), tokens=1, end="stop")
-
-
 def sentence(index: int) -> str:
     """A different request for each index."""
     picked = [_WORDS[(index // 12**place) % 12] for place in range(3)]
@@ -205,14 +190,7 @@ def test_a_model_that_writes_only_rubbish_is_refused_with_a_remedy(tiny_llama: A
 
 @pytest.fixture
 def base(tiny_llama: Any) -> Loaded:
-    return Loaded(
-        name="tiny",
-        model=tiny_llama.model,
-        tokenizer=tiny_llama.tokenizer,
-        fingerprint="f" * 64,
-        device=torch.device("cpu"),
-        window=512,
-    )
+    return replace(models.of(tiny_llama.model, tiny_llama.tokenizer), fingerprint="f" * 64)
 
 
 def sealed(folder: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch, count: int) -> Bank:
@@ -233,18 +211,9 @@ def test_a_self_written_bank_is_sealed_and_a_smaller_one_is_its_beginning(
     assert Bank.load(tmp_path / "60", anchors=[]).probes == large.probes
     found = audit.audit(large, [])
     assert found["distinct_share"] == 1.0
-    assert found["topics"]["covered"] == len({probe.topic for probe in large.probes} - {None}) >= 20
+    assert len({probe.topic for probe in large.probes} - {None}) >= 20
     counts = large.manifest["counts"]
     assert sum(found["rejected_shares"].values()) == pytest.approx(1 - 60 / counts["requests"], abs=1e-4)
-    assert f"{found['topics']['covered']} of 24 topic areas" in render_audit(found, name="bank")
-
-
-def test_banks_from_anchors_keep_their_identity(base: Loaded) -> None:
-    rows = [asked(f"Is it {i}?", "Yes.") for i in range(3)]
-    interface = interfaces.build("freeform", base.tokenizer)
-    engine = LocalEngine(base.model, base.tokenizer)
-    found = build.identify(base, interface, rows, ProbeSettings(num_probes=2), engine)
-    assert not {"ability", "answer_tokens"} & set(found["settings"])
 
 
 # The setting `keep`
@@ -292,46 +261,11 @@ def test_rows_are_written_only_where_they_are_used() -> None:
         found = portions(job(method=method, **values), METHODS[method], 64)
         return [(own.ability, own.past, own.anchors, own.probes) for own in found]
 
-    assert counts("cplus") == [("general", PAST_ROWS, 8, 64)]
+    assert counts("cplus") == [("general", PAST_ROWS, 8, 16)]
     assert counts("sft") == [("general", PAST_ROWS, 0, 0)]
     assert counts("sft", past="past.jsonl") == []
     assert counts("cpl", past="past.jsonl") == [("general", 0, 8, 0)]
     mixed = counts("cplus", keep=["general=0.7", "json=0.3"], num_probes=100)
-    assert mixed == [("general", 28, 6, 70), ("json", 12, 2, 30)]
-    assert counts("cplus", keep=["rows.jsonl", "general"], num_probes=100) == [("general", 40, 8, 50)]
-    # Plain fine-tuning finds its rows at the beginning of the bank of a job with anchors and probes.
-    assert {portions(job(method=name), METHODS[name], 64)[0].at_most for name in ("cplus", "sft")} == {PAST_ROWS + 72}
+    assert mixed == [("general", 20, 6, 70), ("json", 8, 2, 30)]
+    assert counts("cplus", keep=["rows.jsonl", "general"], num_probes=100) == [("general", PAST_ROWS, 8, 50)]
     assert sum(keep.allotted(7, {"a": 0.34, "b": 0.33, "c": 0.33}).values()) == 7
-
-
-def test_fewer_rows_are_read_from_a_larger_bank(tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path))
-    config, bound = job(method="sft"), interfaces.build("freeform", base.tokenizer)
-    [portion] = portions(config, METHODS["sft"], 32)
-    settings = writing_settings(config, "general", portion.at_most)
-    assert not written_before(config, base, portion)
-    place = bank_folder(base, bound, (), settings)
-    made = sealed(place, base, monkeypatch, portion.at_most)
-    assert written_before(config, base, portion)
-    assert len(made.probes) == portion.at_most == 80
-
-
-def test_held_out_rows_read_back_as_they_were_written(tmp_path: Path) -> None:
-    rows = [asked("Is it?", "Yes and", cut=True), FreeForm(id="b", messages=(), response="the sky is blue")]
-    for row in rows:
-        path = tmp_path / "past.jsonl"
-        path.write_text(json.dumps(to_row(row)) + "\n")
-        assert load_task(str(path)).examples == (row,)
-
-
-@pytest.mark.long
-@pytest.mark.smollm
-def test_smollm2_writes_requests_of_its_own(smollm: Any) -> None:
-    own = writer(smollm.tokenizer)
-    plans = [own.plan(index) for index in range(8)]
-    requests = [Request(index=plan.index, prompt=own.request(plan), seed=plan.index) for plan in plans]
-    sampling = Sampling(temperature=0.8, max_new_tokens=40, stop=own.stop)
-    texts = {s.index: s for s in LocalEngine(smollm.model, smollm.tokenizer).sample(requests, sampling)}
-    ended = [texts[plan.index].text + own.stop[0] for plan in plans]
-    read = [own.parse(text, plan) for text, plan in zip(ended, plans, strict=True)]
-    assert sum(isinstance(one, FreeForm) for one in read) >= 4

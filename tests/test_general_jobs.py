@@ -34,14 +34,14 @@ def test_a_job_with_nothing_but_new_rows_keeps_what_the_model_writes(cache: Path
     out = tmp_path / "out"
     anchors, past = read_file(out / "anchors.jsonl"), read_file(out / "past.jsonl")
     bank = Bank.load(out / "bank", anchors=anchors)
-    assert (len(anchors), len(past), len(bank.probes)) == (8, 40, 8)
+    assert (len(anchors), len(past), len(bank.probes)) == (8, 28, 8)
     seen = {input_key(row, options=False) for row in (*anchors, *bank.examples)}
     assert not seen & {input_key(row, options=False) for row in past}
-    assert done.record["figures"]["free"]["past"]["loss"]["rows"] == 40
+    assert done.record["figures"]["free"]["past"]["loss"]["rows"] == 28
     assert "past_nll" in done.record["curve"][0]
-    assert any("wrote and answered the rows to keep (general) itself: 40 held out" in n for n in done.record["notes"])
+    assert any("wrote and answered the rows to keep (general) itself: 28 held out" in n for n in done.record["notes"])
     assert "wrote and answered the rows to keep (general) itself" in (out / "README.md").read_text()
-    assert bank.manifest["parts"][0]["held_out"] == 40
+    assert bank.manifest["parts"][0]["held_out"] == 28
     # Plain fine-tuning is measured on the same rows, so the two compare.
     plain = cplus.adapt(alone(tmp_path, method="sft", out=tmp_path / "sft", compare=(out,)))
     assert read_file(tmp_path / "sft" / "past.jsonl") == past
@@ -58,7 +58,7 @@ def test_a_job_that_moves_no_weight_changes_no_answer_and_no_loss(cache: Path, t
     given = {"model": str(tmp_path / "chatty"), "new": str(tmp_path / "talk.jsonl"), "interface": None, "plain": False}
     figures = cplus.adapt(alone(tmp_path, **given, lr=1e-30)).record["figures"]
     past = figures["free"]["past"]
-    assert past["answers"] == {"same": 40, "changed": 0}
+    assert past["answers"] == {"same": 28, "changed": 0}
     assert (past["loss"]["rise"], past["effect"]) == (0.0, "kept")
     assert figures["free"]["new"]["loss"]["rise"] == 0.0
 

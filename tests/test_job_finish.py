@@ -57,7 +57,7 @@ def test_finish_without_a_checkpoint_is_refused(here: Path, monkeypatch: pytest.
         patch.setattr("cplus.jobs.adapt.train", lambda *_, **__: pytest.fail("stopped"))
         with pytest.raises(pytest.fail.Exception):
             cplus.adapt(asked(here, method="sft"))
-    with pytest.raises(ValueError, match="no checkpoint has been written yet; continue with: cplus adapt --resume"):
+    with pytest.raises(ValueError, match="nothing was trained yet, so there is nothing to finish; use --resume"):
         finish(here / "out")
     assert not (here / "out" / "record.json").exists()
 
@@ -301,7 +301,7 @@ def test_requests_alone_get_the_models_own_answers(chat: Path, tmp_path: Path, m
     rows = prepared(free(chat, **given, own_answers=True)).rows
     assert rows.anchors is not None
     assert [example.response for example in rows.anchors.examples] == ["mauve"] * 7
-    assert plan(free(chat, **given, own_answers=True)).counts["anchors"] == 7
+    assert plan(free(chat, **given, own_answers=True)).row["counts"]["anchors"] == 7
     assert "The past rows hold the base model's own answers; left out without a complete answer: 1." in rows.notes
 
 

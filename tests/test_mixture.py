@@ -67,8 +67,8 @@ def test_plan_record_and_resumed_job_agree_on_a_mixture(two: Path, monkeypatch: 
     config = asked(two, **QUICK, new=files(two, "=0.5", "=2"), checkpoint_steps=1)
     planned = plan(config)
     shares = f"6 from {two / 'new.jsonl'} (weight 0.5, 12 rows); 16 from {two / 'more.jsonl'} (weight 2, 8 rows)"
-    assert f"warning    New rows per epoch: {shares}." in planned.lines()
-    assert (planned.counts["new"], planned.updates) == (14, 6)
+    assert f"warning    New rows per epoch: {shares}." in planned.lines
+    assert (planned.row["counts"]["new"], planned.row["updates_per_epoch"]) == (14, 6)
     whole = cplus.adapt(config.model_copy(update={"out": two / "whole"}))
     stop_at(8, config)
     monkeypatch.chdir(two / "out")
@@ -76,7 +76,7 @@ def test_plan_record_and_resumed_job_agree_on_a_mixture(two: Path, monkeypatch: 
     assert run.exit_code == 0, run.output
     assert same(written(whole.folder), written(two / "out"))
     record = json.loads((two / "out" / "record.json").read_text())
-    assert record["sources"] == planned.row()["sources"]
+    assert record["sources"] == planned.row["sources"]
     assert [own["per_epoch"] for own in record["sources"]] == [6, 16]
     assert f"New rows per epoch: {shares}." in record["notes"]
     assert (record["steps"], record["cost"]["training_rows"], record["counts"]["new"]) == (12, 44, 14)

@@ -15,12 +15,11 @@ from test_attach import EPOCH, OPTIMIZERS, STEPS, each_optimizer, set_gradients,
 from torch import Tensor, nn
 
 from cplus.core import algorithm, kernels, optim
-from cplus.core.gates import Collaborative, Proposal
+from cplus.core.gates import Collaborative
 from cplus.core.guard import Guard, protect
 from cplus.core.losses import answer_losses
 from cplus.distributed.engines import Fragment, Zero
 from cplus.integrations.transformers import preserve, scope
-from cplus.methods.variants import agem
 
 EMBEDDING = "model.embed_tokens.weight"
 ROWS = {"weights.0": [3, 1], "weights.1": [0, 4]}  # of four rows of three coordinates, and of five coordinates
@@ -104,39 +103,6 @@ def test_the_compiled_passes_keep_the_other_rows_too(name: str, beta: float, mon
     assert guard.step_nbytes == 4 * ((12 + 5) if name == "one-pass" else (12 + 5 + 6))
 
 
-@needs_compiler
-@pytest.mark.parametrize("worth", [0, 10**12])
-def test_observers_see_no_proposal_for_the_other_rows(worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "WORTH_COMPILING", worth)
-    _, optimizer, guard = guarded("one-pass")
-    seen: list[tuple[int, Tensor, Tensor]] = []
-
-    def watch(position: int, proposal: Proposal, c: Tensor) -> None:
-        seen.append((position, proposal.delta.clone(), c.clone()))
-
-    guard.observers.append(watch)
-    guard.refresh()
-    for batch in range(1, 4):
-        for p in guard.params:
-            p.grad = torch.full_like(p, float(batch))
-        optimizer.step()
-    assert len(seen) == 9
-    for position, delta, c in seen:
-        if position == 0:
-            assert not delta[[0, 2]].any()
-            assert delta[[1, 3]].all()
-            assert bool((c[[0, 2]] == 1).all())
-
-
-def test_a_projection_without_a_gate_keeps_the_other_rows() -> None:
-    project = {"gate": None, "projection": lambda gradients, vectors: agem(gradients, vectors[0])}
-    bag, optimizer, guard = guarded("momentum", **project)
-    start = [bits(p) for p in bag.weights]
-    train(bag, optimizer, guard, 1, 4)
-    assert torch.equal(bits(bag.weights[0])[[0, 2]], start[0][[0, 2]])
-    assert not torch.equal(bits(bag.weights[0])[[1, 3]], start[0][[1, 3]])
-
-
 @pytest.mark.parametrize("name", [EMBEDDING, "lm_head.weight"])
 def test_tied_embeddings_learn_new_tokens_by_either_name(name: str) -> None:
     model = tiny.lm()
@@ -200,13 +166,6 @@ def test_a_single_number_has_no_rows() -> None:
     module = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(1.0))})
     with pytest.raises(ValueError, match="'scale', which is a single number and has no rows"):
         Guard(torch.optim.SGD(module.parameters(), lr=0.1), module, evidence=PastEvidence(), only_rows={"scale": [0]})
-
-
-def test_the_same_rows_for_both_names_of_a_tied_parameter_are_fine() -> None:
-    model = tiny.lm()
-    only = {EMBEDDING: [1, 2], "lm_head.weight": torch.tensor([2, 1])}
-    guard = protect(torch.optim.AdamW(model.parameters()), model, anchors=tiny.rows(2), only_rows=only)
-    assert guard.training_rows == {EMBEDDING: [1, 2]}
 
 
 def test_a_flat_partition_keeps_its_part_of_the_other_rows() -> None:

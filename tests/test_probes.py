@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from cplus.data import interfaces
-from cplus.data.examples import Choice, Example, FreeForm, Message
+from cplus.data.examples import Choice, Example
 from cplus.data.interfaces import Rejected
-from cplus.data.readers import read_file
-from cplus.distributed import processes as leader
 from cplus.models import Loaded
 from cplus.models.decoding import (
     LocalEngine,
@@ -30,10 +28,10 @@ from cplus.models.decoding import (
     request_seed,
 )
 from cplus.probes import build as building
-from cplus.probes.bank import Bank, Probe, anchors_hash, open_journal, probe_from_row, probe_lines, seal
+from cplus.probes.bank import Bank, Probe, anchors_hash, open_journal, probe_from_row, probe_lines
 from cplus.probes.build import build
-from cplus.probes.labels import Label, label
-from cplus.probes.settings import TOPICS, ProbeSettings, domain_test, input_key, normalise, plan
+from cplus.probes.labels import Label
+from cplus.probes.settings import TOPICS, ProbeSettings, input_key, normalise, plan
 from cplus.probes.writing import Tally, TooFewProbes, generate, writer
 
 SAMPLING = Sampling(temperature=0.8, max_new_tokens=12, stop=("\n",))
@@ -107,15 +105,6 @@ def test_greedy_begins_with_a_word_and_goes_on_with_the_likeliest(tiny_llama: An
             assert int(logits.argmax()) == row.tokens[at]
 
 
-def test_pick_follows_the_distribution() -> None:
-    logits = torch.tensor([[2.0, 0.0, -torch.inf, 1.0]]).expand(20_000, -1)
-    uniforms = torch.rand(20_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    shares = torch.bincount(pick(logits, uniforms, 0.8), minlength=4) / 20_000
-    assert shares[2] == 0
-    assert torch.allclose(shares, (logits[0] / 0.8).softmax(-1), atol=0.01)
-    assert pick(torch.zeros(1, 3), torch.tensor([1 - 1e-17], dtype=torch.float64), 1.0).item() == 2
-
-
 def test_a_request_beyond_the_window_is_refused(tiny_llama: Any) -> None:
     long = Request(index=0, prompt=(5,) * 510, seed=0)
     with pytest.raises(ValueError, match="take 522 tokens, but the model's window is 512"):
@@ -134,36 +123,10 @@ def test_contexts_are_anchors_alone_and_topics_are_balanced() -> None:
     assert rounds[0] != rounds[1]
     assert len({p.shots for p in plans}) > 20
     assert plan(40, ANCHORS, settings) == plans[40]
-
-
-def test_fewer_anchors_than_shots_are_refused() -> None:
     with pytest.raises(ValueError, match="a request shows 2 anchors, but there are 1"):
         plan(0, ANCHORS[:1], ProbeSettings())
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"num_probes": 0}, "num_probes must be at least 1"),
-        ({"shots": 0}, "shots must be at least 1"),
-        ({"confidence_floor": 1.5}, r"confidence_floor must lie in \[0, 1\]"),
-        ({"min_yield": 0.0}, "might never end"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
-    ],
-)
-def test_settings_out_of_range_are_refused(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ProbeSettings(**wrong)
-
-
-def test_domains_by_name_and_by_pattern() -> None:
-    from cplus.toy.world import examples
-
-    inside = domain_test("harbours")
-    assert all(inside(example) for example in examples("harbours")[:50])
-    assert not any(inside(example) for example in examples("plants")[:50])
-    with pytest.raises(ValueError, match="expected a regular expression after re:"):
-        domain_test("re:(")
+    with pytest.raises(ValueError, match="might never end"):
+        ProbeSettings(min_yield=0.0)
 
 
 @given(st.text(), st.text(alphabet=" \t\n.,!?\"'"))
@@ -212,38 +175,9 @@ def test_copies_are_dropped_in_the_order_of_the_requests(tiny_llama: Any) -> Non
     assert tally.probes[0].example.choices == ("yes",)  # type: ignore[union-attr]
 
 
-def test_blocks_that_several_processes_sample_give_the_same_bank(
-    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interface, settings = interfaces.build("cloze", tiny_llama.tokenizer), ProbeSettings(num_probes=150)
-
-    def written(processes: int) -> tuple[Tally, int]:
-        labelled: list[int] = []
-
-        def two_of_three(examples: Sequence[Example]) -> list[Label | Rejected]:
-            labelled.append(len(examples))
-            return [Rejected("empty answer") if i % 3 == 0 else x for i, x in enumerate(yes(interface)(examples))]
-
-        monkeypatch.setattr(leader, "count", lambda: processes)
-        # A rejected input may come again, so what a block adds depends on the labels of the block before it.
-        tally, engine = Tally(ANCHORS, interface, settings), Scripted(lambda i: f"Is it {i % 170}?\n")
-        for _ in generate(engine, two_of_three, interface, ANCHORS, settings, tally):
-            pass
-        return tally, len(labelled)
-
-    (one, blocks), (three, labellings) = written(1), written(3)
-    assert one.blocks == three.blocks
-    assert blocks == len(one.blocks) < labellings
-
-
 def test_a_model_that_writes_nothing_valid_is_given_up_with_its_yield(tiny_llama: Any) -> None:
     with pytest.raises(TooFewProbes, match=r"0 of 4 probes in 256 requests .* rejected: no end 256"):
         run(tiny_llama.tokenizer, lambda i: "on and on", ProbeSettings(num_probes=4))
-
-
-def test_a_model_that_repeats_itself_is_given_up(tiny_llama: Any) -> None:
-    with pytest.raises(TooFewProbes, match="10 of 20 probes in 384 requests and 0 in the last 256"):
-        run(tiny_llama.tokenizer, lambda i: f"Is it {i % 10}?\n", ProbeSettings(num_probes=20))
 
 
 def test_options_reject_by_name(tiny_llama: Any) -> None:
@@ -270,27 +204,7 @@ def test_label_balanced_banks_hold_as_many_of_each(tiny_llama: Any) -> None:
         Tally(ANCHORS, interfaces.build("cloze", tiny_llama.tokenizer), settings)
 
 
-def test_anchors_of_another_interface_are_refused(tiny_llama: Any) -> None:
-    free = [FreeForm(id=str(i), messages=(Message(role="user", content=f"{i}"),), response="x") for i in range(3)]
-    interface, settings = interfaces.build("cloze", tiny_llama.tokenizer), ProbeSettings(num_probes=1)
-    with pytest.raises(TypeError, match="is free-form; letter and cloze need"):
-        list(generate(Scripted(str), yes(interface), interface, free, settings, Tally(free, interface, settings)))
-
-
 # Labels
-
-
-def test_labels_are_the_models_own(tiny_llama: Any) -> None:
-    model, tokenizer = tiny_llama.model, tiny_llama.tokenizer
-    engine = LocalEngine(model, tokenizer)
-    letters = interfaces.build("letter", tokenizer)
-    (labelled,) = label(model, engine, letters, [question("Is it?", "yes", "no")])
-    assert isinstance(labelled, Label)
-    with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([letters.prompt(labelled.example)])).logits[0, -1]
-    scores = logits[[letters.candidates(labelled.example)[i][0] for i in range(2)]].softmax(-1)
-    assert labelled.example.answer == int(scores.argmax())  # type: ignore[union-attr]
-    assert labelled.confidence == pytest.approx(float(scores.max()), abs=1e-5)
 
 
 # The bank
@@ -316,16 +230,6 @@ def test_long_questions_get_enough_tokens_and_a_cut_question_is_named_as_such(ma
         list(asked)
 
 
-@pytest.mark.real
-def test_medqas_long_questions_fit_their_limit(data_dir: Path, make_tiny: Callable[[str], Any]) -> None:
-    interface = interfaces.build("letter", make_tiny("qwen3").tokenizer, wording="medqa")
-    rows = read_file(data_dir / "medqa.jsonl")
-    long = [row for row in rows if isinstance(row, Choice) and len(row.question) > 1000]
-    assert len(long) == 204
-    for row in long[:8]:
-        assert writer(interface, [row, rows[0]], ProbeSettings()).max_new_tokens > len(interface.prompt(row))
-
-
 @pytest.fixture
 def base(tiny_llama: Any) -> Loaded:
     model = tiny_llama.model
@@ -348,6 +252,10 @@ def scripted_bank(folder: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch, *
 
 def test_a_bank_says_whose_it_is_and_comes_back(tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     bank = scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=20)
+    with pytest.raises(ValueError, match="was sealed for tiny@fffffff but the base model is @eeeeeee"):
+        Bank.load(tmp_path / "bank", model_fingerprint="e" * 64)
+    with pytest.raises(ValueError, match=r"was sealed for 6 anchors @.* but these 5 are @"):
+        Bank.load(tmp_path / "bank", anchors=ANCHORS[:5])
     assert bank == Bank.load(tmp_path / "bank", model_fingerprint=base.fingerprint, anchors=ANCHORS[::-1])
     assert bank.manifest["counts"] == {"requests": 30, "accepted": 20, "rejected": {"no end": 10}}
     assert bank.manifest["anchors"]["sha256"] == anchors_hash(ANCHORS)
@@ -356,16 +264,6 @@ def test_a_bank_says_whose_it_is_and_comes_back(tmp_path: Path, base: Loaded, mo
     assert again == bank
     with pytest.raises(ValueError, match="already exists and is not this bank"):
         scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=21)
-
-
-def test_another_model_and_other_anchors_are_refused_by_name(
-    tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=4)
-    with pytest.raises(ValueError, match="was sealed for tiny@fffffff but the base model is @eeeeeee"):
-        Bank.load(tmp_path / "bank", model_fingerprint="e" * 64)
-    with pytest.raises(ValueError, match=r"was sealed for 6 anchors @.* but these 5 are @"):
-        Bank.load(tmp_path / "bank", anchors=ANCHORS[:5])
 
 
 def test_one_changed_byte_is_refused(tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,13 +281,6 @@ def test_one_changed_byte_is_refused(tmp_path: Path, base: Loaded, monkeypatch: 
         Bank.load(tmp_path / "bank")
 
 
-def test_a_bank_is_never_sealed_over_another(tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    bank = scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=4)
-    with pytest.raises(ValueError, match=r"bank already exists; remove it or choose another folder"):
-        seal(tmp_path / "bank", bank.probes[:2], bank.manifest)
-    assert Bank.load(tmp_path / "bank") == bank
-
-
 def test_a_full_disk_leaves_nothing_that_looks_sealed(
     tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -405,13 +296,6 @@ def test_a_full_disk_leaves_nothing_that_looks_sealed(
     silent = Scripted(lambda i: pytest.fail("asked again for what was accepted"))
     bank = build(tmp_path / "bank", base, interface, ANCHORS, ProbeSettings(num_probes=200), engine=silent)
     assert len(bank.probes) == 200
-
-
-def test_a_smaller_bank_is_the_beginning_of_a_larger(
-    tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small, large = (scripted_bank(tmp_path / f"{n}", base, monkeypatch, num_probes=n) for n in (50, 150))
-    assert large.probes[:50] == small.probes
 
 
 # The journal
@@ -439,7 +323,7 @@ def test_a_journal_of_other_settings_or_another_process_is_refused(tmp_path: Pat
     path = tmp_path / "j.jsonl"
     with open_journal(path, {"settings": {"temperature": 0.8}}):
         opened(path, {}, "is in use by process")
-    opened(path, {"settings": {"temperature": 0.7}}, r"started with settings.temperature 0.8 and not 0.7")
+    opened(path, {"settings": {"temperature": 0.7}}, "was started with other settings or versions")
     lines = path.read_bytes()
     path.write_bytes(lines + b"not json\n")
     opened(path, {"settings": {"temperature": 0.8}}, "line 2 is damaged")

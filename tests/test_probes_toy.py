@@ -39,14 +39,6 @@ def test_what_the_toy_model_writes_is_of_its_domain_and_new(base: models.Loaded,
     assert all(interface.encode(example).target for example in bank.examples)
 
 
-def test_two_seeds_write_two_banks(base: models.Loaded) -> None:
-    anchors = taught("plants")[::111][:8]
-    interface = interfaces.build("cloze", base.tokenizer)
-    banks = [write_probes(base, interface, anchors, ProbeSettings(num_probes=32, seed=seed)) for seed in (0, 1)]
-    first, second = ({one.example.id for one in bank} for bank in banks)
-    assert len(first & second) < 16
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

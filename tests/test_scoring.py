@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ from cplus.core.rows import Encoded, shared_prefix
 from cplus.data.examples import Choice, FreeForm, Message
 from cplus.data.interfaces import build
 from cplus.data.readers import read_file
-from cplus.models import load, scoring
+from cplus.models import load
 from cplus.models.decoding import LocalEngine
-from cplus.models.scoring import fitting, log_likelihoods, predict, score_candidates, takes_block_masks
+from cplus.models.scoring import log_likelihoods, predict, score_candidates, takes_block_masks
 
 Tokens = tuple[int, ...]
 TOLERANCE = 1e-4
@@ -65,15 +64,6 @@ def test_rows_beyond_a_sliding_window_are_scored_apart_and_right(make_tiny: Call
             assert score.total == pytest.approx(one_at_a_time(model, prompt, answer), abs=TOLERANCE)
 
 
-def test_a_candidate_does_not_see_the_others(tiny_llama: Any) -> None:
-    prompt, answers = (7, 8, 9), [(10, 11, 12), (13, 14), (15,)]
-    (together,) = score_candidates(tiny_llama.model, [prompt], [answers])
-    (backwards,) = score_candidates(tiny_llama.model, [prompt], [answers[::-1]])
-    (alone,) = score_candidates(tiny_llama.model, [prompt], [answers[:1]])
-    assert [s.total for s in together] == pytest.approx([s.total for s in backwards[::-1]], abs=1e-5)
-    assert together[0].total == pytest.approx(alone[0].total, abs=1e-5)
-
-
 def test_log_likelihoods_are_those_of_one_at_a_time(tiny: Any) -> None:
     prompts, candidates = rows(7, longest=20)
     encoded = [Encoded(prompt, own[0]) for prompt, own in zip(prompts, candidates, strict=True)]
@@ -82,29 +72,10 @@ def test_log_likelihoods_are_those_of_one_at_a_time(tiny: Any) -> None:
         assert score.mean == score.total / len(row.target)
 
 
-def test_autocast_stays_close_to_float32(tiny_llama: Any) -> None:
-    prompts, candidates = rows(5, longest=12, prefix=tuple(range(20, 32)))
-    exact = score_candidates(tiny_llama.model, prompts, candidates)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        rounded = score_candidates(tiny_llama.model, prompts, candidates)
-    pairs = [(a.mean, b.mean) for x, y in zip(exact, rounded, strict=True) for a, b in zip(x, y, strict=True)]
-    assert max(abs(a - b) for a, b in pairs) < 0.5
-    assert any(a != b for a, b in pairs)
-
-
 def test_rows_longer_than_the_window_are_refused_with_their_count(tiny_llama: Any) -> None:
     with pytest.raises(ValueError, match="1 of 2 rows are longer than the model's window of 512 tokens"):
         score_candidates(tiny_llama.model, [(5,) * 512, (5,)], [[(6, 7)], [(6,)]])
     score_candidates(tiny_llama.model, [(5,) * 512], [[(6,)]])
-
-
-def test_examples_that_do_not_fit_are_excluded_only_by_choice(tiny_llama: Any) -> None:
-    interface = build("cloze", tiny_llama.tokenizer)
-    short = Choice(id="s", question="Why?", choices=("so", "not"), answer=0)
-    long = Choice(id="l", question="why " * 300, choices=("so", "not"), answer=0)
-    assert fitting(interface, [long, short], 512, "exclude") == [short]
-    with pytest.raises(ValueError, match="1 of 2 rows"):
-        fitting(interface, [long, short], 512, "refuse")
 
 
 @torch.no_grad()
@@ -177,19 +148,6 @@ def test_predict_in_words_is_judged_and_keeps_the_order(tiny_llama: Any) -> None
 
 
 @pytest.mark.real
-@pytest.mark.smollm
-@pytest.mark.parametrize("name", ["letter", "cloze"])
-def test_a_real_model_on_real_rows_batched_equals_one_at_a_time(name: str, smollm: Any, data_dir: Any) -> None:
-    examples = read_file(data_dir / "csqa.jsonl")[:2]
-    interface = build(name, smollm.tokenizer)
-    for example, prediction in zip(examples, predict(smollm.model, interface, examples), strict=True):
-        own = interface.candidates(example)
-        plain = [one_at_a_time(smollm.model, interface.prompt(example), c) / len(c) for c in own]
-        assert prediction.scores == pytest.approx(plain, abs=TOLERANCE)
-        assert prediction.answer == plain.index(max(plain))
-
-
-@pytest.mark.real
 @pytest.mark.packaged
 def test_gemma_batched_equals_one_at_a_time_and_begins_with_bos(
     packaged_folder: Callable[[str], Any], data_dir: Any
@@ -207,18 +165,3 @@ def test_gemma_batched_equals_one_at_a_time_and_begins_with_bos(
     without = Encoded(sentence.target[:1], sentence.target[1:])
     with_bos, bare = (-score.mean for score in log_likelihoods(loaded.model, [sentence, without]))
     assert with_bos < 3 < bare  # measured 2.6 and 4.8
-
-
-def test_a_large_vocabulary_bounds_the_logits_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(scoring._SCORED_TOKENS, "cpu", 10**6)
-    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=262_144))
-    model: Any = torch.nn.Linear(1, 1)
-    model.config = config
-    draw = random.Random(0)
-    lengths = [draw.randint(60, 200) for _ in range(300)]
-    kept = [draw.randint(1, 50) for _ in lengths]
-    sizes = []
-    for batch in scoring.scored(model, lengths, kept, "scoring"):
-        sizes.append(len(batch) * max(kept[i] for i in batch) * 262_144)
-    assert max(sizes) <= scoring._MAX_LOGITS < sum(sizes)
-    assert max(sizes) > scoring._MAX_LOGITS / 8  # not by batches of one row

@@ -102,7 +102,7 @@ def test_a_job_says_what_it_cut_or_left_out(here: Path) -> None:
         cplus.adapt(config)
     cut = config.model_copy(update={"too_long": "truncate"})
     sentence = "3 of 12 new rows are longer than 24 tokens: their prompts lost the beginning."
-    assert f"warning    {sentence}" in plan(cut).lines()
+    assert f"warning    {sentence}" in plan(cut).lines
     record = cplus.adapt(cut).record
     assert sentence in record["notes"]
     assert record["counts"]["new"] == 12

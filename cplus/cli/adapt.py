@@ -71,7 +71,8 @@ def adapt(
         from cplus.jobs.progress import since_start
 
         if plan:
-            processes.shared(lambda: show_plan(plan_anywhere(asked, starting=since_start()), json=json))
+            planned = processes.shared(lambda: plan_anywhere(asked, starting=since_start()))
+            print_json(planned.row) if json else output.print("\n".join(planned.lines), soft_wrap=True)
             return
         if finish is not None:
             outcome = job.finish(finish, repeated=chosen)
@@ -116,11 +117,6 @@ def _settings(config: Path | None, chosen: Mapping[str, Any]) -> AdaptConfig:
     found = schemas.settings({**values, **chosen}, where="settings" if config is None else str(config))
     names.check(found.model_dump())
     return found
-
-
-def show_plan(planned: Any, *, json: bool) -> None:
-    """Print the plan of a job or of a repair."""
-    print_json(planned.row()) if json else output.print("\n".join(planned.lines()), soft_wrap=True)
 
 
 @contextmanager

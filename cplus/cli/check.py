@@ -39,9 +39,9 @@ def check(
     for name in (base, tuned):
         names.check({"model": name})
 
-    from cplus.jobs.check import ANSWER_TOKENS, compare_models, written_rows
+    from cplus.jobs.check import compare_models, written_rows
 
-    shown = {"num_probes": num_probes, "answer_tokens": ANSWER_TOKENS, "seed": config.seed}
+    shown = {"num_probes": num_probes, "seed": config.seed}
     title = f"{tuned} checked against {base}"
     record = to_json(compare_models(base, tuned, written_rows(num_probes, config), config, shown, title))
     if out is not None:

@@ -169,7 +169,7 @@ def audit(
     html: Annotated[Path | None, typer.Option(help="Write the audit as one HTML page.")] = None,
     json: Json = False,
 ) -> None:
-    """Check a bank's seal and report copies, leaks, confidence, labels, words, topics, yield; several side by side.
+    """Check a bank's seal and report copies, leaks, confidence, labels, yield; several side by side.
 
     The anchors are read from `anchors.jsonl` beside the bank, where 'cplus adapt' writes them.
     """
@@ -229,7 +229,7 @@ TOGETHER = {
 
 
 def _show(found: dict[str, Any]) -> None:
-    confidence, labels, topics = found["confidence"], found["labels"], found["topics"]
+    confidence, labels = found["confidence"], found["labels"]
     rejected = ", ".join(f"{reason} {share:.1%}" for reason, share in found["rejected_shares"].items())
     common = list(labels["shares"].items())[:6]
     shares = ", ".join(f"{clean(answer)[:40]} {share:.0%}" for answer, share in common)
@@ -239,8 +239,6 @@ def _show(found: dict[str, Any]) -> None:
         "confidence": "mean {mean:.3f}, median {median:.3f}, p10 {p10:.3f}".format_map(confidence),
         "yield": f"{found['yield']:.1%} of {found['counts']['requests']} requests; rejected: {rejected or 'none'}",
         "answers": f"{labels['distinct']} different ({shares}); {apart}",
-        "words": f"{found['lengths']['mean']} per input; {found['vocabulary']['distinct']} different",
-        "topics": f"{topics['covered']} of {topics['areas']}" if topics["areas"] else "no cue",
     }
     copies = "{exact} exact ({exact_share:.2%}), {near} near ({near_share:.2%})"
     lines |= {clean(name): copies.format_map(one) for name, one in found["against"].items()}

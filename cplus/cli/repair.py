@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from cplus.cli import options as names
-from cplus.cli.adapt import conclude, interruptible, show_plan
+from cplus.cli.adapt import conclude, interruptible
 from cplus.cli.options import Json, OptionalModel, given, with_settings
 from cplus.jobs.settings import OWN, RUN_CODE, SHARED, RepairConfig, repair_settings
 from cplus.models.names import check_name as check_model
@@ -23,7 +23,6 @@ def repair(
     ] = None,
     resume: Annotated[Path | None, typer.Option(help="Resume the interrupted repair in this folder.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the job in the output folder.")] = False,
-    plan: Annotated[bool, typer.Option("--plan", help="Print what the repair will need, and stop.")] = False,
     json: Json = False,
     **options: Any,
 ) -> None:
@@ -42,17 +41,13 @@ def repair(
             )
         if not (path / "adapter_config.json").is_file():
             check_model(asked.tuned)
-    elif chosen.keys() - set(RUN_CODE) or force or plan:
+    elif chosen.keys() - set(RUN_CODE) or force:
         raise ValueError("--resume uses the settings the repair started with; leave out the others")
 
     from cplus.jobs import repair as job
-    from cplus.jobs.plan import plan_repair
 
     with interruptible():
-        if plan:
-            show_plan(plan_repair(asked), json=json)
-            return
         outcome = job.repair(asked, force=force) if resume is None else job.resume(resume, repeated=chosen)
     found = outcome.record["figures"]["repair"]
-    own = {name: outcome.record[name] for name in ("repair", "counts", "actual", "notes")}
+    own = {name: outcome.record[name] for name in ("repair", "counts", "seconds", "notes")}
     conclude(outcome, {"models": found["rows"], "helped": found["helped"], **own}, json=json)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import pickle
 import signal
 import socket
 import threading
@@ -54,8 +52,6 @@ class _World:
     rank: int = 0
     size: int = 1
     store: Store | None = None
-    led: int = 1  # the processes that compute what this one leads
-    known: Sequence[object] = ()
 
 
 _here = _World()
@@ -297,81 +293,20 @@ def spread(rows: Sequence[Row], work: Callable[[Sequence[Row]], Sequence[T]]) ->
     return [parts[i % len(parts)][i // len(parts)] for i in range(len(rows))]
 
 
-# Work that the first process leads: it sends parts of what takes long to the processes that wait for it.
-#
-# Journals, locks and caches belong to the process that leads; the others compute what they are sent.
+# Work that the first process does before the others: journals, locks and caches belong to it.
 
 
-def count() -> int:
-    """The number of processes that compute what this one leads, itself included."""
-    return _here.led
-
-
-def in_turn(work: Callable[[], T], known: Sequence[object] = ()) -> T:
-    """The same work in every process: first in the first one, which fills the caches, then in the others.
-
-    They help the first one while they wait. `known` are objects that each process has of its own, like the model: they
-    are named in what is sent, not copied.
-    """
+def in_turn(work: Callable[[], T]) -> T:
+    """The same work in every process: first in the first one, which fills the caches, then in the others."""
     if size() == 1:
         return work()
     if not first():
-        while (order := broadcast(None)) is not None:
-            gathered(_result(order, known))
-        with alone():
-            return work()
-    _here.led, _here.known = size(), known
-    try:
-        with alone():
-            value = work()
-    finally:
-        _here.led, _here.known = 1, ()
-    broadcast(None)
+        broadcast(None)
+    with alone():
+        value = work()
+    if first():
+        broadcast(None)
     return value
-
-
-def divided(function: Callable[..., T], parts: Sequence[tuple[Any, ...]]) -> list[T]:
-    """The function's result for each part, as many parts as processes at most; one process computes one of them."""
-    if _here.led == 1:
-        return [function(*part) for part in parts]
-    assert len(parts) <= _here.led
-    file = io.BytesIO()
-    _Pickler(file, _here.known).dump((function, parts))
-    kept, _here.size = _here.size, _here.led  # no longer alone: the others answer
-    try:
-        broadcast(file.getvalue())
-        found = gathered(_result(file.getvalue(), _here.known))
-    finally:
-        _here.size = kept
-    return found[: len(parts)]
-
-
-def _result(orders: bytes, known: Sequence[object]) -> Any:
-    """This process's part of what was sent; None where it has no part."""
-    function, parts = _Unpickler(io.BytesIO(orders), known).load()
-    return function(*parts[rank()]) if rank() < len(parts) else None
-
-
-class _Pickler(pickle.Pickler):
-    """Names known objects by their place."""
-
-    def __init__(self, file: io.BytesIO, known: Sequence[object]) -> None:
-        super().__init__(file)
-        self._places = {id(value): place for place, value in enumerate(known)}
-
-    def persistent_id(self, value: object) -> int | None:
-        return self._places.get(id(value))
-
-
-class _Unpickler(pickle.Unpickler):
-    """Puts this process's own objects in the place of known ones."""
-
-    def __init__(self, file: io.BytesIO, known: Sequence[object]) -> None:
-        super().__init__(file)
-        self._known = known
-
-    def persistent_load(self, place: int) -> object:
-        return self._known[place]
 
 
 # Ctrl-C and SIGTERM: the job stops at once where nothing is lost, else after the current update.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,11 @@ from cplus.base.terminal import progress
 from cplus.data.examples import fingerprint, lines
 from cplus.distributed import processes
 from cplus.distributed.processes import Interrupted, Interruption
+from cplus.jobs import folder as folders
 from cplus.jobs import outputs
 from cplus.jobs.checkpoint import Checkpoints, KeptWeights, index_of
-from cplus.jobs.choices import is_open, range_test, stored, with_chosen
-from cplus.jobs.folder import FinishedJob, Folder, begin_folder, check_free, check_seen, claimed, read_settings, rewrite
+from cplus.jobs.choices import Chosen, stored
+from cplus.jobs.folder import FinishedJob, Folder, check_free, check_seen, claimed, read_settings, rewrite
 from cplus.jobs.keep import earlier_bank, job_bank, written_bank
 from cplus.jobs.outputs import Before
 from cplus.jobs.prepare import Job, prepare, uses_bank
@@ -30,7 +33,7 @@ from cplus.methods.repair import Repaired, Unrepairable
 from cplus.models import loading
 from cplus.probes.bank import Bank
 from cplus.training import measure
-from cplus.training.driver import Ending, Training, TrainingLog, begin, rows_of
+from cplus.training.driver import Ending, Training, TrainingLog, begin
 from cplus.training.gateshares import layer_shares
 from cplus.training.loop import EpochEnded, Event, Refreshed, Stepped, updates_per_epoch
 from cplus.training.measure import Exploded
@@ -45,23 +48,61 @@ def adapt(config: AdaptConfig, *, force: bool = False, starting: float = 0.0) ->
 
     `starting` is how long the program took to get here. Processes that torchrun or Accelerate started work together.
     """
-    folder, home = Folder(config.out), Path.cwd()
+    folder, home, begun = Folder(config.out), Path.cwd(), time.perf_counter() - starting
+    replacing, mine = folder.settings.is_file(), False
 
-    def begun(job: Job) -> None:
-        check_free(folder, force=force)
-        begin_folder(folder, job.config, home, chosen=job.chosen)
+    def begin(config: AdaptConfig, chosen: Sequence[Chosen]) -> None:
+        held.enter_context(claimed(folder))
+        if not replacing:  # what is to be replaced stays until the new job is known to work
+            start(config, chosen)
 
-    with processes.joined():
+    def start(config: AdaptConfig, chosen: Sequence[Chosen]) -> None:
+        nonlocal mine
+
+        def first() -> None:
+            check_free(folder, force=force)
+            folders.begin_folder(folder, config, home, chosen=chosen)
+
+        processes.shared(first)
+        mine = True
+        check_seen(folder)
+        record(folder.seconds, {"starting": starting} if starting else {})
+
+    with processes.joined(), resumable(folder):
         processes.shared(lambda: check_free(folder, force=force))
         outputs.check_push(config)
         memory = PeakMemory(models.choose_device(config.device))
-        with Interruption().watching() as interruption:
-            job = prepare(config, folder, home)
-            with claimed(folder):
-                processes.shared(lambda: begun(job))
-                check_seen(folder)
-                record(folder.seconds, {"starting": starting} if starting else {})
-                return work(job, interruption, memory)
+        with Interruption().watching() as interruption, ExitStack() as held:
+            try:
+                job = prepare(config, folder, home, begun, begin)
+            except ValueError:  # the job cannot work, so it leaves nothing behind
+                if mine and processes.first():
+                    folders.discard(folder)
+                raise
+            if replacing:
+                start(job.config, job.chosen)
+            return work(job, interruption, memory)
+
+
+@contextmanager
+def resumable(folder: Folder) -> Iterator[None]:
+    """Say how a job that is stopped or loses a process is continued."""
+    try:
+        yield
+    except Interrupted as stop:
+        more = f"Continue with: cplus adapt --resume {folder.root}"
+        more += f" (or --finish {folder.root})" if _has_checkpoint(folder) else ""
+        if not folder.settings.is_file():
+            more = "Nothing was begun; give the same command again"
+        raise Interrupted(stop.number, f"{stop}. {more}", agreed=stop.agreed) from stop
+    except RuntimeError as error:
+        if processes.size() > 1:
+            error.add_note(f"continue with: cplus adapt --resume {folder.root}")
+        raise
+
+
+def _has_checkpoint(folder: Folder) -> bool:
+    return folder.checkpoint.is_file() or index_of(folder.checkpoint).is_file()
 
 
 def work(job: Job, interruption: Interruption, memory: PeakMemory, *, train_on: bool = True) -> FinishedJob:
@@ -79,20 +120,10 @@ def work(job: Job, interruption: Interruption, memory: PeakMemory, *, train_on: 
             if config.written and job.rows.past is not None and config.past is None:
                 files.write_text(folder.past, lines(job.rows.past.examples))
         with recorded(folder.seconds, "writing probes"):
-            bank = processes.in_turn(lambda: _bank(job), (job.base.model, job.base.tokenizer))
+            bank = processes.in_turn(lambda: _bank(job))
         processes.agree("their bank", None if bank is None else bank.manifest["probes_sha256"])
-        if is_open(config):
-            with recorded(folder.seconds, "choosing the rate"):
-                job = with_tested_rate(job, bank)
         training = train(job, before, bank, interruption, tracked, train_on=train_on)
         outcome = _finish(job, before, bank, training, interruption, memory)
-    except Interrupted as stop:
-        more = f"Continue with: cplus adapt --resume {folder.root} (or --finish {folder.root})"
-        raise Interrupted(stop.number, f"{stop}. {more}", agreed=stop.agreed) from stop
-    except RuntimeError as error:
-        if processes.size() > 1:
-            error.add_note(f"continue with: cplus adapt --resume {folder.root}")
-        raise
     finally:
         if tracked is not None:
             tracked.finish()
@@ -102,7 +133,7 @@ def work(job: Job, interruption: Interruption, memory: PeakMemory, *, train_on: 
     return FinishedJob(folder=folder.root, record=outcome)
 
 
-# The bank, and the rate where it is to be tested.
+# The bank, and what is protected.
 
 
 def _bank(job: Job) -> Bank | None:
@@ -134,17 +165,6 @@ def past_tasks(job: Job, bank: Bank | None) -> list[PastTask]:
         )
         for anchors, own in found
     ]
-
-
-def with_tested_rate(job: Job, bank: Bank | None) -> Job:
-    """The job at the learning rate that a short test on its rows found; a resumed job reads it from its settings."""
-    rows = rows_of(job.settings, job.base, job.rows.trained, past_tasks(job, bank))
-    held = [] if job.rows.past is None else job.rows.past.encoded()
-    found = range_test(job.settings, job.method, job.base.model, rows, held)
-    say(f"chosen: {found}")
-    job = replace(job, config=with_chosen(job.config, [found]), chosen=(*job.chosen, found))
-    rewrite(job.folder, job.config, chosen=job.chosen)
-    return job
 
 
 # The training: started or restored from a checkpoint, evaluated, saved and stopped.
@@ -181,6 +201,7 @@ def train(
         good.keep(training, 0)
     updates = updates_per_epoch(len(job.rows.trained.examples), config.batch_size)
     begins = "training" if training.prepared.guard is None else "computing evidence"
+    read_after = sum(len(row) + 2 * len(row.target) for group in job.groups for row in group.encoded())
     with interruption.patient(), progress() as bars:
         shown = TrainingView(bars, epochs=config.epochs, updates=updates, done=log.cursor.step, begins=begins)
         evaluations, reported = _Evaluations(job, before, training, moved), len(log.watch.said)
@@ -193,9 +214,13 @@ def train(
                         best.offer(training, point)
                     if good is not None and evaluations.lost(point) is not None:
                         good.keep(training, int(point["epoch"]))
+                if log.cursor.step == 1 and "first_update" not in recorded_seconds(folder.seconds):
+                    record(folder.seconds, {"first_update": time.perf_counter() - job.begun})
                 if isinstance(event, Stepped) and event.step % 10 == 0:
                     training.tally()
-                shown.show(event, training.admitted, point)
+                trained = log.training.padded + log.preservation.padded
+                # A token is read in a third of the time that training on it takes, and decoded in about twice that.
+                shown.show(event, training.admitted, point, read_after * log.seconds / (3 * max(1, trained)))
                 for sentence in log.watch.said[reported:]:
                     say(f"warning: {sentence}")
                 reported = len(log.watch.said)
@@ -375,11 +400,12 @@ def _repaired(job: Job, before: Before, bank: Bank | None, model: nn.Module) -> 
 def actual_usage(job: Job, log: TrainingLog, memory: PeakMemory) -> dict[str, Any]:
     """What was measured, by the names of the plan; the time to write receipt and record is still to come."""
     seconds = recorded_seconds(job.folder.seconds)
+    first = seconds.pop("first_update", None)
     seconds["evaluating"] += log.evaluation_seconds
     seconds["training"] += log.seconds
     epochs = max(1, len(log.curve))
     return {
-        "seconds": seconds,
+        "seconds": {**seconds, "first_update": first},
         "total_seconds": sum(seconds.values()),
         "training_tokens_per_epoch": log.training.padded / epochs,
         "evidence_tokens_per_epoch": log.preservation.padded / epochs,
@@ -415,18 +441,22 @@ def _continued(folder: Folder, repeated: Mapping[str, Any], epochs: int | None, 
                     f"{out}: this job is finished, so its epochs cannot change; start a new job from its model"
                 )
             return done
-        if not train_on and not (folder.checkpoint.is_file() or index_of(folder.checkpoint).is_file()):
-            raise ValueError(f"{out}: no checkpoint has been written yet; continue with: cplus adapt --resume {out}")
+        if not train_on and not _has_checkpoint(folder):
+            raise ValueError(f"{out}: nothing was trained yet, so there is nothing to finish; use --resume {out}")
         config = config.model_copy(update={} if epochs is None else {"epochs": epochs})
         outputs.check_push(config)
         memory = PeakMemory(models.choose_device(config.device))
-        with Interruption().watching() as interruption:
-            # The settings hold the values that it chose when it began, and their reasons.
-            job = replace(prepare(config, folder, home), chosen=stored(folder.settings))
-            with claimed(folder):
-                if train_on:
-                    processes.shared(lambda: rewrite(folder, config, chosen=job.chosen))
-                return work(job, interruption, memory, train_on=train_on)
+        # The settings hold the values that it chose when it began, and their reasons.
+        kept = stored(folder.settings)
+
+        def begin(config: AdaptConfig, chosen: Sequence[Chosen]) -> None:
+            held.enter_context(claimed(folder))
+            if train_on:
+                processes.shared(lambda: rewrite(folder, config, chosen=kept))
+
+        with resumable(folder), Interruption().watching() as interruption, ExitStack() as held:
+            job = replace(prepare(config, folder, home, time.perf_counter(), begin), chosen=kept)
+            return work(job, interruption, memory, train_on=train_on)
 
 
 def _finished(folder: Folder) -> FinishedJob | None:

@@ -52,7 +52,7 @@ def encode(rows: Rows, tokenizer: Any, *, interface: str = "freeform", chat: boo
 def probe(
     model: Any,
     tokenizer: Any,
-    anchors: Rows,
+    anchors: Rows | None = None,
     *,
     num_probes: int = 64,
     interface: str = "freeform",
@@ -64,19 +64,25 @@ def probe(
 ) -> Bank:
     """A bank of self-probes: new inputs like the anchors, written and answered by the model as it is now.
 
-    It is sealed in the folder `banks`, by default in the cache, and read from there the next time;
-    `encode(bank.examples, tokenizer)` makes the rows that `protect` takes.
+    Without anchors the model writes general requests, or plain texts where it has no chat template. The bank is sealed
+    in the folder `banks`, by default in the cache, and read from there the next time; `encode(bank.examples,
+    tokenizer)` makes the rows that `protect` takes.
     """
     from cplus.core.evidence import evaluating
     from cplus.data.interfaces import build
     from cplus.models import of
+    from cplus.probes.abilities import GENERAL, writing
     from cplus.probes.build import cached_bank
     from cplus.probes.settings import ProbeSettings
 
-    settings = ProbeSettings(num_probes=num_probes, shots=shots, temperature=temperature, seed=seed)
+    rows = [] if anchors is None else read(anchors)
+    chat = chat and bool(rows or getattr(tokenizer, "chat_template", None))
     bound = build(interface, tokenizer, chat=chat)
+    settings = ProbeSettings(num_probes=num_probes, shots=shots, temperature=temperature, seed=seed)
+    if not rows:
+        settings = writing(bound, GENERAL, num_probes, temperature=temperature, seed=seed)
     with evaluating(model):
-        return cached_bank(of(model, tokenizer), bound, read(anchors), settings, banks=banks)
+        return cached_bank(of(model, tokenizer), bound, rows, settings, banks=banks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,20 +12,18 @@ from cplus import models
 from cplus.base.environment import environment
 from cplus.data import interfaces
 from cplus.data.tasks import Task
+from cplus.jobs.keep import interface_of, self_written
 from cplus.jobs.outputs import answer
-from cplus.jobs.progress import bank_view, say
+from cplus.jobs.progress import say
 from cplus.jobs.settings import AdaptConfig
 from cplus.models import Loaded
 from cplus.models.scoring import fitting
-from cplus.probes.abilities import GENERAL, MIN_YIELD
-from cplus.probes.build import bank_folder, cached_bank
-from cplus.probes.settings import TOPICS, ProbeSettings
+from cplus.probes.abilities import GENERAL, ability, writing
 from cplus.receipts.contents import ModelId, Receipt, compare
 from cplus.training.measure import GroupAnswers
 from cplus.training.rows import Group
 
 NAME = "self-written"
-ANSWER_TOKENS = 48
 
 Groups: TypeAlias = Callable[[Loaded, Sequence[Group]], list[Group]]
 """The rows for a model; the second argument are those of the model before, if this is not it."""
@@ -115,14 +113,6 @@ def given_rows(tasks: Sequence[Task], limit: int | None, config: AdaptConfig) ->
 
 def written_rows(num_probes: int, config: AdaptConfig) -> Groups:
     """Requests that the model before writes and answers itself; the model after reads the same tokens."""
-    settings = ProbeSettings(
-        num_probes=num_probes,
-        topics=TOPICS,
-        seed=config.seed,
-        min_yield=MIN_YIELD,
-        ability=GENERAL,
-        answer_tokens=ANSWER_TOKENS,
-    )
 
     def groups(loaded: Loaded, known: Sequence[Group]) -> list[Group]:
         if known:
@@ -133,21 +123,16 @@ def written_rows(num_probes: int, config: AdaptConfig) -> Groups:
                     "the base model that it was tuned from"
                 )
             return list(known)
-        chat = bool(getattr(loaded.tokenizer, "chat_template", None)) and not config.plain
-        bound = interfaces.build("freeform", loaded.tokenizer, chat=chat)
-        if bank_folder(loaded, bound, (), settings).exists():
-            bank = cached_bank(loaded, bound, (), settings)
-        else:
-            say(f"{loaded.name} writes {num_probes} requests of its own; they are cached")
-            with bank_view(num_probes) as watch:
-                bank = cached_bank(loaded, bound, (), settings, watch=watch, notify=say)
+        bound = interface_of(config, loaded)
+        asked = writing(bound, GENERAL, num_probes, temperature=config.temperature, seed=config.seed)
+        bank = self_written(loaded, bound, asked)
         return [
             Group(
                 name=NAME,
                 part="retention",
                 interface=bound,
-                examples=bank.examples,
-                max_new_tokens=ANSWER_TOKENS,
+                examples=bank.examples[:num_probes],
+                max_new_tokens=ability(GENERAL).written_tokens,
                 by_base=True,
             )
         ]

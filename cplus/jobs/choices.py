@@ -1,16 +1,13 @@
-"""Settings that choose themselves, each with its reason, and the range test of `--lr auto`."""
+"""Settings that choose themselves, each with its reason, and the tokens of an epoch."""
 
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from cplus import models
 from cplus.base import files
@@ -20,20 +17,15 @@ from cplus.distributed import processes as world
 from cplus.jobs.memory import CHECKPOINTED, Footprint, ModelSize, giga
 from cplus.jobs.rows import Tasks
 from cplus.jobs.settings import AdaptConfig
-from cplus.methods.table import METHODS, Material, Method, Past
-from cplus.models import loading
-from cplus.models.scoring import log_likelihoods
-from cplus.training.driver import adapted, start
+from cplus.methods.table import METHODS, Material, Method
 from cplus.training.loop import Schedule, epoch_batches, updates_per_epoch
-from cplus.training.measure import Exploded, loss_of
-from cplus.training.settings import AUTO
 
 RATE, SIZE = 3e-5, 135e6
 """The rate that was found on a model of this size; others get it times the root of the ratio of the sizes."""
 LOWEST, HIGHEST = 1e-6, 1e-3
 ADAPTERS = 10
 """Adapters are trained at this many times the rate of all weights."""
-UPDATES, FEWEST_EPOCHS, EVALUATIONS = 60, 3, 6
+UPDATES, FEWEST_EPOCHS, EVALUATIONS = 60, 3, 3
 """Free text: the epochs of at least this many updates, and never fewer epochs; about this many evaluations."""
 
 
@@ -64,16 +56,6 @@ def rate_by_size(parameters: int, *, adapters: bool = False) -> float:
     return float(f"{rate * (ADAPTERS if adapters else 1):.0e}")
 
 
-def default_rate(config: AdaptConfig, parameters: int) -> Chosen:
-    """The learning rate of a job that names none."""
-    if config.optimizer != "adamw":
-        raise ValueError(f"the default learning rate is AdamW's, but the optimizer is {config.optimizer}; provide lr")
-    adapters = config.lora is not None
-    why = f"by the size of the model, {_size(parameters)}: {RATE:g} at {_size(int(SIZE))}, by the root of the ratio"
-    why += f", and {ADAPTERS} times that for adapters" * adapters
-    return Chosen(name="lr", value=rate_by_size(parameters, adapters=adapters), why=why)
-
-
 def _size(parameters: int) -> str:
     """A number of parameters in words.
 
@@ -96,10 +78,17 @@ def epochs_by_rows(num_new: int, batch_size: int, most: int) -> int:
 def choose(
     config: AdaptConfig, tasks: Tasks, size: ModelSize, need: Footprint
 ) -> tuple[AdaptConfig, tuple[Chosen, ...]]:
-    """The settings with everything chosen that was not given; a rate that is to be tested stays open."""
+    """The settings with everything chosen that was not given."""
     given, found = config.model_fields_set, []
     if config.lr is None:
-        found.append(default_rate(config, size.parameters))
+        if config.optimizer != "adamw":
+            raise ValueError(
+                f"the default learning rate is AdamW's, but the optimizer is {config.optimizer}; provide lr"
+            )
+        adapters = config.lora is not None
+        why = f"by the size of the model, {_size(size.parameters)}: {RATE:g} at {_size(int(SIZE))}, by the root of the "
+        why += "ratio" + f", and {ADAPTERS} times that for adapters" * adapters
+        found.append(Chosen(name="lr", value=rate_by_size(size.parameters, adapters=adapters), why=why))
     rows = () if tasks.new is None else tasks.new.examples
     free = bool(rows) and not isinstance(rows[0], MultipleChoice)
     if free and "epochs" not in given and config.stop != "never":
@@ -124,22 +113,12 @@ def choose(
             f"computed twice need about {giga(light)} GB"
         )
         found.append(Chosen(name="gradient_checkpointing", value=True, why=why))
-    return with_chosen(config, found), tuple(found)
-
-
-def with_chosen(config: AdaptConfig, found: Iterable[Chosen]) -> AdaptConfig:
-    """The settings with these values."""
-    return config.model_copy(update={own.name: own.value for own in found})
+    return config.model_copy(update={own.name: own.value for own in found}), tuple(found)
 
 
 def stored(settings: Path) -> tuple[Chosen, ...]:
     """The choices that a job's file of settings holds beside the values: a resumed job was given everything."""
     return tuple(Chosen(**row) for row in files.read_json(settings).get("chosen", ()))
-
-
-def is_open(config: AdaptConfig) -> bool:
-    """Whether the learning rate is still to be tested."""
-    return config.lr == AUTO
 
 
 # The tokens of a job's epochs, counted as they will be batched, before the bank is written.
@@ -187,151 +166,13 @@ def evidence_tokens(method: Method, material: Material) -> int:
     return sum(padded(source.at(0)) for source in method.sources(material)) if method.evidence else 0
 
 
+def largest_pass(config: AdaptConfig, method: Method, material: Material) -> int:
+    """The tokens of the largest pass of an update or a refresh."""
+    longest = sorted(material.new, key=len, reverse=True)[: config.batch_size]
+    evidence = [source.at(0) for source in method.sources(material)] if method.evidence else []
+    return max(measured(batch).padded for rows in (longest, *evidence) if rows for batch in batched(rows))
+
+
 def padded(rows: Sequence[Encoded]) -> int:
     """The tokens of rows in batches of similar length."""
     return sum(measured(batch).padded for batch in batched(rows))
-
-
-# The range test of `--lr auto`: a ladder of rates, a few updates each from the same weights, on the job's rows.
-#
-# Each rate is tried at ten times its size, because a few updates stand for the many of the job; so the usual rule, a
-# tenth of the rate at which the loss is lowest, is applied to what new rows gain less what kept rows lose.
-
-
-TENFOLD = 10
-"""A rate is tried at this many times its size."""
-FACTORS = {5: (0.1, 0.3, 1.0, 3.0, 10.0), 3: (0.3, 1.0, 3.0)}
-"""The ladder around the rate by model size, by its number of rungs."""
-TRIALS = ((5, 4), (5, 3), (5, 2), (3, 3), (3, 2))
-"""Rungs and updates per rung, the best test first."""
-SHARE = 0.1
-"""A test costs at most this share of the job's tokens, all epochs counted."""
-EVIDENCE, MEASURED = 4, 12
-"""Anchors, and probes, that the test's gate uses, and rows of each kind whose loss is measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rung:
-    """One rate of the ladder: what new rows gained and kept rows lost in the test, in nats per token."""
-
-    lr: float
-    gained: float
-    lost: float
-
-    @property
-    def score(self) -> float:
-        """Gain less loss; kept rows that got better count nothing."""
-        return self.gained - max(0.0, self.lost)
-
-    def __str__(self) -> str:
-        if not math.isfinite(self.score):
-            return f"{self.lr:g} diverges"
-        return f"{self.lr:g} gains {self.gained:.3f} on new rows and loses {self.lost:.3f} on kept ones"
-
-
-def range_test(config: AdaptConfig, row: Method, model: nn.Module, rows: Material, held: Sequence[Encoded]) -> Chosen:
-    """Try a ladder of rates around the default one; the model's weights are the same afterwards.
-
-    What kept rows lose is measured on anchors and probes that the test's gate does not use, else on `held`.
-    """
-    tried = adapted(config, row, model)  # as it will train; adapters are removed again afterwards
-    try:
-        return _tested(config, row, tried, rows, held)
-    finally:
-        if tried is not model:
-            tried.unload()
-        model.eval()
-
-
-def _tested(config: AdaptConfig, row: Method, model: nn.Module, rows: Material, held: Sequence[Encoded]) -> Chosen:
-    rule = default_rate(config, loading.num_weights(model))
-    assert isinstance(rule.value, float)
-    draw = random.Random(config.seed)
-    few, kept = _few(rows, held, draw)
-    new = draw.sample(list(rows.new), min(MEASURED, len(rows.new)))
-    size = _affordable(config, row, rows, few, [*new, *kept])
-    if size is None:
-        why = f"the job is too short for a test that costs a tenth of it, so by model size: {rule.why}"
-        return replace(rule, why=why)
-    rungs, updates = size
-    device = next(model.parameters()).device
-    with models.computing(config.compute_dtype, device):
-        start_new, start_kept = _loss(model, new), _loss(model, kept)
-    shuffled = draw.sample(list(rows.new), len(rows.new))
-    few = replace(few, new=list(islice(cycle(shuffled), updates * config.batch_size)))
-    found = []
-    for factor in FACTORS[rungs]:
-        lr = float(f"{factor * rule.value:.0e}")
-        after = _trained(config, row, model, few, lr, new, kept)
-        found.append(Rung(lr=lr, gained=start_new - after[0], lost=after[1] - start_kept))
-    return best_rung(found, updates)
-
-
-def best_rung(rungs: Sequence[Rung], updates: int) -> Chosen:
-    """The rate with the best score, the lower one of two equal ones."""
-    best = max(rungs, key=lambda rung: (rung.score, -rung.lr))
-    tried = "; ".join(map(str, rungs))
-    why = f"best of a short test, {updates} updates at {TENFOLD} times each rate: of nats per token, {tried}"
-    if best in (rungs[0], rungs[-1]):
-        why += f"; the {'lowest' if best is rungs[0] else 'highest'} rate that was tried"
-    return Chosen(name="lr", value=best.lr, why=why)
-
-
-def _few(rows: Material, held: Sequence[Encoded], draw: random.Random) -> tuple[Material, list[Encoded]]:
-    """The first past task with a few anchors and probes for the gate, and kept rows to measure on."""
-    past, rest = [], []
-    for task in rows.past[:1]:
-        anchors, probes = (draw.sample(list(own), len(own)) for own in (task.anchors, task.probes))
-        used = probes[:EVIDENCE]
-        past.append(Past(name=task.name, anchors=anchors[:EVIDENCE], probes=used, synthetic=used))
-        rest += [*anchors[EVIDENCE:], *probes[EVIDENCE:]]
-    kept = rest or list(held) or [row for task in rows.past for row in (*task.anchors, *task.probes)]
-    return replace(rows, past=tuple(past)), draw.sample(kept, min(MEASURED, len(kept)))
-
-
-def _affordable(
-    config: AdaptConfig, row: Method, rows: Material, few: Material, measured: Sequence[Encoded]
-) -> tuple[int, int] | None:
-    """The rungs and updates of the best test that costs a tenth of the job; a forward pass is a third of an update."""
-    whole = tokens_per_epoch(config, row, rows)
-    budget = SHARE * config.epochs * (whole.training + whole.evidence)
-    update = padded(rows.new) / len(rows.new) * config.batch_size
-    for rungs, updates in TRIALS:
-        cost = rungs * (updates * update + evidence_tokens(row, few)) + (rungs + 1) * padded(measured) / 3
-        if cost <= budget:
-            return rungs, updates
-    return None
-
-
-def _trained(
-    config: AdaptConfig,
-    row: Method,
-    model: nn.Module,
-    rows: Material,
-    lr: float,
-    new: Sequence[Encoded],
-    kept: Sequence[Encoded],
-) -> tuple[float, float]:
-    """The losses of new and kept rows after one pass over the rows at ten times the rate; the weights are restored."""
-    fixed = {"epochs": 1, "order": "file", "warmup_steps": 0, "lr_schedule": "constant"}
-    training = start(config.model_copy(update={"lr": TENFOLD * lr, **fixed}), row, model, rows)
-    weights = {name: value.clone() for name, value in training.weights().items()}
-    try:
-        for _ in training.run():
-            pass
-        model.eval()
-        with models.computing(config.compute_dtype, next(model.parameters()).device):
-            return _loss(model, new), _loss(model, kept)
-    except (FloatingPointError, Exploded):
-        return math.inf, math.inf
-    finally:
-        if training.prepared.guard is not None:
-            training.prepared.guard.detach()
-        training.optimizer.zero_grad(set_to_none=True)
-        training.restore(weights)
-        model.eval()
-
-
-def _loss(model: nn.Module, rows: Sequence[Encoded]) -> float:
-    """The mean loss per token; 0 where there are no rows."""
-    return loss_of(log_likelihoods(model, rows, what="testing rates")) if rows else 0.0

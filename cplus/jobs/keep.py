@@ -18,13 +18,13 @@ from cplus.jobs.progress import bank_view, say
 from cplus.jobs.settings import AdaptConfig, allotted
 from cplus.methods.table import Method
 from cplus.models import Loaded
-from cplus.probes.abilities import MIN_YIELD, ability
+from cplus.probes.abilities import ability, writing
 from cplus.probes.bank import Bank, Probe, described, seal
-from cplus.probes.build import bank_folder, cached_bank
-from cplus.probes.settings import TOPICS, ProbeSettings
+from cplus.probes.build import bank_folder, cached_bank, sealed_before
+from cplus.probes.settings import ProbeSettings
 from cplus.training.rows import Group, Rows
 
-PAST_ROWS = 40
+PAST_ROWS = 28
 """Self-written rows that are held out to measure Retention on."""
 
 
@@ -36,8 +36,6 @@ class Portion:
     past: int
     anchors: int
     probes: int
-    at_most: int = 0
-    """The rows that a method with anchors and probes would have the model write; the fewer ones are their beginning."""
 
     @property
     def total(self) -> int:
@@ -70,7 +68,6 @@ def portions(config: AdaptConfig, method: Method, num_new: int) -> list[Portion]
             past=past[name],
             anchors=anchors[name] if set(method.needs) != {"new"} else 0,
             probes=probes[name] if method.needs_bank else 0,
-            at_most=past[name] + anchors[name] + probes[name],
         )
         for name in weights
     ]
@@ -83,36 +80,18 @@ def interface_of(config: AdaptConfig, base: Loaded) -> Interface:
     return interfaces.build("freeform", base.tokenizer, chat=chat, turns=config.turns, thinking=config.thinking)
 
 
-def writing_settings(config: AdaptConfig, name: str, count: int) -> ProbeSettings:
-    """How the base model writes rows of an ability."""
-    return ProbeSettings(
-        num_probes=count,
-        temperature=config.temperature,
-        topics=TOPICS,
-        seed=config.seed,
-        min_yield=MIN_YIELD,
-        ability=name,
-    )
-
-
 def with_written(config: AdaptConfig, method: Method, rows: Rows, base: Loaded) -> tuple[Rows, Written | None]:
     """The rows with those that the base model writes now or wrote before; training sees no held-out one."""
     asked = portions(config, method, len(rows.new.examples))
     if not asked:
         return rows, None
-    bound = interface_of(config, base)
-    return split_up(config, method, rows, bound, asked, [_bank(config, base, bound, portion) for portion in asked])
-
-
-def split_up(
-    config: AdaptConfig,
-    method: Method,
-    rows: Rows,
-    bound: Interface,
-    asked: Sequence[Portion],
-    banks: Sequence[Bank],
-) -> tuple[Rows, Written | None]:
-    """The banks' rows by their purpose."""
+    bound, given = interface_of(config, base), rows.anchors
+    if given is not None and given.closed and any(portion.anchors for portion in asked):
+        raise ValueError(
+            "the anchors given are multiple choice, and self-written rows are free text; keep one of the two, or "
+            "protect the other by a job of its own and kept"
+        )
+    banks = [self_written(base, bound, settings_of(config, bound, portion)) for portion in asked]
     held: list[Example] = []
     anchors: list[Example] = []
     probes: list[Probe] = []
@@ -121,29 +100,20 @@ def split_up(
         held += examples[: portion.past]
         anchors += examples[portion.past : end]
         probes += bank.probes[end : portion.total]
-    given = rows.anchors
-    if given is not None and anchors:
-        if given.closed:
-            raise ValueError(
-                "the anchors given are multiple choice, and self-written rows are free text; keep one of the two, or "
-                "protect the other by a job of its own and kept"
-            )
-        anchors = [*given.examples, *anchors]
-    limit = max(ability(portion.ability).answer_tokens for portion in asked)
-    past = Group(
-        name="past", part="retention", interface=bound, examples=tuple(held), max_new_tokens=limit, by_base=True
-    )
-    group = Group(name="anchors", part="retention", interface=bound, examples=tuple(anchors), max_new_tokens=limit)
-    names = " and ".join(portion.ability for portion in asked)
+    limit = max(ability(portion.ability).written_tokens for portion in asked)
+    own = Group(name="past", part="retention", interface=bound, examples=tuple(held), max_new_tokens=limit)
     counts: dict[str, Sequence[object]] = {"held out to measure on": held, "anchors": anchors, "probes": probes}
     parts = ", ".join(f"{len(own)} {purpose}" for purpose, own in counts.items() if own)
+    names = " and ".join(portion.ability for portion in asked)
     told = f"The base model wrote and answered the rows to keep ({names}) itself: {parts}."
+    # With held-out rows, the note that there are none is no longer true.
+    notes = (note for note in rows.notes if not (held and note.startswith("Retention is measured on the")))
+    both = (*(given.examples if given is not None else ()), *anchors)
     rows = replace(
         rows,
-        past=past if held else rows.past,
-        anchors=group if anchors else given,
-        # The note that there are no held-out past rows is no longer true.
-        notes=(*(note for note in rows.notes if not (held and note.startswith("Retention is measured on the"))), told),
+        past=replace(own, by_base=True) if held else rows.past,
+        anchors=replace(own, name="anchors", examples=both) if anchors else given,
+        notes=(*notes, told),
     )
     if not method.needs_bank:
         return rows, None
@@ -156,29 +126,20 @@ def split_up(
     )
 
 
-def written_before(config: AdaptConfig, base: Loaded, portion: Portion) -> Path | None:
-    """A bank in the cache that begins with these rows."""
-    for count in (portion.total, portion.at_most):
-        settings = writing_settings(config, portion.ability, count)
-        if (place := bank_folder(base, interface_of(config, base), (), settings)).exists():
-            return place
-    return None
+def settings_of(config: AdaptConfig, bound: Interface, portion: Portion) -> ProbeSettings:
+    """How the base model writes a portion."""
+    return writing(bound, portion.ability, portion.total, temperature=config.temperature, seed=config.seed)
 
 
-def _bank(config: AdaptConfig, base: Loaded, bound: Interface, portion: Portion) -> Bank:
-    settings = writing_settings(config, portion.ability, portion.total)
-    if (place := written_before(config, base, portion)) is not None:
-        say(f"keep {portion.ability}: {portion.total} self-written rows reused from {place}")
-        return Bank.load(place, model_fingerprint=base.fingerprint)
-    say(f"keep {portion.ability}: the base model writes {portion.total} rows of its own; they are cached")
-    with bank_view(portion.total) as watch:
-        bank = cached_bank(base, bound, (), settings, watch=watch, notify=say)
-    counts = bank.manifest["counts"]
-    rejected = ", ".join(f"{reason} {n}" for reason, n in Counter(counts["rejected"]).most_common())
-    say(
-        f"keep {portion.ability}: {portion.total} rows of {counts['requests']} requests; rejected: {rejected or 'none'}"
-    )
-    return bank
+def self_written(base: Loaded, bound: Interface, settings: ProbeSettings) -> Bank:
+    """A bank that begins with these rows: one in the cache, or the one that the model writes now."""
+    name, count = settings.ability, settings.num_probes
+    if (found := sealed_before(base, bound, (), settings)) is not None:
+        say(f"keep {name}: {count} self-written rows reused from {found[0]}{found[1]}")
+        return Bank.load(found[0], model_fingerprint=base.fingerprint)
+    say(f"keep {name}: {base.name} writes {count} rows of its own; they are cached")
+    with bank_view(count) as watch:
+        return cached_bank(base, bound, (), settings, watch=watch, notify=say)
 
 
 def _manifest(asked: Sequence[Portion], banks: Sequence[Bank]) -> dict[str, Any]:
@@ -250,13 +211,11 @@ def checked_bank(folder: Path, base: Loaded | None, anchors: Group) -> Bank:
 
 
 def _built(base: Loaded, anchors: Group, settings: ProbeSettings) -> Path:
-    place = bank_folder(base, anchors.interface, anchors.examples, settings)
-    if place.exists():
-        say(f"bank: reused from {place}")
-        return place
+    found = sealed_before(base, anchors.interface, anchors.examples, settings)
+    if found is not None:
+        say(f"bank: reused from {found[0]}{found[1]}")
+        return found[0]
     say(f"bank: the frozen model writes {settings.num_probes} probes from {len(anchors.examples)} anchors")
     with bank_view(settings.num_probes) as watch:
-        bank = cached_bank(base, anchors.interface, anchors.examples, settings, watch=watch, notify=say)
-    requests, seal = bank.manifest["counts"]["requests"], bank.manifest["probes_sha256"]
-    say(f"bank: {len(bank.probes)} probes of {requests} requests, sealed {seal[:12]}")
-    return place
+        cached_bank(base, anchors.interface, anchors.examples, settings, watch=watch, notify=say)
+    return bank_folder(base, anchors.interface, anchors.examples, settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,7 +95,8 @@ def model_size(config: AdaptConfig, method: Method, where: Path | str) -> ModelS
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(found, trust_remote_code=config.trust_remote_code)
         packed = loading.packable(model) if config.load == loading.NAME else 0
-        model = _adapted(config, method, model)
+        with suppress(NotImplementedError):  # adapters computed from the weights count as training all of them
+            model = adapted(config.model_copy(update={"gradient_checkpointing": False}), method, model)
     text = found.get_text_config()
     if config.max_length is not None and config.max_length > text.max_position_embeddings:
         raise ValueError(
@@ -111,15 +113,6 @@ def model_size(config: AdaptConfig, method: Method, where: Path | str) -> ModelS
         ),
         packed=packed,
     )
-
-
-def _adapted(config: AdaptConfig, method: Method, model: nn.Module) -> nn.Module:
-    """The model as it trains; adapters that are computed from the weights count as training all weights."""
-    try:
-        found: nn.Module = adapted(config.model_copy(update={"gradient_checkpointing": False}), method, model)
-        return found
-    except NotImplementedError:  # no weight is read here
-        return model
 
 
 def job_bytes(config: AdaptConfig, method: Method, size: ModelSize, num_anchors: int, *, copies: bool = False) -> Bytes:
@@ -199,15 +192,6 @@ def guard_bytes(
     return held[0] / layer.weight.numel(), 0.0 if one_pass and not copies else held[1] / layer.weight.numel()
 
 
-@dataclass(frozen=True)
-class _Ones:
-    count: int
-    dtype: torch.dtype
-
-    def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
-        return Reference(vectors=[[torch.ones_like(p, dtype=self.dtype) for p in params] for _ in range(self.count)])
-
-
 def available(device: torch.device) -> int:
     """Free bytes on the device of the model; in a container no more than its limit."""
     if device.type == "cuda":
@@ -238,66 +222,57 @@ def disk_free(path: Path) -> int:
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
-def _tried(config: AdaptConfig) -> Iterator[tuple[str, AdaptConfig]]:
-    """The settings as they are, then with less and less memory; adapters are tried where they can be trained."""
-    yield "as chosen", config
-    light = config.model_copy(update={"gradient_checkpointing": True})
+@dataclass(frozen=True)
+class _Ones:
+    count: int
+    dtype: torch.dtype
+
+    def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
+        return Reference(vectors=[[torch.ones_like(p, dtype=self.dtype) for p in params] for _ in range(self.count)])
+
+
+def lighter(config: AdaptConfig) -> Iterator[dict[str, Any]]:
+    """Changes with which a job needs less and less memory; adapters are tried where they can be trained."""
+    yield {}
+    light = {"gradient_checkpointing": True}
     if not config.gradient_checkpointing:
-        yield "--set gradient_checkpointing=true", light
+        yield light
     if config.row.beta is not None and config.ema is None:
-        small = light.model_copy(update={"ema": "uint8"})
-        yield "--set gradient_checkpointing=true --set ema=uint8", small
+        yield (small := {**light, "ema": "uint8"})
         if config.optimizer == "adamw" and find_spec("bitsandbytes") is not None:
-            text = "--set gradient_checkpointing=true --set ema=uint8 --set optimizer=adamw8bit"
-            yield text, small.model_copy(update={"optimizer": "adamw8bit"})
+            yield {**small, "optimizer": "adamw8bit"}
     if config.lora is None and find_spec("peft") is not None:
-        few = light.model_copy(update={"lora": Lora(r=16)})
-        yield "--set gradient_checkpointing=true --lora r=16", few
+        yield (few := {**light, "lora": Lora(r=16)})
         if config.load != loading.NAME:
-            packed = few.model_copy(update={"load": loading.NAME})
-            yield "--set gradient_checkpointing=true --lora r=16 --set load=4bit", packed
+            yield {**few, "load": loading.NAME}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SizePlan:
-    """The plan of a job that cannot run here: what it needs as chosen and with less, in one process."""
-
-    config: AdaptConfig
-    size: ModelSize
-    reason: str
-    needs: dict[str, Bytes]
-
-    def row(self) -> dict[str, Any]:
-        """The JSON object."""
-        needs = {text: {**asdict(own), "total": own.total} for text, own in self.needs.items()}
-        settings = self.config.model_dump(mode="json")
-        return {"settings": settings, "size": asdict(self.size), "reason": self.reason, "bytes": needs}
-
-    def lines(self) -> list[str]:
-        """The plan in words; weights in 4 bits cannot be sharded."""
-        first = asdict(self.needs["as chosen"])
-        each = ", ".join(f"{name} {value / self.size.parameters:.2f}" for name, value in first.items())
-        shown = []
-        for text, own in self.needs.items():
-            several = "" if "4bit" in text else f", {giga(own.over(2))} on each of 2, {giga(own.over(8))} on each of 8"
-            shown.append(f"needs      {text}: {giga(own.total)} GB on one device{several}")
-        return [
-            f"model      {self.config.model}: {self.size.parameters:,} parameters, {self.size.trainable:,} trained",
-            f"bytes      per parameter: {each}",
-            *shown,
-            f"here       {self.reason}",
-        ]
-
-
-def size_plan(config: AdaptConfig, method: Method, where: Path | str, reason: str) -> SizePlan:
-    """What the job would need; `reason` says why it cannot run here."""
+def size_plan(config: AdaptConfig, method: Method, where: Path | str, reason: str) -> tuple[dict[str, Any], list[str]]:
+    """What a job needs that cannot run here, as chosen and with less, in one process; `reason` says why it cannot."""
     size, needs = model_size(config, method, where), {}
-    for text, changed in _tried(config):
-        same = (changed.lora, changed.load) == (config.lora, config.load)
-        row = replace(method, ema=changed.ema or method.ema)
-        own = size if same else model_size(changed, method, where)
-        needs[text] = job_bytes(changed, row, own, config.num_anchors, copies=True)
-    return SizePlan(config=config, size=size, reason=reason, needs=needs)
+    for changes in lighter(config):
+        own = {"lora": "--lora r=16", "gradient_checkpointing": "--set gradient_checkpointing=true"}
+        text = " ".join(own.get(name, f"--set {name}={value}") for name, value in changes.items()) or "as chosen"
+        changed = config.model_copy(update=changes)
+        own_row = replace(method, ema=changed.ema or method.ema)
+        new = model_size(changed, method, where) if {"lora", "load"} & changes.keys() else size
+        needs[text] = job_bytes(changed, own_row, new, config.num_anchors, copies=True)
+    first = asdict(needs["as chosen"])
+    each = ", ".join(f"{name} {value / size.parameters:.2f}" for name, value in first.items())
+    lines = [
+        f"model      {config.model}: {size.parameters:,} parameters, {size.trainable:,} trained",
+        f"bytes      per parameter: {each}",
+    ]
+    for text, found in needs.items():  # weights in 4 bits cannot be sharded
+        several = "" if "4bit" in text else f", {giga(found.over(2))} on each of 2, {giga(found.over(8))} on each of 8"
+        lines.append(f"needs      {text}: {giga(found.total)} GB on one device{several}")
+    row = {
+        "settings": config.model_dump(mode="json"),
+        "size": asdict(size),
+        "reason": reason,
+        "bytes": {text: {**asdict(found), "total": found.total} for text, found in needs.items()},
+    }
+    return row, [*lines, f"here       {reason}"]
 
 
 def has_weights(where: Path | str) -> bool:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from cplus import models
 from cplus.base.environment import versions
 from cplus.data.examples import fingerprint
 from cplus.distributed import processes as world
-from cplus.jobs.choices import Chosen, choose, is_open
+from cplus.jobs.choices import Chosen, choose
 from cplus.jobs.folder import Folder, curves
 from cplus.jobs.keep import Written, with_written
 from cplus.jobs.memory import Footprint, ModelSize, check_packed, footprint, giga, model_size
@@ -40,6 +41,10 @@ class Preflight:
     warnings: tuple[str, ...]
 
 
+Begin: TypeAlias = Callable[[AdaptConfig, Sequence[Chosen]], None]
+"""Claims the job's folder and writes the settings into it; from then on the job can be resumed."""
+
+
 class TooLarge(ValueError):
     """The job does not fit into this machine's memory."""
 
@@ -60,7 +65,27 @@ def preflight(config: AdaptConfig, home: Path) -> Preflight:
     anchors += sum(len(task.examples) for task in tasks.kept)
     config, chosen = choose(config, tasks, size, footprint(config, method, size, anchors))
     need = footprint(config, method, size, anchors)
-    warnings = _check_bytes(need, size, config)
+    if need.held > need.available:
+        raise TooLarge(
+            f"{config.model} needs {giga(need.held)} GB for weights, gradients, the optimizer and the gate, but "
+            f"{giga(need.available)} GB are free; train adapters (lora r=16), use several devices or a smaller model; "
+            "--plan shows what other settings need"
+        )
+    if need.disk > need.free:
+        raise ValueError(
+            f"{config.out}: checkpoints and model need {giga(need.disk)} GB, but {giga(need.free)} GB are free; make "
+            "room or choose another out"
+        )
+    warnings = []
+    if need.peak > need.available:
+        warnings.append(
+            f"memory may not suffice: about {giga(need.peak)} GB at the peak, {giga(need.available)} GB are free"
+        )
+    if size.stored_dtype != "float32" and config.load == "float32":
+        warnings.append(
+            f"the weights are stored in {size.stored_dtype}; they are trained in float32, because {size.stored_dtype} "
+            "would round small updates away"
+        )
     for line in (*tasks.formats, *(f"chosen: {own}" for own in chosen)):
         say(line)
     say(f"{config.model}: {size.parameters:,} parameters, {size.trainable:,} trained; {method.name}: {method.summary}")
@@ -89,7 +114,6 @@ def row_of(config: AdaptConfig) -> Method:
             row.after == REPAIR and config.repair,
             f"{name} ends with a repair of its own; leave out repair, or choose another method",
         ),
-        (own and is_open(config), f"{name} decides itself what trains, so no rate is tested for it; provide lr"),
     )
     return row
 
@@ -98,13 +122,20 @@ def check_processes(config: AdaptConfig, method: Method) -> None:
     """Refuse what several processes cannot do together."""
     if world.started()[1] == 1:
         return
-    mps, split = models.choose_device(config.device).type == "mps", config.sharding == "fsdp"
-    whole = split and needs_whole(method, config.seed)
+    split = config.sharding == "fsdp"
     refuse(
-        (config.repair, "repair runs in one process; leave it out here, then run cplus repair on the written model"),
-        (is_open(config), "lr auto is tested in one process; provide lr, or leave it out for the rate by model size"),
-        (mps, "several processes need CUDA devices or the CPU; choose device cuda or cpu, or one process"),
-        (whole, f"method {method.name!r} needs whole weights in every process; add sharding ddp"),
+        (
+            config.repair,
+            "repair runs in one process; leave it out here, then run cplus repair on the written model",
+        ),
+        (
+            models.choose_device(config.device).type == "mps",
+            "several processes need CUDA devices or the CPU; choose device cuda or cpu",
+        ),
+        (
+            split and needs_whole(method, config.seed),
+            f"method {method.name!r} needs whole weights in every process; add sharding ddp",
+        ),
         (split and config.load == loading.NAME, "weights in 4 bits cannot be sharded; add sharding ddp"),
         (
             split and config.optimizer == "adamw8bit",
@@ -116,32 +147,6 @@ def check_processes(config: AdaptConfig, method: Method) -> None:
 def uses_bank(config: AdaptConfig, row: Method) -> bool:
     """Whether a job needs self-probes: for its method, or for the repair after it."""
     return row.needs_bank or config.repair
-
-
-def _check_bytes(found: Footprint, size: ModelSize, config: AdaptConfig) -> list[str]:
-    """Refuse a job that cannot work; return warnings about memory, precision and processes."""
-    if found.held > found.available:
-        raise TooLarge(
-            f"{config.model} needs {giga(found.held)} GB for weights, gradients, the optimizer and the gate, but "
-            f"{giga(found.available)} GB are free; train adapters (lora r=16), use several devices or a smaller model; "
-            "--plan shows what other settings need"
-        )
-    if found.disk > found.free:
-        raise ValueError(
-            f"{config.out}: checkpoints and model need {giga(found.disk)} GB, but {giga(found.free)} GB are free; make "
-            "room or choose another out"
-        )
-    warnings = []
-    if found.peak > found.available:
-        warnings.append(
-            f"memory may not suffice: about {giga(found.peak)} GB at the peak, {giga(found.available)} GB are free"
-        )
-    if size.stored_dtype != "float32" and config.load == "float32":
-        warnings.append(
-            f"the weights are stored in {size.stored_dtype}; they are trained in float32, because {size.stored_dtype} "
-            "would round small updates away"
-        )
-    return warnings
 
 
 # A job prepared: everything checked, the model loaded, its rows bound.
@@ -161,10 +166,12 @@ class Job:
     comparisons: Mapping[str, ComparedRun]
     written: Written | None
     """The bank's self-written part, where the base model writes the rows to keep."""
-    seconds: Mapping[str, float]
-    """What it took to prepare, by part."""
     chosen: tuple[Chosen, ...]
     """The settings that were not given, with the reasons for their values."""
+    seconds: Mapping[str, float]
+    """What it took to prepare, by part."""
+    begun: float
+    """When the program was started, by `time.perf_counter`."""
 
     @property
     def settings(self) -> AdaptConfig:
@@ -172,34 +179,38 @@ class Job:
         return self.config.settings(len(self.rows.new.examples))
 
 
-def prepare(config: AdaptConfig, folder: Folder, home: Path) -> Job:
-    """Check, load and bind everything; whatever can be refused is refused here, before anything is written.
+def prepare(
+    config: AdaptConfig,
+    folder: Folder,
+    home: Path,
+    begun: float | None = None,
+    begin: Begin = lambda config, chosen: None,
+) -> Job:
+    """Check, load and bind everything, then `begin` the folder and have the base model write its rows.
 
     Every process reads the rows; those of the base model's own are written by the first with the help of the others,
     which then read them.
     """
-    begun = time.perf_counter()
+    clock = time.perf_counter()
     world.agree("their settings or versions", [config.model_dump(mode="json"), versions()])
     found = world.in_turn(lambda: preflight(config, home))
     config = found.config
     world.agree("the settings they chose", config.model_dump(mode="json"))
     base = load(config, home)
-    loaded = time.perf_counter()
     world.agree("the base model", base.fingerprint)
+    rows = world.in_turn(lambda: bind_rows(config, found.tasks, base))
+    world.agree("their rows", [fingerprint(group.examples) for group in rows.groups])
+    loaded = time.perf_counter()
+    begin(config, found.chosen)
 
-    def bound() -> tuple[Rows, Written | None]:
-        rows = bind_rows(config, found.tasks, base)
+    def written() -> tuple[Rows, Written | None]:
         with models.computing(config.compute_dtype, base.device):
             return with_written(config, found.method, rows, base)
 
-    rows, written = world.in_turn(bound, (base.model, base.tokenizer))
-    world.agree("their rows", [fingerprint(group.examples) for group in rows.groups])
+    rows, own = world.in_turn(written)
     for line in (*(f"warning: {own}" for own in found.warnings), *(f"note: {own}" for own in rows.notes)):
         say(line)
     groups = rows.evaluated(config.max_asked, config.seed)
-    binding = "loading" if written is None else "writing probes"
-    spent = {"loading": loaded - begun}
-    spent[binding] = spent.get(binding, 0.0) + time.perf_counter() - loaded
     return Job(
         config=config,
         home=home,
@@ -209,7 +220,8 @@ def prepare(config: AdaptConfig, folder: Folder, home: Path) -> Job:
         rows=rows,
         groups=groups,
         comparisons=curves([Path(located(str(place), home)) for place in config.compare], groups, config.method),
-        written=written,
+        written=own,
         chosen=found.chosen,
-        seconds=spent,
+        seconds={"loading": loaded - clock, "writing probes": time.perf_counter() - loaded},
+        begun=clock if begun is None else begun,
     )

@@ -67,8 +67,8 @@ class TrainingView:
         self._known: dict[str, float] = {}
         self._begun, self._first = time.monotonic(), done
 
-    def show(self, event: Event, admitted: float | None, point: Mapping[str, float] | None) -> None:
-        """One event; `point` is the epoch's, where one ended."""
+    def show(self, event: Event, admitted: float | None, point: Mapping[str, float] | None, after: float = 0.0) -> None:
+        """One event; `point` is the epoch's, where one ended, and `after` the seconds of what follows training."""
         if isinstance(event, Stepped):
             smooth = 0.9 * self._known.get("loss", event.loss) + 0.1 * event.loss
             self._known |= {"loss": smooth} | ({} if admitted is None else {"admitted": admitted})
@@ -81,7 +81,7 @@ class TrainingView:
             self._known |= point
             more = event.epoch < self._epochs
             spent = (time.monotonic() - self._begun) / max(1, event.step - self._first)
-            left = f"; at most {duration(spent * (self._total - event.step))} left" if more else ""
+            left = f"; at most {duration(spent * (self._total - event.step) + after)} left" if more else ""
             say(f"epoch {event.epoch}/{self._epochs}: {described(point)}{left}")
             if more:
                 self._bars.update(self._bar, description=f"epoch {event.epoch + 1}/{self._epochs}: {self._begins}")
@@ -133,6 +133,11 @@ def recorded_seconds(path: Path) -> dict[str, float]:
 def since_start() -> float:
     """Seconds since this process was started."""
     return max(0.0, time.time() - float(psutil.Process().create_time()))
+
+
+def memory_used(device: torch.device) -> int:
+    """Bytes of the whole process now, or allocated on the GPU."""
+    return int(torch.cuda.memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss)
 
 
 class PeakMemory:

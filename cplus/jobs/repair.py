@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import datetime
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from cplus.jobs.settings import MAX_ROWS, AdaptConfig, RepairConfig, repair_sett
 from cplus.methods import repair as methods
 from cplus.methods.adapters import merged_from
 from cplus.methods.repair import Check, Repaired, Unrepairable, loss_check, moved_weights, repair_model
-from cplus.methods.table import METHODS, Method
+from cplus.methods.table import METHODS
 from cplus.models import Loaded
 from cplus.models.loading import without_bars
 from cplus.models.names import origin
@@ -230,14 +230,8 @@ class Given:
         return [self.rows.new, *([] if self.rows.validation is None else [self.rows.validation])]
 
 
-Write: TypeAlias = Callable[[RepairConfig, Method, Rows, Loaded], tuple[Rows, Written | None]]
-
-
-def prepare(config: RepairConfig, home: Path, write: Write = with_written) -> Given:
-    """Check, load and bind everything; whatever can be refused without an evaluation is refused here.
-
-    `write` gives the rows to keep that the base model writes itself; a plan has other means.
-    """
+def prepare(config: RepairConfig, home: Path) -> Given:
+    """Check, load and bind everything; whatever can be refused without an evaluation is refused here."""
     _check_places(config, home)
     tasks = read(config, METHODS[config.method], home)
     for line in tasks.formats:
@@ -251,7 +245,7 @@ def prepare(config: RepairConfig, home: Path, write: Write = with_written) -> Gi
     assert tasks.new is not None
     check_pair(base, tuned, tasks.new.examples)
     with models.computing(config.compute_dtype, base.device):
-        rows, written = write(config, METHODS[config.method], bind_rows(config, tasks, base), base)
+        rows, written = with_written(config, METHODS[config.method], bind_rows(config, tasks, base), base)
     for note in (*rows.notes, *notes):
         say(f"note: {note}")
     groups = rows.evaluated(config.max_asked, config.seed)
@@ -428,7 +422,7 @@ def _repaired(given: Given, folder: Folder) -> dict[str, Any]:
             "probes": len(bank.probes),
             "parameters": done.parameters,
         },
-        "actual": {"seconds": seconds},
+        "seconds": seconds,
         "bank": dict(bank.manifest),
     }
     record = to_json(receipt, job)

@@ -12,7 +12,7 @@ from typing import Any
 from cplus import models
 from cplus.base.files import cache_folder
 from cplus.data import interfaces
-from cplus.data.examples import Choice, Example, FreeForm, Prediction, to_row
+from cplus.data.examples import Choice, Example, FreeForm, to_row
 from cplus.data.interfaces import Interface
 from cplus.data.prompts import read_template
 from cplus.data.readers import weighted
@@ -163,7 +163,10 @@ def read(config: AdaptConfig, method: Method, home: Path) -> Tasks:
     names = [task.name for task in external]
     if len({*names, *_TAKEN}) != len(names) + len(_TAKEN):
         raise ValueError(f"expected external tasks of different names, none called {', '.join(_TAKEN)}, got {names}")
-    kept = tuple(_anchors_of(Folder(Path(located(str(place), home)))) for place in config.kept)
+    folders = [Folder(Path(located(str(place), home))) for place in config.kept]
+    for folder in folders:
+        if not folder.anchors.is_file():
+            raise ValueError(f"{folder.root}: expected the folder of a job with anchors; it holds no anchors.jsonl")
     return Tasks(
         new=None if mixture is None else mixture.task,
         mixture=mixture,
@@ -172,14 +175,8 @@ def read(config: AdaptConfig, method: Method, home: Path) -> Tasks:
         validation=validation,
         split=split,
         external=external,
-        kept=kept,
+        kept=tuple(load_task(str(folder.anchors)) for folder in folders),
     )
-
-
-def _anchors_of(folder: Folder) -> Task:
-    if not folder.anchors.is_file():
-        raise ValueError(f"{folder.root}: expected the folder of a job with anchors; it holds no anchors.jsonl")
-    return load_task(str(folder.anchors))
 
 
 def located(name: str, home: Path) -> str:
@@ -203,7 +200,9 @@ def gather(config: AdaptConfig, tasks: Tasks, base: Loaded) -> Rows:
         new, validation = _held_out(config, tasks.validation, base, new)
         rows = Rows(new=new, anchors=known["anchors"], past=known["past"], validation=validation)
         rows = tasks.mixture.applied(rows)
-    external = tuple(_external(config, task, base) for task in tasks.external)
+    external = tuple(group_of(config, task, base, name=task.name, part="external") for task in tasks.external)
+    if config.external_limit is not None:
+        external = tuple(group.drawn(config.external_limit, config.seed) for group in external)
     kept = tuple(
         group_of(config, task, base, name=f"kept {number}", part="retention")
         for number, task in enumerate(tasks.kept, start=1)
@@ -242,6 +241,9 @@ def notes(config: AdaptConfig, rows: Rows) -> tuple[str, ...]:
     if len(rows.sources) > 1 or any(source.weight != 1 for source in rows.sources):
         shares = (f"{own.per_epoch} from {own.name} (weight {own.weight:g}, {own.rows} rows)" for own in rows.sources)
         lines.append(f"New rows per epoch: {'; '.join(shares)}.")
+    found = [input_key(example, options=True) for example in rows.new.examples]
+    if copies := len(found) - len(set(found)):
+        lines.append(f"{copies} of {len(found)} new rows ask what another one asks.")
     if rows.anchors is not None and (both := overlap(rows.anchors, rows.new)):
         count = len(rows.anchors.examples)
         lines.append(f"{both} of {count} anchors are also new rows: training changes what they protect.")
@@ -273,62 +275,42 @@ def bind(config: AdaptConfig, task: Task, base: Loaded) -> Interface:
         if config.interface == "freeform":
             raise ValueError(f"{task.name} has multiple-choice rows; expected the interface letter or cloze for them")
         own = config.interface or own
-    chat = not config.plain and not _is_text(task)
+    first = task.examples[0]
+    chat = not config.plain and not (isinstance(first, FreeForm) and first.is_text)
     return interfaces.build(
         own, base.tokenizer, wording=task.wording, chat=chat, turns=config.turns, thinking=config.thinking
     )
 
 
-def _is_text(task: Task) -> bool:
-    first = task.examples[0]
-    return isinstance(first, FreeForm) and first.is_text
-
-
 def group_of(config: AdaptConfig, task: Task, base: Loaded, *, name: str, part: Part) -> Group:
-    """A task's rows, bound to the model and cut or left out where they are too long."""
-    bound, limit = bind(config, task, base), config.max_length or base.window
-    examples = fitting(bound, task.examples, limit, config.too_long)
+    """A task's rows, bound to the model, cut or left out where they are too long, with a note of what was done."""
+    bound, limit, given = bind(config, task, base), config.max_length or base.window, task.examples
+    examples = fitting(bound, given, limit, config.too_long)
     if not examples:
-        raise ValueError(f"{task.name}: none of {len(task.examples)} rows fits the limit of {limit} tokens")
-    note = " ".join(
-        filter(None, (_length_note(name, task.examples, examples, limit), _marks_note(name, examples, base)))
-    )
-    longest = _answer_limit(config, base, examples) if part in ("acquisition", "validation") else None
-    return Group(name=name, part=part, interface=bound, examples=tuple(examples), note=note, max_new_tokens=longest)
-
-
-def _answer_limit(config: AdaptConfig, base: Loaded, examples: Sequence[Example]) -> int | None:
-    """Answers to new rows that nobody judges need not be longer than twice the longest response that is learned."""
-    texts = [example.response for example in examples if isinstance(example, FreeForm) and not example.is_text]
-    if not texts or config.judge != "none":
-        return None
-    return max(SHORT, 2 * max(len(base.tokenizer.encode(text, add_special_tokens=False)) for text in texts))
-
-
-def _length_note(name: str, given: Sequence[Example], kept: Sequence[Example], limit: int) -> str:
-    """What was done to the rows longer than the limit, with their number."""
-    left, total = len(given) - len(kept), len(given)
-    if left:
-        return f"{left} of {total} {name} rows are longer than {limit} tokens and are left out."
-    cut = sum(new is not old for new, old in zip(kept, given, strict=True))
-    return f"{cut} of {total} {name} rows are longer than {limit} tokens: their prompts lost the beginning." * bool(cut)
-
-
-def _marks_note(name: str, examples: Sequence[Example], base: Loaded) -> str:
-    """How many rows hold texts that the tokenizer reads as its special tokens: a row can pretend to be another turn."""
+        raise ValueError(f"{task.name}: none of {len(given)} rows fits the limit of {limit} tokens")
+    found = []
+    if left := len(given) - len(examples):
+        found.append(f"{left} of {len(given)} {name} rows are longer than {limit} tokens and are left out.")
+    elif cut := sum(new is not old for new, old in zip(examples, given, strict=True)):
+        found.append(
+            f"{cut} of {len(given)} {name} rows are longer than {limit} tokens: their prompts lost the beginning."
+        )
+    # A row with texts that the tokenizer reads as its special tokens can pretend to be another turn.
     texts = [json.dumps(to_row(example), ensure_ascii=False) for example in examples]
-    found = [[mark for mark in base.tokenizer.all_special_tokens if mark in text] for text in texts]
-    if not (held := list(filter(None, found))):
-        return ""
-    return (
-        f"{len(held)} of {len(found)} {name} rows hold special tokens of the model in their text, such as "
-        f"{held[0][0]}, which it reads as such; remove them if they are not meant."
+    if held := [marks for text in texts if (marks := [m for m in base.tokenizer.all_special_tokens if m in text])]:
+        found.append(
+            f"{len(held)} of {len(texts)} {name} rows hold special tokens of the model in their text, such as "
+            f"{held[0][0]}, which it reads as such; remove them if they are not meant."
+        )
+    longest = None
+    answers = [example.response for example in examples if isinstance(example, FreeForm) and not example.is_text]
+    if answers and part in ("acquisition", "validation") and config.judge == "none":
+        # Answers that nobody judges need not be longer than twice the longest response that is learned.
+        lengths = (len(base.tokenizer.encode(answer, add_special_tokens=False)) for answer in answers)
+        longest = max(SHORT, 2 * max(lengths))
+    return Group(
+        name=name, part=part, interface=bound, examples=tuple(examples), note=" ".join(found), max_new_tokens=longest
     )
-
-
-def _external(config: AdaptConfig, task: Task, base: Loaded) -> Group:
-    group = group_of(config, task, base, name=task.name, part="external")
-    return group if config.external_limit is None else group.drawn(config.external_limit, config.seed)
 
 
 def _split_rows(config: AdaptConfig, task: Task, base: Loaded) -> Rows:
@@ -356,21 +338,17 @@ def _split_rows(config: AdaptConfig, task: Task, base: Loaded) -> Rows:
             f"{task.name}: the model answers {len(found.past)} of {len(found.predictions)} rows correctly; a split "
             "needs both correct and incorrect ones"
         )
+    by_id = {prediction.id: prediction for prediction in found.predictions}
+
+    def known(name: str, part: Part, examples: Sequence[Example]) -> Group:
+        answers = tuple(by_id[example.id] for example in examples)
+        return replace(whole, name=name, part=part, examples=tuple(examples), known=answers)
+
     return Rows(
-        new=_known(whole, "new", "acquisition", wrong, found.predictions),
-        anchors=_known(
-            whole, "anchors", "retention", draw_anchors(found, config.num_anchors, config.seed), found.predictions
-        ),
-        past=_known(whole, "past", "retention", found.past, found.predictions),
+        new=known("new", "acquisition", wrong),
+        anchors=known("anchors", "retention", draw_anchors(found, config.num_anchors, config.seed)),
+        past=known("past", "retention", found.past),
     )
-
-
-def _known(
-    whole: Group, name: str, part: Part, examples: Sequence[Example], predictions: Sequence[Prediction]
-) -> Group:
-    by_id = {prediction.id: prediction for prediction in predictions}
-    known = tuple(by_id[example.id] for example in examples)
-    return replace(whole, name=name, part=part, examples=tuple(examples), known=known)
 
 
 # Requirements of a job, checked against its rows before any training.
@@ -417,39 +395,29 @@ def template(config: AdaptConfig, home: Path) -> str | None:
 
 
 def bind_rows(config: AdaptConfig, tasks: Tasks, base: Loaded) -> Rows:
-    """The rows bound to the model, with its own answers where the settings say so."""
+    """The rows bound to the model; rows to keep get its own greedy answers where the settings say so.
+
+    A row that its answer makes too long is left out.
+    """
+    limit = config.max_length or base.window
     with models.computing(config.compute_dtype, base.device):
         rows = gather(config, tasks, base)
-        return answered(rows, base, config.max_length or base.window) if config.own_answers else rows
-
-
-def answered(rows: Rows, base: Loaded, limit: int) -> Rows:
-    """The rows to keep with the base model's own answers, where they are free text."""
-    given = {"anchors": rows.anchors, "past": rows.past}
-    found = {
-        name: with_own_answers(group, base, limit)
-        for name, group in given.items()
-        if group is not None and not group.closed
-    }
-    groups: Any = {name: group for name, (group, _) in found.items()}
-    return replace(rows, **groups, notes=(*rows.notes, *(sentence for _, sentence in found.values())))
-
-
-def with_own_answers(group: Group, base: Loaded, limit: int) -> tuple[Group, str]:
-    """The group with the base model's greedy answers, kept in the cache, and a note about it.
-
-    A row that its answer makes longer than `limit` tokens is left out too.
-    """
-    say(f"the base model answers the {len(group.examples)} {group.name} rows; its answers are cached")
-    examples = own_answers(base, group.interface, group.examples, name=group.name)
-    examples = tuple(fitting(group.interface, examples, limit, "exclude"))
-    if not examples:
-        raise ValueError(
-            f"none of the {len(group.examples)} {group.name} rows fits {limit} tokens with the model's own answer; "
-            "raise max_length, or supply other rows"
-        )
-    lost = len(group.examples) - len(examples)
-    note = f"The {group.name} rows hold the base model's own answers" + (
-        f"; left out without a complete answer: {lost}" * bool(lost)
-    )
-    return replace(group, examples=examples), f"{note}."
+        for name in ("anchors", "past") if config.own_answers else ():
+            group: Group | None = getattr(rows, name)
+            if group is None or group.closed:
+                continue
+            count = len(group.examples)
+            say(f"the base model answers the {count} {name} rows; its answers are cached")
+            answers = own_answers(base, group.interface, group.examples, name=name)
+            examples = tuple(fitting(group.interface, answers, limit, "exclude"))
+            if not examples:
+                raise ValueError(
+                    f"none of the {count} {name} rows fits {limit} tokens with the model's own answer; raise "
+                    "max_length, or supply other rows"
+                )
+            note = f"The {name} rows hold the base model's own answers"
+            if lost := count - len(examples):
+                note += f"; left out without a complete answer: {lost}"
+            changed: Any = {name: replace(group, examples=examples), "notes": (*rows.notes, f"{note}.")}
+            rows = replace(rows, **changed)
+    return rows

@@ -137,8 +137,7 @@ def _known(spec: Spec, folder: Path, wait: float, held: ExitStack) -> RunOutcome
 def _run(spec: RunSpec) -> Result:
     from cplus.lab import runs
 
-    base = processes.in_turn(lambda: CACHE.base(spec.model))
-    given = processes.in_turn(lambda: CACHE.comparison(spec), (base.model, base.tokenizer))
+    given = processes.in_turn(lambda: CACHE.comparison(spec))
     return runs.run(spec, given)
 
 

@@ -6,12 +6,12 @@ import hashlib
 import json
 import urllib.error
 import urllib.request
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -23,92 +23,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from cplus.base.terminal import track
+from cplus.core.rows import shared_prefix
 
-# A key-value cache for many rows: prompts are computed once, and rows can join and leave at any step.
+# A key-value cache for many rows, which can join and leave at any step.
 
 
 _GROUPED = "cplus_grouped"
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A part of a prompt: each layer's keys and values, and the logits after its last token."""
-
-    layers: tuple[tuple[Tensor, Tensor], ...]
-    logits: Tensor
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens it covers."""
-        return int(self.layers[0][0].shape[-2])
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory it uses."""
-        return sum(t.nbytes for pair in self.layers for t in pair) + self.logits.nbytes
-
-
-def chunk_ends(pieces: Sequence[str], *, shortest: int = 16, longest: int = 128) -> list[int]:
-    """Where a prompt is split: after blank lines, which separate demonstrations, and at the latest after `longest`.
-
-    The split depends only on the prompt, so prompts with a common prefix share its chunks in any order of computation.
-
-    >>> chunk_ends(["a", "\\n\\n", "b", "c", "\\n", "\\n", "d", "e"], shortest=2)
-    [2, 6, 8]
-    """
-    ends, begun, before = [], 0, ""
-    for end, piece in enumerate(pieces, 1):
-        blank = "\n\n" in piece or (piece.endswith("\n") and before.endswith("\n"))
-        # A short remainder is not worth a separate pass.
-        fits = end - begun >= shortest and len(pieces) - end >= shortest
-        if end - begun >= longest or (blank and fits):
-            ends.append(end)
-            begun = end
-        before = piece
-    return ends if begun == len(pieces) else [*ends, len(pieces)]
-
-
-class Prefixes:
-    """Prompts computed once and continued many times, within a memory budget."""
-
-    def __init__(self, model: Any, ends: Callable[[tuple[int, ...]], list[int]], *, max_bytes: int) -> None:
-        self._model, self._ends, self._max_bytes = model, ends, max_bytes
-        self._chunks: OrderedDict[tuple[int, tuple[int, ...]], Chunk] = OrderedDict()
-        self._bytes = 0
-
-    def chunks(self, prompt: tuple[int, ...]) -> list[Chunk]:
-        """The prompt's chunks in order, cached ones from memory."""
-        found: list[Chunk] = []
-        begin = 0
-        for end in self._ends(prompt):
-            # The key includes the chunk's start: split differently, the same tokens differ in the last bit.
-            key = (begin, prompt[:end])
-            chunk = self._chunks.pop(key, None)
-            if chunk is None:
-                chunk = self._compute(prompt[begin:end], found)
-                self._bytes += chunk.num_bytes
-            self._chunks[key] = chunk
-            found.append(chunk)
-            begin = end
-        while self._bytes > self._max_bytes:
-            self._bytes -= self._chunks.popitem(last=False)[1].num_bytes
-        return found
-
-    def _compute(self, tokens: tuple[int, ...], before: Sequence[Chunk]) -> Chunk:
-        cache, begin = DynamicCache(), sum(chunk.num_tokens for chunk in before)
-        for layer, parts in enumerate(zip(*(chunk.layers for chunk in before), strict=True)):
-            keys, values = (torch.cat(tensors, dim=-2) for tensors in zip(*parts, strict=True))
-            cache.update(keys, values, layer)
-        device = self._model.device
-        logits = self._model(
-            input_ids=torch.tensor([tokens], device=device),
-            position_ids=torch.arange(begin, begin + len(tokens), device=device).unsqueeze(0),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[0, -1]
-        layers = tuple((layer.keys[:, :, begin:].clone(), layer.values[:, :, begin:].clone()) for layer in cache.layers)
-        return Chunk(layers, logits.float().clone())
+Layers: TypeAlias = Sequence[tuple[Tensor, Tensor]]
+"""The keys and values of each layer."""
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
@@ -144,10 +66,10 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 class Slots:
     """Rows of different lengths that end at the same column and grow together; rows can join or leave at any step."""
 
-    def __init__(self, like: Chunk, *, rows: int, longest: int, columns: int) -> None:
+    def __init__(self, like: Layers, *, rows: int, longest: int, columns: int) -> None:
         self.rows, self.end = 0, longest
         self.starts: list[int] = []
-        buffers = [[t.new_zeros(rows, t.shape[1], columns, t.shape[-1]) for t in pair] for pair in like.layers]
+        buffers = [[t.new_zeros(rows, t.shape[1], columns, t.shape[-1]) for t in pair] for pair in like]
         # Zeros, not garbage: a masked column has weight 0, and 0 times NaN is NaN.
         self.cache = Cache(layers=[_Layer(self, keys, values) for keys, values in buffers])
         self._buffers, self._columns = [buffer for pair in buffers for buffer in pair], columns
@@ -157,19 +79,15 @@ class Slots:
         """The first column that any row uses."""
         return min(self.starts, default=self.end)
 
-    def put(self, row: int, chunks: Sequence[Chunk]) -> None:
-        """Write a prompt into a row, with its last token at the last used column."""
-        start = self.end - sum(chunk.num_tokens for chunk in chunks)
-        assert 0 <= row <= self.rows
-        assert start >= 0
-        self.rows = max(self.rows, row + 1)
-        self.starts[row : row + 1] = [start]
-        for chunk in chunks:
-            columns = slice(start, start + chunk.num_tokens)
-            parts = (part for pair in chunk.layers for part in pair)
-            for buffer, part in zip(self._buffers, parts, strict=True):
-                buffer[row, :, columns] = part[0]
-            start = columns.stop
+    def join(self, computed: Layers, lengths: Sequence[int]) -> None:
+        """Add rows, each the first so many columns of its row in `computed`, with its last at the last used column."""
+        tensors = [t for pair in computed for t in pair]
+        for i, length in enumerate(lengths):
+            start = self.end - length
+            for buffer, own in zip(self._buffers, tensors, strict=True):
+                buffer[self.rows, :, start : self.end] = own[i, :, :length]
+            self.starts.append(start)
+            self.rows += 1
 
     def drop(self, row: int) -> None:
         """Remove a row; the last row takes its place."""
@@ -340,6 +258,8 @@ class Reader:
 ROWS = 64
 """Rows decoded at once, unless told otherwise."""
 _SPARE_COLUMNS = 32
+_PREFILLED = 4096
+"""Tokens of prompts that are computed together."""
 
 
 @dataclass(slots=True)
@@ -351,6 +271,8 @@ class DecodingRow:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     end: End | None = None
+    total: float = 0.0
+    """The log-likelihood of its tokens, where they are the most likely ones."""
 
 
 Choose: TypeAlias = Callable[[Tensor, Sequence[DecodingRow]], list[int]]
@@ -358,18 +280,12 @@ Choose: TypeAlias = Callable[[Tensor, Sequence[DecodingRow]], list[int]]
 
 
 class LocalEngine:
-    """Finished rows are replaced immediately; common prefixes of prompts are computed once."""
+    """Finished rows are replaced immediately; what all prompts begin with is computed once, the rest in batches."""
 
-    def __init__(self, model: Any, tokenizer: Any, rows: int = ROWS, *, prefix_bytes: int = 1 << 30) -> None:
+    def __init__(self, model: Any, tokenizer: Any, rows: int = ROWS) -> None:
         self._model, self._tokenizer, self._rows = model, tokenizer, rows
-        self._piece = cache(lambda token: self._decode([token]))
-        self._prefixes = Prefixes(model, self._ends, max_bytes=prefix_bytes)
         ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         self._eos = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Another process's engine computes its own prefixes."""
-        return LocalEngine, (self._model, self._tokenizer, self._rows)
 
     def describe(self) -> dict[str, Any]:
         """Everything that affects the last bit of a float and so, rarely, a token."""
@@ -413,10 +329,15 @@ class LocalEngine:
         """The most likely token at every position; with `word_first` the first is text, so that no answer is empty."""
 
         def most_likely(logits: Tensor, rows: Sequence[DecodingRow]) -> list[int]:
-            if word_first and not rows[0].tokens:  # first tokens are chosen one row at a time
-                logits = logits.index_fill(1, self._blank.to(logits.device), -torch.inf)
-            tokens: list[int] = logits.argmax(-1).tolist()
-            return tokens
+            whole = logits.logsumexp(-1)
+            first = [i for i, row in enumerate(rows) if not row.tokens] if word_first else []
+            if first:
+                logits[first] = logits[first].index_fill(1, self._blank.to(logits.device), -torch.inf)
+            best, tokens = logits.max(-1)
+            found = torch.stack([tokens.double(), (best - whole).double()]).tolist()  # one wait for the device
+            for row, score in zip(rows, found[1], strict=True):
+                row.total += score
+            return [int(token) for token in found[0]]
 
         rows = [DecodingRow(index, prompt) for index, prompt in enumerate(prompts)]
         ended = track(self._continued(rows, most_likely, max_new_tokens, stop), what, total=len(rows))
@@ -438,23 +359,28 @@ class LocalEngine:
         # Long prompts first, so that the number of used columns shrinks with the queue.
         queue = deque(sorted(rows, key=lambda row: (-len(row.prompt), row.index)))
         reader = Reader(self._decode, stop)
+        # A prompt's last token is the first input of a decoding step.
+        shared = shared_prefix([row.prompt for row in rows])
         with torch.inference_mode(), grouped_attention(self._model):
-            like = self._prefixes.chunks(queue[0].prompt)[0]
-        slots = Slots(like, rows=min(self._rows, len(rows)), longest=longest, columns=longest + limit + _SPARE_COLUMNS)
+            begun = self._computed(None, [shared]) if shared else None
+        slots: Slots | None = None
         live: list[DecodingRow] = []
         while queue or live:
             finished: list[DecodingRow] = []
             with torch.inference_mode(), grouped_attention(self._model):
                 while (queue or live) and not finished:
                     while queue and len(live) < self._rows:
-                        row = queue.popleft()
-                        chunks = self._prefixes.chunks(row.prompt)
-                        if self._take(row, choose(chunks[-1].logits.unsqueeze(0), [row])[0], reader, limit):
-                            finished.append(row)
-                        else:
-                            slots.put(len(live), chunks)
-                            live.append(row)
-                    chosen = choose(slots.step(self._model, [row.tokens[-1] for row in live]), live) if live else []
+                        most = min(self._rows - len(live), max(1, _PREFILLED // len(queue[0].prompt)))
+                        joining = [queue.popleft() for _ in range(min(len(queue), most))]
+                        computed = self._computed(begun, [row.prompt[len(shared) : -1] for row in joining])
+                        if slots is None:
+                            columns = longest + limit + _SPARE_COLUMNS
+                            slots = Slots(computed, rows=min(self._rows, len(rows)), longest=longest, columns=columns)
+                        slots.join(computed, [len(row.prompt) - 1 for row in joining])
+                        live += joining
+                    assert slots is not None
+                    last = [row.tokens[-1] if row.tokens else row.prompt[-1] for row in live]
+                    chosen = choose(slots.step(self._model, last), live)
                     for at in reversed(range(len(live))):
                         if self._take(live[at], chosen[at], reader, limit):
                             finished.append(live[at])
@@ -462,6 +388,21 @@ class LocalEngine:
                             live[at] = live[-1]
                             live.pop()
             yield from finished
+
+    def _computed(self, begun: Layers | None, tokens: Sequence[tuple[int, ...]]) -> Layers:
+        """The keys and values of these tokens after `begun`, padded on the right, where no token sees the padding."""
+        width, device, past = max(1, *map(len, tokens)), self._model.device, DynamicCache()
+        for layer, pair in enumerate(begun or ()):
+            past.update(*(t.expand(len(tokens), -1, -1, -1) for t in pair), layer)
+        first = past.get_seq_length()
+        self._model(
+            input_ids=torch.tensor([[*row, *[0] * (width - len(row))] for row in tokens], device=device),
+            position_ids=torch.arange(first, first + width, device=device).expand(len(tokens), -1),
+            past_key_values=past,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return [(layer.keys, layer.values) for layer in past.layers]
 
     def _take(self, row: DecodingRow, token: int, reader: Reader, limit: int) -> bool:
         """Add a token to a row and return whether that ends it."""
@@ -477,14 +418,11 @@ class LocalEngine:
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def _ends(self, prompt: tuple[int, ...]) -> list[int]:
-        return chunk_ends([self._piece(token) for token in prompt])
-
     @cached_property
     def _blank(self) -> Tensor:
         """The tokens that cannot begin an answer: blanks, line breaks and special tokens."""
         marks = {*self._eos, *self._tokenizer.all_special_ids}
-        texts = {token: self._piece(token).lstrip(" ") for token in range(len(self._tokenizer))}
+        texts = {token: self._decode([token]).lstrip(" ") for token in range(len(self._tokenizer))}
         return torch.tensor([t for t, text in texts.items() if t in marks or not text.strip() or text[0] == "\n"])
 
 

@@ -272,9 +272,8 @@ def predict(
         )
         stop = interface.answer_stop
         said = engine.greedy(asked, max_new_tokens=max_new_tokens, stop=stop, word_first=word_first, what=what)
-        own = [Encoded(prompt, tuple(row.tokens)) for prompt, row in zip(asked, said, strict=True)]
-        for i, row, score in zip(open_, said, log_likelihoods(model, own, what=f"{what}: scoring"), strict=True):
-            text = row.text.strip()
+        for i, row in zip(open_, said, strict=True):
+            text, score = row.text.strip(), Score(row.total, len(row.tokens))
             found[i] = _spoken(examples[i], text, None if judge is None else judge(text, examples[i]), score)
     return [found[i] for i in range(len(examples))]
 

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import ceil
 from typing import Any
 
 from cplus.base.files import fingerprint
 from cplus.data.examples import Example, FreeForm, Message
 from cplus.data.interfaces import Freeform, Interface, Rejected
 from cplus.data.prompts import Chat, opening, special_texts
-from cplus.probes.settings import ProbeSettings, RequestPlan, in_turn, normalise
+from cplus.probes.settings import TOPICS, ProbeSettings, RequestPlan, in_turn, normalise
 
 # Signs that a model's free text is no use: loops, empty or endless texts, words of the template.
 
@@ -22,6 +23,8 @@ from cplus.probes.settings import ProbeSettings, RequestPlan, in_turn, normalise
 NEAR = 0.7
 """Shared words divided by all words, from which on two self-written texts count as near duplicates."""
 MIN_WORDS, MAX_WORDS = 3, 120
+ACCEPTED = 0.7
+"""About the share of self-written requests that become probes."""
 _RUN = re.compile(r"(\S.{0,24}?)\1{5,}", re.DOTALL)
 _DISTINCT = 0.5
 _SHORTEST = 12
@@ -181,10 +184,17 @@ class Ability:
     flaw: Callable[[FreeForm], str | None] = lambda example: None
     bare: int | None = None
     tools: str = ""
+    short: tuple[int, int] | None = None
+    """Limits of the requests and answers that a job has written: the first tokens of an answer are good evidence."""
+
+    @property
+    def written_tokens(self) -> int:
+        """The longest answer that a job has written."""
+        return self.short[1] if self.short else self.answer_tokens
 
 
 ABILITIES = {
-    GENERAL: Ability(openers=_GENERAL, answer_tokens=64, cut=True, bare=4),
+    GENERAL: Ability(openers=_GENERAL, answer_tokens=64, cut=True, bare=4, short=(24, 16)),
     "json": Ability(openers=_JSON, answer_tokens=256, cut=False, flaw=no_json),
     "style": Ability(openers=_STYLE, answer_tokens=96, cut=True, flaw=no_prose),
     "thinking": Ability(openers=_THINKING, answer_tokens=1024, cut=False, flaw=no_thought),
@@ -197,6 +207,16 @@ def ability(name: str) -> Ability:
     if name not in ABILITIES:
         raise ValueError(f"expected an ability of {', '.join(ABILITIES)}, got {name!r}")
     return ABILITIES[name]
+
+
+def writing(interface: Interface, name: str, count: int, *, temperature: float, seed: int) -> ProbeSettings:
+    """How a model writes rows of an ability for a job or a check; plain texts, which have no answer, are not short."""
+    chat = isinstance(interface, Freeform) and isinstance(interface.form, Chat)
+    request, answer = (ability(name).short if chat else None) or (None, None)
+    return ProbeSettings(
+        num_probes=count, temperature=temperature, topics=TOPICS, seed=seed, min_yield=MIN_YIELD, ability=name,
+        max_new_tokens=request, answer_tokens=answer,
+    )  # fmt: skip
 
 
 def answer_flaw(name: str, example: FreeForm) -> str | None:
@@ -222,7 +242,10 @@ class SelfWritten:
 
     interface: Freeform
     settings: ProbeSettings
-    block: int = 32
+
+    def block(self, missing: int) -> int:
+        """The number of requests to sample together: about as many as the missing probes need."""
+        return min(96, 16 * ceil(missing / (16 * ACCEPTED)))
 
     @staticmethod
     def of(interface: Interface, settings: ProbeSettings) -> SelfWritten:

@@ -55,10 +55,6 @@ def audit(bank: Bank, against: Sequence[ComparedRows], *, seed: int = 0) -> dict
         "against": found,
         "nearest": sorted(pairs, key=lambda pair: -pair["jaccard"])[:_TO_READ],
         "labels": labels(bank.examples, anchors, by_position=options),
-        "lengths": lengths(texts),
-        "vocabulary": vocabulary(texts, [input_text(anchor, options=options) for anchor in anchors]),
-        "topics": topics([probe.topic for probe in bank.probes], bank.manifest["settings"]["topics"]),
-        "anchor_use": dict(Counter(shot for probe in bank.probes for shot in probe.shots).most_common()),
         "counts": counts,
         "yield": bank.manifest["yield"],
         "rejected_shares": {
@@ -201,39 +197,6 @@ def divergence(left: Mapping[str, int], right: Mapping[str, int]) -> float:
     names = sorted({*left, *right})
     p, q = ([counts.get(name, 0) for name in names] for counts in (left, right))
     return float(jensenshannon(p, q, base=2)) ** 2
-
-
-def lengths(texts: Sequence[str]) -> dict[str, float]:
-    """The lengths of the inputs, in words."""
-    counts = [len(normalise(text).split()) for text in texts]
-    return {
-        "mean": round(mean(counts), 2),
-        "median": median(counts),
-        "p10": round(float(np.percentile(counts, 10)), 2),
-        "p90": round(float(np.percentile(counts, 90)), 2),
-        "longest": max(counts),
-    }
-
-
-def vocabulary(texts: Sequence[str], anchors: Sequence[str]) -> dict[str, Any]:
-    """The number of words in the bank, of distinct words, and of distinct words that no anchor contains.
-
-    >>> vocabulary(["a b", "b c"], ["a"])
-    {'words': 4, 'distinct': 3, 'beyond_anchors': 2}
-    """
-    used = [word for text in texts for word in normalise(text).split()]
-    known = {word for text in anchors for word in normalise(text).split()}
-    return {"words": len(used), "distinct": len(set(used)), "beyond_anchors": len(set(used) - known)}
-
-
-def topics(given: Sequence[str | None], areas: Sequence[str]) -> dict[str, Any]:
-    """The number of probes per area of the topic cue; empty without a cue."""
-    counts = Counter(topic for topic in given if topic is not None)
-    return {
-        "areas": len(areas),
-        "covered": sum(counts[area] > 0 for area in areas),
-        "counts": {area: counts[area] for area in areas},
-    }
 
 
 def _word_matrix(texts: Sequence[str], ids: Mapping[str, int]) -> csr_array:

@@ -174,7 +174,7 @@ def open_journal(
             files.sync(path.parent)
         found = journal.entries.pop(0)
         if found != head:
-            raise ValueError(f"{path} was started {_difference(found, head)}; use those values, or remove the file")
+            raise ValueError(f"{path} was started with other settings or versions; use those, or remove the file")
         yield journal
 
 
@@ -195,19 +195,3 @@ def _whole_lines(file: IO[bytes]) -> list[dict[str, Any]]:
     file.truncate(end)
     file.seek(0, os.SEEK_END)
     return entries
-
-
-def _difference(found: Any, expected: Mapping[str, Any]) -> str:
-    if not isinstance(found, dict) or not isinstance(found.get("identity"), dict):
-        return "with a damaged first line"
-    old, new = ({"format": head.get("format"), **_flat(head["identity"])} for head in (found, expected))
-    keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    return "with " + ", ".join(f"{key} {old.get(key)!r:.40} and not {new.get(key)!r:.40}" for key in keys)
-
-
-def _flat(value: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, item in value.items():
-        inner = _flat(item) if isinstance(item, Mapping) else {}
-        flat |= {f"{key}.{name}": part for name, part in inner.items()} or {key: item}
-    return flat

@@ -13,7 +13,17 @@ from cplus.data.examples import Example
 from cplus.data.interfaces import Interface, Rejected
 from cplus.models import Loaded
 from cplus.models.decoding import Engine, LocalEngine
-from cplus.probes.bank import MANIFEST, Bank, described, journal_path, open_journal, probe_from_row, probe_to_row, seal
+from cplus.probes.bank import (
+    FORMAT,
+    MANIFEST,
+    Bank,
+    described,
+    journal_path,
+    open_journal,
+    probe_from_row,
+    probe_to_row,
+    seal,
+)
 from cplus.probes.settings import ProbeSettings
 from cplus.probes.writing import Block, Sampled, Tally, TooFewProbes, generate, labeller_of, rejections, writer
 
@@ -138,6 +148,35 @@ def bank_folder(
     """Where the bank of this model, these anchors and these settings is kept; `banks` is another folder of banks."""
     identity = identify(base, interface, anchors, settings, LocalEngine(base.model, base.tokenizer))
     return (banks or files.cache_folder() / "banks") / f"bank-{files.fingerprint(identity)[:24]}"
+
+
+def sealed_before(
+    base: Loaded, interface: Interface, anchors: Sequence[Example], settings: ProbeSettings
+) -> tuple[Path, str] | None:
+    """A bank in the cache that begins with this one, and how its writing differed, which is at most in last bits.
+
+    It may be larger where nothing else depends on its size, and another version of a library may have written it.
+    """
+    wanted = identify(base, interface, anchors, settings, LocalEngine(base.model, base.tokenizer))
+    exact = bank_folder(base, interface, anchors, settings)
+    others = sorted(path.parent for path in exact.parent.glob(f"bank-*/{MANIFEST}") if path.parent != exact)
+    for folder in (exact, *others):
+        found = files.read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else None
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            continue
+        size, needed = found["settings"]["num_probes"], settings.num_probes
+        if not (size == needed or (size > needed and settings.ability is not None)):
+            continue
+        if found["model"]["fingerprint"] != base.fingerprint or any(
+            {**found[key], "num_probes": 0} != {**wanted[key], "num_probes": 0} for key in ("anchors", "settings")
+        ):
+            continue
+        if any(found[key] != wanted[key] for key in ("interface", "first_request_sha256")):
+            continue
+        engine = {key: value for key, value in found["engine"].items() if wanted["engine"].get(key) != value}
+        other = ", ".join(f"{key} {value}" for key, value in engine.items())
+        return folder, f"; written with {other}" if other else ""
+    return None
 
 
 def cached_bank(

@@ -11,7 +11,6 @@ from torch import nn
 
 from cplus.base import files
 from cplus.base.files import cache_folder
-from cplus.core.rows import Encoded
 from cplus.data.examples import Example, FreeForm, fingerprint, to_row
 from cplus.data.formats import from_row
 from cplus.data.interfaces import Interface, Rejected
@@ -65,9 +64,8 @@ def label(
         labels[i] = Label(examples[i], math.exp(score.mean))
     prompts, limit = [interface.prompt(examples[i]) for i in asked], max_tokens or MAX_ANSWER_TOKENS[interface.name]
     rows = engine.greedy(prompts, max_new_tokens=limit, stop=interface.answer_stop)
-    scores = log_likelihoods(model, [Encoded(row.prompt, tuple(row.tokens)) for row in rows], what="scoring")
-    for i, row, score in zip(asked, rows, scores, strict=True):
-        labels[i] = _judged(examples[i], row, math.exp(score.mean), interface, cut=cut)
+    for i, row in zip(asked, rows, strict=True):
+        labels[i] = _judged(examples[i], row, math.exp(row.total / len(row.tokens)), interface, cut=cut)
     return [labels[i] for i in range(len(examples))]
 
 
@@ -96,7 +94,7 @@ def _judged(
 
 
 LONGER = 4
-"""How many times the usual limit an answer may have that did not end within it, if the model's window admits it."""
+"""How many times the usual limit an own answer may have, if the model's window admits it."""
 
 
 def own_answers(base: Loaded, interface: Interface, examples: Sequence[Example], *, name: str) -> tuple[Example, ...]:
@@ -109,22 +107,14 @@ def own_answers(base: Loaded, interface: Interface, examples: Sequence[Example],
     key = files.fingerprint([base.fingerprint, interface.name, prompt, fingerprint(examples)])
     path = cache_folder() / "answers" / f"own-{key[:24]}.json"
     if not path.is_file():
-        files.write_json(path, [None if own is None else to_row(own) for own in _answered(base, interface, examples)])
+        longest = max(len(interface.prompt(example)) for example in examples)
+        limit = min(LONGER * MAX_ANSWER_TOKENS[interface.name], base.window - longest)
+        engine = LocalEngine(base.model, base.tokenizer)
+        labels = label(base.model, engine, interface, examples, max_tokens=limit)
+        files.write_json(path, [to_row(own.example) if isinstance(own, Label) else None for own in labels])
     rows = [row for row in files.read_json(path) if row is not None]
     if not rows:
         raise ValueError(
             f"none of the {len(examples)} {name} rows was answered before the token limit; supply other rows"
         )
     return tuple(from_row(row, where=f"{path}: {row['id']}", id=row["id"]) for row in rows)
-
-
-def _answered(base: Loaded, interface: Interface, examples: Sequence[Example]) -> list[Example | None]:
-    engine = LocalEngine(base.model, base.tokenizer)
-    labels: list[Label | Rejected] = label(base.model, engine, interface, examples)
-    open_ended = [i for i, own in enumerate(labels) if isinstance(own, Rejected) and own.reason == "answer without end"]
-    longest = max((len(interface.prompt(examples[i])) for i in open_ended), default=0)
-    limit = min(LONGER * MAX_ANSWER_TOKENS[interface.name], base.window - longest)
-    again = label(base.model, engine, interface, [examples[i] for i in open_ended], max_tokens=limit)
-    for i, own in zip(open_ended, again, strict=True):
-        labels[i] = own
-    return [own.example if isinstance(own, Label) else None for own in labels]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import TypeAlias
 
 from cplus.data.examples import Choice, Example, FreeForm
 from cplus.data.interfaces import Interface, Rejected
-from cplus.distributed import processes
 from cplus.models import Loaded
 from cplus.models.decoding import Engine, LocalEngine, Request, Sample, Sampling, request_seed
 from cplus.probes import settings as probe_settings
@@ -38,7 +36,10 @@ class FromAnchors:
     interface: Interface
     anchors: Sequence[Example]
     settings: ProbeSettings
-    block: int = BLOCK
+
+    def block(self, missing: int) -> int:
+        """The number of requests to sample together, whatever the size of the bank."""
+        return BLOCK
 
     @property
     def max_new_tokens(self) -> int:
@@ -68,7 +69,7 @@ class FromAnchors:
 
 
 Writer: TypeAlias = FromAnchors | SelfWritten
-"""Plans, writes and reads the requests of one bank; `block` of them are sampled together."""
+"""Plans, writes and reads the requests of one bank."""
 
 
 def writer(interface: Interface, anchors: Sequence[Example], settings: ProbeSettings) -> Writer:
@@ -163,16 +164,8 @@ class Tally:
         self.probes += block.probes
         self._keys = {self._key(probe.example) for probe in self.probes}
         if self._settings.ability is not None:
-            self._words = [
-                probe_settings.words(probe_settings.input_text(probe.example, options=False)) for probe in self.probes
-            ]
+            self._words = [_words(probe.example) for probe in self.probes]
         self._answers = Counter(probe.example.answer for probe in self.probes if isinstance(probe.example, Choice))
-
-    def trial(self) -> Tally:
-        """A copy whose accepted inputs this one does not remember."""
-        trial = copy.copy(self)
-        trial._keys, trial._words = set(self._keys), list(self._words)
-        return trial
 
     @property
     def full(self) -> bool:
@@ -224,12 +217,8 @@ def generate(
     anchors: Sequence[Example],
     settings: ProbeSettings,
     tally: Tally,
-    *,
-    block: int | None = None,
 ) -> Iterator[Sampled | Block]:
     """Continue from the tally's last block until it is full; a block is added to the tally before it is yielded.
-
-    `block` is another number of requests per block, for a trial.
 
     Paper: Algorithm 1, line 1; App. C.1, construction of the bank S_A.
     """
@@ -241,26 +230,41 @@ def generate(
     )
     while not tally.full:
         tally.check_yield()
-        # The next block, and as many after it as other processes help with.
-        first, size = tally.num_requests, block or written.block
-        starts = range(first, first + processes.count() * size, size)
-        planned = [[written.plan(index) for index in range(start, start + size)] for start in starts]
-        read: list[dict[int, Example | Rejected]] = []
-        for plans, samples in zip(planned, _samples(engine, written, planned, sampling, settings.seed), strict=True):
-            read.append({})
-            for sample in samples:
-                parsed = _parsed(written, plans[sample.index - plans[0].index], sample, sampling)
-                read[-1][sample.index] = parsed
-                reason = parsed.reason if isinstance(parsed, Rejected) else None
-                yield Sampled(index=sample.index, text=sample.text, reason=reason)
-        labellers = _labellers(planned, read, labeller, tally)
-        for plans, own, labelled in zip(planned, read, labellers, strict=True):
-            if tally.full:
-                break
-            tally.check_yield()
-            judged = _judged(plans, own, labelled, tally)
-            tally.add(judged)
-            yield judged
+        first = tally.num_requests
+        plans = {
+            index: written.plan(index)
+            for index in range(first, first + written.block(settings.num_probes - len(tally.probes)))
+        }
+        requests = [
+            Request(index=index, prompt=written.request(plan), seed=request_seed(settings.seed, index))
+            for index, plan in plans.items()
+        ]
+        read: dict[int, Example | Rejected] = {}
+        for sample in engine.sample(requests, sampling):
+            read[sample.index] = parsed = _parsed(written, plans[sample.index], sample, sampling)
+            reason = parsed.reason if isinstance(parsed, Rejected) else None
+            yield Sampled(index=sample.index, text=sample.text, reason=reason)
+        # The outcomes in the order of the requests, whatever order they finished in.
+        inputs = {index: x if isinstance(x := read[index], Rejected) else tally.new_input(x) for index in plans}
+        labels = iter(labeller([x for x in inputs.values() if not isinstance(x, Rejected)]))
+        outcomes: dict[int, Probe | Rejected] = {}
+        for index, plan in plans.items():
+            own = inputs[index]
+            found = own if isinstance(own, Rejected) else tally.new_label(next(labels))
+            outcomes[index] = (
+                found
+                if isinstance(found, Rejected)
+                else Probe(
+                    example=found.example,
+                    # Six digits: more would make a bank's bytes depend on the last bit of a sum.
+                    confidence=round(found.confidence, 6),
+                    request=index,
+                    shots=tuple(shot.id for shot in plan.shots),
+                    topic=plan.topic,
+                )
+            )
+        tally.add(judged := Block(outcomes=outcomes))
+        yield judged
 
 
 def write_probes(
@@ -283,23 +287,6 @@ def labeller_of(base: Loaded, engine: LocalEngine, interface: Interface, setting
     return partial(label, base.model, engine, interface, max_tokens=limit, cut=own.cut)
 
 
-def _samples(
-    engine: Engine, written: Writer, planned: Sequence[Sequence[RequestPlan]], sampling: Sampling, seed: int
-) -> Sequence[Iterable[Sample]]:
-    """The samples of each block; a process samples whole blocks, so that its batches are those of one process."""
-    blocks = [
-        [Request(index=p.index, prompt=written.request(p), seed=request_seed(seed, p.index)) for p in plans]
-        for plans in planned
-    ]
-    if len(blocks) == 1:
-        return [engine.sample(blocks[0], sampling)]
-    return processes.divided(_drawn, [(engine, requests, sampling) for requests in blocks])
-
-
-def _drawn(engine: Engine, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
-    return list(engine.sample(requests, sampling))
-
-
 def _parsed(written: Writer, plan: RequestPlan, sample: Sample, sampling: Sampling) -> Example | Rejected:
     """The input in a sample's text: with a stop text if the model ended it, without its last line if the limit did."""
     text = sample.text
@@ -311,57 +298,6 @@ def _parsed(written: Writer, plan: RequestPlan, sample: Sample, sampling: Sampli
     if sample.end == "limit" and isinstance(parsed, Rejected) and parsed.reason in _UNFINISHED:
         return Rejected(_CUT_OFF)
     return parsed
-
-
-def _labellers(
-    planned: Sequence[Sequence[RequestPlan]],
-    read: Sequence[dict[int, Example | Rejected]],
-    labeller: Labeller,
-    tally: Tally,
-) -> list[Labeller]:
-    """The labeller of each block; with several processes it knows what they labelled at the same time.
-
-    Which inputs of a block are labelled depends on the probes of the blocks before it. Each process labels those that
-    remain if every input before them becomes a probe; where one does not, and that matters, the block is labelled anew.
-    """
-    if len(planned) == 1:
-        return [labeller]
-    trial = tally.trial()
-    expected: list[list[Example]] = []
-    for plans, own in zip(planned, read, strict=True):
-        inputs = [x if isinstance(x := own[planned.index], Rejected) else trial.new_input(x) for planned in plans]
-        expected.append([x for x in inputs if not isinstance(x, Rejected)])
-    found = processes.divided(labeller, [(examples,) for examples in expected])
-
-    def known(inputs: list[Example], labels: list[Label | Rejected]) -> Labeller:
-        return lambda examples: labels if list(examples) == inputs else labeller(examples)
-
-    return [known(inputs, labels) for inputs, labels in zip(expected, found, strict=True)]
-
-
-def _judged(
-    plans: Sequence[RequestPlan], read: dict[int, Example | Rejected], labeller: Labeller, tally: Tally
-) -> Block:
-    """The outcomes in the order of the requests, whatever order they finished in."""
-    inputs = {p.index: x if isinstance(x := read[p.index], Rejected) else tally.new_input(x) for p in plans}
-    labels = iter(labeller([x for x in inputs.values() if not isinstance(x, Rejected)]))
-    outcomes: dict[int, Probe | Rejected] = {}
-    for plan in plans:
-        own = inputs[plan.index]
-        found = own if isinstance(own, Rejected) else tally.new_label(next(labels))
-        outcomes[plan.index] = (
-            found
-            if isinstance(found, Rejected)
-            else Probe(
-                example=found.example,
-                # Six digits: more would make a bank's bytes depend on the last bit of a sum.
-                confidence=round(found.confidence, 6),
-                request=plan.index,
-                shots=tuple(shot.id for shot in plan.shots),
-                topic=plan.topic,
-            )
-        )
-    return Block(outcomes=outcomes)
 
 
 def _quota(anchors: Sequence[Example], interface: Interface, settings: ProbeSettings) -> int | None:

@@ -85,13 +85,8 @@ def begin(
 
     `place` distributes it over the processes of a job.
     """
-    rows = rows_of(settings, base, new, past)
+    rows = material(settings.row, new, past, base)
     return start(settings, settings.row, adapted(settings, settings.row, base.model), rows, place)
-
-
-def rows_of(settings: TrainSettings, base: Loaded, new: Group, past: Sequence[PastTask]) -> Material:
-    """What is trained on and protected, as tokens."""
-    return material(settings.row, new, past, base)
 
 
 def adapted(settings: TrainSettings, row: Method, model: nn.Module) -> Any:

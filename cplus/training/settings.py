@@ -20,22 +20,20 @@ from cplus.probes.settings import TOPICS, ProbeSettings
 OptimizerName: TypeAlias = Literal["adamw", "adamw8bit", "sgd"]
 WARMUP_SHARE = 0.1
 """A job's learning rate rises over this share of its updates unless it says otherwise (docs/results.md, frontier)."""
-AUTO = "auto"
-"""The learning rate of a job that tests several."""
 Positive: TypeAlias = Annotated[int, Field(ge=1)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
 
 def _rate(value: object) -> object:
-    """A number above 0, or `auto`."""
-    if value is None or value == AUTO:
+    """A number above 0."""
+    if value is None:
         return value
     try:
         rate = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
     except ValueError:
         rate = math.nan
     if not (math.isfinite(rate) and rate > 0):
-        raise ValueError(f"expected a learning rate above 0, or {AUTO} to test several, got {value!r:.60}")
+        raise ValueError(f"expected a learning rate above 0, got {value!r:.60}")
     return rate
 
 
@@ -79,7 +77,9 @@ class TrainSettings(BaseModel):
         None, description="Weight, threshold or share of a method that has one; default: the method's own."
     )
     num_probes: Positive | None = Field(
-        None, description="Number of probes in the bank (N); default: the number of new rows, at least 32, at most 512."
+        None,
+        description="Number of probes in the bank (N); default: 16 where the model writes all rows to keep itself, "
+        "else the number of new rows, at least 32, at most 512.",
     )
     shots: Positive = Field(2, description="Anchors shown in each request for a probe (K).")
     temperature: float = Field(0.8, gt=0, description="Sampling temperature of the probes (T).")
@@ -95,10 +95,8 @@ class TrainSettings(BaseModel):
     optimizer: OptimizerName = Field(
         "adamw", description="Optimizer that proposes the update; adamw8bit keeps its moments in 8 bits (bitsandbytes)."
     )
-    lr: Annotated[float | str | None, BeforeValidator(_rate)] = Field(
-        None,
-        description="Learning rate; default: by the size of the model. auto: a short test of several rates on the "
-        "rows, at most a tenth of the job.",
+    lr: Annotated[float | None, BeforeValidator(_rate)] = Field(
+        None, description="Learning rate; default: by the size of the model."
     )
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Learning rate schedule; linear and cosine decay to 0."
