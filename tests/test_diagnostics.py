@@ -228,7 +228,7 @@ def guarded(kind: type[Optimizer], observed: bool) -> tuple[Bag, Guard, Admissio
 
 
 @can_compile
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, SGD, AdamW])
+@pytest.mark.parametrize("kind", [SGD, AdamW])
 def test_compiled_passes_are_observed_and_stay_the_same(kind: type[Optimizer], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "WORTH_COMPILING", 10**12)
     _, slow, expected = guarded(kind, observed=True)

@@ -20,8 +20,7 @@ from cplus.base.locks import holding
 from cplus.cli import app
 from cplus.evaluation.statistics import Estimate
 from cplus.lab import SCALES, STUDIES, runner, runs_of
-from cplus.lab.drawing import draw, inline_svg, line, panels
-from cplus.lab.e01 import macro_line
+from cplus.lab.drawing import draw, line, panels
 from cplus.lab.records import RunResult
 from cplus.lab.report import collect, fig_method_overview, tab_experiment_index
 from cplus.methods.table import METHODS
@@ -222,29 +221,12 @@ def test_error_bars_are_standard_errors() -> None:
     assert [segment[:, 1].tolist() for segment in bars.get_segments()] == [[78.5, 81.5], [85.0, 85.0]]
 
 
-def test_two_drawings_on_one_page_have_their_own_ids() -> None:
-    body = '<g id="{0}a" style="fill: {1}"/><use href="#{0}a"/></svg>'
-    svg = '<?xml version="1.0"?><svg width="3pt" viewBox="0 0 100 50">' + body.format("", "#1d2430")
-    placed = '<svg viewBox="0 0 100 50" style="--wide: 155px">' + body.format("one-", "var(--ink)")
-    assert inline_svg(svg, "one") == placed
-
-
 def test_the_summary_has_a_line_for_every_study(results: Path) -> None:
     lines = command("--results", str(results), "--readme").stdout.splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == [f"| {name}" for name in (*SHOWN, "all")]
     assert "of the paper's comparisons hold" in lines[-1]
     assert "of our own" in lines[-1]
     assert {len(re.split(r"(?<!\\)\|", line)) for line in lines} == {8}
-
-
-def test_the_average_line_is_the_mean_of_the_tasks_lines() -> None:
-    def kept(task: str, anchors: int, retention: float) -> RunResult:
-        figures: dict[str, Any] = {"retention": retention, "retention_uncovered": 0.0, "acquisition": 100.0}
-        spec = SMOKE.at(task=task, num_anchors=anchors)
-        return RunResult(spec=spec, external={}, counts={}, cost={}, seconds=1.0, extra_bytes=0, **figures)
-
-    rows = [kept("harbours", 4, 80.0), kept("harbours", 8, 90.0), kept("plants", 4, 65.0)]  # one budget is missing
-    assert macro_line(rows, ["toy-s"], ["harbours", "plants"]) == [(0, Estimate(75.0, None, 1))]
 
 
 @pytest.fixture(scope="module")

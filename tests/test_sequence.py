@@ -267,7 +267,6 @@ def test_a_stage_is_a_job_that_keeps_every_task_before_it(made: Path) -> None:
     [
         ("weights", "stage 2: job/model/model.safetensors was changed"),
         ("bank", "stage 2: job/bank/probes.jsonl was changed"),
-        ("missing", "stage 1: flips.json is missing"),
         ("added", "stage 3: note.txt was added"),
         ("entry", "stage 3 does not follow the entry"),
         ("last", "the last entry is not the one that was sealed"),
@@ -283,8 +282,6 @@ def test_a_tampered_stage_is_detected(made: Path, tmp_path: Path, damage: str, s
     if damage in ("weights", "bank"):
         path = stages / "002" / ("job/model/model.safetensors" if damage == "weights" else "job/bank/probes.jsonl")
         path.write_bytes(path.read_bytes()[:-1] + b"\x01")
-    elif damage == "missing":
-        (stages / "001" / "flips.json").unlink()
     elif damage == "added":
         (stages / "003" / "note.txt").write_text("x")
     elif damage == "removed":

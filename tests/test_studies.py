@@ -173,12 +173,6 @@ def test_wrong_names_are_answered_with_the_nearest() -> None:
         scale_named("dsek")
 
 
-def test_the_slurm_executor_names_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(ImportError, match=r"cplus\[slurm\]"):
-        list(Cluster(logs=tmp_path)(STRESS, tmp_path))
-
-
 def test_submitit_runs_a_study_in_its_local_mode(cache: Path, tmp_path: Path) -> None:
     import submitit
 
@@ -226,11 +220,6 @@ def test_the_desk_takes_hours_not_days(tmp_path: Path) -> None:
         for name, study in STUDIES.items()
         if name not in ("chat", "facts")
     )
-
-
-def test_studies_need_no_torch() -> None:
-    code = "import sys, cplus.lab, cplus.lab.runner, cplus.lab.estimate; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_runs_that_look_at_no_bank_or_anchor_are_named_once() -> None:
