@@ -24,7 +24,6 @@ from cplus.lab.sequence import bind_tasks, first_stage, run_sequence
 from cplus.methods.table import METHODS
 from cplus.toy import world
 from cplus.training import driver
-from cplus.training.loop import Refreshed
 from cplus.training.rows import Group, PastTask, material, mean_states, refined, typical
 from cplus.training.settings import SequenceSpec
 
@@ -75,20 +74,12 @@ def spec(**changes: Any) -> SequenceSpec:
 
 
 def test_a_sequence_is_its_stages_and_its_record_reads_back(base: models.Loaded, tmp_path: Path) -> None:
-    told: list[tuple[int, list[str]]] = []
-
-    def watch(stage: int, event: object) -> None:
-        if isinstance(event, Refreshed):
-            told.append((stage, list(event.losses)))
-
     first = first_stage(spec(), base)
-    result = run_sequence(spec(), base, tmp_path, first=first, watch=watch)
+    result = run_sequence(spec(), base, tmp_path, first=first)
     whole = run_sequence(spec(), base, tmp_path)
     assert result.accuracy == whole.accuracy, "the shared first stage is the sequence's own"
     assert [len(line) for line in result.accuracy] == [3] * 4
     assert result.sizes == dict.fromkeys(TASKS, 64)
-    names = {2: ["anchors", "probes"], 3: [f"{t} {k}" for t in TASKS[:2] for k in ("anchors", "probes")]}
-    assert told == [(stage, names[stage]) for stage in (2, 2, 2, 3, 3, 3)]
     assert [stage["retention"] is None for stage in result.stages] == [True, False, False]
     assert load_result(save_result(result, tmp_path)) == result
     plain = run_sequence(spec(method="sft", num_anchors=0, num_probes=0), base, tmp_path, first=first)

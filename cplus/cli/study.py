@@ -106,7 +106,7 @@ def run(
             workers = estimate.workers_that_fit(workers, specs, psutil.virtual_memory().available)
         if workers < wanted:
             console.print(f"memory suffices for {workers} of {wanted} workers")
-        executor = Processes(workers=workers, threads=1, devices=devices)
+        executor = Processes(workers=workers, devices=devices)
     if size.name == "paper":
         _say_whose_rows(specs)
     if dry_run:

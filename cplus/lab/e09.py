@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,8 +45,8 @@ def mean_over_epochs(entry: str, *path: str) -> Metric:
         values: list[Any] = list(result.diagnostics.get(entry, {}).get("epochs", ()))
         for step in path:
             values = [value[step] for value in values]
-        found = [float(value) for value in values if value is not None]
-        return sum(found) / len(found) if found else None
+        known = [value for value in values if value is not None]
+        return statistics.fmean(known) if known else None
 
     return metric
 

@@ -295,10 +295,9 @@ def in_this_process(specs: Sequence[Spec], folder: Path, *, wait: float = 0.0) -
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """Runs distributed over workers of `threads` threads; where there are devices, each worker has its own of them."""
+    """Runs distributed over workers of one thread each; where there are devices, each worker has its own of them."""
 
     workers: int
-    threads: int = 1
     devices: tuple[Device, ...] = ()
 
     def __call__(self, specs: Sequence[Spec], folder: Path) -> Iterator[EndedRun]:
@@ -311,7 +310,7 @@ class Processes:
     ) -> Iterator[EndedRun]:
         """A worker gets runs of its last setting as long as there are any; all its processes do each run together."""
         waiting = list(specs)
-        slots = [start_worker(place, self.threads) for place in places]
+        slots = [start_worker(place) for place in places]
         last: dict[int, Spec] = {}
         running: dict[Future[RunOutcome], tuple[int, Spec]] = {}
         try:
@@ -332,7 +331,7 @@ class Processes:
                         raise error
                     if error is not None:
                         stop(slots[slot])  # a killed process accepts no more runs, and others would wait for it
-                        slots[slot] = start_worker(places[slot], self.threads)
+                        slots[slot] = start_worker(places[slot])
                         running = {each: own for each, own in running.items() if own[0] != slot}
                         yield EndedRun(spec=spec, failed=f"{type(error).__name__}: {error}")
                     elif slot not in {slot for slot, _ in running.values()}:
@@ -342,7 +341,7 @@ class Processes:
                 stop(worker)
 
 
-def start_worker(place: Sequence[Device], threads: int) -> list[ProcessPoolExecutor]:
+def start_worker(place: Sequence[Device]) -> list[ProcessPoolExecutor]:
     """One process per device of the place, or one on the processors."""
     context, size = multiprocessing.get_context("spawn"), max(1, len(place))
     visible, port = ",".join(device.name for device in place), 0
@@ -351,7 +350,7 @@ def start_worker(place: Sequence[Device], threads: int) -> list[ProcessPoolExecu
             free.bind(("127.0.0.1", 0))
             port = int(free.getsockname()[1])
     return [
-        ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(threads, visible, rank, size, port))
+        ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(visible, rank, size, port))
         for rank in range(size)
     ]
 
@@ -382,16 +381,16 @@ _JOINED = ExitStack()
 """Keeps a worker's processes together until they end."""
 
 
-def _begin(threads: int, visible: str, rank: int, size: int, port: int) -> None:
+def _begin(visible: str, rank: int, size: int, port: int) -> None:
     """Set up a process of a worker; it ignores Ctrl-C, since its parent stops it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ["OMP_NUM_THREADS"] = "1"
     if visible:  # before CUDA starts in this process
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
         os.environ[PLACED] = visible
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     if size > 1:
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
         os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in numbers.items()}})

@@ -40,7 +40,7 @@ from cplus.probes.build import cached_bank
 from cplus.probes.labels import own_answers
 from cplus.probes.settings import TOPICS, ProbeSettings, input_key
 from cplus.training.driver import Done, Evaluate, Training, begin, build_optimizer
-from cplus.training.loop import EpochEnded, Event, Prepared, Schedule, build_schedule, epoch_batches
+from cplus.training.loop import EpochEnded, Prepared, Schedule, build_schedule, epoch_batches
 from cplus.training.measure import answered, changes
 from cplus.training.rows import Group, Part, PastTask
 from cplus.training.settings import RunSpec
@@ -264,7 +264,6 @@ def external_task(base: Loaded, name: str, spec: RunSpec) -> Group:
 # From a study's spec to its result: train a copy of the base model by one method and measure it.
 
 
-OnEvent = Callable[[Event], None]
 TRAINING_BYTES = 28
 """Bytes per parameter that training takes beside the weights: gradients, moments, gate, a step's copies and passes."""
 DIAGNOSTICS = (*OBSERVED, *AUDITED, "bank", "prior", "permuted")
@@ -283,18 +282,18 @@ def begun(spec: RunSpec, given: Comparison) -> Training:
     return begin(settings, base, given.new, [given.past_task], sharded)
 
 
-def run(spec: RunSpec, given: Comparison, *, watch: OnEvent = lambda event: None) -> RunResult:
+def run(spec: RunSpec, given: Comparison) -> RunResult:
     """Adapt a copy of the base model by the spec's method and measure what was learned and lost."""
     training = begun(spec, given)
     device = given.base.device
     given.base.model.to("cpu")  # while its copy trains on the device
     try:
-        return _trained(spec, given, training, watch)
+        return _trained(spec, given, training)
     finally:
         given.base.model.to(device)
 
 
-def _trained(spec: RunSpec, given: Comparison, training: Training, watch: OnEvent) -> RunResult:
+def _trained(spec: RunSpec, given: Comparison, training: Training) -> RunResult:
     model, prepared, log = training.model, training.prepared, training.log
     parameters = sum(p.numel() for p in model.parameters())
     audited = _audited(spec, given, prepared.material, model)
@@ -309,7 +308,6 @@ def _trained(spec: RunSpec, given: Comparison, training: Training, watch: OnEven
             log.done |= spec.stop_loss is not None and curve[-1]["new_nll"] <= spec.stop_loss
             model.train()
         observation(event)
-        watch(event)
     model = training.finish()
     changed = prepared.method.adapter is not None or prepared.method.after is not None
     seen = bool(curve) and curve[-1]["epoch"] == log.cursor.epoch - 1 and not changed

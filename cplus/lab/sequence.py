@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,9 @@ from cplus.methods.repair import repair_row
 from cplus.models.scoring import predict
 from cplus.probes.build import cached_bank
 from cplus.training.driver import begin
-from cplus.training.loop import Event
 from cplus.training.rows import Group, PastTask
 from cplus.training.settings import RunSpec, SequenceSpec
 
-StageWatch = Callable[[int, Event], None]
-"""Receives the loop's events with the number of their stage."""
 TaskAnswers = tuple[tuple[Prediction, ...], ...]
 """Every task's answers, in the order of the tasks."""
 
@@ -54,7 +51,6 @@ def run_sequence(
     banks: Path,
     *,
     first: Stage | None = None,
-    watch: StageWatch = lambda stage, event: None,
 ) -> SequenceResult:
     """Learn the spec's tasks in order from a copy of the base model, evaluating all tasks after every stage.
 
@@ -65,19 +61,19 @@ def run_sequence(
     """
     tasks = bind_tasks(spec, base)
     before = answer_all(base, tasks, spec.compute_dtype)
-    stages = [first or first_stage(spec, base, watch=watch)]
+    stages = [first or first_stage(spec, base)]
     kept: list[PastTask] = []
     for number in range(2, len(tasks) + 1):
         last = stages[-1]
         kept.append(past_task(spec.stage(number), last, tasks[number - 2], number - 2, banks))
-        stages.append(run_stage(spec, number, last.current, last.answers, tasks, kept, watch))
+        stages.append(run_stage(spec, number, last.current, last.answers, tasks, kept))
     return build_result(spec, base, tasks, before, stages)
 
 
-def first_stage(spec: SequenceSpec, base: models.Loaded, *, watch: StageWatch = lambda stage, event: None) -> Stage:
+def first_stage(spec: SequenceSpec, base: models.Loaded) -> Stage:
     """The checkpoint that all methods share: the first task, before which there is nothing to protect."""
     tasks = bind_tasks(spec, base)
-    return run_stage(spec, 1, base, answer_all(base, tasks, spec.compute_dtype), tasks, [], watch)
+    return run_stage(spec, 1, base, answer_all(base, tasks, spec.compute_dtype), tasks, [])
 
 
 def bind_tasks(spec: SequenceSpec, base: models.Loaded) -> tuple[Group, ...]:
@@ -107,7 +103,6 @@ def run_stage(
     before: TaskAnswers,
     tasks: Sequence[Group],
     kept: Sequence[PastTask],
-    watch: StageWatch,
 ) -> Stage:
     """One stage: a copy of the last model learns the rows of the task that this model answers incorrectly."""
     run, task = spec.stage(number), tasks[number - 1]
@@ -115,8 +110,8 @@ def run_stage(
     copied = dataclasses.replace(last, model=copy.deepcopy(last.model))
     learned = dataclasses.replace(task, part="acquisition", examples=tuple(new))
     training = begin(run.settings, copied, learned, kept)
-    for event in training.run():
-        watch(number, event)
+    for _ in training.run():
+        pass
     model = training.finish()
     current = dataclasses.replace(
         last, name=f"{spec.model} after {task.name}", model=model, fingerprint=models.fingerprint(model)
