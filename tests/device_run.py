@@ -1,61 +1,163 @@
-"""Trainings on the host and on the pretend accelerator, in a process whose first backward pass knows the device."""
+"""The product on the host and on the pretend accelerator, in one process that knows the device from its beginning.
+
+python tests/device_run.py CASE ...    prints one JSON object with what each case found
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import fake_device
 import tiny
 import torch
+import toyjob
 from fake_device import NAME, accelerator
 from torch import Tensor
 from torch.optim import SGD, Optimizer
+from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, Qwen3Config
 
+import cplus
+from cplus.core import kernels, optim
 from cplus.core.guard import protect
 from cplus.core.losses import answer_losses
+from cplus.jobs.adapt import resume
 
 ANCHORS, PROBES, NEW = tiny.rows(4, seed=1), tiny.rows(6, seed=2), tiny.rows(8, seed=3)
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "loop": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=False),
     "foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
-    "sgd": lambda params: SGD(params, lr=1e-1, momentum=0.9),
+    "sgd": lambda params: SGD(params, lr=1e-1, momentum=0.9, foreach=True),
+    "one-pass": lambda params: optim.AdamW(params, lr=1e-2),
 }
 
 
-def trained(make: Callable[..., Optimizer], device: str, layers: int = 2) -> tuple[list[Tensor], list[Counter[str]]]:
-    """The weights after six updates with a refresh before every third, and what each part of the work counted."""
-    with accelerator() as counts:
-        model = tiny.lm(layers=layers)
+def compiling(one_pass: bool) -> ExitStack:
+    """Let small models use the compiled pass, for whose compiler the functions as they are written stand in."""
+    stack = ExitStack()
+    if one_pass:
+        stack.enter_context(patch.object(kernels, "WORTH_COMPILING", 0))
+        stack.enter_context(patch.object(kernels, "compiled", lambda block, *_: block))
+        stack.enter_context(patch.object(kernels, "can_compile", lambda kind: kind == NAME))
+        stack.enter_context(patch.object(kernels, "fits", lambda param: param.dtype == torch.float32))
+    return stack
+
+
+def trained(name: str, device: str, make_model: Callable[[], Any]) -> tuple[list[Tensor], Any, Any]:
+    """The weights after updates with a refresh before every second, and what the last of each counted."""
+    pretended = accelerator() if device == NAME else nullcontext(Counter[str]())
+    with pretended as counts, compiling(name == "one-pass" and device == NAME):
+        model = make_model()
         model.set_attn_implementation("eager")  # the one form of attention that every device computes alike
-        model.to(device).tie_weights()  # tensors of another kind are new parameters, where a GPU's keep theirs
-        optimizer = make(model.parameters())
+        model.to(device)
+        optimizer = OPTIMIZERS[name](model.parameters())
         guard = protect(optimizer, model, anchors=ANCHORS, probes=PROBES)
-        seen = []
-        for step in range(6):
-            if step % 3 == 0:
+        refresh = update = Counter[str]()
+        for step in range(3):
+            if step % 2 == 0:
                 counts.clear()
                 guard.refresh()
-                seen.append(Counter(counts, refresh=1))
+                refresh = Counter(counts)
             optimizer.zero_grad(set_to_none=True)
             answer_losses(model, NEW).mean().backward()  # type: ignore[no-untyped-call]
             counts.clear()
             optimizer.step()
-            seen.append(Counter(counts))
-        return [p.detach().to("cpu") for p in model.parameters()], seen
+            update = Counter(counts)
+        assert guard.one_pass == (name == "one-pass" and device == NAME)
+        return [p.detach().to("cpu") for p in model.parameters()], refresh, update
 
 
-def measured(name: str) -> dict[str, Any]:
-    """The share of coordinates that end elsewhere than on the host, and what a refresh and an update count."""
-    make = OPTIMIZERS[name]
-    pairs = zip(trained(make, "cpu")[0], trained(make, NAME)[0], strict=True)
-    apart = torch.cat([(a - b).abs().flatten() for a, b in pairs])
-    found: dict[str, Any] = {"apart": float((apart > 1e-5).float().mean())}
+def apart(ours: list[Tensor], others: list[Tensor]) -> float:
+    """The share of coordinates that end elsewhere; rounding may turn the sign of a tiny gradient."""
+    return float(torch.cat([(a - b).abs().flatten() > 1e-5 for a, b in zip(ours, others, strict=True)]).float().mean())
+
+
+def counted(name: str) -> dict[str, Any]:
+    """How the weights differ from the host's, and what a refresh and an update count for models of two depths."""
+    found: dict[str, Any] = {"apart": apart(*(trained(name, device, tiny.lm)[0] for device in ("cpu", NAME)))}
     for layers in (1, 4):
-        seen = trained(make, NAME, layers)[1]
-        found[f"refresh {layers}"] = next(c for c in reversed(seen) if c["refresh"])
-        found[f"update {layers}"] = next(c for c in reversed(seen) if not c["refresh"])
+        make = partial(tiny.lm, layers=layers)
+        _, found[f"refresh {layers}"], found[f"update {layers}"] = trained(name, NAME, make)
+    return found
+
+
+def paper_model() -> dict[str, Any]:
+    """Counts for the 310 parameters of Qwen3-0.6B, in tiny widths."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 28, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64, "tie_word_embeddings": True,
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    for name in OPTIMIZERS:
+        weights, refresh, update = trained(name, NAME, lambda: AutoModelForCausalLM.from_config(Qwen3Config(**sizes)))
+        found[name] = {"parameters": len(weights), "refresh": refresh, "update": update}
+    return found
+
+
+def family(name: str) -> float:
+    """The share of a tiny model's coordinates that end elsewhere than on the host."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64,
+    }  # fmt: skip
+    kind: Any = {"qwen3": Qwen3Config, "gemma": GemmaConfig, "llama": LlamaConfig}[name]
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(kind(**sizes))
+
+    return apart(*(trained("foreach", device, make)[0] for device in ("cpu", NAME)))
+
+
+def job(folder: Path, out: str, **changes: Any) -> Any:
+    """Settings of a small job; the bank is written once for both devices."""
+    values: dict[str, Any] = {"epochs": 1, "num_probes": 4, "evaluate_rows": 4, **changes}
+    if values.get("method") in ("sft", "replay", "cpl", "ogd"):
+        del values["num_probes"]
+    return toyjob.asked(folder, out=folder / out, **values)
+
+
+def product(folder: Path, case: str) -> dict[str, Any]:
+    """The same job on both devices: its figures and weights."""
+    method, _, more = case.partition(" ")
+    changes: dict[str, Any] = {"method": method, **({"lora": {"r": 4}} if more == "lora" else {})}
+    found = {}
+    for device in ("cpu", NAME):
+        with accelerator() if device == NAME else nullcontext(), compiling(more == "one-pass" and device == NAME):
+            done = cplus.adapt(job(folder, f"{case}-{device}", device=device, **changes))
+        found[device] = {"figures": done.record["figures"], "receipt": (done.folder / "receipt.html").is_file()}
+    ours, others = (toyjob.written(folder / f"{case}-{device}") for device in ("cpu", NAME))
+    same = found["cpu"] == found[NAME]
+    return {"same": same, "apart": apart(list(ours.values()), [others[name] for name in ours])}
+
+
+def moved(folder: Path) -> dict[str, float]:
+    """Jobs that stop after an update and are resumed on the other device, against the one that never stopped."""
+
+    def on(device: str) -> Any:
+        return patch.object(torch.accelerator, "current_accelerator", lambda **_: torch.device(device))
+
+    found = {}
+    with accelerator():
+        settings: dict[str, Any] = {"method": "cpl", "device": "auto", "checkpoint_steps": 1}
+        with on("cpu"):
+            cplus.adapt(job(folder, "whole", **settings))
+        whole = toyjob.written(folder / "whole")
+        for first, second in (("cpu", NAME), (NAME, "cpu")):
+            with on(first):
+                toyjob.stop_at(1, job(folder, first, **settings))
+            with on(second):
+                resume(folder / first)
+            own = toyjob.written(folder / first)
+            found[f"{first} to {second}"] = apart(list(whole.values()), [own[name] for name in whole])
     return found
 
 
@@ -69,5 +171,33 @@ def mixed() -> str:
     return ""
 
 
+def main(cases: list[str]) -> None:
+    """Every case in turn."""
+    fake_device.register()
+    load = AutoModelForCausalLM.from_pretrained
+    AutoModelForCausalLM.from_pretrained = partial(load, attn_implementation="eager")
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ["CPLUS_CACHE"] = str(folder / "cache")
+        toyjob.write_files(folder)
+        for rows, kept in (("new", 8), ("past", 8)):
+            path = folder / f"{rows}.jsonl"
+            path.write_text(
+                "".join(path.read_text(encoding="utf-8").splitlines(keepends=True)[:kept]), encoding="utf-8"
+            )
+        cplus.models.load("toy", device="cpu")  # its module is imported outside of the pretence
+        for case in cases:
+            if case in OPTIMIZERS:
+                found[case] = counted(case)
+            elif case in ("qwen3", "gemma", "llama"):
+                found[case] = family(case)
+            else:
+                found[case] = (
+                    mixed() if case == "mixed" else moved(folder) if case == "moved" else product(folder, case)
+                )
+    print(json.dumps(found))
+
+
 if __name__ == "__main__":
-    print(json.dumps({"mixed": mixed(), **{name: measured(name) for name in OPTIMIZERS}}))
+    main(sys.argv[1:])

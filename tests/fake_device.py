@@ -11,9 +11,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
+from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "fakegpu"
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim")
@@ -46,6 +46,23 @@ class OnDevice(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"OnDevice({self.raw})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as its values, which are loaded on the host."""
+        COUNTS["sync"] += 1
+        return self.raw.__reduce_ex__(protocol)
+
+    def storage(self) -> Any:
+        """The memory, by which tied weights are found."""
+        return self.raw.storage()
+
+    def untyped_storage(self) -> Any:
+        """The memory, by which tied weights are found."""
+        return self.raw.untyped_storage()
+
+    def data_ptr(self) -> int:
+        """The memory's address."""
+        return self.raw.data_ptr()
 
     def tolist(self) -> Any:
         """The values, for which the host waits."""
@@ -112,11 +129,35 @@ class Computing(TorchDispatchMode):
         return computed(func, args, kwargs or {})
 
 
+def _no_grad(mode: Any) -> Any:
+    """In the place of inference mode, in which a wrapped tensor cannot be written."""
+    mode.inside = torch.no_grad()
+    return mode.inside
+
+
+class Module(backend_registration._DummyBackendModule):
+    """What torch asks of a device's module; random numbers are drawn on the CPU."""
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.zeros(8, dtype=torch.uint8)
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        assert state.is_cpu
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+
+def register() -> None:
+    """Make the device known; before the first backward pass, which starts autograd's threads for each device."""
+    if torch._C._get_privateuse1_backend_name() != NAME:
+        backend_registration._setup_privateuseone_for_python_backend(NAME, Module())
+
+
 @contextmanager
 def accelerator() -> Iterator[Counter[str]]:
     """The device `fakegpu` and the counts of syncs, launches, factories and copies to it."""
-    if torch._C._get_privateuse1_backend_name() != NAME:
-        _setup_privateuseone_for_python_backend(NAME)
+    register()
     make = torch.tensor
 
     def tensor(data: Any, *, dtype: Any = None, device: Any = None, **rest: Any) -> Tensor:
@@ -129,11 +170,23 @@ def accelerator() -> Iterator[Counter[str]]:
     def as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Tensor:
         return data.to(device, dtype) if isinstance(data, Tensor) else tensor(data, dtype=dtype, device=device)
 
+    move = torch.nn.Module.to
+
+    def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Tensors of another kind are new parameters, where a GPU's keep theirs: tied ones are tied again."""
+        tie: Any = getattr(move(self, *args, **kwargs), "tie_weights", None)
+        if tie is not None:
+            tie()
+        return self
+
     COUNTS.clear()
     with (
+        patch.object(torch.nn.Module, "to", to),
         patch.object(torch, "tensor", tensor),
         patch.object(torch, "as_tensor", as_tensor),
         patch.object(Tensor, "new_tensor", new_tensor),
+        patch.object(torch.inference_mode, "__enter__", lambda mode: _no_grad(mode).__enter__()),
+        patch.object(torch.inference_mode, "__exit__", lambda mode, *error: mode.inside.__exit__(*error)),
         Computing(),
     ):
         yield COUNTS

@@ -183,9 +183,9 @@ def resolve(name: str) -> Path | str:
 
 
 def choose_device(device: str) -> torch.device:
-    """The device of this name; `auto` is the first available of cuda, mps and cpu."""
-    known = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    available = [kind for kind, found in known.items() if found]
+    """The device of this name; `auto` is the accelerator that torch finds, or the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    available = [*([] if accelerator is None else [accelerator.type]), "cpu"]
     if device == "auto":
         return torch.device(available[0])
     if device.partition(":")[0] not in available:

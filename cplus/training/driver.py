@@ -172,9 +172,14 @@ class Training:
             "scheduler": self.scheduler.state_dict(),
             "guard": None if guard is None else guard.state_dict(),
             "random": torch.get_rng_state(),
-            "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "random_cuda": [own.get_rng_state(i) for own in self._accelerators() for i in range(own.device_count())],
             "log": dataclasses.asdict(self.log),
         }
+
+    def _accelerators(self) -> list[Any]:
+        """torch's module for the kind of device that the model is on; none for the CPU."""
+        device = next(self.model.parameters()).device
+        return [] if device.type == "cpu" else [torch.get_device_module(device)]
 
     def held(self) -> Held:
         """What this process holds, by the names and numbers of a saved state."""
@@ -200,8 +205,9 @@ class Training:
         if guard is not None:
             guard.load_state_dict(state["guard"])
         torch.set_rng_state(state["random"])
-        for device, own in zip(range(torch.cuda.device_count()), state["random_cuda"], strict=False):
-            torch.cuda.set_rng_state(own, device)
+        for module in self._accelerators():
+            for device, own in zip(range(module.device_count()), state["random_cuda"], strict=False):
+                module.set_rng_state(own, device)
         self.log = TypeAdapter(TrainingLog).validate_python(state["log"])
         self.judged = 0 if guard is None else guard.steps
 
