@@ -121,7 +121,7 @@ def checked(job: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "cplus", "check", MODEL, str(job / "model"), "--json"]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     seconds = {"clock": time.perf_counter() - begun, "processor": processor() - used}
-    return {"loss": found["loss"], "answers": found["answers"], "effect": found["effect"], "seconds": seconds}
+    return {name: found[name] for name in ("kept", "lines", "loss", "divergence")} | {"seconds": seconds}
 
 
 def draw(path: Path, stem: Path) -> None:
@@ -161,7 +161,7 @@ def main() -> None:
             resume(folder)
         else:
             given = settings if METHODS[method].needs_bank else {k: v for k, v in settings.items() if k != "num_probes"}
-            adapt(AdaptConfig(model=MODEL, method=method, out=folder, compare=tuple(folders.values()), **given))
+            adapt(AdaptConfig(model=MODEL, method=method, out=folder, **given))
         folders[method] = folder
     curves = {method: read_receipt(folder).curve for method, folder in folders.items()}
     methods = {

@@ -96,6 +96,10 @@ sys.meta_path.insert(0, _Aliases())
 import_module("cplus.toy.world")  # registers its tasks
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
 def __getattr__(name: str) -> Any:
     if f"cplus.{name}" in _ALIASES:  # so that cplus.optim.AdamW needs no import of its own
         return import_module(f"cplus.{name}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 from cplus.evaluation.requirements import Requirement
 from cplus.receipts.contents import (
-    ComparedRun,
+    Divergence,
     GateShare,
     ModelId,
     Point,
@@ -33,7 +34,7 @@ def row(id: str, kind: str | None, **given: object) -> RowComparison:
     return RowComparison(id=id, kind=kind, **{**known, **given})  # type: ignore[arg-type]
 
 
-def rows(counts: dict[str, int], *, name: str, seed: int = 0, labels: str = "ABCD") -> tuple[RowComparison, ...]:
+def rows(counts: dict[str, int], *, name: str, seed: int = 0) -> tuple[RowComparison, ...]:
     """The given number of rows of each outcome, in a mixed order."""
     draw = random.Random(f"{seed}/{name}")
     kinds = [kind for kind, count in counts.items() for _ in range(count)]
@@ -43,7 +44,6 @@ def rows(counts: dict[str, int], *, name: str, seed: int = 0, labels: str = "ABC
             f"{name}-{i}",
             kind,
             input=f"Which would you look for if you had only {draw.choice(_THINGS)} and {draw.choice(_THINGS)}?",
-            label=draw.choice(labels) if labels else None,
             confidence_before=round(draw.betavariate(4, 2), 4),
             confidence_after=round(draw.betavariate(4, 2), 4),
         )
@@ -76,10 +76,8 @@ def answered(
     losses: list[tuple[float, float]],
     *,
     name: str = "past",
-    answers: list[tuple[float, float]] | None = None,
 ) -> tuple[RowComparison, ...]:
     """Free-form rows with these answers before and after and the losses of their given responses."""
-    old = answers or losses
     return tuple(
         row(
             f"{name}-{i}",
@@ -91,8 +89,6 @@ def answered(
             tokens=8,
             nll_before=was,
             nll_after=now,
-            answer_nll_before=old[i][0],
-            answer_nll_after=old[i][1],
         )
         for i, ((before, after), (was, now)) in enumerate(zip(texts, losses, strict=True))
     )
@@ -130,10 +126,15 @@ def gates(layers: int = 30) -> tuple[GateShare, ...]:
 
 def full(*, scale: int = 1) -> Receipt:
     """Every part of the page, a hostile text among the rows and among the probes."""
-    lost = row("hostile", "lost", input=HOSTILE, gold=HOSTILE, before=HOSTILE, after=HOSTILE, label="A")
+    lost = row("hostile", "lost", input=HOSTILE, gold=HOSTILE, before=HOSTILE, after=HOSTILE)
     past = (lost, *rows({"kept": 365 * scale, "lost": 35 * scale}, name="past"))
     new = rows({"gained": 47, "still_wrong": 1}, name="new")
-    sciq = rows({"kept": 210, "lost": 14, "gained": 11, "still_wrong": 65}, name="sciq", labels="")
+    sciq = rows({"kept": 210, "lost": 14, "gained": 11, "still_wrong": 65}, name="sciq")
+    counts = {"kept": 21, "lost": 9, "gained": 2, "still_wrong": 28}
+    asked = tuple(
+        dataclasses.replace(own, id=f"request {i}", ended_before=i % 3 > 0, ended_after=i % 4 > 0)
+        for i, own in enumerate(rows(counts, name="everyday"))
+    )
     return Receipt(
         title="What arc_easy taught smollm2-135m, and what it cost",
         created="2026-03-01T12:00:00Z",
@@ -145,6 +146,7 @@ def full(*, scale: int = 1) -> Receipt:
             RowSet(name="new", kind="acquisition", interface="letter", rows=new),
             RowSet(name="sciq", kind="external", interface="cloze", rows=sciq),
             RowSet(name="chat", kind="external", interface="freeform", rows=spoken(40)),
+            RowSet(name="everyday", kind="ability", interface="freeform", rows=asked, judge="rules"),
         ),
         settings={
             "method": "cplus",
@@ -154,11 +156,7 @@ def full(*, scale: int = 1) -> Receipt:
         },
         environment={"versions": {"torch": "2.13.0", "cplus": "0.1.0"}, "threads": 2, "device": "cpu"},
         curve=curve(1.22, retention=91, fast=0.62),
-        comparisons={
-            "sft": ComparedRun(curve=curve(1.99, retention=70), settings={"method": "sft", "lr": 1e-4, "epochs": 8}),
-            "replay": ComparedRun(curve=curve(1.7, retention=78)),
-            "cpl": ComparedRun(curve=curve(1.23, retention=84, fast=0.62)),
-        },
+        divergence=Divergence(rows=40, after=0.21, bfloat16=0.0002, q8_0=0.0006),
         followed={"past": 64, "new": 48},
         gate=gates(),
         audit={

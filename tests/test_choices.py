@@ -16,11 +16,10 @@ from transformers import GenerationConfig
 import cplus
 from cplus import models
 from cplus.core.losses import divergences
-from cplus.jobs import choices, outputs
+from cplus.jobs import choices
 from cplus.jobs.choices import choose, rate_by_size
 from cplus.jobs.folder import Folder
 from cplus.jobs.memory import Footprint, ModelSize
-from cplus.jobs.outputs import card
 from cplus.jobs.rows import read
 from cplus.jobs.settings import CHOSEN, AdaptConfig, settings
 from cplus.methods.table import METHODS
@@ -98,75 +97,6 @@ def test_the_divergence_is_in_curve_receipt_and_notes(tmp_path: Path) -> None:
 
 
 # What is shipped
-
-
-class Hub:
-    """Stands in for the hub and notes what it is told."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.refuses = ""
-
-    def _call(self, what: str, **values: Any) -> str:
-        if what == self.refuses:
-            raise ConnectionError("no route to the hub")
-        self.calls.append((what, values))
-        return "https://hub.example/me/desk"
-
-    def whoami(self) -> str:
-        return self._call("whoami")
-
-    def create_repo(self, name: str, **values: Any) -> str:
-        return self._call("create_repo", name=name, **values)
-
-    def upload_folder(self, **values: Any) -> str:
-        files = sorted(path.name for path in Path(values["folder_path"]).iterdir() if path.is_file())
-        return self._call("upload_folder", **values, files=files)
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
-    found = Hub()
-    monkeypatch.setattr(outputs, "HfApi", lambda: found)
-    return found
-
-
-def test_a_job_is_uploaded_with_its_card_and_is_private_by_default(tmp_path: Path, hub: Hub) -> None:
-    write_files(tmp_path)
-    record = cplus.adapt(asked(tmp_path, epochs=1, method="sft", push_to_hub="me/desk")).record
-    (_, _), (_, made), (_, model), (_, beside) = hub.calls
-    assert made == {"name": "me/desk", "private": True, "exist_ok": True}
-    assert model["repo_id"] == beside["repo_id"] == "me/desk"
-    assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(model["files"])
-    assert "README.md" in beside["allow_patterns"]
-    shown = Folder(tmp_path / "out").card.read_text()
-    assert 'AutoModelForCausalLM.from_pretrained("me/desk")' in shown
-    assert "library_name: transformers" in shown
-    apart = card({**record, "settings": {**record["settings"], "lora": {"r": 4, "merge": False}}})
-    assert 'AutoPeftModelForCausalLM.from_pretrained("me/desk")' in apart
-    assert "library_name: peft" in apart
-
-
-def test_an_upload_that_cannot_work_is_refused_before_training(tmp_path: Path, hub: Hub) -> None:
-    write_files(tmp_path)
-    config = asked(tmp_path, epochs=1, method="sft", push_to_hub="me/desk", public=True)
-    hub.refuses = "whoami"
-    with pytest.raises(ValueError, match=r"the hub cannot be reached or does not take the token \(ConnectionError\)"):
-        cplus.adapt(config)
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match=r"push_to_hub: expected a repository on the hub as owner/name, got 'desk'"):
-        asked(tmp_path, push_to_hub="desk")
-    with pytest.raises(ValueError, match=r"public says who sees the uploaded model; add push_to_hub"):
-        asked(tmp_path, public=True)
-
-
-def test_a_failed_upload_says_that_the_job_is_finished_and_how_to_repeat_it(tmp_path: Path, hub: Hub) -> None:
-    write_files(tmp_path)
-    hub.refuses = "upload_folder"
-    with pytest.raises(ValueError, match=r"the job is finished, but the upload .* repeat it with: hf upload me/desk"):
-        cplus.adapt(asked(tmp_path, epochs=1, method="sft", push_to_hub="me/desk", public=True))
-    assert hub.calls[-1][1]["private"] is False
-    assert Folder(tmp_path / "out").record.is_file()
 
 
 def test_the_chat_template_and_the_generation_settings_are_written_back(tmp_path: Path, tiny_llama: Any) -> None:

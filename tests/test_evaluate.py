@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
-from scipy import stats
 from typer.testing import CliRunner
 
 from cplus import evaluation as evaluate
@@ -21,19 +19,17 @@ from cplus.cli.evaluate import evaluate as command
 from cplus.data.examples import Choice, Example, FreeForm, Message, Prediction
 from cplus.data.interfaces import build
 from cplus.data.readers import read_file
-from cplus.data.tasks import save_split, split, stack
+from cplus.data.tasks import split
 from cplus.evaluation import judges, requirements
 from cplus.evaluation.changes import (
-    answered,
     answers,
-    compared,
     permuted,
 )
 from cplus.evaluation.requirements import Measured
-from cplus.evaluation.statistics import Rate, noise_floor, weighted
-from cplus.evaluation.task import BoundTask, evaluate_permuted, evaluate_task, score_answers
+from cplus.evaluation.statistics import Rate, weighted
+from cplus.evaluation.task import BoundTask, evaluate_permuted, evaluate_task
 from cplus.models import load, save
-from cplus.models.scoring import log_likelihoods, predict
+from cplus.models.scoring import predict
 
 
 def said(id: str, answer: int | str, correct: bool | None, confidence: float = 0.5) -> Prediction:
@@ -52,12 +48,6 @@ def test_flips_rates_and_the_exact_test_by_hand() -> None:
     assert evaluate.acquisition(table) == Rate(1, 4)
     assert evaluate.correction(table, anchors={"6", "8"}) == Rate(0, 2)
     assert evaluate.percent(AFTER) == 50.0
-    summary = compared(table, [])
-    assert summary["counts"] == {"kept": 4, "lost": 2, "gained": 1, "still_wrong": 3}
-    assert summary["mcnemar_p"] == 1.0
-    assert summary["flips"][4] == {
-        "id": "4", "kind": "lost", "before": 0, "after": 1, "confidence_before": 0.5, "confidence_after": 0.5
-    }  # fmt: skip
 
 
 def test_predictions_of_other_rows_are_refused() -> None:
@@ -101,11 +91,6 @@ def test_qwen3s_stored_split_and_a_model_that_never_says_a(data_dir: Path) -> No
     after = [said(e.id, e.answer or 1, e.answer != 0) for e in examples]
     table = evaluate.flips(before, after)
     assert round(evaluate.retention(table).percent, 1) == 35.8
-    summary = compared(table, examples)
-    rates = {"A": Rate(0, 265), "B": Rate(68, 68), "C": Rate(24, 24), "D": Rate(56, 56)}
-    assert summary["retention"]["labels"] == {label: rate.row() for label, rate in rates.items()}
-    assert summary["retention"]["macro"] == 75.0
-    assert summary["acquisition"]["labels"]["A"] == Rate(0, 9).row()
 
 
 QUESTIONS: list[Example] = [
@@ -150,44 +135,7 @@ def test_permuted_options_unmask_a_letter_and_leave_knowledge_alone() -> None:
     assert likes_w["averaged"] == Rate(right, 12).row()
 
 
-def test_other_rules_by_hand() -> None:
-    rows = [
-        # By token: -2, -3; by sum: -4, -3; by character: -2, -0.5.
-        (("ab", "cdefgh"), (-2.0, -3.0), (2, 1), 1),
-        # By token: -1, -2; by sum: -4, -2; by character: -0.4, -1.
-        (("abcdefghij", "cd"), (-1.0, -2.0), (4, 1), 0),
-    ]
-    examples = [Choice(id=str(i), question="?", choices=row[0], answer=row[3]) for i, row in enumerate(rows)]
-    predictions = [
-        Prediction(id=str(i), answer=0, correct=not row[3], confidence=0.5, scores=row[1], num_tokens=row[2])
-        for i, row in enumerate(rows)
-    ]
-    summary = answered(predictions, examples)
-    assert summary["accuracy"]["percent"] == 50.0
-    assert summary["by_other_rules"] == {"sum": 50.0, "per_character": 100.0}
-
-
 ANY = FreeForm(id="f", messages=(Message(role="user", content="Name it."),), response="The capital is Jakarta.")
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "right"),
-    [
-        ("exact", "the capital is  Jakarta", True),
-        ("exact", "Jakarta", False),
-        ("json", '{"city": "Jakarta"}', True),
-        ("json", 'Sure: {"city": "Jakarta"}', False),
-        (r"regex:\bJakarta\b", "It is Jakarta.", True),
-        (r"regex:^Jakarta$", "It is Jakarta.", False),
-        ("normalised", "THE  capital, is: Jakarta", True),
-        ("normalised", "Capital is Jakarta!", True),
-        ("normalised", "The capital was Jakarta.", False),
-        ("contains", "Well, the capital is Jakarta, of course.", True),
-        ("contains", "The capital is Jakartas", False),
-    ],
-)
-def test_judges(name: str, text: str, right: bool) -> None:
-    assert judged_by(name, text, ANY) is right
 
 
 def judged_by(name: str, text: str, example: Example) -> bool:
@@ -203,6 +151,15 @@ def free(response: str) -> FreeForm:
 @pytest.mark.parametrize(
     ("name", "response", "text", "right"),
     [
+        ("exact", "The capital is Jakarta.", "the capital is  Jakarta", True),
+        ("exact", "The capital is Jakarta.", "Jakarta", False),
+        ("json", "", '{"city": "Jakarta"}', True),
+        ("json", "", 'Sure: {"city": "Jakarta"}', False),
+        (r"regex:^Jakarta$", "", "It is Jakarta.", False),
+        ("normalised", "The capital is Jakarta.", "THE  capital, is: Jakarta", True),
+        ("normalised", "The capital is Jakarta.", "The capital was Jakarta.", False),
+        ("contains", "The capital is Jakarta.", "Well, the capital is Jakarta, of course.", True),
+        ("contains", "The capital is Jakarta.", "The capital is Jakartas", False),
         ("number", "The total is 1,250.", "2 + 3 is not it; 1250.0 it is", True),
         ("number", "42", "42 or 43", False),
         ("number", "-3", "The result is 3", False),
@@ -215,14 +172,8 @@ def free(response: str) -> FreeForm:
         ("choice", "B", "none of them", False),
     ],
 )
-def test_judges_of_numbers_and_choices(name: str, response: str, text: str, right: bool) -> None:
+def test_judges(name: str, response: str, text: str, right: bool) -> None:
     assert judged_by(name, text, free(response)) is right
-
-
-def test_no_judge_is_a_choice() -> None:
-    assert judges.judge("none") is None
-    with pytest.raises(ValueError, match=r"expected a judge of free text: exact, normalised.*got none"):
-        judges.chosen("none")
 
 
 @pytest.mark.parametrize(("name", "response"), [("number", "no digits"), ("choice", "blue")])
@@ -249,36 +200,6 @@ def test_a_judge_that_fails_names_the_row_and_the_remedy(
         judged_by("python:bad_checks:it", "x", ANY)
 
 
-def test_a_model_judges_by_the_likelihood_of_yes_and_no(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mechanics only: a random model, loaded at the first answer, and what it says follows its two likelihoods."""
-    from cplus import models
-    from cplus.models import scoring
-
-    loads = []
-    monkeypatch.setattr(models, "load", lambda name, original=models.load: (loads.append(name), original(name))[1])
-    judge = judges.judge(f"model:{saved}")
-    assert judge is not None
-    assert loads == []
-    assert judge("It is Jakarta.", ANY) in (True, False)
-    asked: list[str] = []
-    totals = [0.0, 0.0]
-    loaded = load(str(saved))
-
-    def scores(model: Any, rows: Sequence[Any], *, what: str) -> list[scoring.Score]:
-        asked.extend(loaded.tokenizer.decode([*row.prompt, *row.target]) for row in rows)
-        return [scoring.Score(total, 1) for total in totals]
-
-    monkeypatch.setattr(scoring, "log_likelihoods", scores)
-    for found, verdict in (((-1.0, -2.0), True), ((-2.0, -1.0), False), ((-1.0, -1.0), False)):
-        totals[:] = found
-        assert judge("It is Jakarta.", ANY) is verdict
-    assert loads == [str(saved)]
-    assert "It is Jakarta." in asked[0]
-    assert ANY.response in asked[0]
-    assert "yes" in asked[0][-20:]
-    assert "no" in asked[1][-20:]
-
-
 def test_the_interval_of_a_weighted_mean_is_that_of_a_bootstrap() -> None:
     draw = np.random.default_rng(0)
     tokens = draw.integers(5, 80, 60)
@@ -293,17 +214,6 @@ def test_the_interval_of_a_weighted_mean_is_that_of_a_bootstrap() -> None:
     assert weighted([2.0], [3]).error is None
     with pytest.raises(ValueError, match="at least one value"):
         weighted([], [])
-
-
-def test_the_noise_floor_is_what_sampling_alone_explains() -> None:
-    greedy = [(-4.0, 10), (-6.0, 10), (-8.0, 10), (-2.0, 10)]
-    assert noise_floor(greedy, greedy) == 0.0
-    sampled = [(-6.0, 10), (-4.0, 10), (-9.0, 10), (-1.0, 10)]
-    differences = [0.2, -0.2, 0.1, -0.1]
-    half = stats.t.ppf(0.975, 3) * np.std(differences, ddof=1) / 2
-    assert noise_floor(greedy, sampled) == pytest.approx(half)
-    with pytest.raises(ValueError, match="two answers to each of at least two rows"):
-        noise_floor(greedy, sampled[:3])
 
 
 @pytest.mark.parametrize(
@@ -377,14 +287,6 @@ def test_held_out_past_rows_count_before_the_anchors() -> None:
     assert "0.676 when all 8" in str(requirements.possible(needed, [anchors, held_out]))
 
 
-def test_the_loss_of_old_answers_is_scored_under_any_model(tiny_llama: Any) -> None:
-    interface = build("freeform", tiny_llama.tokenizer)
-    found = score_answers(tiny_llama.model, interface, [ANY, ANY, ANY], ["blue", "  ", ANY.response])
-    assert found[1] is None
-    assert found[0] is not None
-    assert found[2] == log_likelihoods(tiny_llama.model, [interface.encode(ANY)])[0]
-
-
 def test_a_users_function_judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_checks.py").write_text("def short(text, example): return len(text) < len(example.response)\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -406,10 +308,10 @@ def test_a_schema_judges_structure(tmp_path: Path) -> None:
         judges.judge(f"schema:{file}")
 
 
-@pytest.mark.parametrize("name", ["fuzzy", "regex:(", "regex:", "python:json", "python:json:nothing", "number:-1"])
+@pytest.mark.parametrize("name", ["none", "fuzzy", "regex:(", "python:json", "python:json:nothing", "number:-1"])
 def test_unknown_judges_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="expected"):
-        judges.judge(name)
+        judges.chosen(name)
 
 
 def test_a_task_is_summed_up_per_label(tiny_llama: Any) -> None:
@@ -452,35 +354,21 @@ def written(path: Path, examples: Sequence[Any]) -> Path:
     return path
 
 
-def test_the_command_reports_tasks_permutations_and_changes(saved: Path, tmp_path: Path) -> None:
+def test_the_command_reports_tasks_and_permutations(saved: Path, tmp_path: Path) -> None:
     rows = [{"question": f"q{i}", "choices": ["w", "x", "y"], "answer": i % 3} for i in range(9)]
     task = written(tmp_path / "task.jsonl", rows)
     loaded = load(saved)
-    examples = read_file(task)
-    base = predict(loaded.model, build("letter", loaded.tokenizer), examples)
-    before = tmp_path / "before.json"
-    halves = split(examples, base)
-    save_split(halves, before, model_fingerprint=loaded.fingerprint, interface="letter", stack=stack())
-
-    report = run(saved, "--task", task, "--permute-options", "--against", before, "--json")
+    base = predict(loaded.model, build("letter", loaded.tokenizer), read_file(task))
+    report = run(saved, "--task", task, "--permute-options", "--json")
     (found,) = report["tasks"]
-    assert found["accuracy"]["right"] == len(halves.past)
-    assert found["against"]["retention"]["percent"] == 100.0
-    assert found["against"]["acquisition"]["percent"] == 0.0
-    assert found["against"]["mcnemar_p"] == 1.0
+    assert found["accuracy"]["right"] == sum(prediction.right for prediction in base)
     assert sum(found["permuted"]["answers"].values()) == 27
     assert report["average"] == found["accuracy"]["percent"]
 
-    text = run(saved, "--task", task, "--against", before)["text"]
-    assert "retention 100.0" in text
     with pytest.raises(ValueError, match="evaluates the harness's own tasks"):
-        run(saved, "--task", task, "--through", "lm-eval", "--against", before)
+        run(saved, "--task", task, "--through", "lm-eval", "--split", tmp_path / "split.json")
     with pytest.raises(ValueError, match="one task"):
-        run(saved, "--task", task, "--task", task, "--against", before)
-    with pytest.raises(ValueError, match="same rows and interface"):
-        run(saved, "--task", task, "--limit", 3, "--against", before)
-    with pytest.raises(ValueError, match="same rows and interface"):
-        run(saved, "--task", task, "--interface", "cloze", "--against", before)
+        run(saved, "--task", task, "--task", task, "--split", tmp_path / "split.json")
 
 
 def test_the_command_scores_free_text_and_several_tasks(saved: Path, tmp_path: Path) -> None:
@@ -506,16 +394,6 @@ def test_the_command_scores_free_text_and_several_tasks(saved: Path, tmp_path: P
     accuracies = [first["accuracy"]["percent"], second["accuracy"]["percent"]]
     assert report["average"] == pytest.approx(sum(accuracies) / 2)
     assert "nats per token" in run(saved, "--task", free, "--set", "max_new_tokens=4")["text"]
-
-
-def test_names_of_models_and_tasks_are_no_markup(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`[/b]` closes what nothing opened, which ended the command after its evaluation; `[b]` was left out."""
-    shutil.copytree(saved, tmp_path / "m[" / "b]")
-    written(tmp_path / "[b]x.jsonl", [{"question": "q", "choices": ["w", "x"], "answer": 0}])
-    monkeypatch.chdir(tmp_path)
-    text = run("m[/b]", "--task", "[b]x.jsonl")["text"]
-    assert "m[/b]" in text
-    assert "[b]x.jsonl" in text
 
 
 def test_more_choices_than_letters(saved: Path, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_job_with_nothing_but_new_rows_keeps_what_the_model_writes(cache: Path
     assert "wrote and answered the rows to keep (general) itself" in (out / "README.md").read_text()
     assert bank.manifest["parts"][0]["held_out"] == 28
     # Plain fine-tuning is measured on the same rows, so the two compare.
-    plain = cplus.adapt(alone(tmp_path, method="sft", out=tmp_path / "sft", compare=(out,)))
+    plain = cplus.adapt(alone(tmp_path, method="sft", out=tmp_path / "sft"))
     assert read_file(tmp_path / "sft" / "past.jsonl") == past
     assert plain.record["rows"]["retention"] == done.record["rows"]["retention"]
     # A later job protects the self-written anchors like any others.
@@ -57,10 +57,12 @@ def test_a_job_that_moves_no_weight_changes_no_answer_and_no_loss(cache: Path, t
     (tmp_path / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {"model": str(tmp_path / "chatty"), "new": str(tmp_path / "talk.jsonl"), "interface": None, "plain": False}
     figures = cplus.adapt(alone(tmp_path, **given, lr=1e-30)).record["figures"]
-    past = figures["free"]["past"]
+    [past] = [own for own in figures["sets"] if own["name"] == "past"]
     assert past["answers"] == {"same": 28, "changed": 0}
-    assert (past["loss"]["rise"], past["effect"]) == (0.0, "kept")
+    assert (past["nll"]["rise"], figures["divergence"]["after"]) == (0.0, 0.0)
     assert figures["free"]["new"]["loss"]["rise"] == 0.0
+    assert figures["learned"]["nothing"] is True
+    assert [one["verdict"] for one in figures["lines"]] == ["not judged", "not judged", "kept"]
 
 
 def test_nothing_to_keep_is_refused_unless_the_method_needs_nothing(cache: Path, tmp_path: Path) -> None:
@@ -115,13 +117,13 @@ def test_a_check_tells_a_damaged_model_from_its_base(cache: Path, tmp_path: Path
     models.save(loaded.model, loaded.tokenizer, tmp_path / "tuned")
     same = invoke("toy", "toy", "--require", "past-loss<=+0.01", "--num-probes", "8")
     assert same.exit_code == 0, same.output
-    assert "No damage was found" in same.stdout
+    assert "moved 0.000 nats per token (KL) from its base at 8 held-out past rows" in same.stdout
     assert "Both models have the same weights." in same.stdout
     options = ("--require", "past-loss<=+0.05", "--num-probes", "8", "--out", str(tmp_path / "receipt"))
     damaged = invoke("toy", str(tmp_path / "tuned"), *options, "--json")
     assert damaged.exit_code == 2
     found = json.loads(damaged.stdout)
-    assert found["effect"] == "damaged"
+    assert found["divergence"]["after"] > 100 * found["divergence"]["q8_0"]
     assert found["requirements"][0]["met"] is False
     assert found["loss"]["rows"] == 8
     assert len(read_receipt(tmp_path / "receipt").sets[0].rows) == 8

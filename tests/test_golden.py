@@ -35,7 +35,7 @@ TOLERANCES = {"weights": 2e-3, "banks": 1e-3, "scores": 1e-3, "figures": 1e-2}
 FIGURES = ("bank", "cost", "counts", "curve", "epochs", "figures", "repair", "rows", "steps", "tokens_by_role")
 LEFT_OUT = {"answer", "changed", "created", "engine", "head", "seconds", "verdict"}
 """Times, versions, sentences, and how answers that are not the same differ."""
-NOT_PORTABLE = {"drawn_from", "exact", "model", "moved", "probes_sha256", "undone", "weights"}
+NOT_PORTABLE = {"drawn_from", "exact", "lines", "model", "moved", "probes_sha256", "undone", "weights"}
 """What another processor may round otherwise; compared with --exact alone."""
 
 

@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from cplus.jobs import memory
 from cplus.jobs.adapt import resume
 from cplus.jobs.checkpoint import Checkpoints
 from cplus.jobs.folder import FinishedJob, Folder, claimed
+from cplus.jobs.progress import TrainingView
 from cplus.models import fingerprint, load
 from cplus.receipts.figures import figures
 from cplus.receipts.page import read_receipt
@@ -151,20 +153,6 @@ def test_the_bank_is_reused_and_a_given_one_must_be_sealed_for_the_same_anchors(
         cplus.adapt(asked(here, bank=first.folder / "bank", out=here / "three"))
 
 
-def test_a_receipt_shows_the_curves_of_other_jobs_on_the_same_rows(here: Path) -> None:
-    sft = cplus.adapt(asked(here, method="sft", out=here / "sft", epochs=2))
-    done = cplus.adapt(asked(here, method="cpl", epochs=2, compare=[here / "sft"]))
-    shown = read_receipt(done.folder).comparisons
-    assert shown["sft"].curve == read_receipt(sft.folder).curve
-    assert shown["sft"].settings["method"] == "sft"
-    write_rows(here / "past.jsonl", list(world.taught("plants")[:5]))
-    with pytest.raises(ValueError, match="sft: its retention rows differ from this job's"):
-        cplus.adapt(asked(here, method="cpl", compare=[here / "sft"], out=here / "two"))
-    with pytest.raises(ValueError, match="expected the folder of a finished job to compare with"):
-        cplus.adapt(asked(here, method="cpl", compare=[here], out=here / "two"))
-    assert not (here / "two").exists()
-
-
 @pytest.mark.parametrize("merge", [True, False])
 def test_adapters_are_gated_and_written_merged_or_apart(here: Path, merge: bool) -> None:
     done = cplus.adapt(asked(here, lora={"r": 4, "merge": merge}, epochs=2, lr=5e-3, checkpoint_steps=2))
@@ -235,9 +223,12 @@ def test_special_tokens_in_the_text_of_rows_are_counted_and_said(here: Path) -> 
     assert note.startswith("1 of 12 new rows hold special tokens of the model in their text, such as <|endoftext|>,")
 
 
-def test_anchors_among_the_new_rows_are_counted_and_said(here: Path) -> None:
+def test_anchors_among_the_new_rows_and_copies_are_counted_and_said(here: Path) -> None:
     write_rows(here / "keep.jsonl", [*world.untaught("harbours")[:2], *world.taught("harbours")[:2]])
+    rows = world.untaught("harbours")[:12]
+    write_rows(here / "new.jsonl", [*rows, replace(rows[3], id="again")])
     done = cplus.adapt(asked(here, method="cpl", epochs=1, evaluate_every=0))
+    assert "1 of 13 new rows ask what another one asks." in done.record["notes"]
     assert "2 of 4 anchors are also new rows: training changes what they protect." in done.record["notes"]
 
 
@@ -341,15 +332,15 @@ def test_a_signal_saves_and_a_resumed_job_is_bitwise_the_whole_one(
     here: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, moment: dict[str, int]
 ) -> None:
     whole = cplus.adapt(asked(here, out=here / "whole"))
-    real, kind = Training._note, EpochEnded if moment["step"] == 6 else Stepped
+    real, kind = TrainingView.show, EpochEnded if moment["step"] == 6 else Stepped
 
-    def note(self: Training, event: Any) -> None:
-        real(self, event)
+    def show(self: TrainingView, event: Any, *rest: Any) -> None:
+        real(self, event, *rest)
         if isinstance(event, kind) and (event.epoch, event.step) == (moment["epoch"], moment["step"]):
             os.kill(os.getpid(), number)
 
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(Training, "_note", note)
+    monkeypatch.setattr(TrainingView, "show", show)
     arguments = ["adapt", "--config", str(here / "run.yaml")]
     (here / "run.yaml").write_text(json.dumps(asked(here).model_dump(mode="json")))
     run = CliRunner().invoke(app, arguments)
@@ -542,11 +533,10 @@ class Recorder:
         self.finished = True
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_tracker_gets_every_update_and_every_epoch(here: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_tracker_gets_every_update_and_every_epoch(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
-    monkeypatch.setitem(sys.modules, name, recorder)  # type: ignore[arg-type]
-    cplus.adapt(asked(here, method="cpl", epochs=2, report_to=name))
+    monkeypatch.setitem(sys.modules, "wandb", recorder)  # type: ignore[arg-type]
+    cplus.adapt(asked(here, method="cpl", epochs=2, report_to="wandb"))
     steps = [step for values, step in recorder.logged if "train/loss" in values]
     assert steps == [1, 2, 3, 4, 5, 6]
     assert [step for values, step in recorder.logged if "epoch/retention" in values] == [3, 6]

@@ -27,7 +27,6 @@ from cplus.probes.labels import Label
 from cplus.receipts.verdict import headline
 from cplus.toy import world
 from cplus.training.driver import Training
-from cplus.training.loop import EpochEnded
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role + ': ' + message.content + '<|endoftext|>\n' }}{% endfor %}"
@@ -81,15 +80,15 @@ def test_a_job_resumed_with_more_epochs_is_bitwise_one_that_began_with_them(here
 
 
 def test_keep_best_writes_the_weights_of_the_best_epoch(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, seen = Training._epoch, {}
+    real, seen = Training._end_epoch, {}
 
-    def epoch(self: Training, event: EpochEnded, *rest: Any) -> None:
-        real(self, event, *rest)
-        seen[event.epoch] = {name: value.clone() for name, value in self.weights().items()}
-        if event.epoch == 2:
+    def epoch(self: Training, number: int, *rest: Any) -> None:
+        real(self, number, *rest)
+        seen[number] = {name: value.clone() for name, value in self.weights().items()}
+        if number == 2:
             self.scheduler.base_lrs = [0.05]  # from here on training ruins the model
 
-    monkeypatch.setattr(Training, "_epoch", epoch)
+    monkeypatch.setattr(Training, "_end_epoch", epoch)
     done = cplus.adapt(asked(here, method="sft", epochs=3, lr_schedule="constant", keep_best=True))
     curve = done.record["curve"]
     assert curve[2]["retention"] < curve[1]["retention"]
@@ -227,10 +226,11 @@ def test_free_text_without_a_judge_is_judged_by_losses(talked: FinishedJob) -> N
     assert figures["retention"] is figures["acquisition"] is None
     past, new = figures["free"]["past"], figures["free"]["new"]
     assert past["loss"]["low"] <= past["loss"]["rise"] <= past["loss"]["high"]
-    assert sum(past["answers"].values()) == past["rows"] == 5
+    assert past["rows"] == 5
     assert new["loss"]["after"] < new["loss"]["before"]
+    assert figures["learned"]["given"]["rows"] == new["rows"]
     line = headline(figures)
-    assert f"{past['loss']['before']:.3f} to {past['loss']['after']:.3f} nats per token" in line
+    assert f"answers as given, loss {new['loss']['before']:.3f} to {new['loss']['after']:.3f}" in line
     assert "Kept" not in line
     assert f"**{line}**" in (talked.folder / "README.md").read_text()
 

@@ -14,7 +14,6 @@ import pytest
 import receipts
 import typer
 from receipts import HOSTILE, row
-from scipy import stats
 from typer.testing import CliRunner
 
 from cplus import models
@@ -24,13 +23,15 @@ from cplus.data.examples import Choice, FreeForm, Message, Prediction
 from cplus.evaluation.requirements import Requirement, parse
 from cplus.receipts import page as module
 from cplus.receipts.contents import (
-    ComparedRun,
-    GateShare,
+    Beside,
+    Divergence,
     ModelId,
     Point,
     Receipt,
+    Repair,
     RowComparison,
     RowSet,
+    TunedSet,
     compare,
 )
 from cplus.receipts.figures import figures
@@ -100,7 +101,7 @@ def test_a_record_of_another_version_or_shape_is_refused_by_name() -> None:
     record = to_json(receipts.full())
     with pytest.raises(
         ValueError,
-        match=r"expected a record of schema 3, got schema 1: another version wrote it; make the receipt again",
+        match=r"expected a record of schema 4, got schema 1: another version wrote it; make the receipt again",
     ):
         from_json(resealed({**record, "schema": 1}))
     with pytest.raises(ValueError, match="here: surprise: Unexpected"):
@@ -115,16 +116,10 @@ def test_a_record_of_another_version_or_shape_is_refused_by_name() -> None:
     [
         (lambda: small(), r"sets: .*at least 1 item"),
         (lambda: small(some("task", {"kept": 1}, confidence_after=math.nan)), "confidence_after: .*finite"),
-        (lambda: small(some("task", {"kept": 1}, nll_after=-0.5)), "nll_after: .*greater than or equal to 0"),
-        (lambda: small(some("tasks", {"kept": 1})), r"sets\.0\.kind: .*'retention'"),
         (lambda: small(some("task", {"kept": 1}), some("task", {"lost": 1})), "different set names, got 'rows'"),
         (
             lambda: small(RowSet(name="x", kind="task", interface="cloze", rows=(row("a", "kept"), row("a", "lost")))),
             "different ids in set 'x', got 'a'",
-        ),
-        (
-            lambda: small(some("task", {"kept": 1}), gate=(GateShare(name="a", coordinates=0, admitted_share=0.5),)),
-            r"gate\.0\.coordinates",
         ),
     ],
 )
@@ -155,8 +150,6 @@ def test_the_exact_test_is_taken_only_where_rows_could_change_both_ways() -> Non
     found = to_json(small(chosen, whole))["figures"]
     # 2 (1 + 10) / 2^10: nine or more of ten fair coins on one side
     assert [own["mcnemar_p"] for own in found["sets"]] == [None, pytest.approx(22 / 1024)]
-    assert found["unselected"] == {"rows": 100, "lost": 9, "gained": 1, "mcnemar_p": pytest.approx(22 / 1024)}
-    assert any("more than chance explains (exact McNemar p = 0.021)" in sentence for sentence in sentences(found))
 
 
 def test_a_whole_task_counts_for_retention_and_for_acquisition() -> None:
@@ -166,14 +159,6 @@ def test_a_whole_task_counts_for_retention_and_for_acquisition() -> None:
     assert headline(found).replace("\u00a0", " ") == (
         "Kept 75.0 % of the right answers and corrected 20.0 % of the wrong ones."
     )
-
-
-def test_a_letter_prior_shows_in_the_mean_over_labels() -> None:
-    keeps_a = [row(f"a{i}", "kept", label="A") for i in range(9)] + [row("b", "lost", label="B")]
-    found = to_json(small(RowSet(name="p", kind="retention", interface="letter", rows=tuple(keeps_a))))["figures"]
-    assert found["retention"]["percent"] == 90.0
-    assert found["labels"]["macro_retention"] == 50.0
-    assert [(one["label"], one["retention"]["right"]) for one in found["labels"]["rows"]] == [("A", 9), ("B", 0)]
 
 
 def test_losses_and_their_rise_are_one_kind_of_mean() -> None:
@@ -188,99 +173,155 @@ def test_losses_and_their_rise_are_one_kind_of_mean() -> None:
     assert found["sets"][0]["counts"]["unjudged"] == 2
 
 
-# The case of a chat user: 14 past rows in free text, past loss 0.586 before and 0.579 after, new loss 4.35 and 2.87.
-HARMLESS = [
-    ("A week is approximately 7 days.", "A week is 7 days."),
-    ("The capital of France is Paris.", "The capital of France is Paris."),
-    ("Water boils at 100 degrees Celsius.", "Water boils at 100 degrees Celsius."),
-    ("You can cancel your plan in the account settings.", "Your plan can be cancelled in the account settings."),
-    ("Red, yellow and blue.", "Blue, red and yellow."),
-    ("Jupiter is the largest planet.", "The largest planet is Jupiter."),
-    ("Use a strong password.", "Use a strong password."),
-    ("Bees make honey.", "Bees make honey."),
-    ("The heart pumps blood.", "The heart pumps blood around the body."),
-    ("A triangle has three sides.", "A triangle has 3 sides."),
-    ("Ice is frozen water.", "ice is frozen  water."),
-    ("Plants need light.", "Plants need light."),
-    ("Yes, whales are mammals.", "Yes, whales are mammals."),
-    ("The sun is a star.", "The sun is a star."),
-]
-DAMAGED = [(before, "Thank you for contacting support! Please restart your router.") for before, _ in HARMLESS]
-DRIFT = (-0.05, 0.03, -0.02, 0.01, -0.04, 0.02, -0.03, 0.01, 0.0, -0.02, 0.01, -0.03, 0.02, -0.008)
-
-
-def chat(texts: list[tuple[str, str]], rises: tuple[float, ...], *, new_after: float, **given: Any) -> Receipt:
-    """A chat job: past rows whose loss is 0.586 before and changes by these amounts, and 24 new rows."""
-    past = receipts.answered(texts, [(0.586, 0.586 + rise) for rise in rises])
-    new = receipts.answered([("a", "b")] * 24, [(4.35, new_after)] * 24, name="new")
+def chat(*, after: float, answers: int = 24, **given: Any) -> Receipt:
+    """A chat job: 14 past rows whose loss rises a little, and 24 new rows, of which some answers are as given."""
+    past = receipts.answered([("a", "b")] * 14, [(0.586, 0.586 + 0.01 * (i % 3)) for i in range(14)])
+    texts = [("Jakarta", " jakarta " if i < answers else "Bandung") for i in range(24)]
+    new = receipts.answered(texts, [(4.35, after)] * 24, name="new")
     return small(
         RowSet(name="past", kind="retention", interface="freeform", rows=past),
         RowSet(name="new", kind="acquisition", interface="freeform", rows=new),
+        *given.pop("more", ()),
         **given,
     )
+
+
+def everyday(kept: int, lost: int, *, gained: int = 0, wrong: int = 0, stopped: int = 0) -> RowSet:
+    """An ability's requests by outcome; of the answers, all ended before, and all but some do now."""
+    counts = {"kept": kept, "lost": lost, "gained": gained, "still_wrong": wrong}
+    made = [row(f"{kind} {i}", kind) for kind, count in counts.items() for i in range(count)]
+    ended = [dataclasses.replace(own, ended_before=True, ended_after=i >= stopped) for i, own in enumerate(made)]
+    return RowSet(name="everyday", kind="ability", interface="freeform", rows=tuple(ended), judge="rules")
 
 
 def said(made: Receipt) -> str:
     return headline(to_json(made)["figures"]).replace("\u00a0", " ")
 
 
-def test_the_headline_of_a_harmless_chat_job() -> None:
-    text = said(chat(HARMLESS, DRIFT, new_after=2.87, noise_floor=0.05))
+def test_a_kept_model_is_named_with_its_counts() -> None:
+    text = said(chat(after=0.4, answers=22, more=(everyday(28, 1, wrong=31),)))
     assert text == (
-        "No damage was found. The loss of past answers fell from 0.586 to 0.579 nats per token (−0.007, 95 % interval "
-        "−0.021 to +0.007; noise floor 0.050). Past answers: 8 the same, 6 changed, of 14. "
-        "New rows: loss 4.350 to 2.870 on the rows trained on."
+        "Kept: 28 of 29 everyday answers still right and 60 of 60 answers that ended still end. "
+        "New rows: 22 of 24 answers as given, loss 4.350 to 0.400 on the rows trained on."
     )
-    assert [round(end, 3) for end in stats.ttest_1samp(DRIFT, 0).confidence_interval()] == [-0.021, 0.007]
-    assert "lost" not in text.lower()
 
 
-def test_the_headline_of_a_damaged_chat_model_says_so() -> None:
-    rises = tuple(1.3 + 8 * drift for drift in DRIFT)
-    assert said(chat(DAMAGED, rises, new_after=0.4, noise_floor=0.05)) == (
-        "Past behaviour was damaged. The loss of past answers rose from 0.586 to 1.830 nats per token (+1.244, 95 % "
-        "interval +1.129 to +1.359; beyond the noise floor of 0.050). Past answers: 0 the same, 14 changed, of "
-        "14. New rows: loss 4.350 to 0.400 on the rows trained on."
+def test_a_damaged_model_is_named_with_the_rows_it_lost() -> None:
+    found = to_json(chat(after=0.4, more=(everyday(20, 10, gained=1, wrong=29, stopped=40),)))["figures"]
+    assert found["verdict"] == "damaged"
+    assert headline(found).startswith(
+        "Damaged: 10 of 30 everyday answers lost (lost 0, lost 1, lost 2, lost 3, lost 4, lost 5, lost 6, lost 7 and 2 "
+        "more); 40 of 60 answers no longer end. New rows: "
     )
+    everyday_line, stopping = found["lines"]
+    # One-sided: ten or more of eleven fair coins, at half of 5 % because there are two lines.
+    assert everyday_line["p"] == pytest.approx(12 / 2**11)
+    assert (everyday_line["needed"], everyday_line["low"] > 0, stopping["verdict"]) == (6, True, "damaged")
+    assert '<section class="verdict unmet"' in render(to_json(chat(after=0.4, more=(everyday(20, 10),))))
 
 
 @pytest.mark.parametrize(
-    ("rises", "floor", "expected"),
+    ("own", "verdict", "words"),
     [
-        ((0.3, 0.35) * 7, 0.378, "Past behaviour was damaged."),
-        ((-0.5, 0.7) * 7, 0.378, "No clear change was found."),
-        ((0.04, 0.05) * 7, 0.1, "Behaviour drifted slightly. The loss of past answers rose from 0.586 to 0.631"),
-        ((0.04, 0.05) * 7, 0.02, "Past behaviour was damaged"),
-        ((0.04, 0.05) * 7, None, "Past behaviour was damaged"),
-        ((0.004, 0.005) * 7, None, "drifted slightly"),
-        ((0.5, -0.5) * 7, 0.1, "No clear change was found"),
-        ((-0.3, -0.2) * 7, None, "No damage was found. The loss of past answers fell"),
+        (
+            everyday(15, 5, wrong=40),
+            "unclear",
+            "5 of 20 everyday answers lost, 0 gained, which may be chance",
+        ),
+        (everyday(4, 0, wrong=56), "unclear", "the base model shows too little of everyday to judge"),
+        (everyday(20, 2, gained=2), "kept", "20 of 22 everyday answers still right"),
+        (everyday(12, 8, gained=7), "kept", "12 of 20 everyday answers still right"),
     ],
 )
-def test_damage_is_a_rise_beyond_the_floor_whose_interval_excludes_zero(
-    rises: tuple[float, ...], floor: float | None, expected: str
-) -> None:
-    text = said(chat(HARMLESS, rises, new_after=2.0, noise_floor=floor))
-    assert expected in text
-    assert ("no noise floor was measured" in text) == (floor is None)
+def test_a_loss_that_chance_explains_is_no_damage(own: RowSet, verdict: str, words: str) -> None:
+    found = to_json(small(own))["figures"]
+    assert found["verdict"] == verdict
+    assert words in headline(found)
 
 
-def test_answers_that_changed_are_not_hidden_by_an_unchanged_loss() -> None:
-    text = said(chat(DAMAGED, DRIFT, new_after=2.0, noise_floor=0.05))
-    assert text.startswith("Most answers changed, with no clear rise of the loss. The loss of past answers fell")
+def test_an_ability_that_the_base_model_does_not_show_is_not_judged() -> None:
+    own = everyday(4, 0, wrong=56)
+    silent = dataclasses.replace(own, rows=tuple(dataclasses.replace(r, ended_before=None) for r in own.rows))
+    assert said(small(silent)) == (
+        "Not judged whether abilities were kept: the base model gets 4 of 60 everyday requests right, and 10 are "
+        "needed."
+    )
+
+
+def test_a_job_that_learned_nothing_says_so_first() -> None:
+    text = said(chat(after=4.35, answers=0, more=(everyday(20, 10),)))
+    assert text.startswith("Nothing was learned. New rows: 0 of 24 answers as given, loss 4.350 to 4.350")
+    assert "Damaged:" in text
+    assert said(small(some("acquisition", {"still_wrong": 9}))).startswith("Nothing was learned. Learned 0 %")
+    assert not said(chat(after=4.0, answers=0)).startswith("Nothing")
+
+
+@pytest.mark.parametrize(
+    ("given", "answer", "words"),
+    [
+        ("12", "so 12", "0 of 3 answers as given (compared as numbers)"),
+        ("12", "12.0", "3 of 3 answers as given (compared as numbers)"),
+        ('{"a": [1, 2]}', '{ "a": [1,2] }', "3 of 3 answers as given (compared as JSON)"),
+        ("word " * 40, "other", "long answers, compared by their loss"),
+    ],
+)
+def test_answers_are_compared_by_their_kind(given: str, answer: str, words: str) -> None:
+    made = [row(f"new-{i}", None, gold=given, before=None, after=answer) for i in range(3)]
+    new = RowSet(name="new", kind="acquisition", interface="freeform", rows=tuple(made))
+    assert words in said(small(new))
+
+
+def test_a_held_out_loss_that_rises_again_is_called_memorising() -> None:
+    def curve(*held: float) -> tuple[Point, ...]:
+        return tuple(Point(epoch=float(i), new_nll=3.0 - i / 2, validation_nll=loss) for i, loss in enumerate(held))
+
+    assert "Memorising from epoch 3 on" in said(chat(after=0.4, curve=curve(3.0, 2.5, 2.2, 2.4, 2.6)))
+    for held in ((3.0, 2.5, 2.2, 2.1), (3.0, 2.5, 2.2, 2.205), (3.0, 2.0)):
+        assert "Memorising" not in said(chat(after=0.4, curve=curve(*held)))
+
+
+def test_plain_fine_tuning_is_shown_beside_the_job() -> None:
+    moved = Divergence(rows=40, after=0.2, bfloat16=0.0001, q8_0=0.0004)
+    other = Beside(
+        method="sft",
+        level=0.4,
+        reached=True,
+        updates=21,
+        seconds=60.0,
+        sets=(everyday(12, 18, wrong=30, stopped=5), chat(after=0.3, answers=20).sets[1]),
+        divergence=dataclasses.replace(moved, after=0.5),
+    )
+    made = chat(after=0.4, more=(everyday(29, 1, wrong=30),), divergence=moved, beside=other, method="cplus")
+    text = " ".join(sentences(to_json(made)["figures"]))
+    assert (
+        "Plain fine-tuning (21 updates, at the same loss of new rows): 20 of 24 answers as given; 12 of 30 everyday "
+        "answers still right; 55 of 60 answers that ended still end; KL 0.500 from the base."
+    ) in text
+    assert "moved 0.200 nats per token (KL) from its base at 40 held-out past rows" in text
+    assert "plain fine-tuning: 12 of 30" in render(to_json(made))
+
+
+def test_a_repair_that_helped_is_not_called_damage() -> None:
+    tuned = ModelId(name="tuned", fingerprint="2")
+    sets = (TunedSet(name="past", nll=2.0), TunedSet(name="everyday", right=30.0))
+    repair = Repair(tuned=tuned, undone=10, moved=100, sets=sets)
+    text = said(chat(after=0.4, more=(everyday(20, 10, wrong=30),), repair=repair))
+    assert text.startswith("The repair helped. Still damaged: 10 of 30 everyday answers lost")
+    assert "right answers on everyday 30.0 % to 33.3 %" in text
+    worse = dataclasses.replace(repair, sets=(TunedSet(name="past", nll=0.5),))
+    assert "It did not improve the past rows" in said(chat(after=0.4, repair=worse))
 
 
 def test_one_row_has_a_loss_but_no_interval_and_no_plus_minus() -> None:
-    past = receipts.answered(HARMLESS[:1], [(0.5, 0.9)])
+    past = receipts.answered([("a", "b")], [(0.5, 0.9)])
     made = small(RowSet(name="past", kind="retention", interface="freeform", rows=past))
-    assert "one row gives no interval" in said(made)
+    assert "0.500 nats per token before, 0.900 after (+0.400; 1 response" in " ".join(
+        sentences(to_json(made)["figures"])
+    )
     assert "±" not in render(to_json(made))
 
 
 def test_anchors_are_never_called_what_it_knew() -> None:
-    past = receipts.answered(HARMLESS, [(0.5, 0.5)] * 14)
-    free = small(RowSet(name="anchors", kind="retention", interface="freeform", rows=past, anchors=True))
-    assert said(free).startswith("No damage was found on the anchors it was protected by. The loss of their answers")
     closed = RowSet(**{**vars(some("retention", {"kept": 9, "lost": 1}, name="anchors")), "anchors": True})
     assert said(small(closed)) == "Kept 90.0 % of its right answers on the anchors it was protected by."
     held_out = some("retention", {"kept": 5, "lost": 5}, name="past")
@@ -300,11 +341,14 @@ def test_learning_on_held_out_new_rows_is_shown_apart() -> None:
     assert titles == ["Acquisition (%): trained on and held out"]  # the line of the rows trained on is not drawn again
     assert "Acquisition the share of new rows wrong" in render(to_json(dataclasses.replace(made, curve=curve)))
     spoken = receipts.answered([("a", "b")] * 3, [(4.0, 3.5)] * 3, name="unseen")
-    free = chat(HARMLESS, DRIFT, new_after=2.87)
+    free = chat(after=2.87)
     held = RowSet(name="validation", kind="validation", interface="freeform", rows=spoken)
     points = tuple(Point(epoch=float(e), new_nll=4.35 - e, validation_nll=4.0 - e / 4, past_nll=0.6) for e in range(3))
     made = dataclasses.replace(free, sets=(*free.sets, held), curve=points)
-    assert said(made).endswith("New rows: loss 4.350 to 2.870 on the rows trained on, 4.000 to 3.500 on rows held out.")
+    assert said(made).endswith(
+        "New rows: 24 of 24 answers as given, loss 4.350 to 2.870 on the rows trained on, 4.000 to 3.500 on rows held "
+        "out."
+    )
     page = render(to_json(made))
     assert "new rows held out" in page
     assert "New loss: trained on and held out" in page
@@ -314,63 +358,14 @@ def test_free_text_has_outcomes_only_with_a_named_judge() -> None:
     rows = tuple(row(f"r{i}", "lost" if i else "kept", before="x", after="x") for i in range(4))
     unjudged = small(RowSet(name="past", kind="retention", interface="freeform", rows=rows))
     assert to_json(unjudged)["figures"]["retention"] is None
-    assert said(unjudged) == "Past answers: 4 the same, 0 changed, of 4."
+    assert said(unjudged) == "No answer was judged."
+    assert to_json(unjudged)["figures"]["sets"][0]["answers"] == {"same": 4, "changed": 0}
     judged = small(RowSet(name="past", kind="retention", interface="freeform", rows=rows, judge="exact"))
     assert said(judged) == "Kept 25.0 % of what it knew."
     assert "judge exact" in render(to_json(judged))
 
 
-def beside(lr: float, end: float) -> Receipt:
-    """A chat job with a comparison with SFT at this rate, which ends at this loss on new rows."""
-
-    def curve(*pairs: tuple[float, float]) -> tuple[Point, ...]:
-        return tuple(Point(epoch=float(i), new_nll=new, past_nll=past) for i, (new, past) in enumerate(pairs))
-
-    return chat(
-        HARMLESS,
-        DRIFT,
-        new_after=2.87,
-        noise_floor=0.05,
-        method="cplus",
-        settings={"method": "cplus", "lr": 1e-5, "epochs": 3, "batch_size": 8, "out": "a"},
-        curve=curve((4.35, 0.586), (2.87, 0.579)),
-        comparisons={
-            "sft": ComparedRun(
-                curve=curve((4.35, 0.586), (end, 0.986)),
-                settings={"method": "sft", "lr": lr, "epochs": 3, "batch_size": 4, "out": "b"},
-            )
-        },
-    )
-
-
-def test_the_headline_names_what_plain_fine_tuning_cost() -> None:
-    cost = "the past loss changed by +0.400 with plain fine-tuning and by −0.007 here."
-    assert f"Where both reach a new loss of 2.87, {cost}" in said(beside(1e-5, 2.87))
-    assert "here (their learning rates differ)." in said(beside(1e-4, 2.87))
-
-
-def test_a_comparison_shows_every_setting_that_differs_and_says_what_is_unequal() -> None:
-    found = to_json(beside(1e-4, 1.0))["figures"]
-    assert [(one["setting"], [own["value"] for own in one["values"]]) for one in found["differing"]] == [
-        ("batch_size", ["8", "4"]),
-        ("lr", ["1e-05", "0.0001"]),
-    ]
-    assert found["unequal"] == [
-        "unequal learning rates: CPLUS 1e-05, SFT 0.0001",
-        "unequal learning: final new loss CPLUS 2.87, SFT 1.00",
-    ]
-    (chart,) = charts(beside(1e-4, 1.0), found["unequal"])
-    assert (chart.title, chart.caveat) == (
-        "Rise of the past loss against the new loss",
-        "unequal learning rates; unequal learning",
-    )
-    page = render(to_json(beside(1e-4, 1.0)))
-    assert "(unequal learning rates; unequal learning)</span></figcaption>" in page
-    assert "settings that differ" in page
-    assert charts(beside(1e-5, 2.87))[0].caveat == ""
-
-
-@pytest.mark.parametrize(("kept", "lost", "red"), [(128, 0, False), (120, 8, False), (50, 78, True)])
+@pytest.mark.parametrize(("kept", "lost", "red"), [(120, 8, False), (50, 78, True)])
 def test_a_large_share_of_lost_answers_has_a_red_frame(kept: int, lost: int, red: bool) -> None:
     page = render(to_json(small(some("retention", {"kept": kept, "lost": lost}))))
     assert ('<section class="verdict unmet"' in page) is red
@@ -380,37 +375,13 @@ def test_losses_are_required_by_their_upper_bound() -> None:
     demands = tuple(
         map(parse, ("past-loss<=+0.05", "past-loss<=0.007", "new-loss<=3", "new-loss<=2.8", "retention>=0"))
     )
-    found = to_json(chat(HARMLESS, DRIFT, new_after=2.87, requirements=demands))["figures"]
+    found = to_json(chat(after=2.87, requirements=demands))["figures"]
     assert [one["met"] for one in found["requirements"]] == [True, False, True, False, False]
     assert found["requirements"][0]["bound"] == found["free"]["past"]["loss"]["high"]
     assert found["requirements"][4]["bound"] is None
-    assert "past-loss at most +0.05; its upper 95 % bound is +0.007" in render(
-        to_json(chat(HARMLESS, DRIFT, new_after=2.87, requirements=demands))
+    assert "past-loss at most +0.05; its upper 95 % bound is +0.01" in render(
+        to_json(chat(after=2.87, requirements=demands))
     )
-
-
-def test_methods_are_compared_where_they_have_learned_as_much() -> None:
-    def curve(*pairs: tuple[float, float]) -> tuple[Point, ...]:
-        return tuple(Point(epoch=float(i), new_nll=new, past_nll=past) for i, (new, past) in enumerate(pairs))
-
-    own = curve((3.0, 1.0), (2.0, 1.1), (1.0, 1.2))
-    found = to_json(
-        small(
-            some("task", {"kept": 1}),
-            method="cplus",
-            curve=own,
-            comparisons={
-                "sft": ComparedRun(curve=curve((3.0, 1.0), (0.5, 2.0))),
-                "late": ComparedRun(curve=curve((3.0, 1.0))),
-            },
-        )
-    )["figures"]["matched"]
-    assert found["new_nll"] == 1.0
-    # SFT is at 1.0 after four fifths of its way from 3.0 to 0.5, so it has risen by 0.8.
-    assert found["rows"] == [
-        {"method": "cplus", "rise": pytest.approx(0.2), "ratio": pytest.approx(0.25)},
-        {"method": "sft", "rise": pytest.approx(0.8), "ratio": pytest.approx(1.0)},
-    ]
 
 
 def test_a_requirement_is_held_against_the_lower_bound() -> None:
@@ -453,10 +424,9 @@ def test_rows_say_what_was_asked_and_answered() -> None:
         after="A: no",
         confidence_before=0.5,
         confidence_after=0.5,
-        label="B",
     )
     by_text = compared(example, "cloze", answered("q", 1, True), answered("q", 0, False))
-    assert (by_text.gold, by_text.label) == ("yes", None)
+    assert by_text.gold == "yes"
 
 
 def test_rows_nobody_judged_have_no_outcome_and_other_rows_are_refused() -> None:
@@ -513,7 +483,11 @@ def test_a_receipt_is_read_after_a_change_of_template_words_or_thresholds(
 def test_a_receipt_of_its_own_file_is_read(tmp_path: Path) -> None:
     record = to_json(receipts.full())
     old = {name: record[name] for name in ("created", "environment", "notes", "settings", "figures")}
-    old = resealed({**old, **record["receipt"], "schema": 2})
+    gone = {"noise_floor": 0.1, "comparisons": {"sft": {"curve": [], "settings": {}}}}
+    old = json.loads(json.dumps({**old, **record["receipt"], **gone, "schema": 2}))
+    for each in (each for own in old["sets"] for each in own["rows"]):
+        each["answer_nll_before"] = None
+    old = resealed(old)
     files.write_json(tmp_path / "receipt.json", old)
     files.write_json(tmp_path / "record.json", files.sealed({"schema": 1, "receipt": old["sha256"]}))
     (tmp_path / "receipt.html").write_text("<p>rendered by an earlier version</p>")
@@ -523,7 +497,13 @@ def test_a_receipt_of_its_own_file_is_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"receipt\.json: the record was altered"):
         read_receipt(tmp_path)
     write_receipt(receipts.full(), tmp_path)
-    assert module.read_record(tmp_path)["schema"] == 3
+    assert module.read_record(tmp_path)["schema"] == 4
+    parts = {name: value for name, value in old.items() if name in record["receipt"] or name in gone}
+    third = resealed({**{name: record[name] for name in module.PARTS & record.keys()}, "receipt": parts, "schema": 3,
+                      "figures": {"free": {"past": {"effect": "kept"}}}})  # fmt: skip
+    assert from_json(third) == receipts.full()
+    assert module.current(third)["figures"] == record["figures"]
+    assert "What it kept" in render(third)
 
 
 @pytest.fixture
@@ -561,7 +541,6 @@ def test_the_command_compares_any_two_models(two_models: tuple[str, str], tmp_pa
         ("asked.jsonl", "task", "letter", 12),
         ("spoken.jsonl", "task", "freeform", 3),
     ]
-    assert {row.label for row in made.sets[0].rows} == {"A", "B", "C"}
     assert all(row.nll_after is not None and row.tokens for row in made.sets[1].rows)
     assert made.before.fingerprint != made.after.fingerprint
 
@@ -585,7 +564,6 @@ def test_the_command_measures_free_text_by_loss_unless_a_judge_is_chosen(
     assert "NOT MET: new-loss at most 0.001" in done.stdout
     (own,) = read_receipt(tmp_path / "out").sets
     assert (own.judge, own.judged, {row.kind for row in own.rows}) == ("none", False, {None})
-    assert all(row.answer_nll_before is not None or not row.before for row in own.rows)
     judged = run(*asked, "--set", "max_new_tokens=4", "--judge", "contains", "--json")
     assert json.loads(judged.stdout)["figures"]["acquisition"]["total"] == 4
     assert read_receipt(tmp_path / "out").sets[0].judge == "contains"
@@ -611,14 +589,3 @@ def test_the_command_says_what_it_needs(tmp_path: Path) -> None:
         run("toy", "toy", "--data", "plants", "--data", "plants", "--out", str(tmp_path / "out")).exception
     )
     assert isinstance(run("--verify", str(tmp_path)).exception, FileNotFoundError)
-
-
-def test_two_equal_models_keep_everything(two_models: tuple[str, str], tmp_path: Path) -> None:
-    line = {"id": "q", "question": "Which?", "choices": ["a dog", "water"], "answer": 0}
-    lines = [{**line, "id": f"q{i}", "question": f"Which is {i}?", "answer": i % 2} for i in range(6)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    done = run(two_models[0], two_models[0], "--data", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out"))
-    assert done.exit_code == 0, done.output
-    made = read_receipt(tmp_path / "out")
-    assert made.notes == ("Both models have the same weights.",)
-    assert {row.kind for row in made.sets[0].rows} <= {"kept", "still_wrong"}

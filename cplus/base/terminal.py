@@ -24,7 +24,6 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.text import Text
 
 
 class _Lasting(Console):
@@ -33,6 +32,12 @@ class _Lasting(Console):
     def on_broken_pipe(self) -> None:
         """Print nowhere from now on; rich would end the process."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        """Break lines between words in a terminal; elsewhere a sentence stays on one line, whatever reads it."""
+        if "soft_wrap" in how:
+            how["soft_wrap"] = not self.is_terminal
+        super().print(*objects, **how)
 
 
 # Names of tasks, files and models are no markup.
@@ -58,19 +63,12 @@ def print_json(value: Any) -> None:
     output.out(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
-class _Rate(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed:,.1f}/s", style="cyan")
-
-
 def _columns() -> tuple[ProgressColumn, ...]:
     return (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),  # names of files are no markup
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=10),  # everything fits into 80 columns
         MofNCompleteColumn(),
-        _Rate(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NOT_KEPT = 2
 SHOWN = (
     "new", "anchors", "keep", "past", "validation", "interface", "judge", "method", "num_probes", "repair", "epochs",
-    "stop", "batch_size", "lr", "lora", "seed", "out", "require", "device",
+    "stop", "batch_size", "lr", "lora", "seed", "out", "require", "compare", "device",
 )  # fmt: skip
 """The settings of a first week; `--set` takes all of them."""
 
@@ -59,16 +59,19 @@ def adapt(
         elif resume is not None and finish is not None:
             raise ValueError("expected either --resume or --finish, got both")
         elif (
-            chosen.keys() - {*RUN_CODE, *(("epochs",) if finish is None else ())} or config is not None or force or plan
+            chosen.keys() - {*RUN_CODE, *(("epochs", "compare") if finish is None else ())}
+            or config is not None
+            or force
+            or plan
         ):
             raise ValueError(
                 "--resume and --finish use the settings the job started with; leave out the others (--resume accepts "
-                "--epochs), or start a new job"
+                "--epochs and --compare), or start a new job"
             )
 
         from cplus.jobs import adapt as job
         from cplus.jobs.plan import plan_anywhere
-        from cplus.jobs.progress import since_start
+        from cplus.jobs.progress import duration, since_start
 
         if plan:
             planned = processes.shared(lambda: plan_anywhere(asked, starting=since_start()))
@@ -77,16 +80,23 @@ def adapt(
         if finish is not None:
             outcome = job.finish(finish, repeated=chosen)
         elif resume is not None:
-            outcome = job.resume(resume, epochs=chosen.get("epochs"), repeated=chosen)
+            code = {name: value for name, value in chosen.items() if name in RUN_CODE}
+            outcome = job.resume(resume, epochs=chosen.get("epochs"), repeated=code)
+            if chosen.get("compare"):
+                outcome = job.compare(resume, repeated=code)
         else:
             outcome = job.adapt(asked, force=force, starting=since_start())
-    sets = [
-        {k: own[k] for k in ("name", "kind", "rows", "before", "after", "nll")}
-        for own in outcome.record["figures"]["sets"]
-    ]
+    figures = outcome.record["figures"]
+    sets = [{k: own[k] for k in ("name", "kind", "rows", "before", "after", "nll")} for own in figures["sets"]]
     own = {name: outcome.record[name] for name in ("counts", "cost", "steps", "epochs", "unfinished", "notes")}
     if (cut := outcome.record["unfinished"]) is not None and not json:
         output.print(f"UNFINISHED: training was ended after update {cut['updates']} of {cut['planned']}.")
+    if not json and outcome.record["settings"]["method"] != "sft" and figures["beside"] is None:
+        console.print(
+            f"what plain fine-tuning would have kept, in about {duration(job.compare_seconds(outcome.record))}: cplus "
+            f"adapt --resume {outcome.folder} --compare sft",
+            soft_wrap=True,
+        )
     conclude(outcome, {"sets": sets, **own}, json=json)
 
 
@@ -95,8 +105,13 @@ def conclude(outcome: FinishedJob, more: Mapping[str, Any], *, json: bool) -> No
     figures = outcome.record["figures"]
     requirements = figures["requirements"]
     if json:
-        told = ("retention", "acquisition", "validation", "free", "requirements")
-        same = {"out": str(outcome.folder), "kept": outcome.kept, **{name: figures[name] for name in told}}
+        told = ("lines", "learned", "retention", "acquisition", "validation", "free", "beside", "requirements")
+        same = {
+            "out": str(outcome.folder),
+            "kept": outcome.kept,
+            "abilities": figures["verdict"],
+            **{name: figures[name] for name in told},
+        }
         print_json({**same, **more})
     else:
         output.print(clean(headline(figures)), style="bold", soft_wrap=True)

@@ -34,7 +34,7 @@ class Verbs(Group):
         "audit": "cplus probe audit BANK",
         "config": "cplus adapt --schema; examples/adapt.yaml is a file with every setting",
         "data": "cplus study data, with list, build or verify",
-        "ledger": "cplus update LEDGER, with --show, --verify or --restore STAGE",
+        "ledger": "cplus update LEDGER, with --show or --verify",
         "preview": "cplus adapt --plan for what a job needs, and its receipt for what it changed",
         "report": "cplus study report",
         "split": "cplus evaluate MODEL --task TASK --split FILE",

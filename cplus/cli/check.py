@@ -47,14 +47,14 @@ def check(
     if out is not None:
         record = write_record(record, out)
     figures = record["figures"]
-    past = figures["free"]["past"]
     changed = [row for own in record["receipt"]["sets"] for row in own["rows"] if row["before"] != row["after"]]
     show(
         record,
         {
-            "effect": past["effect"],
-            "loss": past["loss"],
-            "answers": past["answers"],
+            "kept": figures["verdict"],
+            "lines": figures["lines"],
+            "loss": figures["free"]["past"]["loss"],
+            "divergence": figures["divergence"],
             "requirements": figures["requirements"],
             "changed": [{key: row[key] for key in ("id", "input", "before", "after")} for row in changed],
         },

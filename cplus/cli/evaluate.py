@@ -1,4 +1,4 @@
-"""`cplus evaluate`: how well a model answers, and what changed since."""
+"""`cplus evaluate`: how well a model answers."""
 
 from __future__ import annotations
 
@@ -37,9 +37,6 @@ def evaluate(
     split: Annotated[
         Path | None, typer.Option(help="Write the rows answered correctly (past) and incorrectly (new) as JSON here.")
     ] = None,
-    against: Annotated[
-        Path | None, typer.Option(help="A file of --split: print what was kept, lost and gained since.")
-    ] = None,
     through: Annotated[
         Literal["cplus", "lm-eval"],
         typer.Option(
@@ -49,16 +46,16 @@ def evaluate(
     json: Json = False,
     **options: Any,
 ) -> None:
-    """Evaluate a model on one or more tasks: accuracy with intervals, answers given and changes."""
+    """Evaluate a model on one or more tasks: accuracy with intervals, and the answers given."""
     config = settings({"judge": "exact", **given(options, EVALUATION), "model": model, "split": task[0]})
     names.check({"model": model, "task": task})
-    if (against or split) and len(task) > 1:
-        raise ValueError(f"--split and --against are about the answers to one task, got {len(task)} tasks")
+    if split and len(task) > 1:
+        raise ValueError(f"--split is about the answers to one task, got {len(task)} tasks")
     theirs = task if through == "lm-eval" else []
-    if theirs and (against or split or permute_options or not all(name.startswith(PREFIX) for name in theirs)):
+    if theirs and (split or permute_options or not all(name.startswith(PREFIX) for name in theirs)):
         raise ValueError(
             f"--through lm-eval evaluates the harness's own tasks, {PREFIX}NAME, and reports accuracies only; leave it "
-            "out, or --split, --against and --permute-options"
+            "out, or --split and --permute-options"
         )
     judged = judges.chosen(config.judge)
     found = [load_task(name, config.data_dir) for name in task if name not in theirs]
@@ -83,8 +80,6 @@ def evaluate(
             predictions, summary = evaluation.evaluate_task(loaded.model, asked, max_new_tokens=config.max_new_tokens)
             if permute_options:
                 summary["permuted"] = evaluation.evaluate_permuted(loaded.model, asked)
-            if against is not None:
-                summary["against"] = evaluation.against(against, asked, predictions)
             if split is not None:
                 made = divide(kept, predictions)
                 where = stack(device=loaded.device.type, compute_dtype=config.compute_dtype)
@@ -149,14 +144,3 @@ def _show_details(each: dict[str, Any]) -> None:
     if "harness" in each:
         own = ", ".join(f"{key} {value:.1f}" for key, value in each["harness"].items())
         output.print(f"lm-evaluation-harness: {own}")
-    if changed := each.get("against"):
-        for name in ("retention", "acquisition"):
-            if rate := changed[name]:
-                macro = f", macro over labels {rate['macro']:.1f}" if "macro" in rate else ""
-                text = "{percent:.1f} ({right} of {total}, {low:.1f} to {high:.1f})".format_map(rate)
-                output.print(f"{name} {text}{macro}")
-        counts = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in changed["counts"].items())
-        output.print(f"{counts}; exact McNemar p = {changed['mcnemar_p']:.3g}")
-        lost = [flip for flip in changed["flips"] if flip["kind"] == "lost"]
-        for flip in lost[:10]:
-            output.print(f"  lost {flip['id']}: {clean(str(flip['before']))} -> {clean(str(flip['after']))}")

@@ -44,7 +44,7 @@ def receipt(
         return
     if before is None or after is None or not data:
         raise ValueError("expected two models and --data, or --verify and a folder; see 'cplus receipt --help'")
-    asked = {"model": before, "split": data[0], "require": require or ()}
+    asked = {"model": before, "split": data[0], "require": require or (), "abilities": ("none",)}
     config = settings({**given(options, EVALUATION), **asked})
     tasks = _named([load_task(name, config.data_dir) for name in data])
     for one in config.requirements:  # at best every answer is right, and no model is loaded for less

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from cplus.base.terminal import clean, console, output, print_json
+from cplus.base.terminal import clean, output, print_json
 from cplus.cli import options as names
 from cplus.cli.adapt import NOT_KEPT, interruptible
 from cplus.cli.options import Config, Json, given, with_settings
@@ -36,10 +36,6 @@ def update(
     verify: Annotated[
         bool, typer.Option("--verify", help="Only check every file and the chain of stages; exit code 2 if changed.")
     ] = False,
-    restore: Annotated[
-        int | None, typer.Option(metavar="STAGE", help="Only copy the model of this stage, from 1, into --out.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="With --restore: a new folder for the stage's model.")] = None,
     json: Json = False,
     **options: Any,
 ) -> None:
@@ -49,11 +45,9 @@ def update(
     Exit code 0: done. 2: done, a requirement not met. 1: an error. 130, 143: stopped, saved.
     """
     chosen = given(options, model=model)
-    looks = [name for name, asked in (("show", show), ("verify", verify), ("restore", restore is not None)) if asked]
+    looks = [name for name, asked in (("show", show), ("verify", verify)) if asked]
     if len(looks) > 1 or (looks and (chosen or config or force)):
         raise ValueError(f"--{looks[0]} stands alone: it changes no ledger; leave out the other options")
-    if (out is None) != (restore is None):
-        raise ValueError("--restore STAGE and --out FOLDER belong together; give both")
     asked = {**({} if config is None else read_yaml(config)), **chosen}
     names.check({name: asked.get(name) for name in ("model", "method", "new")})
 
@@ -64,9 +58,6 @@ def update(
         print_json(told) if json else _show(told)
     elif verify:
         _verify(ledger, json=json)
-    elif restore is not None and out is not None:
-        stages.restore(stages.read(ledger), restore, out)
-        console.print(f"stage {restore} is in {out}", soft_wrap=True)
     else:
         with interruptible():
             done = stages.update(ledger, asked, force=force)
@@ -105,6 +96,4 @@ def _show(told: dict[str, Any]) -> None:
     output.print(grid)
     if told["backward_transfer"] is not None:
         output.print(f"backward transfer {told['backward_transfer']:+.1f} points")
-    curve = " ".join(f"{share:.1f}" for share in told["survival"]["all"])
-    output.print(f"of 100 rows correct once, still correct after 0, 1, ... further stages: {curve}")
     output.print(f"head {told['head']}", soft_wrap=True)

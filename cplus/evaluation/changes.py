@@ -6,18 +6,18 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from string import ascii_uppercase
 from typing import Any, Literal, TypeAlias
 
 from cplus.data.examples import Choice, Example, Prediction
-from cplus.evaluation.statistics import Rate, mcnemar, share
+from cplus.evaluation.statistics import Rate, share
 
 # Before and after, row by row: Retention, Acquisition, Correction and the flips they are made of.
 
 
 Kind: TypeAlias = Literal["kept", "lost", "gained", "still_wrong"]
-_KINDS: dict[tuple[bool, bool], Kind] = {
+KINDS: dict[tuple[bool, bool], Kind] = {
     (True, True): "kept",
     (True, False): "lost",
     (False, True): "gained",
@@ -48,7 +48,7 @@ def flips(before: Sequence[Prediction], after: Sequence[Prediction]) -> list[Fli
     return [
         Flip(
             id=was.id,
-            kind=_KINDS[was.right, then[was.id].right],
+            kind=KINDS[was.right, then[was.id].right],
             before=was.answer,
             after=then[was.id].answer,
             confidence_before=was.confidence,
@@ -268,7 +268,7 @@ def _answers(example: Example, by_letter: bool) -> Sequence[str]:
     return ascii_uppercase[: len(example.choices)] if by_letter else example.choices
 
 
-# An evaluation as plain JSON values: one task, and one task before and after.
+# An evaluation as plain JSON values.
 
 
 def answered(predictions: Sequence[Prediction], examples: Sequence[Example]) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def answered(predictions: Sequence[Prediction], examples: Sequence[Example]) -> 
         labels = gold_labels(examples)
         found = rates((labels[prediction.id], prediction.right) for prediction in predictions)
         summary |= {
-            "labels": _rows(found),
+            "labels": {label: rate.row() for label, rate in found.items()},
             "macro": macro(found),
             "answers": answers(predictions),
             "gold": dict(sorted(Counter(labels.values()).items())),
@@ -315,28 +315,3 @@ def responses(totals: Sequence[float], counts: Sequence[int]) -> dict[str, Any]:
         "perplexity": math.exp(-mean),
         "log_likelihood_per_response": sum(totals) / len(totals),
     }
-
-
-def compared(table: Sequence[Flip], examples: Sequence[Example]) -> dict[str, Any]:
-    """Retention and Acquisition, overall and per gold label, the exact test, and every flip."""
-    counts = Counter(flip.kind for flip in table)
-    summary: dict[str, Any] = {
-        "counts": {kind: counts[kind] for kind in ("kept", "lost", "gained", "still_wrong")},
-        "before": share(flip.kind in ("kept", "lost") for flip in table).row(),
-        "after": share(flip.kind in ("kept", "gained") for flip in table).row(),
-        "mcnemar_p": mcnemar(counts["lost"], counts["gained"]),
-        "flips": [asdict(flip) for flip in table],
-    }
-    labels = gold_labels(examples)
-    parts: dict[str, tuple[Kind, Kind]] = {"retention": ("kept", "lost"), "acquisition": ("gained", "still_wrong")}
-    for name, (right, wrong) in parts.items():
-        total = counts[right] + counts[wrong]
-        summary[name] = {**Rate(counts[right], total).row()} if total else None
-        if total and labels:
-            found = rates((labels[flip.id], flip.kind == right) for flip in table if flip.kind in (right, wrong))
-            summary[name] |= {"labels": _rows(found), "macro": macro(found)}
-    return summary
-
-
-def _rows(found: Mapping[str, Rate]) -> dict[str, Any]:
-    return {label: rate.row() for label, rate in found.items()}

@@ -1,4 +1,4 @@
-"""Whether a free-text answer is right: by its text, its number, its structure, a user's function or a local model."""
+"""Whether a free-text answer is right: by its text, its number, its structure or a user's function."""
 
 from __future__ import annotations
 
@@ -8,24 +8,19 @@ import re
 import string
 import unicodedata
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from cplus.base.environment import user_module
 from cplus.base.files import read_json
-from cplus.data.examples import Example, FreeForm, Message
+from cplus.data.examples import Example, FreeForm
 from cplus.data.prompts import normalised
-
-if TYPE_CHECKING:
-    from cplus.data.interfaces import Interface
-    from cplus.models import Loaded
 
 Judge: TypeAlias = Callable[[str, Example], bool]
 
 NAMES = (
-    "none, exact, normalised, contains, number, number:TOLERANCE, choice, json, schema:FILE, regex:PATTERN, "
-    "python:module:function or model:NAME"
+    "none, exact, normalised, contains, number, number:TOLERANCE, choice, json, schema:FILE, regex:PATTERN "
+    "or python:module:function"
 )
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[-+]?\d+)?|[-+]?\.\d+", re.IGNORECASE)
@@ -133,33 +128,6 @@ def calls(name: str) -> Judge:
     return judge
 
 
-def agrees_by_model(name: str, load: Callable[[str], Loaded] | None = None) -> Judge:
-    """Whether a causal language model finds `yes` likelier than `no` when asked if answer and response agree.
-
-    The model is loaded at the first answer, from this machine or the hub. It can err, so it is never the default.
-    """
-
-    @cache
-    def ready() -> tuple[Any, Interface]:
-        from cplus import models
-        from cplus.data import interfaces
-
-        loaded = (load or models.load)(name)
-        chat = bool(getattr(loaded.tokenizer, "chat_template", None))
-        return loaded.model, interfaces.build("freeform", loaded.tokenizer, chat=chat)
-
-    def judged(text: str, example: Example) -> bool:
-        from cplus.models.scoring import log_likelihoods
-
-        model, interface = ready()
-        request = (Message(role="user", content=_agreement(text, example)),)
-        rows = [interface.encode(FreeForm(id=example.id, messages=request, response=word)) for word in ("yes", "no")]
-        yes, no = log_likelihoods(model, rows, what="judging")
-        return yes.total > no.total
-
-    return judged
-
-
 def judge(name: str) -> Judge | None:
     """The judge of a name out of `NAMES`; None for `none`: free text then has no right and wrong."""
     kind, _, rest = name.partition(":")
@@ -176,7 +144,6 @@ def judge(name: str) -> Judge | None:
         "regex": matches,
         "schema": lambda path: fits_schema(read_json(Path(path))),
         "python": calls,
-        "model": agrees_by_model,
     }
     if name == "none":
         return None
@@ -239,13 +206,3 @@ def _letter(text: str) -> str | None:
         if not (match[0] in "AI" and re.match(r"\s+[a-z]", text[match.end() :])):
             return match[1]
     return None
-
-
-def _agreement(text: str, example: Example) -> str:
-    asked = ""
-    if isinstance(example, FreeForm):
-        asked = "\n".join(f"{message.role}: {message.content}" for message in example.messages)
-    return (
-        f"Request:\n{asked}\n\nReference answer:\n{_response(example)}\n\nOther answer:\n{text}\n\n"
-        "Do the two answers agree in what they say? Reply with yes or no."
-    )

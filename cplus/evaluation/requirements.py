@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from pydantic import ConfigDict
 
@@ -71,16 +71,7 @@ def parse(text: str) -> Requirement:
     return Requirement(metric=metric, at_least=float(match[3]))
 
 
-class Part(Protocol):
-    """Rows with a purpose: `kind` as in `RowSet`; `anchors` where they are the rows that the method was given."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def anchors(self) -> bool: ...
-
-
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=Any)
 
 
 def past_parts(parts: Sequence[P]) -> list[P]:
@@ -112,49 +103,40 @@ def require_possible(requirements: Sequence[Requirement], parts: Sequence[Measur
     """Refuse a requirement by which no result could be judged, or that none could meet, before any work is done."""
     for requirement in requirements:
         if (problem := possible(requirement, parts)) is not None:
-            raise ValueError(problem)
+            raise ValueError(f"{requirement} {problem}")
 
 
 def possible(requirement: Requirement, parts: Sequence[Measured]) -> str | None:
-    """Why no result could be judged by the requirement, in one sentence; None if it can be met."""
-    past = requirement.metric in ("retention", "past-loss")
+    """Why no result could be judged by the requirement, as the rest of a sentence; None if it can be met."""
+    past, loss = requirement.metric in ("retention", "past-loss"), requirement.metric in _LOSSES
     own = past_parts(parts) if past else new_parts(parts)
-    whose = "past" if past else "new"
+    whose, share, other = (
+        ("past", "retention", "past-loss<=+0.05") if past else ("new", "acquisition", "new-loss<=LOSS")
+    )
     if not own:
-        return f"{requirement} needs {whose} rows, and there are none; give some, or leave the requirement out"
-    if requirement.metric in _LOSSES:
-        scored = sum(part.scored for part in own)
-        if scored == 0:
-            other = "retention>=SHARE" if past else "acquisition>=SHARE"
-            return (
-                f"{requirement} needs {whose} rows in free text, and these are multiple choice; require {other} instead"
-            )
-        if scored == 1:
-            return f"{requirement} needs an interval, and there is one {whose} row; give at least two"
-        return None
-    return _possible_share(requirement, own, past=past)
-
-
-def _possible_share(requirement: Requirement, own: Sequence[Measured], *, past: bool) -> str | None:
+        return f"needs {whose} rows, and there are none; give some, or leave the requirement out"
+    scored = sum(part.scored for part in own)
+    if loss and scored == 0:
+        return f"needs {whose} rows in free text, and these are multiple choice; require {share}>=SHARE instead"
+    if loss:
+        return f"needs an interval, and there is one {whose} row; give at least two" if scored == 1 else None
     judged = [(part.rows, part.right) for part in own if part.right is not None]
     if not judged:
-        other = "past-loss<=+0.05" if past else "new-loss<=LOSS"
         return (
-            f"{requirement} needs judged answers, and no judge was chosen for free text; "
-            f"choose one with --judge, or require {other} instead"
+            "needs judged answers, and no judge was chosen for free text; choose one with --judge, or require "
+            f"{other} instead"
         )
     rows, right = sum(count for count, _ in judged), sum(count for _, count in judged)
-    count = right if past else rows - right
+    count, state = (right, "correctly") if past else (rows - right, "incorrectly")
     if not count:
-        state = "correctly" if past else "incorrectly"
-        return f"{requirement} cannot be judged: the base model answered none of {rows} rows {state}; give other rows"
+        return f"cannot be judged: the base model answered none of {rows} rows {state}; give other rows"
     best = Rate(count, count).interval()[0] / 100
-    if best < requirement.bound:
-        return (
-            f"{requirement} cannot be met: it is held against the lower 95 % bound, which is {best:.3f} when all "
-            f"{count} rows are right; give more rows or require less"
-        )
-    return None
+    if best >= requirement.bound:
+        return None
+    return (
+        f"cannot be met: it is held against the lower 95 % bound, which is {best:.3f} when all {count} rows are right; "
+        "give more rows or require less"
+    )
 
 
 def judged(requirement: Requirement, figures: Mapping[str, Any]) -> dict[str, Any]:

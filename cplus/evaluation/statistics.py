@@ -76,6 +76,26 @@ def mcnemar(lost: int, gained: int) -> float:
     return float(binomtest(lost, lost + gained, 0.5).pvalue) if lost + gained else 1.0
 
 
+def mcnemar_interval(lost: int, gained: int, rows: int, level: float) -> tuple[float, float, float]:
+    """The exact one-sided p-value of a loss, and the ends of lost less gained in points of all rows.
+
+    The lower end is above 0 exactly where p is below the level. The upper end is the largest share of rows that can
+    have been lost, as no row that is gained hides a larger one.
+
+    >>> p, low, high = mcnemar_interval(8, 0, 60, 0.05)
+    >>> p == 0.5**8, 0 < low < 100 * 8 / 60 < high
+    (True, True)
+    """
+    from scipy.stats import binomtest
+
+    most = 100 * float(binomtest(lost, rows).proportion_ci(1 - 2 * level, method="exact").high)
+    if lost + gained == 0:
+        return 1.0, 0.0, most
+    found = binomtest(lost, lost + gained, alternative="greater")
+    low = float(found.proportion_ci(1 - level, method="exact").low)
+    return float(found.pvalue), 100 * (2 * low - 1) * (lost + gained) / rows, most
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """A mean over seeds with its standard error; one seed has none."""
@@ -128,23 +148,6 @@ def weighted(values: Sequence[float], weights: Sequence[float]) -> Estimate:
         return Estimate(mean, None, 1)
     spread = math.fsum((w * (v - mean)) ** 2 for v, w in zip(values, weights, strict=True))
     return Estimate(mean, math.sqrt(spread * count / (count - 1)) / total, count)
-
-
-def noise_floor(first: Sequence[tuple[float, int]], second: Sequence[tuple[float, int]]) -> float:
-    """The difference in mean loss per token that sampling alone explains, in nats.
-
-    Both are one model's own answers to the same rows, such as greedy and sampled, each given by its log-likelihood and
-    its number of tokens. The floor is the half width of the 95 % interval of the mean difference.
-
-    >>> round(noise_floor([(-1.0, 1), (-2.0, 1), (-3.0, 1)], [(-2.0, 1), (-2.0, 1), (-2.0, 1)]), 2)
-    2.48
-    """
-    if len(first) != len(second) or len(first) < 2:
-        raise ValueError(f"expected two answers to each of at least two rows, got {len(first)} and {len(second)}")
-    differences = [one / n - other / m for (one, n), (other, m) in zip(first, second, strict=True)]
-    ends = estimate(differences).interval
-    assert ends is not None
-    return (ends[1] - ends[0]) / 2
 
 
 def token_loss(scored: Iterable[tuple[float, int]]) -> float:
@@ -252,17 +255,6 @@ def survival(histories: Sequence[Sequence[bool]]) -> list[float]:
         lost = sum(not history[age] for history in at_risk)
         curve.append(curve[-1] * (1 - lost / len(at_risk)) if at_risk else curve[-1])
     return curve
-
-
-def lifetime(history: Sequence[bool]) -> int | None:
-    """The number of further stages after which a learned row was first wrong; None if it never was or never learned.
-
-    >>> lifetime([True, True, False, True]), lifetime([True, True])
-    (2, None)
-    """
-    if not history or not history[0] or all(history):
-        return None
-    return list(history).index(False)
 
 
 def _cell(matrix: Matrix, stage: int, task: int) -> float:

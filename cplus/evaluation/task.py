@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from cplus.base.files import read_json
-from cplus.data import examples as stored
-from cplus.data.examples import Choice, Example, Prediction, fingerprint
+from cplus.data.examples import Choice, Example, Prediction
 from cplus.data.interfaces import Interface
-from cplus.evaluation.changes import answered, compared, flips, permuted, responses
+from cplus.distributed import processes
+from cplus.evaluation.abilities import ABILITIES, requests
+from cplus.evaluation.changes import answered, permuted, responses
 from cplus.evaluation.judges import Judge
-from cplus.models.scoring import Score, log_likelihoods, predict
+from cplus.models.decoding import LocalEngine
+from cplus.models.scoring import bare, log_likelihoods, predict
 
 # The evaluation of one model on one task.
 
@@ -55,43 +56,67 @@ def evaluate_permuted(model: nn.Module, task: BoundTask) -> dict[str, Any]:
     return permuted(lambda rows: predict(model, task.interface, rows, what=what), task.examples)
 
 
-def against(path: Path, task: BoundTask, after: Sequence[Prediction]) -> dict[str, Any]:
-    """The comparison with predictions stored by `cplus evaluate --split` for the same rows and interface."""
-    record = read_json(path)
-    try:
-        before = [stored.prediction_from_row(row) for row in record["predictions"]]
-        known = {"interface": record["interface"], "data_fingerprint": record["data_fingerprint"]}
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path}: expected predictions as 'cplus evaluate --split' writes them; {error} is missing"
-        ) from error
-    expected = {"interface": task.interface.name, "data_fingerprint": fingerprint(task.examples)}
-    if known != expected:
-        raise ValueError(
-            f"{path}: expected predictions of the same rows and interface, {json.dumps(expected)}, "
-            f"but they were stored for {json.dumps(known)}"
+# Answers to the requests of abilities.
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer to a request, and whether the model ended it itself."""
+
+    text: str
+    ended: bool
+
+
+def ability_answers(model: nn.Module, interface: Interface, name: str, *, what: str) -> list[Answer]:
+    """The model's greedy answers to every request of an ability; the processes of a job answer a share each."""
+
+    def answered(places: Sequence[int]) -> list[Answer]:
+        engine = LocalEngine(bare(model), interface.tokenizer)
+        prompts = [tuple(interface.prompt(requests(name)[place].example)) for place in places]
+        limit = ABILITIES[name].max_new_tokens
+        said = engine.greedy(
+            prompts, max_new_tokens=limit, stop=interface.answer_stop, word_first=False, what=f"{what}: {name}"
         )
-    return compared(flips(before, after), task.examples)
+        return [Answer(row.text.strip(), row.end != "limit") for row in said]
+
+    return processes.spread(range(len(requests(name))), answered)
 
 
-# The loss of answers that a model gave, under that model or another one.
+# What rounding alone changes: the scale of a divergence.
 
 
-def score_answers(
-    model: nn.Module,
-    interface: Interface,
-    examples: Sequence[Example],
-    answers: Sequence[str],
-    *,
-    what: str = "scoring",
-) -> list[Score | None]:
-    """The score of each answer, and of the end of its turn, after its prompt; None for an empty answer.
+def to_bfloat16(weight: Tensor) -> Tensor:
+    """The weights as bfloat16 stores them."""
+    return weight.bfloat16().to(weight.dtype)
 
-    Call it for the model before and for the model after with the same answers, those of the model before.
+
+def to_q8_0(weight: Tensor) -> Tensor:
+    """The weights as GGUF's Q8_0 stores them: 32 at a time, as 8-bit multiples of their largest one.
+
+    >>> to_q8_0(torch.tensor([[127.0, 1.4]]))
+    tensor([[127.,   1.]])
     """
-    known = [i for i, answer in enumerate(answers) if answer.strip()]
-    rows = [interface.encode(interface.with_answer(examples[i], answers[i])) for i in known]
-    found: list[Score | None] = [None] * len(answers)
-    for i, score in zip(known, log_likelihoods(model, rows, what=what), strict=True):
-        found[i] = score
-    return found
+    blocks = weight.reshape(-1, 32) if weight.shape[-1] % 32 == 0 else weight
+    step = (blocks.abs().amax(-1, keepdim=True) / 127).half().to(weight.dtype)
+    return (step * (blocks / step.clamp_min(torch.finfo(torch.float16).tiny)).round()).view_as(weight)
+
+
+@contextmanager
+def rounded(model: nn.Module, store: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Compute with rounded matrices; one at a time is held twice."""
+    whole: dict[nn.Module, Tensor] = {}
+
+    def enter(module: Any, inputs: Any) -> None:
+        whole[module], module.weight.data = module.weight.data, store(module.weight.data)
+
+    def leave(module: Any, inputs: Any, output: Any) -> None:
+        module.weight.data = whole.pop(module)
+
+    kinds = (nn.Linear, nn.Embedding)
+    some = [own for own in model.modules() if isinstance(own, kinds) and own.weight.is_floating_point()]
+    hooks = [hook for own in some for hook in (own.register_forward_pre_hook(enter), own.register_forward_hook(leave))]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

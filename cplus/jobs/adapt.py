@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,29 +15,39 @@ from torch import nn
 from cplus import models
 from cplus.base import files
 from cplus.base.terminal import progress
-from cplus.data.examples import fingerprint, lines
+from cplus.data.examples import Example, fingerprint, lines
 from cplus.distributed import processes
 from cplus.distributed.processes import Interrupted, Interruption
 from cplus.jobs import folder as folders
 from cplus.jobs import outputs
 from cplus.jobs.checkpoint import Checkpoints, KeptWeights, index_of
 from cplus.jobs.choices import Chosen, stored
-from cplus.jobs.folder import FinishedJob, Folder, check_free, check_seen, claimed, read_settings, rewrite
+from cplus.jobs.folder import (
+    FinishedJob,
+    Folder,
+    check_free,
+    check_seen,
+    claimed,
+    read_finished,
+    read_settings,
+    rewrite,
+)
 from cplus.jobs.keep import earlier_bank, job_bank, written_bank
-from cplus.jobs.outputs import Before
 from cplus.jobs.prepare import Job, prepare, uses_bank
 from cplus.jobs.progress import PeakMemory, TrainingView, record, recorded, recorded_seconds, say, tracker
 from cplus.jobs.repair import repair_groups
 from cplus.jobs.rows import check_requirements, load, located
 from cplus.jobs.settings import AdaptConfig
 from cplus.methods.repair import Repaired, Unrepairable
-from cplus.models import loading
+from cplus.models import Loaded, loading
 from cplus.probes.bank import Bank
+from cplus.receipts.contents import Beside, Divergence, RowSet
+from cplus.receipts.contents import compare as compare_rows
 from cplus.training import measure
 from cplus.training.driver import Ending, Training, TrainingLog, begin
 from cplus.training.gateshares import layer_shares
 from cplus.training.loop import EpochEnded, Event, Refreshed, Stepped, updates_per_epoch
-from cplus.training.measure import Exploded
+from cplus.training.measure import Exploded, GroupAnswers
 from cplus.training.rows import PastTask
 from cplus.training.sharding import PLACES
 
@@ -70,7 +81,6 @@ def adapt(config: AdaptConfig, *, force: bool = False, starting: float = 0.0) ->
 
     with processes.joined(), resumable(folder):
         processes.shared(lambda: check_free(folder, force=force))
-        outputs.check_push(config)
         memory = PeakMemory(models.choose_device(config.device))
         with Interruption().watching() as interruption, ExitStack() as held:
             try:
@@ -113,7 +123,7 @@ def work(job: Job, interruption: Interruption, memory: PeakMemory, *, train_on: 
     try:
         with models.computing(config.compute_dtype, job.base.device), recorded(folder.seconds, "evaluating"):
             before = outputs.base_answers(folder.answers, job.base, job.groups, config)
-        check_requirements(config, job.groups, before.answers)
+        check_requirements(config, job.groups, before)
         if processes.first():  # the rows to keep, for later jobs
             if job.rows.anchors is not None:
                 files.write_text(folder.anchors, lines(job.rows.anchors.examples))
@@ -123,13 +133,13 @@ def work(job: Job, interruption: Interruption, memory: PeakMemory, *, train_on: 
             bank = processes.in_turn(lambda: _bank(job))
         processes.agree("their bank", None if bank is None else bank.manifest["probes_sha256"])
         training = train(job, before, bank, interruption, tracked, train_on=train_on)
-        outcome = _finish(job, before, bank, training, interruption, memory)
+        outcome = _finish(job, before, bank, training, memory)
     finally:
         if tracked is not None:
             tracked.finish()
     say(f"written to {folder.root}: model/, receipt.html, record.json, README.md")
-    if config.push_to_hub is not None:
-        say(f"uploaded to {processes.shared(lambda: outputs.push(folder, config))}")
+    if config.compare is not None:
+        outcome = _compared(replace(job, base=_base_again(job)), outcome, interruption)
     return FinishedJob(folder=folder.root, record=outcome)
 
 
@@ -172,7 +182,7 @@ def past_tasks(job: Job, bank: Bank | None) -> list[PastTask]:
 
 def train(
     job: Job,
-    before: Before,
+    before: Mapping[str, GroupAnswers],
     bank: Bank | None,
     interruption: Interruption,
     tracked: Any,
@@ -195,7 +205,7 @@ def train(
             log.done = False  # resumed with more epochs than it ended with
     if not train_on:
         return training
-    best = KeptWeights(folder.best) if config.keep_best else None
+    best = KeptWeights(folder.best) if keeps_best(job) else None
     good = KeptWeights(folder.good) if config.lost_limit is not None else None
     if good is not None and log.cursor.step == 0:
         good.keep(training, 0)
@@ -272,14 +282,16 @@ def _check(training: Training, event: Event) -> None:
 class _Evaluations:
     """Evaluates the model during training and decides whether everything is learned."""
 
-    def __init__(self, job: Job, before: Before, training: Training, moved: Sequence[measure.BaseRow]) -> None:
-        self._config, self._training, self._before = job.config, training, dict(before.answers)
+    def __init__(
+        self, job: Job, before: Mapping[str, GroupAnswers], training: Training, moved: Sequence[measure.BaseRow]
+    ) -> None:
+        self._config, self._training, self._before = job.config, training, dict(before)
         self._device, self._moved = job.base.device, moved
         self._new, *others = [group for group in job.groups if group.part != "external"]
         self._others = [group.drawn(job.config.evaluate_rows, job.config.seed) for group in others]
         self._encoded = training.prepared.material.new
         past = [group for group in self._others if group.part == "retention" and not group.closed]
-        scores = [score for group in past for score in outputs.group_scores(group, self._before[group.name])]
+        scores = [score for group in past for score in outputs.group_scores(job, group, before)]
         self._start = measure.loss_of(scores) if scores else None
         if job.config.lost_limit is not None and not any(group.part == "retention" for group in self._others):
             raise ValueError(f"stop {job.config.stop} needs past rows to measure on; provide past, anchors or keep")
@@ -330,16 +342,15 @@ def _tracked(training: Training, event: Event, point: Mapping[str, float] | None
 
 def _finish(
     job: Job,
-    before: Before,
+    before: Mapping[str, GroupAnswers],
     bank: Bank | None,
     training: Training,
-    interruption: Interruption,
     memory: PeakMemory,
 ) -> dict[str, Any]:
     """Evaluate again, then write; the record comes last, and then the work folder is removed."""
     config, folder = job.config, job.folder
     layers = layer_shares(training.prepared.guard)
-    best = KeptWeights(folder.best).restore(training) if config.keep_best else None
+    best = KeptWeights(folder.best).restore(training) if keeps_best(job) else None
     good = KeptWeights(folder.good).restore(training) if training.log.lost and best is None else None
     parameters = loading.num_weights(training.model)
     trainable = sum(p.numel() for p in training.model.parameters() if p.requires_grad)
@@ -347,15 +358,14 @@ def _finish(
     repaired = training.repaired
     if isinstance(repaired, str):
         say(f"repair: {repaired}")
+    training.optimizer.state.clear()  # its memory is needed now, and the last checkpoint holds it
     if config.repair:
-        training.optimizer.state.clear()  # its memory is needed now, and the last checkpoint holds it
         with recorded(folder.seconds, "repairing"):
             repaired = _repaired(job, before, bank, model)
-    with models.computing(config.compute_dtype, job.base.device), recorded(folder.seconds, "evaluating"):
-        after = {
-            group.name: outputs.answer(model, group, config, "after", before.answers[group.name].predictions)
-            for group in job.groups
-        }
+    with recorded(folder.seconds, "evaluating"):
+        with models.computing(config.compute_dtype, job.base.device):
+            after = {group.name: outputs.answer(model, group, config, "after") for group in job.groups}
+        abilities, divergence, notes = _abilities(job, bank, model)
 
     def written() -> dict[str, Any]:
         with recorded(folder.seconds, "saving"):
@@ -366,6 +376,9 @@ def _finish(
                 job=job,
                 before=before,
                 after=after,
+                abilities=abilities,
+                divergence=divergence,
+                notes=notes,
                 fingerprint=after_fingerprint,
                 log=training.log,
                 bank=bank,
@@ -384,17 +397,129 @@ def _finish(
     return processes.shared(written)
 
 
-def _repaired(job: Job, before: Before, bank: Bank | None, model: nn.Module) -> Repaired | str:
+def _repaired(job: Job, before: Mapping[str, GroupAnswers], bank: Bank | None, model: nn.Module) -> Repaired | str:
     """Repair the trained model in place against the base, read again; the reason where there is nothing to repair."""
-    base = load(job.config, job.home)
-    if base.fingerprint != job.base.fingerprint:
-        raise ValueError(f"{job.config.model}: the base model changed while the job ran; start a new job")
+    base = _base_again(job)
     new = [group for group in (job.rows.new, job.rows.validation) if group is not None]
     try:
-        return repair_groups(model, base, new, before.answers, past_tasks(job, bank), job.config)
+        return repair_groups(model, base, new, before, past_tasks(job, bank), job.config)
     except Unrepairable as error:
         say(f"repair: {error}")
         return str(error)
+
+
+def _base_again(job: Job) -> Loaded:
+    """The base model, read again, because training changed the weights of the one in memory."""
+    base = load(job.config, job.home)
+    if base.fingerprint != job.base.fingerprint:
+        raise ValueError(f"{job.config.model}: the base model changed while the job ran; start a new job")
+    return base
+
+
+def _seen(job: Job, bank: Bank | None) -> list[Example]:
+    """Every row that is trained on, protected or measured as a row of the job, and every probe."""
+    return [*(row for group in job.rows.groups for row in group.examples), *(() if bank is None else bank.examples)]
+
+
+def _abilities(
+    job: Job, bank: Bank | None, model: nn.Module
+) -> tuple[tuple[RowSet, ...], Divergence | None, Sequence[str]]:
+    """The abilities of base and trained model; what keeps them from being measured is said, and loses nothing."""
+    held = job.rows.past
+    if outputs.ability_interface(job.base.tokenizer, job.config) is None and (held is None or held.closed):
+        return (), None, [f"Abilities were not measured: {outputs.why_unmeasured(job.config)}."]
+    try:
+        base = _base_again(job)
+    except (ValueError, OSError) as error:
+        return (), None, [f"Abilities were not measured: {error}."]
+    known = outputs.reference(base, job.config, held)
+    found = outputs.measured(known, replace(base, model=model), job.config, _seen(job, bank))
+    return *found, () if found[0] else [f"Abilities were not measured: {outputs.why_unmeasured(job.config)}."]
+
+
+def keeps_best(job: Job) -> bool:
+    """Whether the best epoch is written: as set, else where free text is held out to find it by."""
+    held = job.rows.validation
+    return held is not None and not held.closed if job.config.keep_best is None else job.config.keep_best
+
+
+# Plain fine-tuning of the same base on the same rows, up to the loss that the finished job reached.
+
+
+PER_EPOCH = 4
+"""How often in an epoch plain fine-tuning is evaluated, so that it ends near that loss."""
+
+
+def compare(out: Path, *, repeated: Mapping[str, Any] | None = None) -> FinishedJob:
+    """Train plain fine-tuning beside a finished job, and write both into its receipt."""
+    folder, given = Folder(out), repeated or {}
+    with Interruption().watching() as interruption:
+        config, home = read_settings(folder, given)
+        if not folder.record.is_file():
+            raise ValueError(
+                f"{out}: expected a finished job to compare with; finish it with: cplus adapt --resume {out}"
+            )
+        with claimed(folder):
+            record = read_finished(folder)
+            if record["receipt"].get("beside") is None:
+                try:
+                    record = _compared(prepare(config, folder, home), record, interruption)
+                except Interrupted as stop:
+                    more = f"Continue with: cplus adapt --resume {out} --compare sft"
+                    raise Interrupted(stop.number, f"{stop}. {more}", agreed=stop.agreed) from stop
+            return FinishedJob(folder=out, record=record)
+
+
+def _compared(job: Job, record: Mapping[str, Any], interruption: Interruption) -> dict[str, Any]:
+    """Plain fine-tuning up to the job's loss of held-out, else trained, rows; of multiple choice, its Acquisition."""
+    begun, base, figures = time.monotonic(), job.base, record["figures"]
+    config = job.config.model_copy(update={"method": "sft", "repair": False, "num_probes": None, "bank": None})
+    group = job.rows.new if job.rows.validation is None else job.rows.validation
+    part = figures["free"]["validation" if group.part == "validation" else "new"]
+    rate = figures["validation" if group.part == "validation" else "acquisition"]
+    goal = -part["loss"]["after"] if part and part["loss"] else rate["percent"] if rate else math.inf
+    name = {"acquisition": ("new_nll", "acquisition"), "validation": ("validation_nll", "validation")}[group.part]
+    bank = Bank.load(job.folder.bank) if job.folder.bank.exists() else None
+    known = outputs.reference(base, config, job.rows.past)
+    with models.computing(config.compute_dtype, base.device):
+        before = {job.rows.new.name: outputs.answer(base.model, job.rows.new, config, "before")}
+        before |= {group.name: outputs.answer(base.model, group, config, "before")}
+    training, level = begin(config, base, job.rows.trained, [], PLACES[config.sharding]), -math.inf
+    updates = updates_per_epoch(len(job.rows.trained.examples), config.batch_size)
+    every = max(1, updates // PER_EPOCH)
+    with interruption.patient(), progress() as bars:
+        shown = TrainingView(bars, epochs=config.epochs, updates=updates, done=0, begins="plain fine-tuning")
+        for event in training.run(lambda epoch: {}, lambda point: None):
+            shown.show(event, None, None)
+            if interruption.received:
+                raise Interrupted(interruption.received, "stopped; the job is finished, its comparison begins again")
+            if isinstance(event, Stepped) and event.step % every == 0:
+                with models.computing(config.compute_dtype, base.device), training.whole() as model:
+                    found = measure.curve_figures(model, [group], before)
+                level = -found[name[0]] if name[0] in found else found.get(name[1], 100.0)
+                if level >= goal:
+                    break
+    steps, model = training.log.cursor.step, training.finish()
+    with models.computing(config.compute_dtype, base.device):
+        after = outputs.answer(model, job.rows.new, config, "after")
+    sets, moved = outputs.measured(known, replace(base, model=model), config, _seen(job, bank))
+    beside = Beside(
+        method="sft",
+        level=abs(level),
+        reached=level >= goal,
+        updates=steps,
+        seconds=time.monotonic() - begun,
+        sets=(compare_rows(job.rows.new, before[job.rows.new.name], after, judge=config.judge), *sets),
+        divergence=moved,
+    )
+    return outputs.rewritten(job.folder, beside)
+
+
+def compare_seconds(record: Mapping[str, Any]) -> float:
+    """About how long `compare` takes for this job: its training without evidence, and half of its evaluation."""
+    seconds, percent = record.get("seconds"), record["figures"]["preservation_percent"] or 0.0
+    seconds = record["actual"]["seconds"] if seconds is None else seconds
+    return float(seconds["training"] / (1 + percent / 100) + seconds["evaluating"] / 2)
 
 
 def actual_usage(job: Job, log: TrainingLog, memory: PeakMemory) -> dict[str, Any]:
@@ -440,11 +565,10 @@ def _continued(folder: Folder, repeated: Mapping[str, Any], epochs: int | None, 
                 raise ValueError(
                     f"{out}: this job is finished, so its epochs cannot change; start a new job from its model"
                 )
-            return done
+            return compare(out, repeated=repeated) if config.compare else done
         if not train_on and not _has_checkpoint(folder):
             raise ValueError(f"{out}: nothing was trained yet, so there is nothing to finish; use --resume {out}")
         config = config.model_copy(update={} if epochs is None else {"epochs": epochs})
-        outputs.check_push(config)
         memory = PeakMemory(models.choose_device(config.device))
         # The settings hold the values that it chose when it began, and their reasons.
         kept = stored(folder.settings)
@@ -466,4 +590,4 @@ def _finished(folder: Folder) -> FinishedJob | None:
     if folder.work.exists():  # the process was killed after the record was written
         with claimed(folder):
             folder.clear_work()
-    return FinishedJob(folder=folder.root, record=files.read_sealed(folder.record))
+    return FinishedJob(folder=folder.root, record=read_finished(folder))

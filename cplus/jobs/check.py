@@ -13,7 +13,7 @@ from cplus.base.environment import environment
 from cplus.data import interfaces
 from cplus.data.tasks import Task
 from cplus.jobs.keep import interface_of, self_written
-from cplus.jobs.outputs import answer
+from cplus.jobs.outputs import answer, measured, reference
 from cplus.jobs.progress import say
 from cplus.jobs.settings import AdaptConfig
 from cplus.models import Loaded
@@ -33,56 +33,44 @@ def compare_models(
     before: str, after: str, groups: Groups, config: AdaptConfig, settings: Mapping[str, Any], title: str
 ) -> Receipt:
     """What both models answer to the same rows, as a receipt; one model at a time is in memory."""
-    first, groups_before, was = _answers(before, groups, config)
-    second, groups_after, now = _answers(after, groups, config, groups_before, was)
+    say(f"loading {before}")
+    loaded = models.load(before, device=config.device)
+    first, asked = ModelId(name=before, fingerprint=loaded.fingerprint), groups(loaded, ())
+    with models.computing(config.compute_dtype, loaded.device):
+        was = [answer(loaded.model, group, config, "before") for group in asked]
+    known = reference(loaded, config, next((group for group in asked if group.by_base), None))
+    del loaded
+    say(f"loading {after}")
+    loaded = models.load(after, device=config.device)
+    second, fitting_both = ModelId(name=after, fingerprint=loaded.fingerprint), groups(loaded, asked)
     notes = ["Both models have the same weights."] if first.fingerprint == second.fingerprint else []
     sets = []
-    for group, own, then in zip(groups_after, was, now, strict=True):
-        own = _only(own, group)
+    for group, whole, answers in zip(fitting_both, asked, was, strict=True):
+        ids = {example.id for example in group.examples}  # the model after may have a smaller window
+        own = GroupAnswers(
+            predictions=tuple(prediction for prediction in answers.predictions if prediction.id in ids),
+            scores=tuple(s for e, s in zip(whole.examples, answers.scores, strict=False) if e.id in ids),
+        )
+        with models.computing(config.compute_dtype, loaded.device):
+            then = answer(loaded.model, group, config, "after")
         sets.append(compare(group, own, then, judge=config.judge))
         notes += [group.note] if group.note else []
         if any(one.num_tokens != other.num_tokens for one, other in zip(own.scores, then.scores, strict=True)):
             notes.append(
                 f"The models split the responses of {group.name} into different tokens: their losses do not compare."
             )
+    abilities, moved = measured(known, loaded, config, [row for group in asked for row in group.examples])
     return Receipt(
         title=title,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         before=first,
         after=second,
-        sets=tuple(sets),
+        sets=(*sets, *abilities),
         settings=dict(settings),
         environment=environment(threads=torch.get_num_threads(), device=str(models.choose_device(config.device))),
+        divergence=moved,
         requirements=config.requirements,
         notes=tuple(notes),
-    )
-
-
-def _answers(
-    name: str,
-    groups: Groups,
-    config: AdaptConfig,
-    known: Sequence[Group] = (),
-    before: Sequence[GroupAnswers] = (),
-) -> tuple[ModelId, list[Group], list[GroupAnswers]]:
-    say(f"loading {name}")
-    loaded = models.load(name, device=config.device)
-    asked, found = groups(loaded, known), []
-    with models.computing(config.compute_dtype, loaded.device):
-        for place, group in enumerate(asked):
-            base = _only(before[place], group).predictions if before else None
-            found.append(answer(loaded.model, group, config, "after" if before else "before", base))
-    return ModelId(name=name, fingerprint=loaded.fingerprint), asked, found
-
-
-def _only(answers: GroupAnswers, group: Group) -> GroupAnswers:
-    """The answers to the rows of a group alone; the model after may have a smaller window."""
-    ids = {example.id for example in group.examples}
-    places = [place for place, prediction in enumerate(answers.predictions) if prediction.id in ids]
-    return GroupAnswers(
-        predictions=tuple(answers.predictions[place] for place in places),
-        scores=tuple(answers.scores[place] for place in places if answers.scores),
-        base_answers=tuple(answers.base_answers[place] for place in places if answers.base_answers),
     )
 
 

@@ -152,12 +152,12 @@ def _numerics() -> str:
 
 
 def badness(point: Mapping[str, float]) -> float | None:
-    """How bad an epoch's figures are: past loss plus new loss, or the shares lost and not learned; lower is better.
+    """How bad an epoch's figures are: the loss of new rows held out, else what past and new rows lack together.
 
-    Held-out new rows count before trained ones. None where an evaluation lacks past or new rows.
+    None where an evaluation lacks past or new rows.
 
     >>> badness({"past_nll": 0.5, "new_nll": 2.0, "validation_nll": 2.5}), badness({"retention": 90.0})
-    (3.0, None)
+    (2.5, None)
     >>> round(badness({"retention": 90.0, "acquisition": 100.0}), 3)
     0.1
     """
@@ -166,8 +166,7 @@ def badness(point: Mapping[str, float]) -> float | None:
         return point.get(loss, 1 - point[percent] / 100 if percent in point else None)
 
     past, held, new = bad("past_nll", "retention"), bad("validation_nll", "validation"), bad("new_nll", "acquisition")
-    new = new if held is None else held
-    return None if past is None or new is None else past + new
+    return held if held is not None else None if past is None or new is None else past + new
 
 
 _LOST = {

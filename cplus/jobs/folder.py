@@ -14,9 +14,8 @@ from typing import Any
 from cplus.base import files, locks
 from cplus.data.examples import fingerprint
 from cplus.distributed import processes
-from cplus.jobs.settings import AdaptConfig, check_repeated, settings
-from cplus.receipts.contents import ComparedRun
-from cplus.receipts.page import read_receipt
+from cplus.jobs.settings import AdaptConfig, RepairConfig, check_repeated, settings
+from cplus.receipts.page import current
 from cplus.training.rows import Group
 
 FORMAT = "cplus-job/1"
@@ -142,41 +141,23 @@ def read_values(folder: Folder, format: str, repeated: Mapping[str, Any]) -> tup
             "or version"
         )
     check_repeated(raw["settings"], repeated, folder.settings)
-    # The folder may have been moved since.
-    values = {**raw["settings"], "out": folder.root}
+    # The folder may have been moved since; settings of earlier versions that were not used are no fault.
+    gone = [name for name, value in raw["settings"].items() if name not in RepairConfig.model_fields and not value]
+    values = {**{name: value for name, value in raw["settings"].items() if name not in gone}, "out": folder.root}
     return values, Path(files.read_json(folder.home)) if folder.home.is_file() else Path.cwd()
 
 
-# Other finished jobs on the same rows, whose curves the receipt shows beside this one's.
+# A finished job.
 
 
 def row_hashes(groups: Sequence[Group]) -> dict[str, str]:
-    """Hashes of the rows that two compared jobs must share, by their part."""
+    """Hashes of the rows evaluated, by their part."""
     return {group.part: fingerprint(group.examples) for group in groups if group.part != "external"}
 
 
-def curves(places: Sequence[Path], groups: Sequence[Group], own: str) -> dict[str, ComparedRun]:
-    """The curves of finished jobs by method; where two have the same method, the folder's name is added."""
-    found: dict[str, ComparedRun] = {}
-    for place in places:
-        method, curve = _curve(place, row_hashes(groups))
-        name = method if method not in (own, *found) else f"{method} ({place.name})"
-        found[name] = curve
-    return found
-
-
-def _curve(place: Path, expected: Mapping[str, str]) -> tuple[str, ComparedRun]:
-    folder = Folder(place)
-    if not folder.record.is_file():
-        raise ValueError(f"{place}: expected the folder of a finished job to compare with; it holds no record.json")
-    record = files.read_sealed(folder.record)
-    different = [part for part in expected if record["rows"].get(part) != expected[part]]
-    if different:
-        raise ValueError(
-            f"{place}: its {' and '.join(different)} rows differ from this job's; compare jobs on the same rows"
-        )
-    settings: dict[str, Any] = record["settings"]
-    return settings["method"], ComparedRun(curve=read_receipt(place).curve, settings=settings)
+def read_finished(folder: Folder) -> dict[str, Any]:
+    """The record of a finished job, with the figures of this version."""
+    return current(files.read_sealed(folder.record))
 
 
 @dataclass(frozen=True, kw_only=True)

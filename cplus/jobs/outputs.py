@@ -5,113 +5,108 @@ from __future__ import annotations
 import copy
 import dataclasses
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
 
+from cplus import models
 from cplus.base import files
 from cplus.base.cost import cost_row
-from cplus.base.environment import environment
-from cplus.data import examples
-from cplus.data.examples import Prediction, fingerprint
-from cplus.data.interfaces import tokens_by_role
+from cplus.base.environment import environment, versions
+from cplus.data import examples, interfaces
+from cplus.data.examples import Example, Prediction, fingerprint
+from cplus.data.interfaces import Interface, tokens_by_role
 from cplus.distributed import processes
+from cplus.evaluation.abilities import ABILITIES, requests
+from cplus.evaluation.changes import KINDS
 from cplus.evaluation.judges import judge
-from cplus.evaluation.statistics import noise_floor
-from cplus.evaluation.task import score_answers
+from cplus.evaluation.task import Answer, ability_answers, rounded, to_bfloat16, to_q8_0
 from cplus.jobs.folder import Folder, row_hashes
 from cplus.jobs.prepare import Job
 from cplus.jobs.progress import say
 from cplus.jobs.settings import AdaptConfig
 from cplus.methods.repair import Repaired, repair_row
 from cplus.models import Loaded
-from cplus.models.decoding import LocalEngine, Request, Sampling, request_seed
 from cplus.models.loading import without_bars
 from cplus.models.names import origin
 from cplus.models.scoring import Score, log_likelihoods
 from cplus.probes.audit import ComparedRows, audit
 from cplus.probes.bank import Bank
-from cplus.probes.labels import without_stop
-from cplus.receipts.contents import GateShare, ModelId, Point, Receipt, compare
-from cplus.receipts.page import bank_audit, to_json, write_record
+from cplus.probes.settings import input_key
+from cplus.receipts.contents import (
+    Beside,
+    Divergence,
+    GateShare,
+    ModelId,
+    Point,
+    Receipt,
+    RowComparison,
+    RowSet,
+    compare,
+)
+from cplus.receipts.page import PARTS, bank_audit, from_json, to_json, write_record
 from cplus.receipts.verdict import headline, sentences
 from cplus.training.driver import TrainingLog
 from cplus.training.gateshares import LayerShare
 from cplus.training.loop import updates_per_epoch
-from cplus.training.measure import GroupAnswers, evaluate, evaluate_texts, loss_of
+from cplus.training.measure import BaseRow, GroupAnswers, base_rows, divergence, evaluate, evaluate_texts, loss_of
 from cplus.training.rows import Group
 
 # A job's answers before and after training; the base model's are stored, so that a resumed job can read them.
 
 
-FLOOR_ROWS = 16
-FLOOR_TOKENS = 96
+DECODED = 64
+"""New rows in free text that are answered after training where nobody judges them; the others have their loss."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Before:
-    """The base model's answers by group, and the difference in loss that sampling its answers alone explains."""
+def answer(model: nn.Module, group: Group, config: AdaptConfig, when: str) -> GroupAnswers:
+    """A group's answers; the processes of a job answer a share of the rows each, and all of them get all answers.
 
-    answers: Mapping[str, GroupAnswers]
-    noise_floor: float | None = None
-
-
-def answer(
-    model: nn.Module, group: Group, config: AdaptConfig, when: str, base: Sequence[Prediction] | None = None
-) -> GroupAnswers:
-    """A group's answers; free text also has the scores of the base model's answers, `base`, by default its own.
-
-    The processes of a job answer a share of the rows each, and all of them get all answers.
+    Answers that nobody judges are not asked for where they are known: new rows before training, the model's own texts.
     """
-
-    def answered(places: Sequence[int]) -> list[tuple[Prediction, Score | None, Score | None]]:
-        own = group
-        if len(places) < len(group.examples):
-            examples = tuple(group.examples[i] for i in places)
-            own = replace(group, examples=examples, known=tuple(group.known[i] for i in places if group.known))
-        found = _answer(model, own, config, when, None if base is None else [base[i] for i in places])
-        return list(zip_longest(found.predictions, found.scores, found.base_answers))
-
-    rows = processes.spread(range(len(group.examples)), answered)
-    predictions, scores, own = zip(*rows, strict=True)
-    return GroupAnswers(
-        predictions=predictions, scores=() if group.closed else scores, base_answers=() if group.closed else own
-    )
-
-
-def _answer(
-    model: nn.Module, group: Group, config: AdaptConfig, when: str, base: Sequence[Prediction] | None
-) -> GroupAnswers:
     what, judged = f"{when}: {group.name}", judge(config.judge)
-    if group.texts and group.part == "retention":
-        return evaluate_texts(model, group, what=what)
-    if group.known and when == "before":
-        scores = () if group.closed else tuple(log_likelihoods(model, group.encoded(), what=what))
-        found = GroupAnswers(predictions=group.known, scores=scores)
-    elif group.by_base and when == "before" and judged is None:
-        found = evaluate_texts(model, group, what=what)
-    else:
+    unjudged = not group.closed and judged is None
+    learned = group.part in ("acquisition", "validation")
+
+    def spread(own: Group, answered: Callable[[Group], GroupAnswers]) -> GroupAnswers:
+        def some(places: Sequence[int]) -> list[tuple[Prediction | None, Score | None]]:
+            known = tuple(own.known[i] for i in places if own.known)
+            found = answered(replace(own, examples=tuple(own.examples[i] for i in places), known=known))
+            return list(zip_longest(found.predictions, found.scores))
+
+        rows = processes.spread(range(len(own.examples)), some)
+        return GroupAnswers(
+            predictions=tuple(row for row, _ in rows if row is not None),
+            scores=tuple(score for _, score in rows if score is not None),
+        )
+
+    def scored(own: Group) -> GroupAnswers:
+        return GroupAnswers(predictions=(), scores=tuple(log_likelihoods(model, own.encoded(), what=what)))
+
+    def told(own: Group) -> GroupAnswers:
         # The base model's own answers were written with the limit of their ability.
-        limit = group.max_new_tokens if group.by_base else None
-        limit = limit or min(config.max_new_tokens, group.max_new_tokens or config.max_new_tokens)
-        found = evaluate(model, group, judge=judged, max_new_tokens=limit, what=what)
-    if group.closed:
-        return found
-    if group.by_base and judged is None:  # the responses are the base model's answers
-        return replace(found, base_answers=found.scores)
-    texts = [str(prediction.answer) for prediction in (base or found.predictions)]
-    own = score_answers(model, group.interface, group.examples, texts, what=f"{what}: the base model's answers")
-    return replace(found, base_answers=tuple(own))
+        limit = own.max_new_tokens if own.by_base else None
+        limit = limit or min(config.max_new_tokens, own.max_new_tokens or config.max_new_tokens)
+        return evaluate(model, own, judge=judged, max_new_tokens=limit, what=what)
+
+    if group.known and when == "before":
+        found = GroupAnswers(predictions=group.known) if group.closed else spread(group, scored)
+        return replace(found, predictions=group.known)
+    if group.texts or (unjudged and learned and when == "before"):
+        return spread(group, scored)
+    if unjudged and group.by_base and when == "before":
+        return spread(group, lambda own: evaluate_texts(model, own, what=what))
+    few = group.drawn(DECODED, config.seed) if unjudged and learned else group
+    found = spread(few, told)
+    return found if few is group else replace(spread(group, scored), predictions=found.predictions)
 
 
-def base_answers(path: Path, base: Loaded, groups: Sequence[Group], config: AdaptConfig) -> Before:
+def base_answers(path: Path, base: Loaded, groups: Sequence[Group], config: AdaptConfig) -> dict[str, GroupAnswers]:
     """The base model's answers to every group, from the file or computed now and written to it."""
     identity = {group.name: fingerprint(group.examples) for group in groups} | {"model": base.fingerprint}
     stored = processes.shared(lambda: read_stored(path))
@@ -119,20 +114,28 @@ def base_answers(path: Path, base: Loaded, groups: Sequence[Group], config: Adap
         if stored["identity"] != identity:
             changed = [name for name in identity if stored["identity"].get(name) != identity[name]]
             raise ValueError(f"the {' and '.join(changed)} changed since the job began; start a new job")
-        answers = {name: _from_row(row) for name, row in stored["answers"].items()}
-        return Before(answers=answers, noise_floor=stored["noise_floor"])
+        return {
+            name: GroupAnswers(
+                predictions=tuple(examples.prediction_from_row(own) for own in row["predictions"]),
+                scores=tuple(Score(total, count) for total, count in row["scores"]),
+            )
+            for name, row in stored["answers"].items()
+        }
     answers = {group.name: answer(base.model, group, config, "before") for group in groups}
-    past = [group for group in groups if group.part == "retention" and not group.closed and not group.texts]
-    noisy = past and judge(config.judge) is None
-    floor = sampling_noise(base, past[0], config) if noisy else None
     if processes.first():
-        rows = {name: _to_row(own) for name, own in answers.items()}
-        files.write_json(path, files.sealed({"identity": identity, "answers": rows, "noise_floor": floor}))
-    return Before(answers=answers, noise_floor=floor)
+        rows = {
+            name: {
+                "predictions": [dataclasses.asdict(prediction) for prediction in own.predictions],
+                "scores": [[score.total, score.num_tokens] for score in own.scores],
+            }
+            for name, own in answers.items()
+        }
+        files.write_json(path, files.sealed({"identity": identity, "answers": rows}))
+    return answers
 
 
 def read_stored(path: Path) -> dict[str, Any] | None:
-    """What an earlier process of this job measured and sealed; None where it has to be measured now."""
+    """What an earlier process measured and sealed; None where it has to be measured now."""
     if not path.is_file():
         return None
     try:
@@ -142,48 +145,99 @@ def read_stored(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def sampling_noise(base: Loaded, group: Group, config: AdaptConfig) -> float | None:
-    """The noise floor of the past loss: two sampled answers of the base model to each of a few rows, compared.
+# Abilities, and how far a model has moved, against a base model that is in memory only for as long as this takes.
 
-    None where fewer than two rows are answered twice.
-    """
-    few = group.drawn(FLOOR_ROWS, config.seed)
-    limit = min(config.max_new_tokens, few.max_new_tokens or FLOOR_TOKENS, FLOOR_TOKENS)
-    sampling = Sampling(temperature=config.temperature, max_new_tokens=limit, stop=few.interface.answer_stop)
-    engine = LocalEngine(base.model, base.tokenizer)
 
-    def draw(number: int) -> list[Score | None]:
-        requests = [
-            Request(index=i, prompt=few.interface.prompt(example), seed=request_seed(config.seed + number, i))
-            for i, example in enumerate(few.examples)
-        ]
-        texts = {sample.index: without_stop(sample.text, sampling.stop) for sample in engine.sample(requests, sampling)}
-        own = [texts[i] for i in range(len(few.examples))]
-        return score_answers(base.model, few.interface, few.examples, own, what="noise floor")
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A base model's answers by ability, and its expectations at held-out past rows with the scale of rounding."""
 
-    # Each draw is one batch in one process, whatever their number, so the floor has the same bits.
-    drawn = processes.spread((0, 1), lambda numbers: [draw(number) for number in numbers])
-    pairs = [(one, other) for one, other in zip(*drawn, strict=True) if one is not None and other is not None]
-    if len(pairs) < 2:
+    interface: Interface | None
+    answers: Mapping[str, Sequence[Answer]]
+    rows: Sequence[BaseRow] = ()
+    bfloat16: float = 0.0
+    q8_0: float = 0.0
+
+
+def reference(base: Loaded, config: AdaptConfig, held: Group | None) -> Reference:
+    """What a base model answers and expects; its answers are cached by the fingerprint of its weights."""
+    with models.computing(config.compute_dtype, base.device):
+        bound = ability_interface(base.tokenizer, config)
+        asked = {} if bound is None else {name: _base_answers(base, bound, config, name) for name in config.measured}
+        if held is None or held.closed or held.part != "retention":
+            return Reference(interface=bound, answers=asked)
+        rows = base_rows(base.model, held.encoded())
+        scale = []
+        for store in (to_bfloat16, to_q8_0):
+            with rounded(base.model, store):
+                scale.append(divergence(base.model, rows))
+    return Reference(interface=bound, answers=asked, rows=rows, bfloat16=scale[0], q8_0=scale[1])
+
+
+def ability_interface(tokenizer: Any, config: AdaptConfig) -> Interface | None:
+    """How abilities are asked for: through the chat template; without one they are not."""
+    if config.plain or not config.measured or not getattr(tokenizer, "chat_template", None):
         return None
-    first, second = zip(*pairs, strict=True)
-    return noise_floor([(s.total, s.num_tokens) for s in first], [(s.total, s.num_tokens) for s in second])
+    return interfaces.build("freeform", tokenizer, chat=True)
 
 
-def _to_row(answers: GroupAnswers) -> dict[str, Any]:
-    return {
-        "predictions": [dataclasses.asdict(prediction) for prediction in answers.predictions],
-        "scores": [[score.total, score.num_tokens] for score in answers.scores],
-        "base_answers": [None if own is None else [own.total, own.num_tokens] for own in answers.base_answers],
-    }
+def why_unmeasured(config: AdaptConfig) -> str:
+    """Why no ability is measured where `ability_interface` is None."""
+    if not config.measured:
+        return "none was asked for"
+    return "plain prompts were chosen" if config.plain else "the model has no chat template"
 
 
-def _from_row(row: dict[str, Any]) -> GroupAnswers:
-    return GroupAnswers(
-        predictions=tuple(examples.prediction_from_row(own) for own in row["predictions"]),
-        scores=tuple(Score(total, count) for total, count in row["scores"]),
-        base_answers=tuple(None if own is None else Score(*own) for own in row["base_answers"]),
+def _base_answers(base: Loaded, bound: Interface, config: AdaptConfig, name: str) -> list[Answer]:
+    prompts = [bound.prompt(request.example) for request in requests(name)]
+    key = files.fingerprint(
+        [base.fingerprint, config.compute_dtype, versions(), ABILITIES[name].max_new_tokens, prompts]
     )
+    path = files.cache_folder() / "answers" / f"{key[:32]}.json"
+    stored = processes.shared(lambda: read_stored(path))
+    if stored is not None:
+        return [Answer(*row) for row in stored["answers"]]
+    found = ability_answers(base.model, bound, name, what="base model")
+    if processes.first():
+        files.write_json(path, files.sealed({"model": base.fingerprint, "answers": [[a.text, a.ended] for a in found]}))
+    return found
+
+
+def measured(
+    known: Reference, after: Loaded, config: AdaptConfig, given: Iterable[Example]
+) -> tuple[tuple[RowSet, ...], Divergence | None]:
+    """The requests of every ability as base and model answer them, and how far the model has moved.
+
+    Requests among the rows `given`, which are trained on or evidence, measure nothing and are left out.
+    """
+    seen = {input_key(example, options=False) for example in given}
+    sets = []
+    with models.computing(config.compute_dtype, after.device):
+        for name, before in known.answers.items():
+            bound = ability_interface(after.tokenizer, config) or known.interface
+            assert bound is not None
+            now = ability_answers(after.model, bound, name, what="after")
+            rows = tuple(
+                RowComparison(
+                    id=request.id,
+                    kind=KINDS[request.right(old.text), request.right(new.text)],
+                    input=request.request,
+                    gold=request.answer,
+                    before=old.text,
+                    after=new.text,
+                    confidence_before=0.0,
+                    confidence_after=0.0,
+                    ended_before=old.ended,
+                    ended_after=new.ended,
+                )
+                for request, old, new in zip(requests(name), before, now, strict=True)
+                if input_key(request.example, options=False) not in seen
+            )
+            sets.append(RowSet(name=name, kind="ability", interface="freeform", rows=rows, judge="rules"))
+        if not known.rows:
+            return tuple(sets), None
+        moved = divergence(after.model, known.rows)
+    return tuple(sets), Divergence(rows=len(known.rows), after=moved, bfloat16=known.bfloat16, q8_0=known.q8_0)
 
 
 # The outputs of a finished job: the model, its card, the receipt and, last of all, the record.
@@ -203,8 +257,11 @@ class Finished:
     """A job and what became of it; `good_epoch` is 0 for the base model, `repaired` may be why there was no repair."""
 
     job: Job
-    before: Before
+    before: Mapping[str, GroupAnswers]
     after: Mapping[str, GroupAnswers]
+    abilities: tuple[RowSet, ...]
+    divergence: Divergence | None
+    notes: Sequence[str]
     fingerprint: str
     log: TrainingLog
     bank: Bank | None
@@ -279,11 +336,25 @@ def write_outputs(done: Finished) -> dict[str, Any]:
     return write_record(record, job.folder.root)
 
 
+def rewritten(folder: Folder, beside: Beside) -> dict[str, Any]:
+    """The record of a finished job with plain fine-tuning beside it, written with its page and its card."""
+    record = files.read_sealed(folder.record)
+    old = replace(from_json(record), beside=beside)
+    job = {name: value for name, value in record.items() if name not in PARTS}
+    found = to_json(old, job)
+    files.write_text(folder.card, card(found))
+    return write_record(found, folder.root)
+
+
 def receipt(done: Finished) -> Receipt:
     """The job as a receipt."""
     job, config = done.job, done.job.config
     compared = [group for group in (job.rows.anchors, job.rows.new, job.rows.past) if group is not None]
     sources = [ComparedRows(name=group.name, examples=group.examples) for group in compared]
+    sources += [
+        ComparedRows(name=f"{name}, measured only", examples=[request.example for request in requests(name)])
+        for name in config.measured
+    ]
     followed = [group.drawn(config.evaluate_rows, config.seed) for group in job.groups if group.part != "external"]
     return Receipt(
         title=f"{config.model} adapted by {config.method}" + (" (unfinished)" if done.unfinished else ""),
@@ -292,15 +363,14 @@ def receipt(done: Finished) -> Receipt:
         after=ModelId(name=f"{config.out.name}/model", fingerprint=done.fingerprint),
         method=config.method,
         sets=tuple(
-            compare(group, done.before.answers[group.name], done.after[group.name], judge=config.judge)
-            for group in job.groups
-        ),
+            compare(group, done.before[group.name], done.after[group.name], judge=config.judge) for group in job.groups
+        )
+        + done.abilities,
         followed={group.name: len(group.examples) for group in followed},
-        noise_floor=done.before.noise_floor,
+        divergence=done.divergence,
         settings=config.model_dump(mode="json"),
         environment=environment(threads=torch.get_num_threads(), device=str(job.base.device)),
         curve=(_start(done, followed), *(_point(point) for point in done.log.curve)),
-        comparisons=dict(job.comparisons),
         gate=tuple(
             GateShare(
                 name=layer.name,
@@ -313,7 +383,7 @@ def receipt(done: Finished) -> Receipt:
         audit=None if done.bank is None else bank_audit(audit(done.bank, sources)),
         cost=done.cost,
         requirements=config.requirements,
-        notes=(*job.rows.notes, *_notes(done)),
+        notes=(*job.rows.notes, *_notes(done), *done.notes),
     )
 
 
@@ -325,7 +395,12 @@ def _notes(done: Finished) -> list[str]:
     if (cut := done.unfinished) is not None:
         notes.append(f"UNFINISHED: training was ended after update {cut['updates']} of {cut['planned']}.")
     if done.best_epoch is not None:
-        notes.append(f"The weights are those of epoch {done.best_epoch}, the best on past and new rows.")
+        why = (
+            "which has the lowest loss of held-out new rows"
+            if done.job.rows.validation
+            else "the best on past and new rows"
+        )
+        notes.append(f"The weights are those of epoch {done.best_epoch}, {why}.")
     if log.lost:
         notes.append(f"Training ended after epoch {len(log.curve)}: past rows lost more than {config.lost_limit:g}.")
     if done.good_epoch:
@@ -334,12 +409,6 @@ def _notes(done: Finished) -> list[str]:
         notes.append("The weights are the base model's, because the first evaluation lost too much; reduce the rate.")
     if log.learned and len(log.curve) < config.epochs:
         notes.append(f"Training ended after epoch {len(log.curve)}: every new row was learned.")
-    other = done.repaired is not None or done.good_epoch is not None or cut is not None
-    if not other and log.curve and done.best_epoch in (None, len(log.curve)) and "divergence" in log.curve[-1]:
-        notes.append(
-            f"The model has moved {log.curve[-1]['divergence']:.3f} nats per token from its base on new rows (KL of "
-            "the next token, a known predictor of forgetting)."
-        )
     if isinstance(done.repaired, str):
         notes.append(f"NOT REPAIRED: {done.repaired}.")
     elif done.repaired is not None:
@@ -363,15 +432,16 @@ def _start(done: Finished, followed: Sequence[Group]) -> Point:
         if group.closed:
             known[share] = start
             continue
-        known[nll] = max(0.0, loss_of(group_scores(group, done.before.answers[group.name])))
+        known[nll] = max(0.0, loss_of(group_scores(done.job, group, done.before)))
     moved = {"divergence": 0.0} if any("divergence" in point for point in done.log.curve) else {}
     return _point({**known, **moved})
 
 
-def group_scores(group: Group, answers: GroupAnswers) -> list[Score]:
-    """The base model's scores of these rows, drawn from those it answered."""
-    seen = {example.id for example in group.examples}
-    return [score for own, score in zip(answers.predictions, answers.scores, strict=True) if own.id in seen]
+def group_scores(job: Job, group: Group, before: Mapping[str, GroupAnswers]) -> list[Score]:
+    """The base model's scores of these rows, drawn from those it was evaluated on."""
+    whole = next(own for own in job.groups if own.name == group.name)
+    scores = dict(zip((example.id for example in whole.examples), before[group.name].scores, strict=True))
+    return [scores[example.id] for example in group.examples]
 
 
 def _point(point: Mapping[str, float]) -> Point:
@@ -391,48 +461,6 @@ def card(record: Mapping[str, Any], template: str = "card.md") -> str:
     shown = {
         "headline": headline(figures),
         "sentences": sentences(figures),
-        "place": record["settings"].get("push_to_hub") or "model",
         "apart": lora is not None and not lora["merge"],
     }
     return environment.get_template(template).render({**record, **shown})
-
-
-# A finished job on the hub: the model, its card and the receipt, in a repository that is private by default.
-
-
-BESIDE = ("README.md", "receipt.html", "record.json")
-"""What goes to the hub beside the model's own files."""
-_FAILURES: tuple[type[BaseException], ...] = (OSError, *HfHubHTTPError.__bases__)  # the HTTP library's own errors too
-
-
-def check_push(config: AdaptConfig) -> None:
-    """Refuse a job that could not be uploaded at its end: without a token, or with one that the hub does not take."""
-    if config.push_to_hub is None:
-        return
-    try:
-        HfApi().whoami()
-    except _FAILURES as error:
-        raise ValueError(
-            f"push_to_hub {config.push_to_hub}: the hub cannot be reached or does not take the token "
-            f"({type(error).__name__}); run 'hf auth login' or set HF_TOKEN, or leave out push_to_hub"
-        ) from error
-
-
-def push(folder: Folder, config: AdaptConfig) -> str:
-    """Upload the model, then its card and receipt, and return the address."""
-    assert config.push_to_hub is not None
-    name, api = config.push_to_hub, HfApi()
-    say(f"uploading to {name}, {'public' if config.public else 'private'}")
-    try:
-        where = api.create_repo(name, private=not config.public, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=folder.model, commit_message="Upload the model")
-        api.upload_folder(
-            repo_id=name, folder_path=folder.root, allow_patterns=list(BESIDE), commit_message="Upload card and receipt"
-        )
-    except _FAILURES as error:
-        raise ValueError(
-            f"{folder.root}: the job is finished, but the upload to {name} failed ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else 'no reason given'}); repeat it with: hf upload {name} "
-            f"{folder.model}"
-        ) from error
-    return str(where)

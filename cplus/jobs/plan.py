@@ -206,7 +206,7 @@ def assumed_material(config: AdaptConfig, method: Method, rows: Rows, home: Path
 def saving_seconds(config: AdaptConfig, size: ModelSize, checkpoint: int, updates: int) -> float:
     """Seconds to write checkpoints and the model."""
     saved = 1 + (updates // config.checkpoint_steps if config.checkpoint_steps is not None else 0)
-    kept = 4 * size.trainable * config.epochs * (config.keep_best or config.lost_limit is not None)
+    kept = 4 * size.trainable * config.epochs * (config.keep_best is not False or config.lost_limit is not None)
     return (saved * checkpoint + 4 * size.parameters + kept) / SAVED
 
 

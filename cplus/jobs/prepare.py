@@ -13,7 +13,7 @@ from cplus.base.environment import versions
 from cplus.data.examples import fingerprint
 from cplus.distributed import processes as world
 from cplus.jobs.choices import Chosen, choose
-from cplus.jobs.folder import Folder, curves
+from cplus.jobs.folder import Folder
 from cplus.jobs.keep import Written, with_written
 from cplus.jobs.memory import Footprint, ModelSize, check_packed, footprint, giga, model_size
 from cplus.jobs.progress import say
@@ -21,7 +21,6 @@ from cplus.jobs.rows import Tasks, bind_rows, load, located, read, template
 from cplus.jobs.settings import AdaptConfig, paper, refuse
 from cplus.methods.table import REPAIR, Method
 from cplus.models import Loaded, loading
-from cplus.receipts.contents import ComparedRun
 from cplus.training.rows import Group, Rows
 from cplus.training.sharding import needs_whole
 
@@ -163,7 +162,6 @@ class Job:
     base: Loaded
     rows: Rows
     groups: tuple[Group, ...]
-    comparisons: Mapping[str, ComparedRun]
     written: Written | None
     """The bank's self-written part, where the base model writes the rows to keep."""
     chosen: tuple[Chosen, ...]
@@ -219,7 +217,6 @@ def prepare(
         base=base,
         rows=rows,
         groups=groups,
-        comparisons=curves([Path(located(str(place), home)) for place in config.compare], groups, config.method),
         written=own,
         chosen=found.chosen,
         seconds={"loading": loaded - clock, "writing probes": time.perf_counter() - loaded},

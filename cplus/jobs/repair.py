@@ -23,10 +23,20 @@ from cplus.data.examples import Example, lines, to_row
 from cplus.distributed.processes import Interrupted, Interruption
 from cplus.evaluation.changes import acquisition, flips
 from cplus.evaluation.judges import judge
-from cplus.jobs.folder import FinishedJob, Folder, begin_folder, check_free, claimed, discard, read_values, row_hashes
+from cplus.jobs.folder import (
+    FinishedJob,
+    Folder,
+    begin_folder,
+    check_free,
+    claimed,
+    discard,
+    read_finished,
+    read_values,
+    row_hashes,
+)
 from cplus.jobs.keep import Written, job_bank, with_written, written_bank
 from cplus.jobs.memory import ModelSize, available, disk_free, giga, model_size
-from cplus.jobs.outputs import answer, base_answers, card, write_model
+from cplus.jobs.outputs import answer, base_answers, card, measured, reference, write_model
 from cplus.jobs.progress import recorded, recorded_seconds, say
 from cplus.jobs.rows import bind_rows, check_requirements, load, located, read
 from cplus.jobs.settings import MAX_ROWS, AdaptConfig, RepairConfig, repair_settings
@@ -332,7 +342,7 @@ def resume(out: Path, *, repeated: Mapping[str, Any] | None = None) -> FinishedJ
     config = repair_settings(values, where=str(folder.settings))
     if folder.record.is_file():
         say(f"{out}: this repair is finished")
-        return FinishedJob(folder=out, record=files.read_sealed(folder.record))
+        return FinishedJob(folder=out, record=read_finished(folder))
     with Interruption().watching():
         given = prepare(config, home)
         with claimed(folder):
@@ -357,8 +367,13 @@ def _repaired(given: Given, folder: Folder) -> dict[str, Any]:
     tuned_id = ModelId(name=config.tuned, fingerprint=tuned.fingerprint)  # it is repaired in place
     with models.computing(config.compute_dtype, base.device), recorded(folder.seconds, "evaluating"):
         before = base_answers(folder.answers, base, given.groups, config)
-        check_requirements(config, given.groups, before.answers)
-        tuned_sets = [tuned_set(tuned.model, group, before.answers[group.name], config) for group in given.groups]
+        check_requirements(config, given.groups, before)
+        tuned_sets = [tuned_set(tuned.model, group, before[group.name], config) for group in given.groups]
+        known, seen = reference(base, config, rows.past), [row for group in rows.groups for row in group.examples]
+        tuned_sets += [
+            TunedSet(name=own.name, right=100 * sum(r.kind in ("kept", "gained") for r in own.rows) / len(own.rows))
+            for own in measured(known, tuned, config, seen)[0]
+        ]
     files.write_text(folder.anchors, lines(rows.anchors.examples))
     with recorded(folder.seconds, "writing probes"):
         bank = _bank(given, folder)
@@ -370,17 +385,15 @@ def _repaired(given: Given, folder: Folder) -> dict[str, Any]:
             tuned.model,
             base,
             given.new,
-            before.answers,
+            before,
             [past],
             config,
             tolerance=config.tolerance,
             max_rows=config.max_rows,
         )
     with models.computing(config.compute_dtype, base.device), recorded(folder.seconds, "evaluating"):
-        after = {
-            group.name: answer(tuned.model, group, config, "repaired", before.answers[group.name].predictions)
-            for group in given.groups
-        }
+        after = {group.name: answer(tuned.model, group, config, "repaired") for group in given.groups}
+        abilities, moved = measured(known, tuned, config, [*seen, *bank.examples])
     write_model(folder, tuned.model, tuned.tokenizer, config.save_dtype)
     repaired_id = ModelId(name=f"{config.out.name}/model", fingerprint=models.fingerprint(tuned.model))
     seconds = recorded_seconds(folder.seconds)
@@ -391,11 +404,10 @@ def _repaired(given: Given, folder: Folder) -> dict[str, Any]:
         before=ModelId(name=config.model, fingerprint=base.fingerprint),
         after=repaired_id,
         method="repair",
-        sets=tuple(
-            compare(group, before.answers[group.name], after[group.name], judge=config.judge) for group in given.groups
-        ),
+        sets=tuple(compare(group, before[group.name], after[group.name], judge=config.judge) for group in given.groups)
+        + abilities,
         repair=Repair(tuned=tuned_id, undone=done.undone, moved=done.moved, sets=tuple(tuned_sets)),
-        noise_floor=before.noise_floor,
+        divergence=moved,
         settings=config.shown(),
         environment=environment(threads=torch.get_num_threads(), device=str(base.device)),
         audit=bank_audit(audit(bank, [ComparedRows(name=own.name, examples=own.examples) for own in sources])),

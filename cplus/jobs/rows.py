@@ -361,7 +361,7 @@ def check_requirements(config: AdaptConfig, groups: tuple[Group, ...], before: M
             kind=group.part,
             rows=len(group.examples),
             right=None
-            if any(p.correct is None for p in before[group.name].predictions)
+            if not group.closed and judge(config.judge) is None
             else sum(p.right for p in before[group.name].predictions),
             scored=0 if group.closed else len(group.examples),
             anchors=group.name == "anchors",

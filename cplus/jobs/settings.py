@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from cplus.data.formats import check_once
 from cplus.data.readers import parse_columns, weighted
+from cplus.evaluation.abilities import ABILITIES as ABILITY_ROWS
+from cplus.evaluation.abilities import chosen as measured_abilities
 from cplus.evaluation.judges import NAMES
 from cplus.evaluation.requirements import Requirement, parse
 from cplus.models.names import PRESETS
@@ -175,10 +177,9 @@ def _stop(value: str) -> None:
         raise ValueError(f"expected learned, never or lost:LIMIT with a limit above 0, like lost:0.02, got {value!r}")
 
 
-def _repository(value: str) -> None:
-    """A name on the hub, by its form."""
-    if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", value):
-        raise ValueError(f"expected a repository on the hub as owner/name, got {value!r:.60}")
+def _abilities(value: tuple[str, ...]) -> tuple[str, ...]:
+    measured_abilities(value)
+    return value
 
 
 def _new(value: object) -> object:
@@ -301,18 +302,23 @@ class AdaptConfig(TrainSettings):
         description="retention>=0.9, acquisition>=0.9, past-loss<=+0.05 or new-loss<=1; exit code 2 if its 95 % bound "
         "misses it. Repeatable.",
     )
-    keep_best: bool = Field(
-        False, description="Write the weights of the epoch with the best figures on past and new rows, not the last."
+    keep_best: bool | None = Field(
+        None,
+        description="Write the weights of the epoch with the lowest loss of held-out new rows, not the last; default: "
+        "in free text with held-out rows. Without such rows: of the best figures on past and new rows.",
+    )
+    abilities: Annotated[tuple[str, ...], AfterValidator(_abilities)] = Field(
+        tuple(ABILITY_ROWS),
+        description=f"What to measure before and after on short built-in requests: {', '.join(ABILITY_ROWS)}; none for "
+        "nothing. They are never trained on.",
     )
     save_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Precision of the written weights; training stays in float32."
     )
-    push_to_hub: Annotated[str | None, _checked(_repository)] = Field(
-        None, description="Upload model, card and receipt to this repository of the hub, owner/name, when done."
-    )
-    public: bool = Field(False, description="With push_to_hub: create a public repository; default: a private one.")
-    compare: tuple[Path, ...] = Field(
-        (), description="Finished job on the same rows to show in the receipt beside this one; repeatable."
+    compare: Annotated[Literal["sft"] | None, BeforeValidator(lambda value: value or None)] = Field(
+        None,
+        description="After the job, train plain fine-tuning (sft) on the same rows to the same loss of held-out rows, "
+        "and show both in the receipt.",
     )
     report_to: Literal["tensorboard", "wandb", "trackio"] | None = Field(
         None, description="Tracker that the training curves are also logged to."
@@ -377,8 +383,6 @@ class AdaptConfig(TrainSettings):
             raise ValueError(
                 "a bank belongs to the anchors it was written from, and here the model writes its own; provide anchors"
             )
-        if self.public and self.push_to_hub is None:
-            raise ValueError("public says who sees the uploaded model; add push_to_hub, or leave out public")
         if self.lost_limit is not None and self.evaluate_every == 0:
             raise ValueError(f"stop {self.stop} needs evaluations during training; set evaluate_every to at least 1")
         return self
@@ -402,6 +406,11 @@ class AdaptConfig(TrainSettings):
         return self.model_copy(
             update={"num_probes": self.num_probes or (SELF_WRITTEN_PROBES if few else min(512, max(32, num_new)))}
         )
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """The abilities to measure."""
+        return measured_abilities(self.abilities)
 
     @property
     def new_files(self) -> tuple[str, ...]:
@@ -429,8 +438,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "weight_decay", "clip_norm", "load", "lora", "compute_dtype", "gradient_checkpointing", "seed",
     ),
     "What is watched and written": (
-        "out", "max_asked", "evaluate_every", "evaluate_rows", "require", "keep_best", "save_dtype", "push_to_hub",
-        "public", "compare", "report_to", "checkpoint_minutes", "checkpoint_steps",
+        "out", "max_asked", "evaluate_every", "evaluate_rows", "abilities", "require", "keep_best", "save_dtype",
+        "compare", "report_to", "checkpoint_minutes", "checkpoint_steps",
     ),
     "Machine": ("device", "sharding", "revision", "trust_remote_code"),
 }  # fmt: skip
@@ -462,6 +471,7 @@ def paper(model: object) -> dict[str, Any]:
         "temperature": 0.8,
         "compute_dtype": "float32",
         "gradient_checkpointing": False,
+        "abilities": ("none",),
     }
 
 
@@ -526,7 +536,7 @@ SHARED = (
     "new", "anchors", "keep", "past", "validation", "external", "external_limit", "interface", "plain",
     "chat_template", "turns", "thinking", "columns", "own_answers", "judge", "max_new_tokens", "max_length",
     "too_long", "data_dir", "bank", "num_probes", "shots", "temperature", "topics", "compute_dtype", "seed", "out",
-    "max_asked", "require", "save_dtype", "checkpoint_minutes", "device", "revision", "trust_remote_code",
+    "max_asked", "abilities", "require", "save_dtype", "checkpoint_minutes", "device", "revision", "trust_remote_code",
 )  # fmt: skip
 """The settings of a job that a repair uses too."""
 MAX_ROWS = 256

@@ -6,7 +6,6 @@ import random
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from cplus.data.readers import read_file, weighted
 from cplus.data.tasks import Task, load_task
 from cplus.distributed.processes import Interrupted
 from cplus.evaluation.changes import Kind
-from cplus.evaluation.statistics import average_accuracy, backward_transfer, lifetime, survival
+from cplus.evaluation.statistics import average_accuracy, backward_transfer
 from cplus.jobs.adapt import adapt, resume
 from cplus.jobs.folder import FinishedJob, Folder, claimed
 from cplus.jobs.progress import say
@@ -62,6 +61,12 @@ class Ledger:
     def place(self, stage: int) -> StageFolder:
         """The folder of a stage, which need not exist."""
         return StageFolder(self.root / "stages" / f"{stage:03d}")
+
+    @property
+    def job(self) -> Folder | None:
+        """The finished job of `cplus adapt` that the ledger continues, where its folder is that of one."""
+        found = Folder(self.root)
+        return found if found.record.is_file() else None
 
     @property
     def next(self) -> StageFolder:
@@ -162,22 +167,7 @@ def _files(folder: Path, entry: Entry, *, whole: bool) -> Iterator[str]:
         yield f"stage {entry.stage}: {name} was added"
 
 
-def restore(ledger: Ledger, stage: int, out: Path) -> Path:
-    """Copy a stage's model to a new folder, if it is still the sealed one."""
-    if not 1 <= stage <= len(ledger.entries):
-        raise ValueError(f"{ledger.root}: expected a stage from 1 to {len(ledger.entries)}, got {stage}")
-    if out.exists():
-        raise ValueError(f"{out} already exists and is not overwritten; choose another folder")
-    entry, place = ledger.entries[stage - 1], ledger.place(stage)
-    wrong = [*_chain(ledger), *_files(place.root, entry, whole=True)]
-    if wrong:
-        raise ValueError(f"{ledger.root}: {wrong[0]}; 'cplus update {ledger.root} --verify' lists all problems")
-    with files.replacing_folder(out) as part:
-        shutil.copytree(place.model, part, dirs_exist_ok=True)
-    return out
-
-
-# A ledger in figures: each task's accuracy after each stage, and how long each row stayed right. Imports no torch.
+# A ledger in figures: each task's accuracy after each stage. Imports no torch.
 
 
 BASE = "base"
@@ -227,62 +217,36 @@ def matrix(found: list[Table]) -> list[list[float | None]]:
     return cells
 
 
-def histories(found: list[Table]) -> dict[str, dict[str, list[bool]]]:
-    """By set and row id, whether the row was right after its own stage and each later one.
-
-    The histories of the base model's rows begin with an additional entry for the base model itself.
-    """
-    by_set: dict[str, dict[str, list[bool]]] = {}
-    for number, table in enumerate(found):
-        for name, rows in table.items():
-            if name in by_set:
-                continue  # its rows were followed from their first stage on
-            kinds = {id: [own.get(name, {}).get(id) for own in found[number:]] for id in rows}
-            by_set[name] = {  # up to the first stage that did not evaluate the row
-                id: [rows[id] in BEFORE] * (name == BASE) + [kind in AFTER for kind in takewhile(bool, later)]
-                for id, later in kinds.items()
-            }
-    return by_set
-
-
 def report(ledger: Ledger) -> dict[str, Any]:
     """The ledger's figures as plain JSON values.
 
     Paper: App. E.9 (average task accuracy).
     """
     found: list[Table] = [files.read_json(ledger.place(entry.stage).flips) for entry in ledger.entries]
-    cells, by_set = matrix(found), histories(found)
-    numbers = range(1, len(found) + 1)
+    cells = matrix(found)
     return {
         "ledger": str(ledger.root),
         "head": ledger.head,
         "tasks": [entry.task for entry in ledger.entries],
         "accuracy": cells,
-        "average_accuracy": [average_accuracy(cells, number) for number in numbers],
+        "average_accuracy": [average_accuracy(cells, number) for number in range(1, len(found) + 1)],
         "backward_transfer": backward_transfer(cells),
-        "survival": {
-            "all": survival([history for rows in by_set.values() for history in rows.values()]),
-            **{name: survival(list(rows.values())) for name, rows in by_set.items()},
-        },
         "base": [_share(table.get(BASE, {}), AFTER) for table in found],
-        "stages": [_stage(ledger, number, by_set) for number in numbers],
+        "stages": [_stage(ledger, number, len(table[set_name(number)])) for number, table in enumerate(found, start=1)],
     }
 
 
-def _stage(ledger: Ledger, number: int, by_set: dict[str, dict[str, list[bool]]]) -> dict[str, Any]:
-    entry, place = ledger.entries[number - 1], ledger.place(number)
-    record = files.read_json(place.record)
-    rows = by_set[set_name(number)]
+def _stage(ledger: Ledger, number: int, rows: int) -> dict[str, Any]:
+    entry, record = ledger.entries[number - 1], files.read_json(ledger.place(number).record)
     return {
         "stage": number,
         "task": entry.task,
         "method": record["settings"]["method"],
-        "rows": len(rows),
+        "rows": rows,
         "acquisition": record["figures"]["acquisition"],
         "retention": record["figures"]["retention"],
         "model": entry.after,
         "created": entry.created,
-        "lost": {id: number + age for id, history in rows.items() if (age := lifetime(history)) is not None},
     }
 
 
@@ -339,9 +303,9 @@ def _one_file(new: object) -> str:
 
 
 def _check_place(root: Path, given: Mapping[str, Any]) -> None:
-    if exists(root):
+    if exists(root) or Ledger(root=root).job is not None:
         if given.get("model") is not None:
-            raise ValueError(f"{root}: the ledger continues from its last stage's model; leave the model out")
+            raise ValueError(f"{root}: an update continues from the last model here; leave the model out")
         return
     if root.exists() and (
         not root.is_dir() or any(entry.name != "stages" and not files.is_left(entry.name) for entry in root.iterdir())
@@ -354,9 +318,12 @@ def _check_place(root: Path, given: Mapping[str, Any]) -> None:
 def _started(ledger: Ledger, place: StageFolder, given: Mapping[str, Any], *, force: bool) -> AdaptConfig:
     """The stage's settings; writes its rows and then its arguments, which mark the stage as started."""
     values = dict(given)
-    if ledger.entries and "preset" not in given:
-        last = files.read_json(ledger.place(len(ledger.entries)).record)["settings"]
-        values = {name: value for name, value in last.items() if name not in OF_ONE_STAGE} | values
+    before = [own.record for own in (ledger.job, *map(ledger.place, range(1, len(ledger.entries) + 1))) if own]
+    if before and "preset" not in given:
+        last = files.read_json(before[-1])["settings"]
+        values = {
+            name: value for name, value in last.items() if name in AdaptConfig.model_fields.keys() - OF_ONE_STAGE
+        } | values
     check_repeated(values, given, ledger.root)
     new = load_task(str(given["new"]), values.get("data_dir"))
     arguments = {name: str(value) for name, value in sorted(given.items())} | {"rows": new.fingerprint}
@@ -388,6 +355,8 @@ def _rows(ledger: Ledger, place: StageFolder, values: Mapping[str, Any]) -> dict
     found = {place.anchors: anchors} if anchors else {}
     if values.get("past") is not None:
         found[place.past] = load_task(str(values["past"]), values.get("data_dir")).examples
+    elif not ledger.entries and ledger.job is not None and ledger.job.past.is_file():
+        found[place.past] = tuple(read_file(ledger.job.past))
     return found
 
 
@@ -416,12 +385,15 @@ def _config(
     last = ledger.place(number)
     external = [path for _, path in _external(ledger)]
     kept = [ledger.place(stage).job for stage in range(1, number + 1)]
+    first = ledger.job.model if ledger.job is not None else values.get("model")
+    if ledger.job is not None:
+        kept = [ledger.root, *kept]
     own = new.interface if isinstance(new.examples[0], Choice) else None
     config = settings(
         {
             "judge": "exact",  # a ledger counts right answers
             **values,
-            "model": str(last.model) if number else values["model"],
+            "model": str(last.model if number else first),
             "out": place.job,
             "new": str(place.new),
             "anchors": str(place.anchors) if place.anchors in present else None,

@@ -13,11 +13,10 @@ from cplus.evaluation.changes import Kind, flips
 from cplus.evaluation.requirements import Requirement
 
 if TYPE_CHECKING:
-    from cplus.models.scoring import Score
     from cplus.training.measure import GroupAnswers
     from cplus.training.rows import Group
 
-SetKind: TypeAlias = Literal["retention", "acquisition", "validation", "task", "external"]
+SetKind: TypeAlias = Literal["retention", "acquisition", "validation", "task", "external", "ability"]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 Percent: TypeAlias = Annotated[float, Field(ge=0, le=100)]
 Loss: TypeAlias = Annotated[float, Field(ge=0)]
@@ -41,25 +40,24 @@ class ModelId(_Strict):
 class RowComparison(_Strict):
     """One row before and after, in words a person can read; `kind` is None where no judge says what is right.
 
-    `label` groups rows, such as the gold letter. Free-form rows have losses, each the mean over tokens: `nll_before`
-    and `nll_after` of the given response, which has `tokens` tokens, and `answer_nll_before` and `answer_nll_after` of
-    the answer that the model before gave.
+    An answer is None where the model was not asked.  `nll_before` and
+    `nll_after` are the losses of a given response in free text, each the mean over its `tokens`. Of the requests of an
+    ability, `ended_before` and `ended_after` say whether the answer ended by itself.
     """
 
     id: str
     kind: Kind | None
     input: str
     gold: str
-    before: str
-    after: str
+    before: str | None
+    after: str | None
     confidence_before: Share
     confidence_after: Share
-    label: str | None = None
     tokens: Annotated[int, Field(ge=1)] | None = None
     nll_before: Loss | None = None
     nll_after: Loss | None = None
-    answer_nll_before: Loss | None = None
-    answer_nll_after: Loss | None = None
+    ended_before: bool | None = None
+    ended_after: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +66,7 @@ class RowSet(_Strict):
 
     `retention` rows count for Retention, `acquisition` rows (those trained on) for Acquisition, `validation` rows are
     new rows held out of training, a whole `task` counts for both, `external` rows for neither: they are reported apart.
+    The requests of an `ability` are what the verdict is made of.
     `anchors` marks retention rows that the method was given, so that nobody reads them as held-out past rows. `judge`
     names the judge of free text; without one (None or `none`) free text has no outcomes, whatever its rows carry.
     """
@@ -83,16 +82,6 @@ class RowSet(_Strict):
     def judged(self) -> bool:
         """Whether the rows have outcomes: multiple choice, or free text with a chosen judge."""
         return self.interface != "freeform" or self.judge not in (None, "none")
-
-    @property
-    def followed(self) -> bool:
-        """Whether answers are the same or changed: free text without a judge that was not to be learned.
-
-        Plain texts have no input, so there is no answer to follow.
-        """
-        return (
-            not self.judged and self.kind not in ("acquisition", "validation") and any(row.input for row in self.rows)
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +104,29 @@ class Point(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparedRun(_Strict):
-    """Another finished run on the same rows: its curve and all its settings; the page shows those that differ."""
+class Divergence(_Strict):
+    """KL from the model before, in nats per token, at held-out rows, and what rounding its weights alone gives."""
 
-    curve: tuple[Point, ...]
-    settings: dict[str, Any] = field(default_factory=dict)
+    rows: Annotated[int, Field(ge=1)]
+    after: Loss
+    bfloat16: Loss
+    q8_0: Loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside(_Strict):
+    """Plain fine-tuning of the same base on the same rows, up to the same `level` if that was `reached`.
+
+    The level is the loss of held-out, else trained, new rows, and of multiple choice their Acquisition in percent.
+    """
+
+    method: str
+    level: Annotated[float, Field(ge=0)]
+    reached: bool
+    updates: Annotated[int, Field(ge=0)]
+    seconds: Annotated[float, Field(ge=0)]
+    sets: tuple[RowSet, ...]
+    divergence: Divergence | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,11 +167,9 @@ class Repair(_Strict):
 class Receipt(_Strict):
     """Everything the page shows. `created` is a date in ISO form, `notes` are sentences a reader must know.
 
-    `curve` is the run's own, `comparisons` those of other methods on the same rows, by method; `followed` is the number
-    of rows behind each point of the curve, by set. `noise_floor` is the difference in mean loss per token between the
-    model's own answers that sampling alone explains, in nats. `repair` is there where `after` is a repaired model; the
-    tuned model is neither `before` nor `after`. `cost` is `RunResult.cost` with `seconds` and `extra_bytes`, or as much
-    of it as is known.
+    `followed` is the number of rows behind each point of the curve, by set. `beside` is plain fine-tuning, where the
+    job compared itself with it. `repair` is there where `after` is a repaired model; the tuned model is neither
+    `before` nor `after`. `cost` is `RunResult.cost` with `seconds` and `extra_bytes`, or as much of it as is known.
     """
 
     title: str
@@ -176,9 +181,9 @@ class Receipt(_Strict):
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     curve: tuple[Point, ...] = ()
-    comparisons: dict[str, ComparedRun] = field(default_factory=dict)
     followed: dict[str, int] = field(default_factory=dict)
-    noise_floor: Loss | None = None
+    divergence: Divergence | None = None
+    beside: Beside | None = None
     gate: tuple[GateShare, ...] = ()
     audit: dict[str, Any] | None = None
     """The part of a bank's audit that the page shows, as `bank_audit` gives it."""
@@ -203,27 +208,22 @@ def compare(group: Group, before: GroupAnswers, after: GroupAnswers, *, judge: s
     kinds: dict[str, Kind] = {flip.id: flip.kind for flip in table}
     was, now = ({p.id: p for p in own.predictions} for own in (before, after))
     interface, unknown = group.interface.name, [None] * len(group.examples)
-    scores = (before.scores, after.scores, before.base_answers, after.base_answers)
+    scores = (before.scores or unknown, after.scores or unknown)
     rows = []
-    for example, *own in zip(group.examples, *(some or unknown for some in scores), strict=True):
-        given, old = _losses(own[0], own[1]), _losses(own[2], own[3])
-        gold = _answer(example, example.answer, interface) if isinstance(example, Choice) else example.response
+    for example, old, new in zip(group.examples, *scores, strict=True):
         row = RowComparison(
             id=example.id,
             kind=kinds.get(example.id),
             input=_input(example, interface),
-            gold=gold,
-            before=_answer(example, was[example.id].answer, interface),
-            after=_answer(example, now[example.id].answer, interface),
-            confidence_before=min(was[example.id].confidence, 1.0),  # the exponential of a rounded 0 may be above 1
-            confidence_after=min(now[example.id].confidence, 1.0),
-            # Elsewhere the model never sees a letter, so the position of the right choice means nothing.
-            label=ascii_uppercase[example.answer] if isinstance(example, Choice) and interface == "letter" else None,
-            tokens=own[0].num_tokens if own[0] else None,
-            nll_before=given[0],
-            nll_after=given[1],
-            answer_nll_before=old[0],
-            answer_nll_after=old[1],
+            gold=_answer(example, example.answer, interface) if isinstance(example, Choice) else example.response,
+            before=_answer(example, was[example.id].answer, interface) if example.id in was else None,
+            after=_answer(example, now[example.id].answer, interface) if example.id in now else None,
+            # The exponential of a rounded 0 may be above 1.
+            confidence_before=min(was[example.id].confidence, 1.0) if example.id in was else 0.0,
+            confidence_after=min(now[example.id].confidence, 1.0) if example.id in now else 0.0,
+            tokens=old.num_tokens if old else None,
+            nll_before=max(0.0, -old.mean) if old and new else None,  # a likelihood of 1 may round to a loss below 0
+            nll_after=max(0.0, -new.mean) if old and new else None,
         )
         rows.append(row)
     return RowSet(
@@ -234,12 +234,6 @@ def compare(group: Group, before: GroupAnswers, after: GroupAnswers, *, judge: s
         judge=None if group.closed else judge,
         anchors=group.name == "anchors",
     )
-
-
-def _losses(before: Score | None, after: Score | None) -> tuple[float | None, float | None]:
-    if before is None or after is None:
-        return None, None
-    return max(0.0, -before.mean), max(0.0, -after.mean)  # a likelihood of 1 may round to a loss below 0
 
 
 def _input(example: Example, interface: str) -> str:

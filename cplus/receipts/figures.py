@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeAlias, TypedDict
 
 from cplus.base.files import replacing
 from cplus.evaluation import requirements
-from cplus.evaluation.changes import Kind, macro, rates
+from cplus.evaluation.abilities import (
+    ABILITIES,
+    STOPPING,
+    STOPPING_NOISE,
+    How,
+    Line,
+    Verdict,
+    as_given,
+    how_compared,
+    line,
+    overall,
+)
+from cplus.evaluation.changes import Kind
 from cplus.evaluation.requirements import new_parts, past_parts
-from cplus.evaluation.statistics import Rate, RateRow, common_level, mcnemar, rise, share, weighted
+from cplus.evaluation.statistics import Rate, RateRow, mcnemar, share, weighted
 
 if TYPE_CHECKING:
-    from cplus.receipts.contents import Point, Receipt, Repair, RowComparison, RowSet, TunedSet
+    from cplus.receipts.contents import Point, Receipt, Repair, RowComparison, RowSet
 
 
 KINDS: tuple[Kind, ...] = ("kept", "lost", "gained", "still_wrong")
 State: TypeAlias = Literal["same", "changed"]
-MATERIAL = 0.02
-"""The smallest rise of the past loss called damage where no noise floor was measured, in nats per token."""
-LARGE = 0.1
-"""A larger rise is damage whatever the noise floor: a few rows give a wide one."""
+RISEN = 0.01
+"""A held-out loss this much above its lowest, in nats per token, has risen again."""
 
 
 class Losses(TypedDict):
@@ -58,34 +68,48 @@ class SetFigures(TypedDict):
 
 
 class FreeText(TypedDict):
-    """Rows in free text that no judge was chosen for: their loss, and what became of the answers."""
+    """Rows in free text that no judge was chosen for: their loss."""
 
     rows: int
     whole_task: bool
     on_anchors: bool
-    answers: dict[State, int] | None
     loss: Losses | None
-    effect: str
+
+
+class AsGiven(TypedDict):
+    """How many of the new rows trained on, of those answered again, have the given answer; `how` it was compared."""
+
+    how: How
+    right: int
+    rows: int
+
+
+class Learned(TypedDict):
+    """What was learned; `memorising` is the epoch after which the held-out loss rose while the trained loss fell."""
+
+    nothing: bool
+    given: AsGiven | None
+    memorising: int | None
 
 
 class Figures(TypedDict):
     """Every figure of a record; percentages are 0-100, intervals 95 %, losses means over tokens.
 
-    A figure of one set of rows is in `sets`, by the set's name; the others are over the sets of one kind.
+    A figure of one set of rows is in `sets`, by the set's name; the others are over the sets of one kind. `verdict` is
+    that of all `lines`.
     """
 
+    verdict: Verdict
+    lines: list[Line]
+    learned: Learned | None
     retention: RateRow | None
     acquisition: RateRow | None
     validation: RateRow | None
     on_anchors: bool
     free: dict[str, FreeText | None]
-    noise_floor: float | None
+    divergence: dict[str, float] | None
+    beside: dict[str, Any] | None
     sets: list[SetFigures]
-    labels: dict[str, Any] | None
-    unselected: dict[str, Any] | None
-    matched: dict[str, Any] | None
-    differing: list[dict[str, Any]]
-    unequal: list[str]
     preservation_percent: float | None
     repair: NotRequired[dict[str, Any]]
     requirements: list[dict[str, Any]]
@@ -93,37 +117,115 @@ class Figures(TypedDict):
 
 def figures(receipt: Receipt) -> Figures:
     """Compare before and after: of a job, a repair, a check or any two models."""
-    sets = receipt.sets
+    sets, beside = receipt.sets, receipt.beside
     judged = [own for own in sets if own.judged]
     free = [own for own in sets if not own.judged]
     past, new = past_parts(judged), new_parts(judged)
     parts = {"past": past_parts(free), "new": new_parts(free), "validation": _held_out(free)}
+    lines = ability_lines(sets)
     found: Figures = {
+        "verdict": overall(lines),
+        "lines": lines,
+        "learned": None,
         "retention": _rate(_kinds(*past), "kept", "lost"),
         "acquisition": _rate(_kinds(*new), "gained", "still_wrong"),
         "validation": _rate(_kinds(*_held_out(judged)), "gained", "still_wrong"),
         "on_anchors": bool(past) and all(own.anchors for own in past),
-        "free": {name: _free(own, receipt.noise_floor) if own else None for name, own in parts.items()},
-        "noise_floor": receipt.noise_floor,
+        "free": {name: _free(own) if own else None for name, own in parts.items()},
+        "divergence": None if receipt.divergence is None else vars(receipt.divergence).copy(),
+        "beside": None,
         "sets": [_set(own) for own in sets],
-        "labels": _labels(past, new),
-        "unselected": _unselected(_kinds(*(own for own in sets if own.kind in ("task", "external")))),
-        "matched": matched(receipt),
-        "differing": differing(receipt),
-        "unequal": unequal(receipt),
         "preservation_percent": _preservation(receipt.cost),
         "requirements": [],
     }
+    found["learned"] = _learned(receipt, found)
+    if beside is not None:
+        other = [own for own in beside.sets if own.kind == "acquisition" and not own.judged]
+        found["beside"] = {
+            **{name: getattr(beside, name) for name in ("method", "level", "reached", "updates", "seconds")},
+            "lines": ability_lines(beside.sets),
+            "given": _as_given(other[0].rows) if other else None,
+            "acquisition": _rate(_kinds(*new_parts(beside.sets)), "gained", "still_wrong"),
+            "divergence": None if beside.divergence is None else beside.divergence.after,
+        }
     if receipt.repair is not None:
         found["repair"] = repaired(receipt.repair, found["sets"])
     found["requirements"] = [requirements.judged(one, found) for one in receipt.requirements]
     return found
 
 
-def state(row: RowComparison) -> State:
-    """Whether a free-text answer stayed the same, up to case and blanks, or changed; the loss says by how much."""
-    before, after = (text.casefold().split() for text in (row.before, row.after))
-    return "same" if before == after else "changed"
+# What was kept: one line per ability, and one for answers that end. What was learned: of the new rows.
+
+
+def ability_lines(sets: Sequence[RowSet]) -> list[Line]:
+    """The lines of the verdict; the level of each test is corrected for their number."""
+    own = [each for each in sets if each.kind == "ability"]
+    ended = [(r.id, r.ended_before, r.ended_after) for each in own for r in each.rows if r.ended_before is not None]
+    count = len(own) + bool(ended)
+    found = [
+        line(
+            each.name,
+            [(row.id, row.kind in ("kept", "lost"), row.kind in ("kept", "gained")) for row in each.rows],
+            noise=ABILITIES[each.name].noise,
+            lines=count,
+        )
+        for each in own
+    ]
+    if ended:
+        rows = [(id, bool(before), bool(after)) for id, before, after in ended]
+        found.append(line(STOPPING, rows, noise=STOPPING_NOISE, lines=count))
+    return found
+
+
+def _as_given(rows: Sequence[RowComparison]) -> AsGiven | None:
+    """Answers to the rows trained on that are as given; None where none was asked for."""
+    asked = [(row.after, row.gold) for row in rows if row.after is not None]
+    if not asked:
+        return None
+    how = how_compared([gold for _, gold in asked])
+    right = 0 if how == "loss" else sum(as_given(after, gold, how) for after, gold in asked)
+    return {"how": how, "right": right, "rows": len(asked)}
+
+
+def _learned(receipt: Receipt, found: Figures) -> Learned | None:
+    """Nothing was learned where no new answer became right and no loss of new rows fell; None without such rows."""
+    trained = [own for own in receipt.sets if own.kind == "acquisition"]
+    if not trained or receipt.repair is not None:
+        return None
+    given = _as_given([row for own in trained if not own.judged for row in own.rows])
+    rates = [rate["right"] for rate in (found["acquisition"], found["validation"]) if rate]
+    losses = [part["loss"] for part in (found["free"]["new"], found["free"]["validation"]) if part and part["loss"]]
+    known = bool(rates or losses or given)
+    return {
+        "nothing": known and not any(rates) and not (given and given["right"]) and not any(map(_fell, losses)),
+        "given": given,
+        "memorising": memorising(receipt.curve),
+    }
+
+
+def _fell(loss: Losses) -> bool:
+    """Whether a loss fell by more than chance explains."""
+    return loss["rise"] < 0 if loss["high"] is None else loss["high"] < 0
+
+
+def memorising(curve: Sequence[Point]) -> int | None:
+    """The first epoch of a rise of the held-out loss that lasts to the end, while the trained loss fell further."""
+    known = [(point.epoch, point.validation_nll, point.new_nll) for point in curve if point.validation_nll is not None]
+    if len(known) < 3:
+        return None
+    lowest = min(range(len(known)), key=lambda place: known[place][1] or 0.0)
+    rest = known[lowest:]
+    (_, least, trained), (_, last, fallen) = rest[0], rest[-1]
+    if len(rest) < 2 or trained is None or fallen is None or fallen >= trained or (last or 0) < (least or 0) + RISEN:
+        return None
+    return int(rest[1][0])
+
+
+def state(row: RowComparison) -> State | None:
+    """Whether a free-text answer stayed the same, up to case and blanks; None where the model was not asked twice."""
+    if row.before is None or row.after is None:
+        return None
+    return "same" if row.before.casefold().split() == row.after.casefold().split() else "changed"
 
 
 def _held_out(sets: Sequence[RowSet]) -> list[RowSet]:
@@ -145,6 +247,8 @@ def _set(own: RowSet) -> SetFigures:
     kinds = _kinds(own)
     counts = Counter(kinds)
     kept, learned = _rate(kinds, "kept", "lost"), _rate(kinds, "gained", "still_wrong")
+    followed = not own.judged and own.kind not in ("acquisition", "validation")
+    states = Counter(filter(None, map(state, own.rows)) if followed else ())
     return {
         "name": own.name,
         "kind": own.kind,
@@ -153,7 +257,7 @@ def _set(own: RowSet) -> SetFigures:
         "anchors": own.anchors,
         "rows": len(own.rows),
         "counts": {kind: counts[kind] for kind in KINDS} | {"unjudged": len(own.rows) - len(kinds)},
-        "answers": _states(own.rows) if own.followed else None,
+        "answers": {"same": states["same"], "changed": states["changed"]} if states else None,
         "before": share(kind in ("kept", "lost") for kind in kinds).row() if kinds else None,
         "after": share(kind in ("kept", "gained") for kind in kinds).row() if kinds else None,
         "retention": kept,
@@ -164,40 +268,14 @@ def _set(own: RowSet) -> SetFigures:
     }
 
 
-def _states(rows: Sequence[RowComparison]) -> dict[State, int]:
-    counts = Counter(map(state, rows))
-    return {"same": counts["same"], "changed": counts["changed"]}
-
-
-def _free(sets: Sequence[RowSet], noise_floor: float | None) -> FreeText:
+def _free(sets: Sequence[RowSet]) -> FreeText:
     rows = [row for own in sets for row in own.rows]
-    loss = _losses(rows)
     return {
         "rows": len(rows),
         "whole_task": all(own.kind == "task" for own in sets),
         "on_anchors": all(own.anchors for own in sets),
-        "answers": _states(rows) if all(own.followed for own in sets) else None,
-        "loss": loss,
-        "effect": effect(loss, noise_floor),
+        "loss": _losses(rows),
     }
-
-
-def effect(loss: Losses | None, noise_floor: float | None) -> str:
-    """What the loss says about behaviour that was to be kept.
-
-    `damaged`: the interval of the rise excludes 0, and the rise exceeds the noise floor (`MATERIAL` where none was
-    measured, at most `LARGE`). `slight`: the interval excludes 0, but the rise is within the floor. `unclear`: the
-    interval holds 0 and reaches beyond the floor, or one row gives no interval. `kept`: the whole interval is below
-    the floor. `unmeasured`: no row has a loss.
-    """
-    floor = MATERIAL if noise_floor is None else min(noise_floor, LARGE)
-    if loss is None:
-        return "unmeasured"
-    if loss["low"] is None or loss["high"] is None:
-        return "unclear"
-    if loss["low"] > 0:
-        return "damaged" if loss["rise"] > floor else "slight"
-    return "kept" if loss["high"] <= floor else "unclear"
 
 
 def _losses(rows: Sequence[RowComparison]) -> Losses | None:
@@ -224,38 +302,6 @@ def _losses(rows: Sequence[RowComparison]) -> Losses | None:
     }
 
 
-def _labels(past: Sequence[RowSet], new: Sequence[RowSet]) -> dict[str, Any] | None:
-    """Retention and Acquisition per label and their unweighted means, where rows have labels."""
-    kept, learned = _by_label(past, "kept", "lost"), _by_label(new, "gained", "still_wrong")
-    if not kept and not learned:
-        return None
-    return {
-        "rows": [
-            {
-                "label": label,
-                "retention": kept[label].row() if label in kept else None,
-                "acquisition": learned[label].row() if label in learned else None,
-            }
-            for label in sorted({*kept, *learned})
-        ],
-        "macro_retention": macro(kept) if kept else None,
-        "macro_acquisition": macro(learned) if learned else None,
-    }
-
-
-def _by_label(sets: Sequence[RowSet], right: Kind, wrong: Kind) -> dict[str, Rate]:
-    rows = (row for own in sets for row in own.rows if row.label is not None and row.kind in (right, wrong))
-    return rates((str(row.label), row.kind == right) for row in rows)
-
-
-def _unselected(kinds: Sequence[Kind]) -> dict[str, Any] | None:
-    """Lost against gained over the rows that were not chosen by what the model answered before."""
-    if not kinds:
-        return None
-    lost, gained = kinds.count("lost"), kinds.count("gained")
-    return {"rows": len(kinds), "lost": lost, "gained": gained, "mcnemar_p": mcnemar(lost, gained)}
-
-
 def _preservation(cost: Mapping[str, float]) -> float | None:
     """What preserving cost, as a percentage of what training cost."""
     training = cost.get("training_flops")
@@ -271,10 +317,29 @@ def repaired(repair: Repair, sets: Sequence[SetFigures]) -> dict[str, Any]:
     `helped` is whether every past figure is better than with the tuned model; None where nothing of it was measured.
     """
     tuned = {own.name: own for own in repair.sets}
-    rows = [row for own in sets if own["name"] in tuned for row in _rows(own, tuned[own["name"]])]
-    past = [row for row in rows if row["kind"] == "retention"]
+    rows: list[dict[str, Any]] = []
+    for own in sets:
+        if (other := tuned.get(own["name"])) is None:
+            continue
+        named = {"name": own["name"], "kind": own["kind"]}
+        before = own.get("before")
+        right = before["percent"] if before else None
+        for kinds, quantity, base, middle, after in (
+            (("retention",), "Retention", 100.0, other.retention, own["retention"]),
+            (("acquisition", "validation"), "Acquisition", 0.0, other.acquisition, own.get("acquisition")),
+            (("task", "external", "ability"), "right answers", right, other.right, own.get("after")),
+        ):
+            if own["kind"] in kinds and middle is not None and after:
+                rows.append(
+                    {**named, "quantity": quantity, "base": base, "tuned": middle, "repaired": after["percent"]}
+                )
+        if own["nll"] and other.nll is not None:
+            losses = {"base": own["nll"]["before"], "tuned": other.nll, "repaired": own["nll"]["after"]}
+            rows.append({**named, "quantity": "loss", **losses})
     better = [
-        row["repaired"] < row["tuned"] if row["quantity"] == "loss" else row["repaired"] > row["tuned"] for row in past
+        row["repaired"] < row["tuned"] if row["quantity"] == "loss" else row["repaired"] > row["tuned"]
+        for row in rows
+        if row["kind"] == "retention"
     ]
     return {
         "undone": repair.undone,
@@ -283,22 +348,6 @@ def repaired(repair: Repair, sets: Sequence[SetFigures]) -> dict[str, Any]:
         "rows": rows,
         "helped": all(better) if better else None,
     }
-
-
-def _rows(own: SetFigures, tuned: TunedSet) -> Iterator[dict[str, Any]]:
-    named = {"name": own["name"], "kind": own["kind"]}
-    if own["kind"] == "retention" and own["retention"] and tuned.retention is not None:
-        yield {**named, "quantity": "Retention", "base": 100.0, "tuned": tuned.retention,
-               "repaired": own["retention"]["percent"]}  # fmt: skip
-    elif own["kind"] in ("acquisition", "validation") and own["acquisition"] and tuned.acquisition is not None:
-        yield {**named, "quantity": "Acquisition", "base": 0.0, "tuned": tuned.acquisition,
-               "repaired": own["acquisition"]["percent"]}  # fmt: skip
-    elif own["after"] and own["before"] and tuned.right is not None:
-        yield {**named, "quantity": "right answers", "base": own["before"]["percent"], "tuned": tuned.right,
-               "repaired": own["after"]["percent"]}  # fmt: skip
-    if own["nll"] and tuned.nll is not None:
-        yield {**named, "quantity": "loss", "base": own["nll"]["before"], "tuned": tuned.nll,
-               "repaired": own["nll"]["after"]}  # fmt: skip
 
 
 def shown(row: Mapping[str, Any], value: float) -> str:
@@ -310,95 +359,7 @@ def shown(row: Mapping[str, Any], value: float) -> str:
     return f"{value:.3f}" if row["quantity"] == "loss" else f"{value:.1f}\u00a0%"
 
 
-# Runs beside this one: past loss at equal learning, settings that differ, and what makes them incomparable.
-
-
-LOSS_TOLERANCE = 0.05
-"""Final new losses further apart than this, in nats per token, are unequal learning."""
-SHARE_TOLERANCE = 2.0
-"""Final Acquisitions further apart than this, in percentage points, are unequal learning."""
-_OWN = ("method", "out", "compare", "report_to", "require")
-"""Settings of a run's place and name; a comparison is not affected by them."""
-
-
-def runs(receipt: Receipt) -> dict[str, Sequence[Point]]:
-    """Each method's curve: the run's own first, then the others in a fixed order."""
-    own: dict[str, Sequence[Point]] = {_own(receipt): receipt.curve} if receipt.curve else {}
-    curves = {name: receipt.comparisons[name].curve for name in _others(receipt)}
-    return own | {name: curve for name, curve in curves.items() if curve and name not in own}
-
-
-def _own(receipt: Receipt) -> str:
-    return receipt.method or "this run"
-
-
-def _others(receipt: Receipt) -> list[str]:
-    """The palette's order, because JSON does not keep that of its keys."""
-    known = list(COLOURS)
-    return sorted(receipt.comparisons, key=lambda name: (known.index(name) if name in known else len(known), name))
-
-
-def matched(receipt: Receipt) -> dict[str, Any] | None:
-    """The rise of each method's past loss where all have learned the new rows equally well.
-
-    The loss on new rows is the lowest that every method reaches; each method's past loss is interpolated where its
-    own curve first reaches it. `ratio` is the rise against SFT's; `own` names this run. None without two methods that
-    know both losses.
-    """
-    known = {
-        name: [(p.new_nll, p.past_nll) for p in points if p.new_nll is not None and p.past_nll is not None]
-        for name, points in runs(receipt).items()
-        if points[0].epoch == 0  # a rise counts from the model before
-    }
-    known = {name: points for name, points in known.items() if len(points) > 1}
-    if len(known) < 2:
-        return None
-    level = common_level(known.values())
-    rises = {name: rise(points, level) for name, points in known.items()}
-    sft = rises.get("sft", 0.0)
-    return {
-        "own": _own(receipt) if _own(receipt) in known else None,
-        "new_nll": level,
-        "rows": [
-            {"method": name, "rise": found, "ratio": found / sft if sft > 0 else None} for name, found in rises.items()
-        ],
-    }
-
-
-def differing(receipt: Receipt) -> list[dict[str, Any]]:
-    """Every setting that differs between the run and those beside it: its name, and each run's value as text.
-
-    A run that recorded no settings is left out: nothing is known about it.
-    """
-    settings = {_own(receipt): receipt.settings} | {n: receipt.comparisons[n].settings for n in _others(receipt)}
-    known = {name: dict(flat(own)) for name, own in settings.items() if own}
-    names = sorted({name for own in known.values() for name in own if name not in _OWN})
-    found = []
-    for name in names:
-        values = [{"method": method, "value": own.get(name, "not set")} for method, own in known.items()]
-        if len({one["value"] for one in values}) > 1:
-            found.append({"setting": name, "values": values})
-    return found
-
-
-def unequal(receipt: Receipt) -> list[str]:
-    """In what the runs are not comparable: their learning rates, or how much they have learned."""
-    said = []
-    rates = next((one["values"] for one in differing(receipt) if one["setting"] == "lr"), None)
-    if rates:
-        listed = ", ".join(f"{label(one['method'])} {one['value']}" for one in rates)
-        said.append(f"unequal learning rates: {listed}")
-    ends = {name: points[-1] for name, points in runs(receipt).items()}
-    for quantity, words, spread, tolerance in (
-        ("new_nll", "final new loss", "{:.2f}", LOSS_TOLERANCE),
-        ("acquisition", "final Acquisition", "{:.0f}\u00a0%", SHARE_TOLERANCE),
-    ):
-        values = {name: getattr(point, quantity) for name, point in ends.items()}
-        values = {name: value for name, value in values.items() if value is not None}
-        if len(values) > 1 and max(values.values()) - min(values.values()) > tolerance:
-            listed = ", ".join(f"{label(name)} {spread.format(value)}" for name, value in values.items())
-            said.append(f"unequal learning: {words} {listed}")
-    return said
+# Figures of a page.
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, cycle
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -23,8 +22,8 @@ from cplus.receipts.contents import ModelId as ModelId
 from cplus.receipts.contents import Point, Receipt
 from cplus.receipts.contents import RowComparison as RowComparison
 from cplus.receipts.contents import RowSet as RowSet
-from cplus.receipts.figures import COLOURS, OTHER, figures, flat, label, runs, shown, state
-from cplus.receipts.verdict import lead, p_value, percent, sentences, signed
+from cplus.receipts.figures import COLOURS, OTHER, figures, flat, label, shown, state
+from cplus.receipts.verdict import chance, lead, p_value, percent, sentences, signed
 
 # What every page shares: templates that escape all text, one base style, a policy that lets nothing else in.
 
@@ -59,7 +58,6 @@ Series: TypeAlias = Mapping[str, list[tuple[float, float]]]
 
 WIDTH, HEIGHT = 340.0, 210.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 42.0, 12.0, 8.0, 34.0
-_DASHES = ("6 3", "2 2", "9 3 2 3", "1 3", "12 4")
 _TRAINED, _HELD_OUT = "rows trained on", "rows held out"
 
 
@@ -67,35 +65,26 @@ _TRAINED, _HELD_OUT = "rows trained on", "rows held out"
 class Chart:
     """What a template draws: lines and ticks in coordinates of the drawing, and words.
 
-    `caveat` says why the lines are not comparable as they are; an axis that does not begin at 0 is marked as cut.
+    An axis that does not begin at 0 is marked as cut. Only the first line is solid, so colour is not the only sign.
     """
 
     title: str
-    caveat: str
     x_label: str
     x_cut: bool
     y_cut: bool
     summary: str
     lines: list[dict[str, Any]]
-    """In coordinates of the drawing; only the run's own is solid, so colour is not the only sign."""
     x_ticks: tuple[tuple[float, str], ...]
     y_ticks: tuple[tuple[float, str], ...]
 
 
-def charts(receipt: Receipt, unequal: Sequence[str] = ()) -> list[Chart]:
-    """One chart for each quantity that has at least two points.
-
-    The past loss comes first and is drawn against the new loss, and Retention of several runs against Acquisition, so
-    that methods are compared where they have learned equally well. Lines of runs at unequal rates or of unequal
-    learning have a caveat.
-    """
-    caveat = "; ".join(dict.fromkeys(said.partition(":")[0] for said in unequal))
+def charts(receipt: Receipt) -> list[Chart]:
+    """One chart for each quantity that has at least two points; new rows held out have a line of their own."""
     drawn = []
-    for title, x_label, series in _quantities(receipt):
+    for title, x_label, series in _quantities(receipt.curve, label(receipt.method or "this run")):
         known = {name: points for name, points in series.items() if len(points) > 1}
         if known:
-            beside = len(known) > 1 and _HELD_OUT not in known
-            drawn.append(_chart(title, x_label, known, list(series), caveat if beside else ""))
+            drawn.append(_chart(title, x_label, known))
     return drawn
 
 
@@ -113,53 +102,31 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     return [round(step * i, 10) for i in range(first, max(last, first + 1) + 1)]
 
 
-def _quantities(receipt: Receipt) -> Iterator[tuple[str, str, Series]]:
-    """Each chart's title, the name of its horizontal axis, and its lines by method."""
-    methods = runs(receipt)
-    yield (
-        "Rise of the past loss against the new loss",
-        "new loss, nats per token (learning goes left)",
-        {name: _rises(points) for name, points in methods.items()},
-    )
-    if len(methods) > 1:
-        yield (
-            "Retention (%) against Acquisition",
-            "Acquisition, % (learning goes right)",
-            {name: _pairs(points, "acquisition", "retention") for name, points in methods.items()},
-        )
-    own, shown = receipt.curve, set()
+def _quantities(points: Sequence[Point], own: str) -> Iterator[tuple[str, str, Series]]:
+    """Each chart's title, the name of its horizontal axis, and its lines by name."""
+
+    def pairs(x: str, y: str) -> list[tuple[float, float]]:
+        found = [(getattr(point, x), getattr(point, y)) for point in points]
+        return [pair for pair in found if None not in pair]
+
+    past = pairs("new_nll", "past_nll")
+    rises = [(new, value - past[0][1]) for new, value in past] if points and points[0].epoch == 0 else []
+    yield "Rise of the past loss against the new loss", "new loss, nats per token (learning goes left)", {own: rises}
     for title, trained, unseen in (
         ("New loss", "new_nll", "validation_nll"),
         ("Acquisition (%)", "acquisition", "validation"),
     ):
-        if any(getattr(point, unseen) is not None for point in own):
-            apart = {_TRAINED: _pairs(own, "epoch", trained), _HELD_OUT: _pairs(own, "epoch", unseen)}
-            yield f"{title}: trained on and held out", "epoch", apart
-            shown.add(title)
-    epochs = (
-        ("Retention (%)", "retention"),
-        ("Acquisition (%)", "acquisition"),
-        ("Divergence from the base model on new rows, nats per token", "divergence"),
-        ("Training loss", "loss"),
-    )
-    for title, quantity in epochs:
-        if title in shown and len(methods) == 1:
-            continue  # the same line again
-        yield title, "epoch", {name: _pairs(points, "epoch", quantity) for name, points in methods.items()}
+        if held := pairs("epoch", unseen):
+            series = {_TRAINED: pairs("epoch", trained), _HELD_OUT: held}
+            yield f"{title}: trained on and held out", "epoch", series
+        elif trained == "acquisition":
+            yield title, "epoch", {own: pairs("epoch", trained)}
+    yield "Retention (%)", "epoch", {own: pairs("epoch", "retention")}
+    yield "Divergence from the base model on new rows, nats per token", "epoch", {own: pairs("epoch", "divergence")}
+    yield "Training loss", "epoch", {own: pairs("epoch", "loss")}
 
 
-def _rises(points: Sequence[Point]) -> list[tuple[float, float]]:
-    known = _pairs(points, "new_nll", "past_nll") if points[0].epoch == 0 else []
-    return [(new, past - known[0][1]) for new, past in known]
-
-
-def _pairs(points: Sequence[Point], x: str, y: str) -> list[tuple[float, float]]:
-    """The points at which both quantities are known."""
-    pairs = [(getattr(point, x), getattr(point, y)) for point in points]
-    return [pair for pair in pairs if None not in pair]
-
-
-def _chart(title: str, x_label: str, series: Series, order: list[str], caveat: str) -> Chart:
+def _chart(title: str, x_label: str, series: Series) -> Chart:
     xs = [x for points in series.values() for x, _ in points]
     ys = [y for points in series.values() for _, y in points]
     x_values = ticks(min(xs), max(xs))
@@ -174,24 +141,22 @@ def _chart(title: str, x_label: str, series: Series, order: list[str], caveat: s
             round(HEIGHT - _BOTTOM - up * (HEIGHT - _TOP - _BOTTOM), 1),
         )
 
-    dashes = dict(zip(order, chain((None,), cycle(_DASHES)), strict=False))
     lines = [
         {
-            "label": label(name),
-            "colour": COLOURS["cplus"] if name == _TRAINED else COLOURS.get(name, OTHER),
-            "dash": dashes[name],
+            "label": name,
+            "colour": OTHER if name == _HELD_OUT else COLOURS["cplus"],
+            "dash": "6 3" if name == _HELD_OUT else None,
             "points": [place(x, y) for x, y in points],
         }
         for name, points in series.items()
     ]
-    ends = "; ".join(f"{label(name)} from {points[0][1]:.4g} to {points[-1][1]:.4g}" for name, points in series.items())
+    ends = "; ".join(f"{name} from {points[0][1]:.4g} to {points[-1][1]:.4g}" for name, points in series.items())
     return Chart(
         title=title,
-        caveat=caveat,
         x_label=x_label,
         x_cut=x_values[0] > 0,
         y_cut=y_values[0] > 0,
-        summary=f"{title}{f' ({caveat})' if caveat else ''} by {x_label}: {ends}",
+        summary=f"{title} by {x_label}: {ends}",
         lines=lines,
         x_ticks=tuple((place(x, y_values[0])[0], f"{x:g}") for x in x_values),
         y_ticks=tuple((place(x_values[0], y)[1], f"{y:g}") for y in y_values),
@@ -211,9 +176,13 @@ def render_audit(audit: Mapping[str, Any], *, name: str) -> str:
 # A receipt as the sealed JSON record that its page is rendered from, and back.
 
 
-SCHEMA = 3
+SCHEMA = 4
 _SHARED = ("created", "environment", "notes", "settings")
 """Parts of a receipt that are at the top of the record."""
+PARTS = {"schema", "figures", "receipt", "sha256", "content", "page", *_SHARED}
+"""What a record holds besides a job's own."""
+_GONE = {"noise_floor", "comparisons", "answer_nll_before", "answer_nll_after", "label"}
+"""What receipts and their rows held up to schema 3."""
 
 
 def to_json(receipt: Receipt, job: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
@@ -227,19 +196,32 @@ def to_json(receipt: Receipt, job: Mapping[str, Any] = MappingProxyType({})) -> 
 def from_json(raw: Any, *, where: str = "the receipt") -> Receipt:
     """The receipt of a record; one that was altered, or that an unknown version wrote, is refused."""
     files.check_seal(where, raw)
-    if raw.get("schema") == SCHEMA:
+    schema = raw.get("schema")
+    if schema in (3, SCHEMA):
         fields = {**raw["receipt"], **{name: raw[name] for name in _SHARED}}
-    elif raw.get("schema") == 2:  # a file of its own beside a job's record, with everything at the top
+    elif schema == 2:  # a file of its own beside a job's record, with everything at the top
         fields = {name: value for name, value in raw.items() if name not in ("schema", "figures", "sha256")}
     else:
         raise ValueError(
-            f"{where}: expected a record of schema {SCHEMA}, got schema {raw.get('schema')!r:.20}: another version "
-            "wrote it; make the receipt again with this version"
+            f"{where}: expected a record of schema {SCHEMA}, got schema {schema!r:.20}: another version wrote it; make "
+            "the receipt again with this version"
         )
+    if schema != SCHEMA:
+        sets = [{**own, "rows": [_without_gone(row) for row in own["rows"]]} for own in fields["sets"]]
+        fields = {**_without_gone(fields), "sets": sets}
     try:
         return TypeAdapter(Receipt).validate_json(files.canonical_json(fields))
     except ValidationError as error:
         raise ValueError(f"{where}: {_first(error)}") from error
+
+
+def _without_gone(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in _GONE}
+
+
+def current(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with the figures of this version, computed from its rows if an earlier version wrote it."""
+    return dict(record) if record["schema"] == SCHEMA else {**record, "figures": figures(from_json(record))}
 
 
 def _check(receipt: Receipt) -> None:
@@ -264,33 +246,21 @@ def _first(error: ValidationError) -> str:
 # The receipt as one self-contained page, rendered from a record and from nothing else.
 
 
-_COSTS = {
-    "seconds": "time of the adaptation",
-    "extra_bytes": "extra memory of the gate",
-    "training_flops": "training",
-    "preservation_flops": "preservation",
-    "training_rows": "rows trained on",
-    "training_tokens": "tokens trained on",
-    "training_padded": "the same with padding",
-    "training_forward": "tokens in forward passes of training",
-    "preservation_rows": "rows of evidence",
-    "preservation_tokens": "tokens of evidence",
-    "preservation_padded": "the same with padding",
-    "preservation_forward": "tokens in forward passes of preservation",
-}
-
-
 def render(record: Any) -> str:
     """The page of a record as `to_json` gives it; an altered record is refused."""
     receipt = from_json(record)
-    found = record["figures"]
-    ledger = [*(name for name in _COSTS if name in receipt.cost), *sorted(receipt.cost.keys() - _COSTS)]
-    drawn = charts(receipt, found["unequal"])
+    found = current(record)["figures"]
+    drawn = charts(receipt)
     every = [row for own in receipt.sets for row in own.rows]
-    table = _rows(receipt)
+    table = [
+        [place, _outcome(own, row), *(getattr(row, name) for name in _COLUMNS)]
+        for place, own in enumerate(receipt.sets)
+        for row in own.rows
+    ]
     script = (TEMPLATES / "receipt.js").read_text(encoding="utf-8")
     pages = environment()
     pages.filters |= {"percent": percent, "p_value": p_value, "method": label, "signed": signed, "required": required}
+    pages.filters |= {"chance": chance}
     pages.globals["shown"] = shown
     return pages.get_template("receipt.html").render(
         receipt=receipt,
@@ -301,11 +271,10 @@ def render(record: Any) -> str:
         charts=drawn,
         legend=list({line["label"]: line for chart in drawn for line in chart.lines}.values()),
         size=(WIDTH, HEIGHT),
-        costs=[(_COSTS.get(name, name.replace("_", " ")), cost(name, receipt.cost[name])) for name in ledger],
+        costs=[(name.replace("_", " "), cost(name, value)) for name, value in sorted(receipt.cost.items())],
         settings=flat(receipt.settings),
         environment=flat(receipt.environment),
         kinds=Counter(row[1] for row in table),
-        labels=sorted({row.label for row in every if row.label is not None}),
         losses=any(row.nll_after is not None for row in every),
         rows=table,
         script=Markup(script),  # our own file, the only script the policy admits
@@ -344,26 +313,16 @@ def scaled(value: float, unit: str = "") -> str:
 
 
 _COLUMNS = (
-    "id", "input", "gold", "before", "after", "confidence_before", "confidence_after", "label", "nll_before",
-    "nll_after", "answer_nll_before", "answer_nll_after",
+    "id", "input", "gold", "before", "after", "confidence_before", "confidence_after", "nll_before",
+    "nll_after",
 )  # fmt: skip
 """Of each row after its set and its outcome, in the order that `receipt.js` reads."""
 
 
-def _rows(receipt: Receipt) -> list[list[Any]]:
-    """The table of rows."""
-    return [
-        [place, _outcome(own, row), *(getattr(row, name) for name in _COLUMNS)]
-        for place, own in enumerate(receipt.sets)
-        for row in own.rows
-    ]
-
-
 def _outcome(own: RowSet, row: RowComparison) -> str:
-    """A judged row's outcome, or the state of an answer that was to be kept."""
-    if own.followed:
-        return state(row)
-    return row.kind if own.judged and row.kind else "unjudged"
+    """A judged row's outcome, or whether an answer stayed the same."""
+    found = row.kind if own.judged else state(row) if own.kind not in ("acquisition", "validation") else None
+    return found or "unjudged"
 
 
 # A folder's record, and the page rendered from it.

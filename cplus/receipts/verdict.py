@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from cplus.evaluation.abilities import FEWEST, STOPPING, Line
 from cplus.evaluation.requirements import sentence
 from cplus.evaluation.statistics import RateRow
-from cplus.receipts.figures import LARGE, Figures, FreeText, Losses, label, shown
+from cplus.receipts.figures import AsGiven, Figures, Losses, shown
 
 _PLACES = 3
 """Decimals of a loss."""
+_NAMED = 8
+"""Lost rows that a sentence names."""
 
 
 def headline(found: Figures) -> str:
@@ -20,11 +23,82 @@ def headline(found: Figures) -> str:
 
 
 def lead(found: Figures) -> list[str]:
-    """The sentences of the headline: judged answers by their shares, free text without a judge by its losses."""
-    said = [*_shares(found), *_past(found), *_new(found)]
-    if "repair" in found:
-        said += repair_sentences(found["repair"])
-    return said or ["No answer was judged, and no loss was measured."]
+    """The sentences of the headline: that nothing was learned, what was kept, then what was learned."""
+    learned, repair = found["learned"], found.get("repair")
+    said = [*_shares(found), *_new(found)]
+    if repair is not None:
+        first = ["The repair helped." if repair["helped"] else ""] if repair["helped"] is not None else []
+        said = [*filter(None, first), *_kept(found, damaged="Still damaged"), *said, *repair_sentences(repair)]
+    elif learned and learned["nothing"]:
+        said = ["Nothing was learned.", *said, *_kept(found)]
+    else:
+        said = [*_kept(found), *said]
+    if learned and learned["memorising"] is not None:
+        said.append(
+            f"Memorising from epoch {learned['memorising']} on: the held-out loss rose while the trained one fell."
+        )
+    return said or ["No answer was judged."]
+
+
+def _kept(found: Figures, *, damaged: str = "Damaged") -> list[str]:
+    """The verdict over all lines, with the lines that decide it."""
+    lines = found["lines"]
+    by = {verdict: [one for one in lines if one["verdict"] == verdict] for verdict in ("damaged", "unclear", "kept")}
+    if not lines:
+        return []
+    if found["verdict"] == "damaged":
+        return [f"{damaged}: {'; '.join(_lost(one) for one in by['damaged'])}."]
+    if found["verdict"] == "kept":
+        return [f"Kept: {_listed([_still(one) for one in lines])}."]
+    if found["verdict"] == "unclear":
+        few = [one["name"] for one in lines if one["verdict"] == "not judged"]
+        why = [f"{_lost(one, named=False)}, {one['gained']} gained, which may be chance" for one in by["unclear"]]
+        if few:
+            why.append(f"the base model shows too little of {_listed(few)} to judge")
+        return [f"Unclear whether all was kept: {'; '.join(why)}."]
+    right = ", ".join(f"{one['kept']['total'] if one['kept'] else 0} of {one['rows']} {_what(one)}" for one in lines)
+    return [f"Not judged whether abilities were kept: the base model gets {right}, and {FEWEST} are needed."]
+
+
+def _what(line: Line) -> str:
+    return "answers to end" if line["name"] == STOPPING else f"{line['name']} requests right"
+
+
+def _still(line: Line) -> str:
+    kept = line["kept"]
+    assert kept is not None
+    if line["name"] == STOPPING:
+        return f"{_counts(kept)} answers that ended still end"
+    return f"{_counts(kept)} {line['name']} answers still right"
+
+
+def _lost(line: Line, *, named: bool = True) -> str:
+    assert line["kept"] is not None
+    count = f"{line['lost']} of {line['kept']['total']}"
+    if line["name"] == STOPPING:
+        return f"{count} answers no longer end"
+    few, more = ", ".join(line["missed"][:_NAMED]), len(line["missed"]) - _NAMED
+    which = f" ({few}{f' and {more} more' if more > 0 else ''})" if named else ""
+    return f"{count} {line['name']} answers lost{which}"
+
+
+def _listed(parts: Sequence[str]) -> str:
+    """Parts in a row, as a sentence lists them.
+
+    >>> _listed(["a", "b", "c"]), _listed(["a"])
+    ('a, b and c', 'a')
+    """
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def chance(line: Line) -> str:
+    """What one line could have seen, in a sentence."""
+    if line["verdict"] == "not judged":
+        return f"the base model must get {FEWEST} right"
+    return (
+        f"{line['needed']} lost rows or more can be called damage; a loss of up to {line['high']:.0f} points is not "
+        "excluded"
+    )
 
 
 def repair_sentences(repair: Mapping[str, Any]) -> list[str]:
@@ -42,7 +116,7 @@ def repair_sentences(repair: Mapping[str, Any]) -> list[str]:
 
 
 def sentences(found: Figures) -> list[str]:
-    """What the headline leaves out: counts, 95 % intervals, the exact test, other losses, comparisons."""
+    """What the headline leaves out: counts, 95 % intervals, the exact test, losses, divergence, plain fine-tuning."""
     said = []
     if kept := found["retention"]:
         said.append(f"{_counts(kept)} answers that were right before are still right{_bounds(kept)}.")
@@ -57,25 +131,27 @@ def sentences(found: Figures) -> list[str]:
             for own in found["sets"]
             if own["kind"] == "validation" and own["before"] and own["after"]
         ]
-    if pooled := found["unselected"]:
-        chance = "more than chance explains" if pooled["mcnemar_p"] < 0.05 else "no more than chance explains"
+    said += [_loss(own["name"], own["nll"]) for own in found["sets"] if own["nll"] and own["kind"] != "ability"]
+    if moved := found["divergence"]:
         said.append(
-            f"Among {pooled['rows']:,} rows not chosen by earlier answers, {pooled['lost']:,} lost and "
-            f"{pooled['gained']:,} gained: {chance} (exact McNemar p {p_value(pooled['mcnemar_p'])})."
+            f"The model has moved {moved['after']:.{_PLACES}f} nats per token (KL) from its base at {moved['rows']:,} "
+            f"held-out past rows; its weights in bfloat16 give {moved['bfloat16']:.1g}, in Q8_0 {moved['q8_0']:.1g}."
         )
-    for own in found["sets"]:
-        # The headline gives the loss of free text without a judge, but for external rows.
-        in_lead = own["before"] is None and own["interface"] == "freeform" and own["kind"] != "external"
-        if own["nll"] and not in_lead:
-            said.append(_loss(own["name"], own["nll"]))
-    matched = found["matched"]
-    if matched and (len(matched["rows"]) > 2 or not (found["free"]["past"] and _plain(found))):
-        rises = ", ".join(f"{label(row['method'])} {signed(row['rise'])}" for row in matched["rows"])
-        said.append(
-            f"At the same loss on new rows ({matched['new_nll']:.2f}), the past rows' loss changed by: {rises}."
-        )
-    said += [f"The runs compared have {reason}." for reason in found["unequal"]]
-    return said
+    return [*said, *_beside(found)]
+
+
+def _beside(found: Figures) -> list[str]:
+    """What plain fine-tuning learned and kept on the same rows."""
+    if (other := found["beside"]) is None:
+        return []
+    parts = [f"{_given(other['given'])}"] if other["given"] and other["given"]["how"] != "loss" else []
+    if other["acquisition"]:
+        parts.append(f"{_counts(other['acquisition'])} new answers learned")
+    parts += [_still(one) for one in other["lines"] if one["kept"]]
+    if other["divergence"] is not None:
+        parts.append(f"KL {other['divergence']:.{_PLACES}f} from the base")
+    reached = "at the same loss of new rows" if other["reached"] else "it did not reach the same loss of new rows"
+    return [f"Plain fine-tuning ({other['updates']:,} updates, {reached}): {'; '.join(parts) or 'nothing was judged'}."]
 
 
 def percent(value: float) -> str:
@@ -124,87 +200,30 @@ def _shares(found: Figures) -> list[str]:
         parts.append(f"corrected {percent(learned['percent'])} of the wrong ones")
     if unseen:
         parts.append(f"learned {percent(unseen['percent'])} of the new rows held out")
-    if not parts:
-        return []
-    text = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-    return [f"{text[0].upper()}{text[1:]}."]
-
-
-def _past(found: Figures) -> list[str]:
-    """What became of past answers in free text: their loss against the noise floor and plain SFT, then their texts."""
-    past = found["free"]["past"]
-    if past is None:
-        return []
-    said = [] if past["loss"] is None else [*_effect(past, past["loss"], found["noise_floor"]), *_plain(found)]
-    if (counts := past["answers"]) is not None:  # plain texts have losses alone
-        whose = "Its answers" if past["whole_task"] else "Past answers"
-        whose = "Answers on the anchors" if past["on_anchors"] else whose
-        said.append(f"{whose}: {counts['same']:,} the same, {counts['changed']:,} changed, of {past['rows']:,}.")
-    return said
-
-
-def _effect(past: FreeText, loss: Losses, floor: float | None) -> list[str]:
-    effect = past["effect"]
-    what, where = "past answers", ""
-    if past["on_anchors"]:
-        what, where = "their answers", " on the anchors it was protected by"
-    elif past["whole_task"]:
-        what, where = "the given responses", " on these rows"
-    verdict = {
-        "damaged": f"{'The model got worse' if past['whole_task'] else 'Past behaviour was damaged'}{where}",
-        "slight": f"Behaviour drifted slightly{where}",
-        "unclear": f"No clear change was found{where}",
-        "kept": f"No damage was found{where}",
-    }[effect]
-    if past["answers"] is not None and past["answers"]["changed"] > past["rows"] / 2 and effect != "damaged":
-        rise = "a rise of the loss within noise" if effect == "slight" else "no clear rise of the loss"
-        verdict = f"Most answers changed{where}, with {rise}"
-    verb = "went" if signed(loss["rise"]) == signed(0.0) else "rose" if loss["rise"] > 0 else "fell"
-    interval = _interval(loss) or "one row gives no interval"
-    return [
-        f"{verdict}.",
-        f"The loss of {what} {verb} from {_moved(loss)} nats per token "
-        f"({signed(loss['rise'])}, {interval}; {_against(loss['rise'], floor)}).",
-    ]
-
-
-def _interval(loss: Losses) -> str:
-    if loss["low"] is None or loss["high"] is None:
-        return ""
-    return f"95\u00a0% interval {signed(loss['low'])} to {signed(loss['high'])}"
-
-
-def _against(rise: float, floor: float | None) -> str:
-    if floor is None:
-        return "no noise floor was measured"
-    if rise <= 0 or (rise > LARGE and rise <= floor):
-        return f"noise floor {floor:.{_PLACES}f}"
-    return f"{'beyond' if rise > floor else 'within'} the noise floor of {floor:.{_PLACES}f}"
-
-
-def _plain(found: Figures) -> list[str]:
-    """What plain fine-tuning cost, where a comparison says so."""
-    if not found["matched"] or found["matched"]["own"] in (None, "sft"):
-        return []
-    rises = {row["method"]: row["rise"] for row in found["matched"]["rows"]}
-    if "sft" not in rises:
-        return []
-    unequal = " (their learning rates differ)" if any("rates" in reason for reason in found["unequal"]) else ""
-    return [
-        f"Where both reach a new loss of {found['matched']['new_nll']:.2f}, the past loss changed by "
-        f"{signed(rises['sft'])} with plain fine-tuning and by {signed(rises[found['matched']['own']])} here{unequal}."
-    ]
+    text = _listed(parts) if parts else ""
+    return [f"{text[0].upper()}{text[1:]}."] if text else []
 
 
 def _new(found: Figures) -> list[str]:
-    """What the loss of new rows did, on the rows trained on and on those held out apart."""
+    """How many new rows are answered as given, and what their loss did: trained on, and held out apart."""
     trained, unseen = found["free"]["new"], found["free"]["validation"]
+    given = found["learned"]["given"] if found["learned"] else None
     parts = []
+    if given:
+        parts.append(_given(given))
     if trained and trained["loss"] and not trained["whole_task"]:
-        parts.append(f"{_moved(trained['loss'])} on the rows trained on")
+        parts.append(f"loss {_moved(trained['loss'])} on the rows trained on")
     if unseen and unseen["loss"]:
-        parts.append(f"{_moved(unseen['loss'])} on rows held out")
-    return [f"New rows: loss {', '.join(parts)}."] if parts else []
+        parts.append(f"{'' if len(parts) > 1 else 'loss '}{_moved(unseen['loss'])} on rows held out")
+    return [f"New rows: {', '.join(parts)}."] if parts else []
+
+
+def _given(given: AsGiven) -> str:
+    """Answers as given, and how they were compared."""
+    if given["how"] == "loss":
+        return "long answers, compared by their loss"
+    how = "" if given["how"] == "text" else f" (compared as {given['how']}{'s' * (given['how'] == 'number')})"
+    return f"{given['right']:,} of {given['rows']:,} answers as given{how}"
 
 
 def _moved(loss: Losses) -> str:
@@ -217,6 +236,12 @@ def _counts(rate: RateRow) -> str:
 
 def _bounds(rate: RateRow) -> str:
     return f" (95\u00a0% interval {rate['low']:.1f} to {rate['high']:.1f}\u00a0%)"
+
+
+def _interval(loss: Losses) -> str:
+    if loss["low"] is None or loss["high"] is None:
+        return ""
+    return f"95\u00a0% interval {signed(loss['low'])} to {signed(loss['high'])}"
 
 
 def _loss(name: str, nll: Losses) -> str:

@@ -26,12 +26,13 @@ from cplus.training.rows import Group
 
 @dataclass(frozen=True, kw_only=True)
 class GroupAnswers:
-    """One group's answers in the order of its rows, and for free text the log-likelihoods of the given responses."""
+    """One group's answers, and for free text the log-likelihoods of the given responses, in the order of its rows.
+
+    A row that the model was not asked has no answer.
+    """
 
     predictions: tuple[Prediction, ...]
     scores: tuple[Score, ...] = ()
-    base_answers: tuple[Score | None, ...] = ()
-    """Free text: the log-likelihoods of the base model's own answers; None for an empty one."""
 
 
 def evaluate(
@@ -52,7 +53,7 @@ def evaluate(
 
 
 def evaluate_texts(model: nn.Module, group: Group, *, what: str = "evaluating") -> GroupAnswers:
-    """The likelihoods of plain texts, or of answers that are the model's own; nothing is generated or judged."""
+    """The likelihoods of answers that are the model's own; nothing is generated or judged."""
     scores = tuple(log_likelihoods(model, group.encoded(), what=what))
     predictions = []
     for example, score in zip(group.examples, scores, strict=True):
@@ -66,7 +67,7 @@ def evaluate_texts(model: nn.Module, group: Group, *, what: str = "evaluating") 
             num_tokens=(score.num_tokens,),
         )
         predictions.append(found)
-    return GroupAnswers(predictions=tuple(predictions), scores=scores, base_answers=scores)
+    return GroupAnswers(predictions=tuple(predictions), scores=scores)
 
 
 def answered(model: nn.Module, group: Group) -> list[Prediction]:

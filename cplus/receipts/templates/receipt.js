@@ -7,12 +7,12 @@
   const CHANGES = ["lost", "changed", "gained", "still_wrong", "unjudged", "same", "kept"];
   const byId = (id) => document.getElementById(id);
   const data = JSON.parse(byId("data").textContent);
-  const rows = data.rows.map(([set, kind, id, input, gold, before, after, was, now, label, lossWas, lossNow, ownWas, ownNow], place) => ({
-    set, kind, id, input, gold, before, after, was, now, label, lossWas, lossNow, ownWas, ownNow, place,
-    words: [id, input, gold, before, after].join("\n").toLowerCase(),
+  const rows = data.rows.map(([set, kind, id, input, gold, before, after, was, now, lossWas, lossNow], place) => ({
+    set, kind, id, input, gold, before, after, was, now, lossWas, lossNow, place,
+    words: [id, input, gold, before ?? "", after ?? ""].join("\n").toLowerCase(),
   }));
   const boxes = [...document.querySelectorAll("#kinds input")];
-  const fields = { set: byId("set"), label: byId("label"), search: byId("search"), sort: byId("sort") };
+  const fields = { set: byId("set"), search: byId("search"), sort: byId("sort") };
   const ORDERS = {
     changes: (a, b) => CHANGES.indexOf(a.kind) - CHANGES.indexOf(b.kind),
     given: () => 0,
@@ -31,13 +31,12 @@
   const texts = (className, text) => { const e = make("div", className, text); e.dir = "auto"; return e; };
   const share = (value) => (100 * value).toFixed(0) + " %";
 
-  function answer(name, text, confidence, given, loss, old) {
+  function answer(name, text, confidence, given, loss) {
     const cell = make("td");
     cell.dataset.name = name;
-    cell.append(texts("text", text));
-    const meta = ["confidence " + share(confidence)];
+    cell.append(texts(text === null ? "soft" : "text", text === null ? "not asked" : text));
+    const meta = text === null ? [] : ["confidence " + share(confidence)];
     if (loss !== null) meta.push(`loss of the ${given} answer ${loss.toFixed(2)}`);
-    if (old !== null) meta.push(`loss of the old answer ${old.toFixed(2)}`);
     cell.append(make("div", "meta", meta.join(" · ")));
     return cell;
   }
@@ -48,13 +47,13 @@
     outcome.append(make("span", "badge " + row.kind, NAMES[row.kind]));
     const given = data.judged[row.set] ? "right" : "given";
     const asked = make("td");
-    asked.append(make("div", "head", [data.sets[row.set], row.id, row.label].filter((x) => x !== null).join(" · ")));
+    asked.append(make("div", "head", [data.sets[row.set], row.id].join(" · ")));
     asked.append(texts("text", row.input), texts("gold text", given + ": " + row.gold));
-    const before = answer("before", row.before, row.was, given, row.lossWas, row.ownWas);
-    const after = answer("after", row.after, row.now, given, row.lossNow, row.ownNow);
-    if (row.before === row.after) after.firstChild.classList.add("unaltered");
+    const before = answer("before", row.before, row.was, given, row.lossWas);
+    const after = answer("after", row.after, row.now, given, row.lossNow);
+    if (row.before !== null && row.before === row.after) after.firstChild.classList.add("unaltered");
     tr.append(outcome, asked, before, after);
-    const long = [row.input, row.gold, row.before, row.after].some((t) => t.length > 340 || t.split("\n").length > 8);
+    const long = [row.input, row.gold, row.before ?? "", row.after ?? ""].some((t) => t.length > 340 || t.split("\n").length > 8);
     if (long) {
       tr.classList.add("long", "clamped");
       const more = make("button", "more", "show all");
@@ -81,9 +80,8 @@
   function filter() {
     const kinds = new Set(boxes.filter((box) => box.checked).map((box) => box.value));
     const asked = fields.search.value.trim().toLowerCase();
-    const label = fields.label ? fields.label.value : "";
     const others = rows.filter((row) => (fields.set.value === "" || row.set === Number(fields.set.value))
-      && (label === "" || row.label === label) && (asked === "" || row.words.includes(asked)));
+      && (asked === "" || row.words.includes(asked)));
     for (const box of boxes) {
       const count = others.filter((row) => row.kind === box.value).length;
       box.parentElement.querySelector("b").textContent = count.toLocaleString("en");
@@ -94,7 +92,7 @@
     show(0, PAGE);
   }
 
-  for (const control of [...boxes, fields.set, fields.label, fields.sort]) if (control) control.addEventListener("change", filter);
+  for (const control of [...boxes, fields.set, fields.sort]) control.addEventListener("change", filter);
   fields.search.addEventListener("input", filter);
   byId("previous").addEventListener("click", () => show(--page * PAGE, PAGE));
   byId("next").addEventListener("click", () => show(++page * PAGE, PAGE));
