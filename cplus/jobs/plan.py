@@ -16,9 +16,11 @@ from torch import Tensor
 from cplus import models
 from cplus.core.rows import MAX_TOKENS, Encoded
 from cplus.data.examples import FreeForm, Message
+from cplus.evaluation.abilities import ABILITIES, requests
 from cplus.jobs import choices
 from cplus.jobs.keep import Portion, earlier_bank, interface_of, portions, settings_of, with_written
 from cplus.jobs.memory import ModelSize, giga, has_weights, size_plan
+from cplus.jobs.outputs import DECODED, ability_interface
 from cplus.jobs.prepare import TooLarge, preflight, row_of, uses_bank
 from cplus.jobs.progress import duration, memory_used, say
 from cplus.jobs.repair import ranked_by, trial_rows
@@ -127,7 +129,9 @@ def timed(config: AdaptConfig, method: Method, base: Loaded, material: Material)
 
 def evaluation_seconds(config: AdaptConfig, groups: Sequence[Group], pace: Pace) -> float:
     """Seconds of the answers before and after training, and of the evaluations during it."""
-    spent = 0.0
+    shown = ability_interface(groups[0].interface.tokenizer, config) is not None
+    asked = [(len(requests(name)), ABILITIES[name].max_new_tokens) for name in config.measured] if shown else []
+    spent = sum(2 * pace.decoding(count, most) for count, most in asked)
     for group in groups:
         rows = group.encoded()
         count, tokens = len(rows), sum(map(len, rows))
@@ -135,7 +139,8 @@ def evaluation_seconds(config: AdaptConfig, groups: Sequence[Group], pace: Pace)
         if not group.closed and not group.texts:  # answered after training, and before it where a judge needs that
             most = min(config.max_new_tokens, group.max_new_tokens or config.max_new_tokens)
             answer = min(most, 1.5 * sum(len(row.target) for row in rows) / count)
-            spent += pace.decoding(count, answer) * (2 if config.judge != "none" else 1)
+            few = count if config.judge != "none" or group.part == "retention" else min(count, DECODED)
+            spent += pace.decoding(few, answer) * (2 if config.judge != "none" else 1)
         every, share = config.evaluate_every, min(1.0, config.evaluate_rows / count)
         if group.part == "acquisition" and group.closed and config.stop != "never":
             every, share = 1, 1.0
