@@ -17,7 +17,7 @@ import cplus
 from cplus.cli.app import app
 from cplus.data.interfaces import Rejected
 from cplus.data.prompts import read_template
-from cplus.jobs.adapt import finish, resume
+from cplus.jobs.adapt import resume
 from cplus.jobs.checkpoint import badness
 from cplus.jobs.folder import FinishedJob, Folder
 from cplus.jobs.plan import plan
@@ -44,21 +44,6 @@ def prepared(config: cplus.AdaptConfig) -> Job:
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-# Ending early
-
-
-def test_finish_without_a_checkpoint_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="there is no job to resume"):
-        finish(here / "out")
-    with monkeypatch.context() as patch:
-        patch.setattr("cplus.jobs.adapt.train", lambda *_, **__: pytest.fail("stopped"))
-        with pytest.raises(pytest.fail.Exception):
-            cplus.adapt(asked(here, method="sft"))
-    with pytest.raises(ValueError, match="nothing was trained yet, so there is nothing to finish; use --resume"):
-        finish(here / "out")
-    assert not (here / "out" / "record.json").exists()
 
 
 # Running longer
