@@ -1,12 +1,18 @@
 """The optimizer's step with the gate against torch's fused AdamW step: time by size, memory, and the memory limit.
 
 python benchmarks/steps.py [--sizes 1 4 16 64 135] [--rounds 9] [--out benchmarks/results]
+python benchmarks/steps.py --counts 1 --out benchmarks/results    syncs, launches and copies on the pretend accelerator
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -160,9 +166,28 @@ def roofline(largest: dict[str, Any], rate: float) -> dict[str, Any]:
     return found
 
 
+def counts() -> dict[str, Any]:
+    """What an update and a refresh of the 310 parameters of Qwen3-0.6B, in tiny widths, count on `fakegpu`.
+
+    A launch is an operation on the device that is no view; those of the optimizer itself are among an update's.
+    """
+    tests = Path(__file__).parents[1] / "tests"
+    paths = os.pathsep.join([str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, tests / "device_run.py", "qwen3-0.6b"]
+    done = subprocess.run(command, capture_output=True, check=True, env=os.environ | {"PYTHONPATH": paths})
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["qwen3-0.6b"]
+    return found
+
+
 def main() -> None:
     """Measure, print the bars, write the JSON: one file per vector width."""
-    asked = options(__doc__, sizes=[1.0, 4.0, 16.0, 64.0, 135.0], rounds=9)
+    asked = options(__doc__, sizes=[1.0, 4.0, 16.0, 64.0, 135.0], rounds=9, counts=0)
+    if asked.counts:
+        found = counts()
+        bars = {f"syncs per update, {name}": (own["update"].get("sync", 0), "<=", 0) for name, own in found.items()}
+        bars |= {f"launches per update, {name}": (own["update"]["launch"], "<=", 60) for name, own in found.items()}
+        finish("counts", found, asked.out, bars)
+        return
     steps = {}
     for size in asked.sizes:
         steps[f"{size:g}M"] = largest = time_steps(size, asked.rounds)

@@ -171,6 +171,13 @@ def mixed() -> str:
     return ""
 
 
+OTHERS: dict[str, Callable[[Path], Any]] = {
+    "mixed": lambda folder: mixed(),
+    "moved": moved,
+    "qwen3-0.6b": lambda folder: paper_model(),
+}
+
+
 def main(cases: list[str]) -> None:
     """Every case in turn."""
     fake_device.register()
@@ -192,10 +199,10 @@ def main(cases: list[str]) -> None:
                 found[case] = counted(case)
             elif case in ("qwen3", "gemma", "llama"):
                 found[case] = family(case)
+            elif case in OTHERS:
+                found[case] = OTHERS[case](folder)
             else:
-                found[case] = (
-                    mixed() if case == "mixed" else moved(folder) if case == "moved" else product(folder, case)
-                )
+                found[case] = product(folder, case)
     print(json.dumps(found))
 
 
