@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from itertools import takewhile
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -258,6 +258,8 @@ class Reader:
 ROWS = 64
 """Rows decoded at once, unless told otherwise."""
 _SPARE_COLUMNS = 32
+_CANDIDATES = 64
+"""Tokens among which the first word of an answer is found."""
 _PREFILLED = 4096
 """Tokens of prompts that are computed together."""
 
@@ -332,7 +334,9 @@ class LocalEngine:
             whole = logits.logsumexp(-1)
             first = [i for i, row in enumerate(rows) if not row.tokens] if word_first else []
             if first:
-                logits[first] = logits[first].index_fill(1, self._blank.to(logits.device), -torch.inf)
+                candidates = logits[first].topk(min(_CANDIDATES, logits.shape[-1])).indices.tolist()
+                for i, tokens in zip(first, candidates, strict=True):
+                    logits[i, list(takewhile(self._blank, tokens))] = -torch.inf
             best, tokens = logits.max(-1)
             found = torch.stack([tokens.double(), (best - whole).double()]).tolist()  # one wait for the device
             for row, score in zip(rows, found[1], strict=True):
@@ -418,12 +422,10 @@ class LocalEngine:
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    @cached_property
-    def _blank(self) -> Tensor:
-        """The tokens that cannot begin an answer: blanks, line breaks and special tokens."""
-        marks = {*self._eos, *self._tokenizer.all_special_ids}
-        texts = {token: self._decode([token]).lstrip(" ") for token in range(len(self._tokenizer))}
-        return torch.tensor([t for t, text in texts.items() if t in marks or not text.strip() or text[0] == "\n"])
+    def _blank(self, token: int) -> bool:
+        """Whether a token cannot begin an answer: a blank, a line break or a special token."""
+        text = self._decode([token]).lstrip(" ")
+        return token in {*self._eos, *self._tokenizer.all_special_ids} or not text.strip() or text[0] == "\n"
 
 
 # An engine that samples from a vLLM server, for large models or many probes.
