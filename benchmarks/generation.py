@@ -69,7 +69,7 @@ def engine(loaded: models.Loaded, asked: list[Request], sampling: Sampling, rows
     """The generator's engine, from a cold prefix cache."""
     begin = time.perf_counter()
     samples = list(LocalEngine(loaded.model, loaded.tokenizer, rows=rows).sample(asked, sampling))
-    return _figures(sum(sample.tokens for sample in samples), time.perf_counter() - begin)
+    return _figures(sum(len(sample.tokens) for sample in samples), time.perf_counter() - begin)
 
 
 def _figures(tokens: int, seconds: float) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from cplus.data.examples import Choice, Example
 from cplus.data.interfaces import Rejected
 from cplus.models import Loaded
 from cplus.models.decoding import (
+    DecodingRow,
     LocalEngine,
     Request,
-    Sample,
     Sampling,
     cut,
     pick,
@@ -148,10 +148,10 @@ class Scripted:
     def describe(self) -> dict[str, Any]:
         return {"name": "scripted"}
 
-    def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[DecodingRow]:
         for request in reversed(requests):
             self.asked.append(request.index)
-            yield Sample(index=request.index, text=self.texts(request.index), tokens=1, end="stop")
+            yield DecodingRow(request.index, request.prompt, text=self.texts(request.index), end="stop")
 
 
 def yes(interface: interfaces.Interface) -> Callable[[Sequence[Example]], list[Label | Rejected]]:
@@ -219,7 +219,7 @@ def test_long_questions_get_enough_tokens_and_a_cut_question_is_named_as_such(ma
 
     @dataclass
     class Cut(Scripted):
-        def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
+        def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[DecodingRow]:
             for own in super().sample(requests, sampling):
                 yield replace(own, end="limit")
 

@@ -187,17 +187,20 @@ class Sampling:
             raise ValueError(f"temperature must be above 0, got {self.temperature}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """The continuation of one request, up to and including the stop text; `tokens` is the number of sampled tokens.
+@dataclass(slots=True)
+class DecodingRow:
+    """One continuation, up to and including its stop text, while it is decoded and after it.
 
-    `end` is what ended it: a stop text, the model's own end of text, or the token limit.
+    `end` is what ended it: a stop text, the model's own end of text, or the token limit. A server's has no tokens.
     """
 
     index: int
-    text: str
-    tokens: int
-    end: End
+    prompt: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    end: End | None = None
+    total: float = 0.0
+    """The log-likelihood of its tokens, where they are the most likely ones."""
 
 
 def request_seed(seed: int, index: int) -> int:
@@ -264,19 +267,6 @@ _PREFILLED = 4096
 """Tokens of prompts that are computed together."""
 
 
-@dataclass(slots=True)
-class DecodingRow:
-    """One continuation while it is decoded, and what ended it."""
-
-    index: int
-    prompt: tuple[int, ...]
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    end: End | None = None
-    total: float = 0.0
-    """The log-likelihood of its tokens, where they are the most likely ones."""
-
-
 Choose: TypeAlias = Callable[[Tensor, Sequence[DecodingRow]], list[int]]
 """The next token of each row, from its logits."""
 
@@ -301,8 +291,8 @@ class LocalEngine:
             "transformers": transformers.__version__,
         }
 
-    def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
-        """Yield each request's sample when it is finished."""
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[DecodingRow]:
+        """Each request's continuation when it is finished."""
         limit = sampling.max_new_tokens
         drawn = {
             request.index: torch.rand(limit, generator=torch.Generator().manual_seed(request.seed), dtype=torch.float64)
@@ -314,10 +304,7 @@ class LocalEngine:
             tokens: list[int] = pick(logits, uniforms, sampling.temperature).tolist()
             return tokens
 
-        rows = [DecodingRow(request.index, request.prompt) for request in requests]
-        for row in self._continued(rows, draw, limit, sampling.stop):
-            assert row.end is not None
-            yield Sample(index=row.index, text=row.text, tokens=len(row.tokens), end=row.end)
+        return self._continued([DecodingRow(own.index, own.prompt) for own in requests], draw, limit, sampling.stop)
 
     def greedy(
         self,
@@ -453,8 +440,8 @@ class ServerEngine:
         """The model and version that the server reports; its address does not affect the samples."""
         return {"name": "vllm", "model": self._model, "version": self._call("/version", None).get("version")}
 
-    def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
-        """Yield each request's sample when it is finished."""
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[DecodingRow]:
+        """Each request's continuation when it is finished."""
         with ThreadPoolExecutor(self._parallel) as pool:
             waiting = [pool.submit(self._complete, request, sampling) for request in requests]
             try:
@@ -463,7 +450,7 @@ class ServerEngine:
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _complete(self, request: Request, sampling: Sampling) -> Sample:
+    def _complete(self, request: Request, sampling: Sampling) -> DecodingRow:
         body = {
             "model": self._model,
             "prompt": list(request.prompt),
@@ -477,13 +464,13 @@ class ServerEngine:
         }
         answer = self._call("/v1/completions", body)
         try:
-            choice, tokens = answer["choices"][0], answer["usage"]["completion_tokens"]
+            choice = answer["choices"][0]
             text, finish, reason = choice["text"], choice["finish_reason"], choice.get("stop_reason")
         except (KeyError, IndexError, TypeError) as error:
-            raise ConnectionError(f"expected choices and usage from {self._url}, got {answer!r:.200}") from error
+            raise ConnectionError(f"expected choices from {self._url}, got {answer!r:.200}") from error
         # The server names a stop text as the reason, but not the model's own end of text.
         end: End = "limit" if finish == "length" else "stop" if isinstance(reason, str) else "end of text"
-        return Sample(index=request.index, text=text, tokens=tokens, end=end)
+        return DecodingRow(request.index, request.prompt, text=text, end=end)
 
     def _call(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()

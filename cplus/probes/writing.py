@@ -12,7 +12,7 @@ from typing import TypeAlias
 from cplus.data.examples import Choice, Example, FreeForm
 from cplus.data.interfaces import Interface, Rejected
 from cplus.models import Loaded
-from cplus.models.decoding import Engine, LocalEngine, Request, Sample, Sampling, request_seed
+from cplus.models.decoding import DecodingRow, Engine, LocalEngine, Request, Sampling, request_seed
 from cplus.probes import settings as probe_settings
 from cplus.probes.abilities import SelfWritten, ability, answer_flaw, near
 from cplus.probes.bank import Probe
@@ -287,7 +287,7 @@ def labeller_of(base: Loaded, engine: LocalEngine, interface: Interface, setting
     return partial(label, base.model, engine, interface, max_tokens=limit, cut=own.cut)
 
 
-def _parsed(written: Writer, plan: RequestPlan, sample: Sample, sampling: Sampling) -> Example | Rejected:
+def _parsed(written: Writer, plan: RequestPlan, sample: DecodingRow, sampling: Sampling) -> Example | Rejected:
     """The input in a sample's text: with a stop text if the model ended it, without its last line if the limit did."""
     text = sample.text
     if sampling.stop and sample.end == "end of text":
