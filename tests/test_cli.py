@@ -209,7 +209,7 @@ def test_a_value_given_by_set_is_refused_by_the_schema() -> None:
         ("adapt toy --plain --new a", "--plain is set by: --set plain=true"),
         ("adapt toy --no-plain", "--no-plain is set by: --set plain=false"),
         ("repair toy toy --max-rows 2", "--max-rows is set by: --set max_rows=2"),
-        ("probe toy --domain harbours", "--domain is set by: --set domain=harbours"),
+        ("probe toy --min-yield 0.1", "--min-yield is set by: --set min_yield=0.1"),
         ("probe --verify bank", "any more; use cplus probe audit BANK"),
         ("study run e01 --executor slurm", "there is no option --executor any more; --slurm NAME=VALUE"),
         ("audit bank", "any more; use cplus probe audit BANK"),

@@ -180,13 +180,6 @@ def test_a_model_that_writes_nothing_valid_is_given_up_with_its_yield(tiny_llama
         run(tiny_llama.tokenizer, lambda i: "on and on", ProbeSettings(num_probes=4))
 
 
-def test_options_reject_by_name(tiny_llama: Any) -> None:
-    with pytest.raises(TooFewProbes, match="low confidence 256"):
-        run(tiny_llama.tokenizer, lambda i: f"Is it {i}?\n", ProbeSettings(num_probes=2, confidence_floor=0.6))
-    odd = run(tiny_llama.tokenizer, lambda i: f"Is it {i}?\n", ProbeSettings(num_probes=9, domain="re:[13579][?]"))
-    assert all(probe.request % 2 for probe in odd.probes)
-
-
 def test_label_balanced_banks_hold_as_many_of_each(tiny_llama: Any) -> None:
     interface = interfaces.build("letter", tiny_llama.tokenizer)
     settings = ProbeSettings(num_probes=40, label_balanced=True)

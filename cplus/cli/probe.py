@@ -50,7 +50,7 @@ probe = typer.Typer(
 )
 
 _SETTINGS = ("shots", "temperature", "topics", "seed", "plain", "data_dir", "device")
-_BANK = ("domain", "label_balanced", "confidence_floor", "max_new_tokens", "min_yield")
+_BANK = ("label_balanced", "max_new_tokens", "min_yield")
 """Settings of a bank that a job does not have."""
 
 
@@ -87,7 +87,7 @@ def write(
     except ValidationError as error:
         raise ValueError(sentences(error, values)) from error
     names.check({"model": model, "task": task, "anchors": None if anchors.isdecimal() else anchors})
-    source = None if keep else _source(anchors, task, asked.domain, config.data_dir)
+    source = None if keep else _source(anchors, task, config.data_dir)
 
     from cplus.jobs.progress import bank_view
     from cplus.models.decoding import LocalEngine, ServerEngine
@@ -124,14 +124,13 @@ def write(
     )
 
 
-def _source(anchors: str, task: str | None, domain: str | None, data_dir: Path | None) -> Task:
-    """The source of the anchors: their own file, the task, or a domain of the toy world."""
+def _source(anchors: str, task: str | None, data_dir: Path | None) -> Task:
+    """The source of the anchors: their own file, or the task."""
     if not anchors.isdecimal():
         return load_task(anchors, data_dir)
-    name = task or (domain if domain and not domain.startswith("re:") else None)
-    if name is None:
+    if task is None:
         raise ValueError(f"expected a task to draw {anchors} anchors from; give --task, or a file with --anchors")
-    return load_task(name, data_dir)
+    return load_task(task, data_dir)
 
 
 def _anchors(anchors: str, source: Task, base: Loaded, interface: Interface, *, seed: int) -> tuple[Example, ...]:

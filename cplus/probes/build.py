@@ -103,7 +103,8 @@ def identify(
         "topics": list(settings.topics),
         "max_new_tokens": settings.max_new_tokens or written.max_new_tokens,
     }
-    # Banks from anchors were sealed before these settings existed.
+    # The names and values that banks were sealed with, whether or not a setting still exists.
+    recorded |= {"confidence_floor": 0.0, "domain": None}
     recorded = {key: value for key, value in recorded.items() if value is not None or key not in _LATER}
     return {
         "model": {"name": base.name, "fingerprint": base.fingerprint},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -82,7 +82,7 @@ Not a setting: it does not depend on the size of the bank, so a bank is a prefix
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSettings:
-    """The settings of a bank; the paper does not use the last five.
+    """The settings of a bank; the paper does not use the last four.
 
     Paper: K, T and N in App. C.1.
     """
@@ -95,8 +95,6 @@ class ProbeSettings:
     seed: int = 0
     min_yield: float = 0.02
     label_balanced: bool = False
-    confidence_floor: float = 0.0
-    domain: str | None = None
     ability: str | None = None
     """What the model writes from nothing, without anchors: a name in `cplus.probes.abilities`."""
     answer_tokens: int | None = None
@@ -109,11 +107,8 @@ class ProbeSettings:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.answer_tokens is not None and self.ability is None:
             raise ValueError(f"answer_tokens belongs to an ability, got {self.answer_tokens}")
-        for name in ("min_yield", "confidence_floor"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
-        if self.min_yield == 0:
-            raise ValueError("min_yield must be above 0, got 0: generation might never end")
+        if not 0 < self.min_yield <= 1:
+            raise ValueError(f"min_yield must be above 0 and at most 1, got {self.min_yield}: writing might never end")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,23 +146,3 @@ def in_turn(values: tuple[str, ...], index: int, seed: str) -> str:
 @cache
 def _permuted(values: tuple[str, ...], seed: str) -> tuple[str, ...]:
     return tuple(random.Random(seed).sample(values, len(values)))
-
-
-def domain_test(name: str) -> Callable[[Example], bool]:
-    """A test for membership in a domain: the name of a toy domain, or `re:` and a regular expression.
-
-    >>> from cplus.data.examples import Choice
-    >>> domain_test("re:whale|dolphin")(Choice(id="a", question="Do Whales sing?", choices=("yes", "no"), answer=0))
-    True
-    """
-    if not name.startswith("re:"):
-        from cplus.toy.world import domain_named
-
-        forms = [re.escape(relation.question).replace(r"\{\}", ".+") for relation in domain_named(name).relations]
-        pattern = re.compile("|".join(rf"\A{form}\Z" for form in forms))
-    else:
-        try:
-            pattern = re.compile(name.removeprefix("re:"), re.IGNORECASE)
-        except re.error as error:
-            raise ValueError(f"domain {name!r}: expected a regular expression after re:, but {error}") from error
-    return lambda example: pattern.search(input_text(example, options=False)) is not None

@@ -116,7 +116,6 @@ class Tally:
     def __init__(self, anchors: Sequence[Example], interface: Interface, settings: ProbeSettings) -> None:
         self._settings = settings
         self._options = interface.name == "letter"
-        self._in_domain = probe_settings.domain_test(settings.domain) if settings.domain else None
         self._anchors = {self._key(anchor) for anchor in anchors}
         self._keys: set[str] = set()
         self._words: list[frozenset[str]] = []
@@ -132,8 +131,6 @@ class Tally:
             return Rejected("copy of an anchor")
         if key in self._keys:
             return Rejected("duplicate")
-        if self._in_domain is not None and not self._in_domain(example):
-            return Rejected("outside the domain")
         if self._settings.ability is not None:
             spoken = _words(example)
             if any(near(spoken, other) for other in self._words):
@@ -146,8 +143,6 @@ class Tally:
         """The label, unless the settings reject it."""
         if isinstance(labelled, Rejected):
             return labelled
-        if labelled.confidence < self._settings.confidence_floor:
-            return Rejected("low confidence")
         if self._settings.ability is not None and isinstance(labelled.example, FreeForm):
             reason = answer_flaw(self._settings.ability, labelled.example)
             if reason is not None:
