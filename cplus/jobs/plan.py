@@ -24,7 +24,7 @@ from cplus.jobs.outputs import DECODED, ability_interface
 from cplus.jobs.prepare import TooLarge, preflight, row_of, uses_bank
 from cplus.jobs.progress import duration, memory_used, say
 from cplus.jobs.repair import ranked_by, trial_rows
-from cplus.jobs.rows import bind_rows, load, located
+from cplus.jobs.rows import bind_rows, evaluated, load, located
 from cplus.jobs.settings import MAX_ROWS, AdaptConfig
 from cplus.methods.repair import TRIALS
 from cplus.methods.table import Material, Method, Past
@@ -239,7 +239,7 @@ def plan(config: AdaptConfig, *, starting: float = 0.0) -> Plan:
     config, method, need, size = found.config, found.method, found.need, found.size
     base = load(config, home)
     rows, asked = with_stand_ins(config, method, bind_rows(config, found.tasks, base), base)
-    groups = rows.evaluated(config.max_asked, config.seed)
+    groups = evaluated(config, rows)
     seconds = {"starting": starting, "loading": time.perf_counter() - begun}
     say("timing a refresh, an update and a decoded batch on this model and its longest rows")
     material, probes = assumed_material(config, method, rows, home)

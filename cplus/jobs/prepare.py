@@ -17,7 +17,7 @@ from cplus.jobs.folder import Folder
 from cplus.jobs.keep import Written, with_written
 from cplus.jobs.memory import Footprint, ModelSize, check_packed, footprint, giga, model_size
 from cplus.jobs.progress import say
-from cplus.jobs.rows import Tasks, bind_rows, load, located, read, template
+from cplus.jobs.rows import Tasks, bind_rows, evaluated, load, located, read, template
 from cplus.jobs.settings import AdaptConfig, paper, refuse
 from cplus.methods.table import REPAIR, Method
 from cplus.models import Loaded, loading
@@ -208,7 +208,7 @@ def prepare(
     rows, own = world.in_turn(written)
     for line in (*(f"warning: {own}" for own in found.warnings), *(f"note: {own}" for own in rows.notes)):
         say(line)
-    groups = rows.evaluated(config.max_asked, config.seed)
+    groups = evaluated(config, rows)
     return Job(
         config=config,
         home=home,

@@ -38,7 +38,7 @@ from cplus.jobs.keep import Written, job_bank, with_written, written_bank
 from cplus.jobs.memory import ModelSize, available, disk_free, giga, model_size
 from cplus.jobs.outputs import answer, base_answers, card, measured, reference, write_model
 from cplus.jobs.progress import recorded, recorded_seconds, say
-from cplus.jobs.rows import bind_rows, check_requirements, load, located, read
+from cplus.jobs.rows import bind_rows, check_requirements, evaluated, load, located, read
 from cplus.jobs.settings import MAX_ROWS, AdaptConfig, RepairConfig, repair_settings
 from cplus.methods import repair as methods
 from cplus.methods.adapters import merged_from
@@ -258,7 +258,7 @@ def prepare(config: RepairConfig, home: Path) -> Given:
         rows, written = with_written(config, METHODS[config.method], bind_rows(config, tasks, base), base)
     for note in (*rows.notes, *notes):
         say(f"note: {note}")
-    groups = rows.evaluated(config.max_asked, config.seed)
+    groups = evaluated(config, rows)
     return Given(
         config=config,
         home=home,

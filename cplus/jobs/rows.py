@@ -109,6 +109,8 @@ def _kind(task: Task) -> str:
 _TAKEN = ("new", "validation", "past", "anchors")
 SHORT = 32
 """Tokens that every answer in free text may have."""
+SAMPLE = 64
+"""New rows in free text that are evaluated where nobody judges them."""
 HELD_OUT_FROM = 50
 """Minimum number of new rows of which a tenth is held out of training."""
 
@@ -262,10 +264,18 @@ def notes(config: AdaptConfig, rows: Rows) -> tuple[str, ...]:
     if rows.kept:
         count = sum(len(group.examples) for group in rows.kept)
         lines.append(f"{len(rows.kept)} earlier past tasks are protected as well, with {count} anchors in total.")
-    for group in (rows.new, rows.past):
-        if group is not None and not group.closed and len(group.examples) > config.max_asked:
-            lines.append(f"{config.max_asked} of {len(group.examples)} {group.name} rows were evaluated.")
+    for group in evaluated(config, rows):
+        whole = {"new": rows.new, "past": rows.past}.get(group.name)
+        if whole is not None and len(group.examples) < len(whole.examples):
+            lines.append(f"{len(group.examples)} of {len(whole.examples)} {group.name} rows were evaluated.")
     return tuple(lines)
+
+
+def evaluated(config: AdaptConfig, rows: Rows) -> tuple[Group, ...]:
+    """The groups evaluated before and after training; of free-text new rows that nobody judges a sample."""
+    groups = rows.evaluated(config.max_asked, config.seed)
+    few = not groups[0].closed and config.judge == "none"
+    return (groups[0].drawn(SAMPLE, config.seed) if few else groups[0], *groups[1:])
 
 
 def bind(config: AdaptConfig, task: Task, base: Loaded) -> Interface:
