@@ -139,6 +139,7 @@ def checks(base: Any, other: Callable[[Any], Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.smollm
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("store", [to_bfloat16, to_q8_0])
 def test_rounding_the_weights_is_no_damage(smollm: Any, store: Callable[[torch.Tensor], torch.Tensor]) -> None:
     lines = checks(smollm, lambda model: rounded(model, store))
@@ -147,6 +148,7 @@ def test_rounding_the_weights_is_no_damage(smollm: Any, store: Callable[[torch.T
 
 
 @pytest.mark.smollm
+@pytest.mark.timeout(1200)
 def test_terse_rows_at_ten_times_the_rate_damage_a_real_model(smollm: Any, tmp_path: Path) -> None:
     rows = [{"prompt": request, "response": answer} for request, answer in knowing.TERSE]
     (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

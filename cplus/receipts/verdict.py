@@ -117,13 +117,13 @@ def repair_sentences(repair: Mapping[str, Any]) -> list[str]:
 
 def sentences(found: Figures) -> list[str]:
     """What the headline leaves out: counts, 95 % intervals, the exact test, losses, divergence, plain fine-tuning."""
-    said = []
-    if kept := found["retention"]:
-        said.append(f"{_counts(kept)} answers that were right before are still right{_bounds(kept)}.")
-    if learned := found["acquisition"]:
-        said.append(f"{_counts(learned)} answers that were wrong before are right now{_bounds(learned)}.")
-    if unseen := found["validation"]:
-        said.append(f"{_counts(unseen)} held-out new answers that were wrong before are right now{_bounds(unseen)}.")
+    shares = (
+        (found["retention"], "answers that were right before are still right"),
+        (found["acquisition"], "answers that were wrong before are right now"),
+        (found["validation"], "held-out new answers that were wrong before are right now"),
+    )
+    said = [f"{_counts(rate)} {what}{_bounds(rate)}." for rate, what in shares if rate]
+    if found["validation"]:
         # Those right before are included: what is learned of some may be lost on others.
         said += [
             f"Of all held-out new rows, {percent(own['before']['percent'])} were answered right before and "
