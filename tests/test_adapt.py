@@ -67,9 +67,13 @@ def mean_loss(model: nn.Module, material: Material) -> float:
 
 
 def suited(name: str) -> Method:
-    """The row; with random weights every token's perplexity is near 40, and little would be left to learn at 2.5."""
+    """The row; with random weights every token's perplexity is near 40, and little would be left to learn at 2.5.
+
+    Kept rows weigh as much as new ones: the rates here are chosen for one loss.
+    """
     row = method(name)
-    return configured(row, strength=1e3) if name == "stm" else row
+    weight = {"stm": 1e3, "self-replay": 1.0, "divergence": 1.0, "divergence-cplus": 1.0}.get(name)
+    return configured(row, strength=weight)
 
 
 @contract
@@ -121,8 +125,9 @@ def assert_uses_exactly_the_data_it_declares(row: Method, events: list[Event]) -
         ("new", "probes"): new + probes,
         ("new", "probes", "anchors"): new + 2 * probes,
         ("new", "synthetic"): new + synthetic,
+        ("new", "beginnings"): new,
     }[row.train_on]
-    per_step = anchors if row.name == "distillation" else 0
+    per_step = anchors if row.name == "distillation" else 1 if row.share else 0
     assert sum(e.work.rows for e in steps) == 3 * (expected + 3 * per_step)
     refreshes = [e for e in events if isinstance(e, Refreshed)]
     assert len(refreshes) == {"once": 1, "epoch": 3}.get(str(row.refresh), 9) * bool(row.evidence)
@@ -141,11 +146,11 @@ def test_missing_rows_are_named(name: str) -> None:
     for kind in row.needs:
         if kind == "new":
             continue
-        source = "probes" if kind in ("constant", "balanced") else kind
+        source = "probes" if kind in ("constant", "balanced", "beginnings") else kind
         past = dataclasses.replace(tiny.material().past[0], **{source: ()})
         model = tiny.lm()
         optimizer = OPTIMIZERS["sgd"](model)
-        with pytest.raises(ValueError, match=f"method '{name}' needs {kind} and got none"):
+        with pytest.raises(ValueError, match=f"method '{name}' needs (beginnings|{kind}) and got none"):
             prepare(row, optimizer, model, dataclasses.replace(tiny.material(), past=(past,)), seed=0)
         assert not optimizer._optimizer_step_pre_hooks
 
@@ -200,6 +205,23 @@ def test_replay_repeats_anchors_to_equal_weight(name: str, new: int, probes: int
     assert (len(batches), sum(times)) == (updates, anchors)
     assert max(times) - min(times) <= 1
     assert all(counts[id(row)] == 1 for row in material.new)
+
+
+def test_kept_rows_come_in_turn_beside_the_batches_of_sft() -> None:
+    row, material = METHODS["divergence"], tiny.material(new=20, probes=7)
+    schedule = Schedule(epochs=5, batch_size=16, order="shuffled")
+    kept = []
+    for epoch in range(1, 6):
+        batches = epoch_batches(row, material, schedule, seed=3, epoch=epoch)
+        plain = epoch_batches(METHODS["sft"], material, schedule, seed=3, epoch=epoch)
+        assert [len(batch) for batch in batches] == [16 + 2, 4 + 1]  # an eighth, and at least one
+        assert [batch[: len(own)] for batch, own in zip(batches, plain, strict=True)] == plain
+        kept += [one for batch, own in zip(batches, plain, strict=True) for one in batch[len(own) :]]
+    turns = [kept[:7], kept[7:14]]
+    assert [Counter(turn) for turn in turns] == [Counter(material.rows("beginnings"))] * 2
+    assert turns[0] != turns[1]
+    again = epoch_batches(row, material, schedule, seed=3, epoch=5)  # a resumed run begins here
+    assert again == batches != epoch_batches(row, material, schedule, seed=4, epoch=5)
 
 
 def test_past_tasks_weigh_the_same() -> None:

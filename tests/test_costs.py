@@ -14,7 +14,7 @@ from torch.optim import AdamW
 from cplus.methods.table import METHODS, Material, Method, Past
 from cplus.training.loop import prepare
 
-AT_MOST = ("distillation", "probe-distillation")
+AT_MOST = ("distillation", "probe-distillation", "divergence", "divergence-cplus")
 """They keep the base model, or its outputs where those are smaller."""
 
 
@@ -42,7 +42,7 @@ def training(model: nn.Module) -> int:
 def inside_a_step(method: Method, base: nn.Module) -> tuple[int, int]:
     """Bytes in use when the optimizer steps for the second time, and the bytes that the method reports by then."""
     rows = tiny.rows(4, longest_target=1)
-    past = Past(name="past", anchors=rows, probes=rows, synthetic=rows, constant=rows, balanced=rows)
+    past = Past(name="past", anchors=rows, probes=rows, synthetic=rows)
     model = method.trained(copy.deepcopy(base), 0)
     optimizer = AdamW(model.parameters(), lr=1e-5)
     prepared = prepare(method, optimizer, model, Material(new=rows, past=(past,)), seed=0)

@@ -18,7 +18,7 @@ from cplus.core.rows import Encoded
 from cplus.methods import adapters
 from cplus.methods.after import averaged, base_weights, known_rows
 from cplus.methods.curvature import ColumnShield
-from cplus.methods.table import METHODS, Material, configured
+from cplus.methods.table import ANSWER_TOKENS, METHODS, Material, Past, configured
 from cplus.training.loop import Prepared, Schedule, adapt, prepare
 
 NEW = tiny.rows(7, seed=11, longest_target=4)
@@ -238,6 +238,32 @@ def test_probes_are_distilled_and_new_rows_are_learned() -> None:
     work = check(prepared, model, mixed, mean_over_rows(mixed, each))
     assert (work.rows, 0 < work.forward < work.padded) == (5, True)
     check(prepared, model, probes, mean_over_rows(probes, each))
+
+
+@pytest.mark.parametrize(("probes", "frozen"), [(3, False), (120, True)])
+def test_beside_new_rows_the_divergence_of_kept_rows_is_small(probes: int, frozen: bool) -> None:
+    base, longest = moved(tiny.lm(), 0.1), ANSWER_TOKENS + 4
+    long = [Encoded((1, 2), tuple(range(longest))), *tiny.rows(probes, seed=5, longest_target=longest)]
+    material = Material(new=NEW, past=(Past(name="past", probes=long),))
+    kept = material.rows("beginnings")
+    assert max(len(row.target) for row in long) > max(len(row.target) for row in kept) == ANSWER_TOKENS
+    assert all(row.target == whole.target[:ANSWER_TOKENS] for row, whole in zip(kept, long, strict=True))
+    model = copy.deepcopy(base)
+    prepared = bound("divergence", model, material, 3.0)
+    assert prepared.once.forward >= sum(map(len, kept))
+    model.load_state_dict(moved(base, 0.1, seed=2).state_dict())
+
+    def kl(row: Encoded) -> Tensor:
+        teacher = chances(base, row).detach()
+        return (teacher.exp() * (teacher - chances(model, row))).sum(1)
+
+    new, two = NEW[:3], kept[:2]
+    expected = mean_over_rows(new, lambda row: token_losses(model, row)) + 3.0 * mean_over_rows(two, kl)
+    work = check(prepared, model, [new[0], two[0], *new[1:], two[1]], expected)
+    assert (work.rows, work.forward > 0) == (5, frozen)  # the base model reads again only what is too large to store
+    replayed = bound("self-replay", model, material, 3.0)
+    each = [mean_over_rows(rows, lambda row: token_losses(model, row)) for rows in (new, two)]
+    check(replayed, model, [*new, *two], each[0] + 3.0 * each[1])
 
 
 def test_the_columns_with_the_largest_scores_do_not_move() -> None:

@@ -24,7 +24,7 @@ OWN_VALUES: dict[tuple[str, str], Any] = {("strength", "stm"): 1e3}
 BLENDED = {
     "cplus", "norm-matched", "shuffled", "constant-label", "balanced-label", "cplus-no-ema", "cplus-norm-aligned",
     "cplus-cvar", "cplus-rotating", "cplus-remembering", "cplus-gradient", "replay-cplus", "ssu",
-    "cplus-repair", "cplus-curvature",
+    "cplus-repair", "cplus-curvature", "divergence-cplus",
 }  # fmt: skip
 FROM_BANK = BLENDED | {"cplus-probes"}
 EVIDENCE = FROM_BANK | {"cpl", "cplus-anchors", "agem", "ogd"}
@@ -37,11 +37,12 @@ USES = {
     "memory": EVIDENCE - {"ogd", "ssu", "cplus-curvature"},
     "strength": {
         "distillation", "probe-distillation", "kl-base", "asft", "eaft", "talr", "stm", "flow", "ewc", "freeze-layers",
-        "mofo", "ssu", "wise-ft", "cplus-curvature",
+        "mofo", "ssu", "wise-ft", "cplus-curvature", "self-replay", "divergence", "divergence-cplus",
     },
 }  # fmt: skip
 """Which rows each setting acts on; a row that drops one must be taken out here, in the open."""
 BANK_USERS = FROM_BANK | {"probe-replay", "anchor-probe-replay", "ssr", "probe-distillation", "sft-repair"}
+BANK_USERS |= {"self-replay", "divergence"}
 
 
 TWO = Schedule(epochs=2, batch_size=4, order="shuffled")

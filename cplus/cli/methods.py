@@ -55,10 +55,12 @@ def rows_formula(method: Method) -> str:
     ('n + A + N per epoch', 'n + A + N/4 per epoch', 'n per epoch, A every step')
     >>> rows_formula(METHODS["replay"]), rows_formula(METHODS["anchor-probe-replay"])
     ('2n per epoch', 'n + 2N per epoch')
+    >>> rows_formula(METHODS["divergence"])
+    'n + 0.125n per epoch'
     """
-    sizes = {"probes": "N", "anchors": "A", "constant": "N", "balanced": "N", "synthetic": "n"}
-    parts = ["n"]
-    for kind in method.train_on[1:]:
+    sizes = {"probes": "N", "anchors": "A", "constant": "N", "balanced": "N", "beginnings": "N", "synthetic": "n"}
+    parts = ["n", *([f"{method.share:g}n"] if method.share else [])]
+    for kind in () if method.share else method.train_on[1:]:
         weight = "N" if "probes" in method.train_on else "n"
         parts.append(weight if kind == "anchors" else sizes[kind])
     seen = [

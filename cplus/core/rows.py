@@ -59,6 +59,15 @@ class Encoded:
         """
         return {"input_ids": [*self.prompt, *self.target], "labels": [-100] * len(self.prompt) + [*self.labels]}
 
+    def beginning(self, tokens: int) -> Encoded:
+        """The row up to its first scored tokens.
+
+        >>> Encoded((1, 2), (3, 4, 5), (False, True, True)).beginning(1)
+        Encoded(prompt=(1, 2), target=(3, 4), scored=(False, True))
+        """
+        ends = [end for end, label in enumerate(self.labels, 1) if label != -100][:tokens]
+        return Encoded(self.prompt, self.target[: ends[-1]], self.scored[: ends[-1]])
+
     def __len__(self) -> int:
         return len(self.prompt) + len(self.target)
 

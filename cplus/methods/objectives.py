@@ -127,6 +127,54 @@ def replayed_distillation(model: nn.Module, material: Material, strength: float)
     return backward
 
 
+def kept_answers(model: nn.Module, material: Material, strength: float) -> Backward:
+    """The new rows' cross-entropy plus `strength` times that of the kept rows of the batch, a mean over each."""
+    return _beside(model, material, strength, answer_losses)
+
+
+def kept_divergence(model: nn.Module, material: Material, strength: float) -> Backward:
+    """The new rows' cross-entropy plus `strength` times KL(base || model) at the tokens of the batch's kept rows.
+
+    The base model's outputs at the kept rows are computed once, here, where they are smaller than the model; else a
+    frozen copy reads each kept row again.
+    """
+    rows, size = list(dict.fromkeys(material.rows("beginnings"))), sum(p.numel() for p in model.parameters())
+    known: dict[Encoded, Tensor] = {}
+    training = model.training
+    model.eval()
+    for part in batched(rows):
+        with torch.no_grad():
+            logits, labels = target_logits(model, part)
+        if sum(row.num_scored for row in rows) * logits.shape[-1] > size:
+            known.clear()
+            break
+        known.update({row: own[where] for row, own, where in zip(part, logits, labels != -100, strict=True)})
+    model.train(training)
+    if not known:
+        frozen = frozen_copy(model)
+        return _beside(model, material, strength, lambda own, part: divergences(own, frozen, part), frozen=True)
+
+    def losses(own: nn.Module, part: Sequence[Encoded]) -> Tensor:
+        logits, labels = target_logits(own, part)
+        inside, teacher = labels != -100, torch.zeros_like(logits)
+        teacher[inside] = torch.cat([known[row] for row in part])
+        return (divergence_at(teacher, logits) * inside).sum(1) / inside.sum(1)
+
+    return _beside(model, material, strength, losses)
+
+
+def _beside(model: nn.Module, material: Material, strength: float, losses: Losses, *, frozen: bool = False) -> Backward:
+    """The mean answer loss of a batch's new rows plus `strength` times the mean of these losses over its other rows."""
+    new = set(material.new)
+
+    def backward(rows: Sequence[Encoded]) -> tuple[float, Work]:
+        loss, work = mean_backward(model, [row for row in rows if row in new], answer_losses)
+        extra, passed = mean_backward(model, [row for row in rows if row not in new], losses, strength)
+        return loss + extra, work + passed + Work(forward=passed.padded * frozen)
+
+    return backward
+
+
 def held_to_base(
     model: nn.Module, material: Material, strength: float, weigh: Callable[[Tensor], Tensor] = torch.ones_like
 ) -> Backward:

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 # The rows of a training, by what they are for: new rows to learn, and each past task's rows.
 
 
-Rows: TypeAlias = Literal["new", "anchors", "probes", "synthetic", "constant", "balanced"]
+Rows: TypeAlias = Literal["new", "anchors", "probes", "beginnings", "synthetic", "constant", "balanced"]
 """The kinds of rows."""
-BANK: frozenset[Rows] = frozenset({"probes", "synthetic", "constant", "balanced"})
+BANK: frozenset[Rows] = frozenset({"probes", "beginnings", "synthetic", "constant", "balanced"})
 """The kinds of rows that come from the bank."""
+ANSWER_TOKENS = 16
+"""Tokens that a beginning keeps of its probe's answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,11 @@ class Past:
     anchors: Sequence[Encoded] = ()
     probes: Sequence[Encoded] = ()
     synthetic: Sequence[Encoded] = ()
+
+    @property
+    def beginnings(self) -> list[Encoded]:
+        """The probes with the first tokens of their answers alone: nearly as good evidence at half the cost."""
+        return [probe.beginning(ANSWER_TOKENS) for probe in self.probes]
 
     @property
     def constant(self) -> list[Encoded]:
@@ -112,6 +119,8 @@ class Part:
     """Forward-and-backward passes over the anchors per update; a forward pass alone counts one third."""
     read_by_base: tuple[Rows, ...] = ()
     """The kinds of trained rows that the frozen model reads too: one more forward pass each."""
+    read_once: tuple[Rows, ...] = ()
+    """The kinds of rows read before training: a forward pass for each mention, of which a backward pass counts two."""
 
     def __post_init__(self) -> None:
         if self.strength is None:
@@ -141,13 +150,15 @@ class Method:
     weight of earlier evidence at a refresh, and `parts` the number of parts the bank is split into, one per refresh.
     `vectors` states whether the evidence is one vector or one per anchor. `objective` and `reduction` build loss and
     evidence of a model, `gate` builds the gate from the row itself and a seed, `adapter` gives the model as it trains,
-    and `after` changes the trained weights once, at the end.
+    and `after` changes the trained weights once, at the end. With a `share` each batch has that many kept rows for each
+    new one, at least one, drawn in turn; without, all rows of an epoch are mixed.
     """
 
     name: str
     summary: str
     paper: str
     train_on: tuple[Rows, ...] = ("new",)
+    share: float = 0.0
     objective: Part = ANSWERS
     evidence: tuple[tuple[float, Rows], ...] = ()
     parts: int = 1
@@ -269,6 +280,9 @@ _ABOUT = {
     "ogd": ("Projects the gradient off the anchors' ground-truth-logit gradients.", "Farajtabar et al. 2020, OGD-GTL"),
     "distillation": ("Adds the divergence from the frozen model on the anchors to the loss.", "Hinton et al. 2015"),
     "probe-distillation": ("Trains on new data and on the frozen model's output on self-probes.", "Hinton et al. 2015"),
+    "self-replay": ("Adds the loss of one self-probe for every eight new rows of a batch.", "docs/methods.md"),
+    "divergence": ("Adds the divergence from the base model on one self-probe per eight new rows.", "docs/methods.md"),
+    "divergence-cplus": ("The objective of divergence and CPLUS's gate together.", "docs/methods.md"),
     "kl-base": ("Adds the divergence from the frozen model's output on the new rows to the loss.", "Zhu et al. 2025"),
     "asft": ("As kl-base, and each token's loss counts as the model expects the token.", "Zhu et al. 2025, ASFT"),
     "eaft": ("Weights each token's loss by the model's uncertainty there.", "Diao et al. 2026, EAFT"),
@@ -321,6 +335,10 @@ _BINARY = _part("variants:binary")
 CPLUS = _row("cplus", evidence=BLEND, beta=0.9, gate=_part("variants:smoothed"))
 
 
+_DIVERGENCE = _loss("kept_divergence", 16.0, bytes_per_parameter=4.0, read_once=("beginnings",))
+_BESIDE: tuple[Rows, ...] = ("new", "beginnings")
+
+
 def _cplus(name: str, **own: Any) -> Method:
     """CPLUS with these changes."""
     return replace(CPLUS, name=name, summary=_ABOUT[name][0], paper=_ABOUT[name][1], **own)
@@ -350,13 +368,21 @@ _ROWS = (
         train_on=("new", "probes"),
         objective=_loss("replayed_distillation", 1.0, bytes_per_parameter=4.0, read_by_base=("probes",)),
     ),
+    _row("self-replay", train_on=_BESIDE, share=1 / 8, objective=_loss("kept_answers", 4.0)),
+    _row("divergence", train_on=_BESIDE, share=1 / 8, objective=_DIVERGENCE),
+    _cplus("divergence-cplus", train_on=_BESIDE, share=1 / 8, objective=_DIVERGENCE),
     _row("kl-base", objective=_HELD),
     _row("asft", objective=replace(_HELD, path="cplus.methods.objectives:asft")),
     _row("eaft", objective=_loss("entropic", 1.0)),
     _row("talr", objective=_loss("tempered", 1.0, "(0, inf)")),
-    _row("stm", objective=_loss("masked", 2.5, "(0, inf)")),
-    _row("flow", objective=_loss("easy_rows", 1.0, "(0, inf)")),
-    _row("ewc", objective=_loss("elastic_weights", 10.0, needs=("anchors",), bytes_per_parameter=8.0)),
+    _row("stm", objective=_loss("masked", 2.5, "(0, inf)", read_once=("new",))),
+    _row("flow", objective=_loss("easy_rows", 1.0, "(0, inf)", read_once=("new",))),
+    _row(
+        "ewc",
+        objective=_loss(
+            "elastic_weights", 10.0, needs=("anchors",), bytes_per_parameter=8.0, read_once=("anchors",) * 3
+        ),
+    ),
     _row("lora", adapter=_part("adapters:lora")),
     _row("osf", adapter=_part("adapters:osf")),
     _row("freeze-layers", adapter=_part("adapters:last_blocks", 0.5, "[0, 1)")),

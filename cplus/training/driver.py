@@ -128,6 +128,8 @@ class TrainingLog:
     cursor: Cursor = field(default_factory=Cursor)
     training: Work = field(default_factory=Work)
     preservation: Work = field(default_factory=Work)
+    once: Work = field(default_factory=Work)
+    """What the method read before its first update."""
     losses: list[float] = field(default_factory=list)
     """The losses of this epoch's updates."""
     counted: tuple[int, int] = (0, 0)
@@ -277,6 +279,8 @@ class Training:
         log, guard = self.log, self.prepared.guard
         if log.done:
             return
+        if not log.cursor.step:
+            log.once = self.prepared.once
         clock = time.perf_counter()
         events = adapt(
             self.model,
@@ -291,6 +295,7 @@ class Training:
             log.seconds += time.perf_counter() - clock
             if isinstance(event, Refreshed):
                 log.preservation += event.work
+                log.once += event.once
             elif isinstance(event, Stepped):
                 log.training += event.work
                 log.losses.append(event.loss)

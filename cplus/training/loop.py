@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import torch
@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from cplus.base.cost import Work
 from cplus.core.evidence import Evidence, Reference
 from cplus.core.guard import Guard
-from cplus.core.rows import Encoded
+from cplus.core.rows import Encoded, batched, measured
 from cplus.distributed import processes
 from cplus.methods.after import Outcome, base_weights
 from cplus.methods.objectives import Backward, averaged, check_finite
@@ -45,7 +45,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Refreshed:
-    """The evidence was refreshed; `work` counts recurring passes only, so evidence computed once counts as 0.
+    """The evidence was refreshed; `work` counts recurring passes only, `once` those of evidence computed once.
 
     Paper: App. E.12, one-time preparation is excluded.
     """
@@ -54,6 +54,7 @@ class Refreshed:
     step: int
     losses: dict[str, float]
     work: Work
+    once: Work = field(default_factory=Work)
     norm: float | None = None
 
 
@@ -100,6 +101,8 @@ class Prepared:
     """The base model's trained weights, for a method that changes them once more after training."""
     computing: Computing = nullcontext
     """Opens the context of each pass."""
+    once: Work = field(default_factory=Work)
+    """What the objective read of its rows before training."""
 
     def finish(self, model: nn.Module) -> Outcome:
         """Apply what the method does after training, once, to the trained model with its adapters merged."""
@@ -156,7 +159,16 @@ def prepare(
             gate=method.build_gate(seed),
             projection=method.projection,
         )
-    return Prepared(method=method, material=material, backward=backward, guard=guard, base=base, computing=computing)
+    read = (part for kind in method.objective.read_once for part in batched(material.rows(kind)))
+    return Prepared(
+        method=method,
+        material=material,
+        backward=backward,
+        guard=guard,
+        base=base,
+        computing=computing,
+        once=Work(forward=sum(measured(part).padded for part in read)),
+    )
 
 
 def adapt(
@@ -181,8 +193,8 @@ def adapt(
         for number, rows in enumerate(batches[used:], start=used + 1):
             if guard is not None and due(method, step=step, batch=number):
                 found = guard.refresh()
-                work = Work() if method.refresh == "once" else found.work
-                yield Refreshed(epoch=epoch, step=step, losses=found.losses, work=work, norm=found.norm)
+                work, once = (Work(), found.work) if method.refresh == "once" else (found.work, Work())
+                yield Refreshed(epoch=epoch, step=step, losses=found.losses, work=work, once=once, norm=found.norm)
             optimizer.zero_grad(set_to_none=True)
             loss, work = prepared.backward(rows)
             check_finite(loss, step + 1)
@@ -221,10 +233,11 @@ def epoch_batches(
     shuffle = random.Random(f"{seed}/{epoch}").shuffle
     rows = material.rows("new")
     updates = math.ceil(len(rows) / schedule.batch_size)
-    if method.train_on == ("new",):
+    if method.train_on == ("new",) or method.share:
         if schedule.order == "shuffled":
             shuffle(rows)
-        return [rows[i * schedule.batch_size : (i + 1) * schedule.batch_size] for i in range(updates)]
+        batches = [rows[i * schedule.batch_size : (i + 1) * schedule.batch_size] for i in range(updates)]
+        return with_kept(method, material, batches, seed=seed, epoch=epoch) if method.share else batches
     weight = len(material.rows("probes" if "probes" in method.train_on else "new"))
     for kind in method.train_on[1:]:
         rows += (
@@ -233,6 +246,21 @@ def epoch_batches(
     shuffle(rows)
     cuts = [len(rows) * i // updates for i in range(updates + 1)]
     return [rows[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+def with_kept(
+    method: Method, material: Material, batches: list[list[Encoded]], *, seed: int, epoch: int
+) -> list[list[Encoded]]:
+    """SFT's batches, each followed by its kept rows: the bank in turn, over all epochs, each time in another order."""
+    kept = [row for kind in method.train_on[1:] for row in material.rows(kind)]
+    counts = [math.ceil(method.share * len(batch)) for batch in batches]
+    first, drawn = (epoch - 1) * sum(counts), []
+    for turn in range(first // len(kept), (first + sum(counts)) // len(kept) + 1):
+        order = list(kept)
+        random.Random(f"{seed}/{turn}/kept").shuffle(order)
+        drawn += order
+    rest = iter(drawn[first % len(kept) :])
+    return [[*batch, *itertools.islice(rest, count)] for batch, count in zip(batches, counts, strict=True)]
 
 
 def repeated(rows: Sequence[Encoded], count: int, *, seed: int, epoch: int) -> list[Encoded]:
