@@ -30,14 +30,13 @@ from cplus.data.formats import from_row
 from cplus.data.tasks import load_task
 from cplus.evaluation.statistics import common_level, rise
 from cplus.jobs.adapt import adapt, resume
-from cplus.jobs.rows import with_own_answers
 from cplus.jobs.settings import AdaptConfig
 from cplus.lab.drawing import panels
 from cplus.methods.table import METHODS
+from cplus.probes.labels import own_answers
 from cplus.receipts.contents import Point
 from cplus.receipts.figures import COLOURS, label, save
 from cplus.receipts.page import read_receipt
-from cplus.training.rows import Group
 
 MODEL = "smollm2-135m"
 
@@ -87,8 +86,7 @@ def _ended(rows: Sequence[dict[str, Any]]) -> list[bool]:
     base = models.load(MODEL)
     examples = tuple(from_row(row, where="asked", id=str(number)) for number, row in enumerate(rows))
     interface = interfaces.build("freeform", base.tokenizer)
-    group, _ = with_own_answers(Group(name="asked", part="retention", interface=interface, examples=examples), base)
-    answered = {example.id for example in group.examples}
+    answered = {example.id for example in own_answers(base, interface, examples, name="asked")}
     return [example.id in answered for example in examples]
 
 

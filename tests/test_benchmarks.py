@@ -29,7 +29,6 @@ def test_what_a_script_imports_of_the_package_is_there(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "record", "options"),
     [
-        ("agreement", "agreement-toy", [*TOY, "--limit", "4"]),
         ("communication", "communication", []),
         ("generation", "generation", [*TOY, "--requests", "4", "--rounds", "1"]),
         ("ranks", "ranks-time", ["time"]),
