@@ -136,6 +136,14 @@ def test_a_run_knows_both_losses_from_the_base_model_on(given: Comparison, spec:
     assert start["past_nll"] == pytest.approx(expected, rel=1e-5)
     assert end["new_nll"] < start["new_nll"]
     assert end["past_nll"] > start["past_nll"]
+    trained = {example.id for example in given.new.examples}
+    held = [e for e in split_task(given.base, spec.task, "freeform")[1].new if e.id not in trained]
+    scores = log_likelihoods(given.base.model, [given.new.interface.encode(example) for example in held])
+    expected = -sum(score.total for score in scores) / sum(score.num_tokens for score in scores)
+    assert (len(held), start["held_nll"]) == (2, pytest.approx(expected, rel=1e-5))
+    assert len(given.bases) == len(asked)
+    assert start["divergence"] == 0.0 < result.curve[1]["divergence"] < end["divergence"] == result.divergence
+    assert result.once["before_flops"] == result.once["after_flops"] == 0
     ended = run(replace(spec, stop_loss=result.curve[1]["new_nll"]), given)
     assert (ended.curve, ended.new_nll) == (result.curve[:2], result.curve[1]["new_nll"])
     final = {"retention": result.retention, "acquisition": result.acquisition}

@@ -22,7 +22,10 @@ class RunResult:
     task: `correction`, the share of wrong past-task rows, never trained on, that came right, and `anchors_right`, the
     share of the anchors themselves that are right. `past_nll` and `new_nll` are the mean token losses of past and new
     answers in nats, of free text only; its `curve` begins with the base model, at epoch 0. `repair` is what a method's
-    repair after training undid, or why it was `refused`; records written before it was kept have None.
+    repair after training undid, or why it was `refused`; records written before it was kept have None. Of free text
+    also: `held_nll`, the loss of new rows that were not trained on, `divergence`, KL(base, tuned) in nats per token at
+    past rows that are no anchors and in no bank, and `once`, the FLOPs and seconds of what does not recur: what is read
+    before the first update, and what is done after the last. The bank's writing is not in it.
     """
 
     spec: RunSpec
@@ -39,6 +42,9 @@ class RunResult:
     anchors_right: float | None = None
     past_nll: float | None = None
     new_nll: float | None = None
+    held_nll: float | None = None
+    divergence: float | None = None
+    once: dict[str, float] = field(default_factory=dict)
     repair: dict[str, Any] | None = None
     diagnostics: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)

@@ -41,7 +41,7 @@ from cplus.probes.labels import own_answers
 from cplus.probes.settings import TOPICS, ProbeSettings, input_key
 from cplus.training.driver import Done, Evaluate, Training, begin, build_optimizer
 from cplus.training.loop import EpochEnded, Prepared, Schedule, build_schedule, epoch_batches
-from cplus.training.measure import answered, changes
+from cplus.training.measure import BaseRow, answered, base_rows, changes, divergence
 from cplus.training.rows import Group, Part, PastTask
 from cplus.training.settings import RunSpec
 from cplus.training.sharding import needs_whole, sharded
@@ -128,6 +128,10 @@ class Comparison:
     external: tuple[Group, ...]
     other_task: bool
     """Whether anchors and past rows are of another task than the new rows."""
+    held: Group | None = None
+    """Free text: new rows that are not trained on."""
+    bases: tuple[BaseRow, ...] = ()
+    """Free text: what the base model expects at past rows that are no anchors and in no bank."""
     bank: Bank | None = None
     """The sealed bank of the probes, where they were written from the anchors alone."""
     compute_dtype: str = "float32"
@@ -181,7 +185,7 @@ def set_up(
     anchors = draw_mixture(found, correct=right, wrong=spec.wrong_anchors, seed=spec.seed)
     wrong = _drawn(found.new, spec, "wrong") if kept else ()
     anchors, probes, written = _to_keep(spec, base, interface, anchors, banks)
-    return Comparison(
+    given = Comparison(
         base=base,
         new=_known("new", "acquisition", task, new_rows(task[1], spec)),
         past=_known("past", "retention", (interface, found), _drawn(found.past, spec, "past")),
@@ -194,6 +198,7 @@ def set_up(
         bank=written,
         compute_dtype=spec.compute_dtype,
     )
+    return with_yardstick(given, spec, task)
 
 
 def _known(name: str, part: Part, task: TaskSplit, examples: Sequence[Example]) -> Group:
@@ -227,6 +232,24 @@ def _to_keep(
     written = cached_bank(base, interface, (), settings, banks=banks).examples
     own, more = written[: spec.num_anchors], written[spec.num_anchors :]
     return (*(anchors if spec.keep == "both" else ()), *own), (*probes, *more), None
+
+
+HELD_OUT = 48
+"""New rows of the same kind whose loss is measured and that are not trained on, where there are so many."""
+
+
+def with_yardstick(given: Comparison, spec: RunSpec, task: TaskSplit) -> Comparison:
+    """The comparison with the rows that show whether free text generalises, and how far the model moves elsewhere."""
+    if spec.interface != "freeform":
+        return given
+    trained = {example.id for example in given.new.examples}
+    rest = [example for example in task[1].new if example.id not in trained]
+    drawn = random.Random(f"{spec.seed}/held").sample(rest, min(HELD_OUT, len(rest)))
+    known = given.covered | {example.id for example in given.anchors}
+    past = [given.past.interface.encode(example) for example in given.past.examples if example.id not in known]
+    with given.computing():
+        bases = tuple(base_rows(given.base.model, past))
+    return replace(given, held=_known("held", "validation", task, drawn) if drawn else None, bases=bases)
 
 
 def new_rows(found: Split, spec: RunSpec) -> tuple[Example, ...]:
@@ -300,7 +323,9 @@ def _trained(spec: RunSpec, given: Comparison, training: Training) -> RunResult:
     observation = _observation(spec, given, prepared, build_schedule(training.settings))
     curve: list[dict[str, float]] = []
     if spec.evaluate_every and not given.past.closed:  # in free text the losses do not start at a known value
-        curve.append({"epoch": 0.0, **_figures(given, given.past.known, given.new.known)})
+        base = _figures(given, given.past.known, given.new.known)
+        held = {} if given.held is None else {"held_nll": _loss(given.held.known)}
+        curve.append({"epoch": 0.0, **base, **held, **({"divergence": 0.0} if given.bases else {})})
     for event in training.run(*_until_learned(spec, given, training)):
         if isinstance(event, EpochEnded) and spec.evaluate_every and event.epoch % spec.evaluate_every == 0:
             with training.whole() as whole:
@@ -308,6 +333,7 @@ def _trained(spec: RunSpec, given: Comparison, training: Training) -> RunResult:
             log.done |= spec.stop_loss is not None and curve[-1]["new_nll"] <= spec.stop_loss
             model.train()
         observation(event)
+    recurring = log.preservation.flops(parameters)
     model = training.finish()
     changed = prepared.method.adapter is not None or prepared.method.after is not None
     seen = bool(curve) and curve[-1]["epoch"] == log.cursor.epoch - 1 and not changed
@@ -326,6 +352,11 @@ def _trained(spec: RunSpec, given: Comparison, training: Training) -> RunResult:
         external={group.name: _external(given, model, group) for group in given.external},
         counts={"parameters": parameters, "updates": log.cursor.step, **_counts(given)},
         cost=cost_row(parameters, training=log.training, preservation=log.preservation),
+        once={
+            "before_flops": log.once.flops(parameters),
+            "after_flops": log.preservation.flops(parameters) - recurring,
+            "after_seconds": training.finishing,
+        },
         seconds=log.seconds - observation.seconds,
         extra_bytes=log.extra_bytes,
         curve=curve,
@@ -381,7 +412,14 @@ def measure(given: Comparison, model: nn.Module) -> dict[str, float]:
     """
     model.eval()
     with given.computing():
-        return _figures(given, answered(model, given.past), answered(model, given.new))
+        found = _figures(given, answered(model, given.past), answered(model, given.new))
+        return found | _elsewhere(given, model)
+
+
+def _elsewhere(given: Comparison, model: nn.Module) -> dict[str, float]:
+    """The loss of new rows that are not trained on, and the divergence from the base model on uncovered past rows."""
+    found = {} if given.held is None else {"held_nll": _loss(answered(model, given.held))}
+    return found | ({"divergence": divergence(model, given.bases)} if given.bases else {})
 
 
 def _figures(given: Comparison, past: Sequence[Prediction], new: Sequence[Prediction]) -> dict[str, float]:
