@@ -167,7 +167,9 @@ def fig_mask_agreement_all_layers(found: Collected) -> Picture:
     audits = _audits(found)
     figure, axes = panels(2, width=4.2, height=_layers_height(audits))
     for axis, kind in zip(axes, ("cpl", "cplus"), strict=True):
-        _layer_panel(axis, audits, kind)
+        image = _layer_panel(axis, audits, kind)
+    if audits:
+        figure.colorbar(image, ax=axes, label="agreement")
     caption = (
         "Update-weighted agreement by layer and number of anchors; one colour scale from 0 to 1. Mean over the seeds, "
         f"n = {len(audits)}."
@@ -192,8 +194,10 @@ def fig_mask_cross_reference(found: Collected) -> Picture:
         budget_axis(left, audit["budgets"])
         left.set_title(f"(a) {audit['layers'][at]['layer']}")
     left.set(ylabel="agreement", ylim=(0.0, 1.0))
-    _layer_panel(right, audits, "cross")
+    image = _layer_panel(right, audits, "cross")
     right.set_title("(b) all layers")
+    if audits:
+        figure.colorbar(image, ax=right, label="agreement")
     caption = (
         "CPLUS's masks against the mask that CPL makes of all past rows, a reference it does not aim at. (a) The "
         "layer of the recorded coordinates, with standard errors. (b) All layers, means. "
@@ -206,15 +210,15 @@ def _layers_height(audits: Sequence[dict[str, Any]]) -> float:
     return max([2.8, *(0.2 * len(audit["layers"]) + 1.0 for audit in audits)])
 
 
-def _layer_panel(axis: Any, audits: Sequence[dict[str, Any]], kind: str) -> None:
-    """Agreement by layer and budget, the mean over the seeds, with its colours."""
+def _layer_panel(axis: Any, audits: Sequence[dict[str, Any]], kind: str) -> Any:
+    """Agreement by layer and budget, the mean over the seeds."""
     axis.set(title=KINDS[kind], xlabel="anchors A (rows)", ylabel="layer")
-    if audits:
-        names = [layer["layer"] for layer in audits[0]["layers"]]
-        own = [zip(*(audit["layers"][layer][kind] for audit in audits), strict=True) for layer in range(len(names))]
-        values = [[_mean(seeds) for seeds in budgets] for budgets in own]
-        image = heat_map(axis, values, names, [str(budget) for budget in audits[0]["budgets"]])
-        axis.figure.colorbar(image, ax=axis, label="agreement")
+    if not audits:
+        return None
+    names = [layer["layer"] for layer in audits[0]["layers"]]
+    own = [zip(*(audit["layers"][layer][kind] for audit in audits), strict=True) for layer in range(len(names))]
+    values = [[_mean(seeds) for seeds in budgets] for budgets in own]
+    return heat_map(axis, values, names, [str(budget) for budget in audits[0]["budgets"]])
 
 
 def comparison(found: Collected) -> list[ComparisonLine]:
