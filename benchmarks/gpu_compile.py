@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,21 +23,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
-from cplus.core import algorithm, kernels
+from cplus.cli import gpu
+from cplus.core import kernels
 
 TARGETS = {80: (108, 2048), 90: (132, 2048)}  # A100 and H100: processors, threads per processor
-BLOCKS = {"gate": kernels.gate_block, "adamw": kernels.adamw_block}
-AVERAGES = {"none": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
 INSTRUCTIONS = {"fused": "fma.rn.f32", "divisions": "div.rn.f32", "approximate": "div.full.f32", "flushed": ".ftz"}
-COUNT, STEPS, BETA, RATE = 4099, 6, 0.9, 1e-3  # coordinates: no multiple of anything; the rate: the size of a step
-
-
-def names(block: str) -> list[str]:
-    """A kernel's arguments."""
-    own = ["theta", "param"] if block == "gate" else ["param", "gradient", "m", "v"]
-    return [*own, "packed", "ema", "numbers"]
 
 
 @contextmanager
@@ -116,16 +107,16 @@ def generated(capability: int, block: str, average: str) -> dict[str, Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     found: list[Any] = []
-    dtype = AVERAGES[average]
+    dtype = gpu.AVERAGES[average]
     with pretended(capability, found), FakeTensorMode():
         kernels.compiled.cache_clear()
-        kernel = kernels.compiled(BLOCKS[block], dtype, torch.device("cuda"))
+        kernel = kernels.compiled(gpu.BLOCKS[block], dtype, torch.device("cuda"))
         assert len(found) == 1, f"expected one kernel, got {[one.name for one in found]}"
         # A launch of another size shows which argument is which, and must not compile anything.
-        tensors = {name: torch.zeros(COUNT, device="cuda") for name in names(block)}
-        tensors |= {"packed": torch.zeros(-(-COUNT // 4), dtype=torch.uint8, device="cuda")}
+        tensors = {name: torch.zeros(gpu.COUNT, device="cuda") for name in gpu.ARGUMENTS[block]}
+        tensors |= {"packed": torch.zeros(-(-gpu.COUNT // 4), dtype=torch.uint8, device="cuda")}
         tensors |= {"numbers": torch.zeros(3 if block == "gate" else 10, device="cuda")}
-        tensors |= {"ema": None if dtype is None else torch.zeros(COUNT, dtype=dtype, device="cuda")}
+        tensors |= {"ema": None if dtype is None else torch.zeros(gpu.COUNT, dtype=dtype, device="cuda")}
         kernel(*tensors.values())
     [made] = found
     order = [next((name for name, held in tensors.items() if held is given), given) for given in made.launches[-1]]
@@ -165,7 +156,7 @@ def load(made: dict[str, Any]) -> Any:
     return space[made["name"]]
 
 
-def interpreted(made: dict[str, Any], block: str, average: str) -> float:
+def interpreted(made: dict[str, Any]) -> float:
     """Run a generated source in Triton's interpreter: its largest distance from the algorithm after a step.
 
     In units of last place of the parameter, or of the size of a step where that is larger.
@@ -178,7 +169,7 @@ def interpreted(made: dict[str, Any], block: str, average: str) -> float:
         patch.object(triton_heuristics, "pointwise", lambda **_: lambda function: function),
     ):
         kernel = load(made)
-    # Two things that the interpreter has not: it cuts float32 off to bfloat16, where a GPU rounds to the nearest.
+    # The interpreter cuts float32 off to bfloat16, where a GPU rounds to the nearest; it has no nearbyint at all.
     convert = interpreter._convert_float
 
     def rounded(values: Any, given: Any, wanted: Any, mode: Any) -> Any:
@@ -188,68 +179,11 @@ def interpreted(made: dict[str, Any], block: str, average: str) -> float:
 
     interpreter._convert_float = rounded
     kernel.fn.__globals__["libdevice"] = SimpleNamespace(nearbyint=lambda x: x + 2.0**23 - 2.0**23)  # for x >= 0
-    random = torch.Generator().manual_seed(0)
-    theta, g_hat = torch.randn(2, COUNT, generator=random)
-    g_hat[::5] = 0.0
-    drawn = torch.randn(STEPS, COUNT, generator=random) * (RATE if block == "gate" else 1.0)
-    held: dict[str, Any] = {"param": theta.clone(), "packed": kernels.Signs.of(g_hat).packed}
-    held |= {"m": torch.zeros(COUNT), "v": torch.zeros(COUNT)}
-    held |= {"ema": None if average == "none" else kernels.zeros(theta, average)}  # type: ignore[arg-type]
-    expected = by_algorithm(theta, g_hat, drawn, block, average)
-    distance = 0.0
-    for t, values in enumerate(drawn, start=1):
-        numbers = kernels.gate_numbers(BETA, t)
-        if block == "gate":
-            held |= {"theta": held["param"].clone(), "param": held["param"] + values}
-        else:
-            numbers = (*adamw_numbers(t), *numbers)
-        held |= {"gradient": values, "numbers": torch.tensor(numbers)}
-        kernel[(-(-COUNT // 256),)](*(held.get(name, name) for name in made["order"]), XBLOCK=256)
-        larger = torch.maximum(theta.abs(), expected[t - 1].abs()).clamp(min=RATE)
-        unit = torch.nextafter(larger, torch.tensor(torch.inf)) - larger
-        distance = max(distance, float(((held["param"] - expected[t - 1]).abs() / unit).max()))
-        theta = expected[t - 1]
-        held["param"] = theta.clone()  # an error of one step is no error of the next
-    return distance
 
+    def launch(block: str, average: str, held: Mapping[str, Any]) -> None:
+        kernel[(-(-gpu.COUNT // 256),)](*(held.get(name, name) for name in made["order"]), XBLOCK=256)
 
-def adamw_numbers(t: int) -> tuple[float, ...]:
-    """The scalars of AdamW's step t: betas 0.9 and 0.999, weight decay 0.01."""
-    step, root = RATE / (1 - 0.9**t), (1 - 0.999**t) ** -0.5
-    return 1 - 0.9, 0.999, 1 - 0.999, 1 - RATE * 0.01, step, root, 1e-8
-
-
-def by_algorithm(theta: Tensor, g_hat: Tensor, drawn: Tensor, block: str, average: str) -> list[Tensor]:
-    """The parameters after each step, by `algorithm.run`; a shorter average is rounded between the same functions."""
-    shadow = torch.nn.Parameter(theta.clone())
-    optimizer = torch.optim.AdamW([shadow], lr=RATE, weight_decay=0.01, fused=True)
-    seen: list[Tensor] = []
-
-    def propose(params: list[Tensor], values: Tensor) -> list[Tensor]:
-        seen.append(params[0].clone())
-        if block == "gate":
-            return [params[0] + values]
-        shadow.data.copy_(params[0])
-        shadow.grad = values.clone()
-        optimizer.step()
-        return [shadow.detach().clone()]
-
-    def past(params: list[Tensor]) -> list[Tensor]:
-        return [g_hat]
-
-    if average in ("none", "float32"):
-        beta = BETA if average == "float32" else 0.0
-        found = algorithm.run(
-            [theta], epochs=[drawn], propose=propose, anchor_gradient=past, probe_gradient=past, beta=beta
-        )
-        return [*seen[1:], *found]
-    ema = kernels.zeros(theta, average)  # type: ignore[arg-type]
-    for t, values in enumerate(drawn, start=1):
-        [proposed] = propose([theta], values)
-        mask = algorithm.collaborates(g_hat, proposed - theta)
-        ema = kernels.stored(algorithm.smooth(kernels.read(ema), mask, BETA), ema)
-        theta = algorithm.apply(theta, proposed, algorithm.coefficient(kernels.read(ema), BETA, t))
-    return [*seen[1:], theta]
+    return gpu.distance(made["block"], made["average"], torch.device("cpu"), launch)
 
 
 def main() -> None:
@@ -259,13 +193,13 @@ def main() -> None:
     given = parser.parse_args()
     if given.interpret is not None:
         kinds = json.loads(given.interpret.read_text())
-        print(json.dumps([interpreted(made, made["block"], made["average"]) for made in kinds]))
+        print(json.dumps([interpreted(made) for made in kinds]))
         return
     made = [
         {"block": block, "average": average, "target": target, **generated(target, block, average)}
         for target in TARGETS
-        for block in BLOCKS
-        for average in AVERAGES
+        for block in gpu.BLOCKS
+        for average in gpu.AVERAGES
     ]
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(json.dumps(made))
@@ -281,7 +215,13 @@ def main() -> None:
     import triton
 
     versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
-    report = {"ran_on_a_gpu": False, "versions": versions, "coordinates": COUNT, "steps": STEPS, "kernels": rows}
+    report = {
+        "ran_on_a_gpu": False,
+        "versions": versions,
+        "coordinates": gpu.COUNT,
+        "steps": gpu.STEPS,
+        "kernels": rows,
+    }
     given.out.write_text(json.dumps(report, indent=1) + "\n")
     if max(distances) > 1:
         sys.exit("a kernel is more than one unit of last place away from the algorithm")

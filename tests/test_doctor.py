@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from cplus.cli import app, doctor
+from cplus.cli import app, doctor, gpu
 from cplus.core import kernels
 
 
@@ -21,7 +23,8 @@ def run(*options: str) -> tuple[int, str]:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("cplus.core.kernels.can_compile", lambda device: True)  # seconds, and its own tests try it
-    monkeypatch.setattr(doctor, "_TIMED", (2, 1000))
+    monkeypatch.setattr(gpu, "LAYERS", 2)
+    monkeypatch.setattr(gpu, "WIDTH", 16)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # tests need no network
     return tmp_path / "cache"
 
@@ -53,6 +56,31 @@ def test_the_gated_step_is_measured_with_the_width_of_the_vectors(monkeypatch: p
     [plain] = doctor.kernels()
     assert plain.state == "note"
     assert "C++ compiler" in plain.do
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_the_same_checks_run_on_the_processor_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, said = run("--gpu", "--json")
+    report = json.loads(said)
+    assert code == 0, said
+    found = {one["name"]: one for one in report["findings"] if one["area"] == "gpu"}
+    assert set(found) == {"not run", "kernels", "speed"}
+    assert found["not run"]["says"].startswith("No GPU was used. No kernel ran on a GPU")
+    assert len(found["kernels"]["measured"]["units_of_last_place"]) == 8
+    assert set(found["speed"]["measured"]["milliseconds"]) == {"plain", "one_pass", "hooks"}
+    assert report["environment"]["versions"]["torch"]
+
+    right = kernels.run
+
+    def wrong(kernel: str, tensors: Any, packed: torch.Tensor, *rest: Any) -> None:
+        """Plus is taken for minus."""
+        right(kernel, tensors, (packed & 0x55) << 1 | (packed & 0xAA) >> 1, *rest)
+
+    monkeypatch.setattr(kernels, "run", wrong)
+    code, said = run("--gpu", "--device", "cpu", "--json")
+    [bad] = [one for one in json.loads(said)["findings"] if one["state"] == "bad"]
+    assert (code, bad["name"]) == (1, "kernels")
+    assert "issue" in bad["do"]
 
 
 def test_a_missing_package_is_bad_and_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:

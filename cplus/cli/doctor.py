@@ -10,11 +10,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
-from statistics import median
-from time import perf_counter
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import psutil  # type: ignore[import-untyped]
 import typer
@@ -24,10 +23,14 @@ from rich.table import Table
 from rich.text import Text
 
 from cplus import models
+from cplus.base.environment import environment
 from cplus.base.files import cache_folder
 from cplus.base.terminal import clean, output, print_json
-from cplus.cli.options import Json
+from cplus.cli.options import Device, Json
 from cplus.core.rows import Encoded
+
+if TYPE_CHECKING:
+    import torch
 
 State: TypeAlias = Literal["good", "note", "absent", "bad"]
 _MARKS: dict[State, tuple[str, str]] = {
@@ -37,7 +40,7 @@ _MARKS: dict[State, tuple[str, str]] = {
     "bad": ("BAD", "bold red"),
 }
 _OPTIONAL = ("vllm", "tensorboard", "wandb", "trackio")  # used if installed, in no extra of ours
-_TIMED = (16, 1_000_000)  # tensors and coordinates each: more than any cache holds
+REPORT = "attach the output of 'cplus doctor --gpu --json' to an issue"
 _LEAST_FREE = 2_000_000_000  # bytes: a checkpoint and a model of a hundred million parameters
 
 
@@ -53,15 +56,30 @@ class Finding:
     measured: dict[str, Any] = field(default_factory=dict)
 
 
-def doctor(json: Json = False) -> None:
-    """Check packages, devices, compiled kernels, disk, cache, hub and optional parts.
+def doctor(
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Only run every kernel, count host syncs and time a step; about a minute.")
+    ] = False,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Check packages, devices, compiled kernels, disk, cache, hub and optional parts, or with --gpu the kernels.
 
     Exit code 0: everything required works. 1: something does not, and its line says what to do.
     """
     checks = (packages, devices, kernels, storage, hub, optional, training)
-    found = [finding for check in checks for finding in _guarded(check)]
+    if device != "auto" and not gpu:
+        raise ValueError("--device chooses where --gpu runs; give both")
+    asked = (devices, partial(accelerator, models.choose_device(device))) if gpu else checks
+    found = [finding for check in asked for finding in _guarded(check)]
     good = not any(one.state == "bad" for one in found)
-    print_json({"good": good, "findings": [asdict(one) for one in found]}) if json else _show(found, good)
+    report = {"good": good, "findings": [asdict(one) for one in found]}
+    if json:
+        import torch
+
+        print_json(report | {"environment": environment(threads=torch.get_num_threads(), device=device)})
+    else:
+        _show(found, good)
     if not good:
         raise typer.Exit(1)
 
@@ -72,7 +90,13 @@ def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
         yield from check()
     except (ImportError, RuntimeError, ValueError, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        yield Finding(check.__name__, "failed", "bad", reason, "reinstall cplus: pip install --force-reinstall cplus")
+        yield Finding(
+            getattr(check, "__name__", "gpu"),
+            "failed",
+            "bad",
+            reason,
+            "reinstall cplus: pip install --force-reinstall cplus",
+        )
 
 
 def packages() -> Iterator[Finding]:
@@ -115,7 +139,8 @@ def devices() -> Iterator[Finding]:
     yield Finding("devices", "cpu", "good", says)
     for index in range(torch.cuda.device_count()):
         left, whole = torch.cuda.mem_get_info(index)
-        says = f"{torch.cuda.get_device_name(index)}, {left / 1e9:.1f} of {whole / 1e9:.1f} GB free"
+        kind = "sm_{}{}".format(*torch.cuda.get_device_capability(index))
+        says = f"{torch.cuda.get_device_name(index)}, {kind}, {left / 1e9:.1f} of {whole / 1e9:.1f} GB free"
         yield Finding("devices", f"cuda:{index}", "good", says)
     if torch.backends.mps.is_available():
         yield Finding("devices", "mps", "good", "Metal is available")
@@ -126,38 +151,39 @@ def devices() -> Iterator[Finding]:
 
 def kernels() -> Iterator[Finding]:
     """Whether the gate compiles, and what its AdamW step costs compared with torch's fused one."""
+    import torch
+
+    from cplus.cli.gpu import step_milliseconds
     from cplus.core import kernels as native
 
     if not native.can_compile("cpu"):
         says = "not compiled; the plain gate gives the same numbers, more slowly"
         yield Finding("kernels", "gated step", "note", says, "install a C++ compiler, e.g. g++")
         return
-    measured = {"ratio": _ratio(), "vector_bits": native.vector()[0], "processor": native.processor()}
-    says = "compiled; {ratio:.2f} times torch's fused AdamW step ({vector_bits}-bit vectors, {processor})"
-    yield Finding("kernels", "gated step", "good", says.format_map(measured), measured=measured)
+    times = step_milliseconds(torch.device("cpu"))
+    ratio, bits = times["one_pass"] / times["plain"], native.vector()[0]
+    measured = {"ratio": ratio, "vector_bits": bits, "processor": native.processor()}
+    says = f"compiled; {ratio:.2f} times torch's fused AdamW step ({bits}-bit vectors, {native.processor()})"
+    yield Finding("kernels", "gated step", "good", says, measured=measured)
 
 
-def _ratio(rounds: int = 7) -> float:
-    """Median over rounds in which both steps run, one after the other; the first round warms up."""
-    import torch
+def accelerator(device: torch.device) -> Iterator[Finding]:
+    """Every kernel against the algorithm, the time of a step, and the syncs of a step and a refresh."""
+    from cplus.cli.gpu import examined
+    from cplus.core import kernels as native
 
-    from cplus.core import kernels, optim
-
-    count, size = _TIMED
-    params = [torch.nn.Parameter(torch.ones(size)) for _ in range(count)]
-    for p in params:
-        p.grad = torch.ones(size)
-    signs, ema = [kernels.Signs.of(p) for p in params], [torch.zeros(size) for p in params]
-    plain, gated = torch.optim.AdamW(params, fused=True), optim.AdamW(params)
-    ratios = []
-    for t in range(rounds + 1):
-        begin = perf_counter()
-        plain.step()
-        middle = perf_counter()
-        gated.armed = optim.Armed(params, kernels.Layout(params), signs, ema, kernels.gate_numbers(0.9, t + 1))
-        gated.step()
-        ratios.append((perf_counter() - middle) / (middle - begin))
-    return median(ratios[1:])
+    if device.type == "cpu":
+        says = (
+            "No GPU was used. No kernel ran on a GPU, no waiting for one was counted, no speed of one was measured: "
+            "what follows ran on the processor."
+        )
+        yield Finding("gpu", "not run", "note", says, "run it where a GPU is, and attach the JSON to an issue")
+    if not native.can_compile(device.type):
+        says = f"the kernels do not compile for {device.type}"
+        yield Finding("gpu", "kernels", "bad", says, "see the warning above for what is missing")
+        return
+    for check, passed, says, measured in examined(device):
+        yield Finding("gpu", check, "good" if passed else "bad", says, "" if passed else REPORT, measured)
 
 
 def storage() -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""The gate's kernels: compiled where a compiler is at hand, plain torch where not, the same to the bit."""
+"""The gate's kernels: compiled where a compiler is at hand, else plain torch, to one unit of last place the same."""
 
 from __future__ import annotations
 
@@ -142,9 +142,9 @@ def _check(tensor: Tensor, count: int, dtype: torch.dtype) -> None:
 
 # The gate in one pass over memory: packed signs, a compact moving average, and compiled kernels that work in place.
 #
-# The results equal `cplus.core.algorithm` exactly: packing keeps the sign, which is all that the mask uses.
-# Optionally, the moving average has 16 or 8 bits; a rounding error of at most h per step changes it by at most
-# h / (1 - beta) in total. The kernels are C++ on the CPU; on other devices Inductor compiles the functions below.
+# The results are those of `cplus.core.algorithm` to one unit of last place: packing keeps the sign, which is all the
+# mask uses. Optionally, the moving average has 16 or 8 bits; a rounding error of at most h per step changes it by at
+# most h / (1 - beta) in total. The kernels are C++ on the CPU; on other devices Inductor compiles the functions below.
 
 
 EmaType: TypeAlias = Literal["float32", "bfloat16", "uint8"]
