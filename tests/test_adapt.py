@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from cplus.core.losses import answer_losses
 from cplus.methods.adapters import merged
 from cplus.methods.table import METHODS, Material, Method, configured, method
+from cplus.training import driver
 from cplus.training.loop import (
     Cursor,
     EpochEnded,
@@ -29,6 +30,7 @@ from cplus.training.loop import (
     epoch_batches,
     prepare,
 )
+from cplus.training.settings import TrainSettings
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "sgd": lambda model: SGD(model.parameters(), lr=0.1),
@@ -284,3 +286,25 @@ def test_a_row_that_needs_peft_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
     for name in ("lora", "osf"):
         with pytest.raises(ImportError, match=r"needs the package peft: pip install 'cplus\[peft\]'"):
             METHODS[name].trained(tiny.lm(), 0)
+
+
+@contract
+def test_every_row_computes_in_bfloat16_with_float32_weights(name: str) -> None:
+    """What acts after training is included: the driver gives every pass its own autocast."""
+    material, base, found = tiny.material(), tiny.lm(), {}
+    rows = [*material.new, *material.past[0].anchors]
+    with torch.no_grad():
+        before = answer_losses(base, rows)
+        for dtype in ("float32", "bfloat16"):
+            settings = TrainSettings(
+                method=name, epochs=3, lr=1e-2, batch_size=4, order="file", warmup_steps=0, compute_dtype=dtype
+            )
+            with torch.enable_grad():
+                training = driver.start(settings, settings.row, copy.deepcopy(base), material)
+                for _ in training.run():
+                    pass
+                model = training.finish()
+            assert {p.dtype for p in model.parameters()} == {torch.float32}
+            found[dtype] = answer_losses(model, rows) - before
+    assert not torch.equal(found["bfloat16"], found["float32"])
+    assert torch.cosine_similarity(found["bfloat16"], found["float32"], dim=0) > 0.95
