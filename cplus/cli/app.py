@@ -46,12 +46,21 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Fine-tune a language model without breaking it.",
+    help="Fine-tune a language model without breaking it.\n\nBegin with 'cplus demo', or on your own rows: "
+    "'cplus adapt MODEL --new new.jsonl --out out --plan'.",
 )
-for verb in (demo, adapt, update, repair, receipt, check, evaluate, export, methods, doctor):
-    app.command(cls=Command)(verb)
-app.add_typer(probe, name="probe")
-app.add_typer(study, name="study")
+CHECK, STUDY = "Check what was kept", "Study methods"
+for panel, verbs in {
+    "Train": (adapt, update),
+    CHECK: (check, receipt, evaluate),
+    "Mend": (repair,),
+    STUDY: (demo, methods),
+    "Set up and share": (doctor, export),
+}.items():
+    for verb in verbs:
+        app.command(cls=Command, rich_help_panel=panel)(verb)
+app.add_typer(probe, name="probe", rich_help_panel=CHECK)
+app.add_typer(study, name="study", rich_help_panel=STUDY)
 
 
 def _version(wanted: bool) -> None:
