@@ -181,7 +181,7 @@ _BOXES = {
     "gate": (
         3.5,
         0.75,
-        "gate: $m_i = [\\,\\hat g_i\\,\\delta_i \\leq 0\\,]$, smoothed to $\\alpha_i \\in [0, 1]$",
+        "gate: $m_i = [\\,\\hat g_i\\,\\delta_i \\leq 0\\,]$, smoothed over steps to $\\alpha_i \\in [0, 1]$",
     ),
     "apply": (8.4, 0.75, "apply\n$\\theta_i \\leftarrow \\theta_i + \\alpha_i\\,\\delta_i$"),
 }
