@@ -38,16 +38,6 @@ def bars(*records: dict[str, Any]) -> str:
     return table(["what", "measured", "bar", ""], rows)
 
 
-def steps(record: dict[str, Any]) -> str:
-    """The step by size, times torch's fused step."""
-    names = sorted(next(iter(record["steps"].values()))["ratio"], key=lambda name: (not name.startswith("one"), name))
-    rows = [
-        [size, f"{found['seconds']['torch'] * 1e3:.1f}", *(f"{found['ratio'][name]:.2f}" for name in names)]
-        for size, found in sorted(record["steps"].items(), key=lambda each: each[1]["parameters"])
-    ]
-    return table(["parameters", "torch's fused step, ms", *names], rows)
-
-
 def processor(record: dict[str, Any]) -> str:
     """On what a record was measured, and which kernels ran."""
     told = record["processor"]
@@ -56,9 +46,8 @@ def processor(record: dict[str, Any]) -> str:
 
 
 def steps_on(record: dict[str, Any]) -> str:
-    """Everything about the step on one processor."""
-    parts = (bars(record), "Times torch's fused step, by size, in one run:\n\n" + steps(record))
-    return f"### The step with {processor(record)}\n\n" + "\n".join(parts)
+    """The step on one processor; the record has it by size."""
+    return f"### The step with {processor(record)}\n\n{bars(record)}"
 
 
 def epochs(record: dict[str, Any]) -> str:
