@@ -1,7 +1,9 @@
 """The size of the project: each figure has a ceiling, and ceilings only ever fall.
 
-Lower a ceiling with the figure. The new verdict, the frontier at equal cost and named abilities may together add at
-most 1,200 lines of code, 8 modules, 6 options and 1,500 lines of tests to the figures that hold when they begin.
+Lower a ceiling with the figure. The frontier at equal cost and named abilities may together add at most 700 lines of
+code, 5 modules, 5 options and 1,100 lines of tests to these figures; the verdict has used the rest of that reserve. The
+core's ceiling rose once, by 47 lines, so that a step no longer waits for the device, and that beside the package by 95,
+for the kernels compiled without a GPU.
 """
 
 from __future__ import annotations
@@ -18,16 +20,16 @@ from cplus.cli import app
 
 ROOT = Path(__file__).parent.parent
 CEILINGS = {
-    "code lines": 23_935,
-    "code lines outside lab": 18_370,
-    "code lines in core": 1_815,
-    "modules": 143,
+    "code lines": 22_410,
+    "code lines outside lab": 17_385,
+    "code lines in core": 1_862,
+    "modules": 145,
     "entries": 15,
     "verbs": 16,
-    "options of adapt": 27,
-    "options": 114,
-    "test lines": 23_880,
-    "code lines beside the package": 2_450,
+    "options of adapt": 28,
+    "options": 112,
+    "test lines": 23_080,
+    "code lines beside the package": 2_545,
 }
 BESIDE = ("benchmarks", "tools", "examples")
 SILENT = {
