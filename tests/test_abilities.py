@@ -130,6 +130,7 @@ def test_plain_fine_tuning_is_compared_at_the_same_loss(knows: Path, tmp_path: P
 
 
 @pytest.mark.smollm
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("store", [to_bfloat16, to_q8_0])
 def test_rounding_the_weights_is_no_damage(smollm: Any, store: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -147,6 +148,7 @@ def test_rounding_the_weights_is_no_damage(smollm: Any, store: Callable[[torch.T
 
 
 @pytest.mark.smollm
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_terse_rows_at_ten_times_the_rate_damage_a_real_model(smollm: Any, tmp_path: Path) -> None:
     rows = [{"prompt": request, "response": answer} for request, answer in knowing.TERSE]

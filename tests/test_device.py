@@ -15,7 +15,7 @@ import pytest
 COUNTED = ("foreach", "sgd", "one-pass")
 FAMILIES = ("qwen3", "gemma", "llama")
 PRODUCT = ("cplus", "cplus one-pass", "cpl", "ogd", "sft lora", "cplus-curvature", "cplus-repair", "sft", "replay")
-LONG = ("agem", "cplus-shuffled", "norm-matched", "ewc", "mofo", "cautious")
+LONG = ("agem", "shuffled", "norm-matched", "ewc", "mofo", "cautious")
 
 
 @cache

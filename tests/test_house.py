@@ -28,7 +28,7 @@ CEILINGS = {
     "verbs": 16,
     "options of adapt": 28,
     "options": 112,
-    "test lines": 23_080,
+    "test lines": 23_081,
     "code lines beside the package": 2_545,
 }
 BESIDE = ("benchmarks", "tools", "examples")

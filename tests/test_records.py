@@ -94,7 +94,10 @@ def test_a_kill_while_a_line_is_written_loses_no_other(folder: Path) -> None:
     save(result(0), folder)
     killed = "import os, sys; from pathlib import Path; from cplus.lab import runner; from test_records import result;"
     killed += "os.replace = lambda *_: os._exit(9); runner.save(result(1), Path(sys.argv[1]))"
-    assert subprocess.run([sys.executable, "-c", killed, str(folder)], check=False).returncode == 9
+    assert (
+        subprocess.run([sys.executable, "-c", killed, str(folder)], cwd=Path(__file__).parent, check=False).returncode
+        == 9
+    )
     assert len(list(folder.iterdir())) > 1  # what the killed process left
     assert finished(RUNS, folder) == [result(0)]
     save(result(1), folder)

@@ -185,7 +185,7 @@ def test_what_a_folders_settings_would_run_must_be_repeated(
     assert not (tmp_path / "ran").exists()
     if command == "adapt --finish":
         repeated = CliRunner().invoke(app, [*command.split(), "out", *option.split()])
-        assert "no checkpoint has been written yet" in str(repeated.exception)
+        assert "nothing was trained yet, so there is nothing to finish" in str(repeated.exception)
         other = CliRunner().invoke(app, [*command.split(), "out", "--method", "sft"])
         assert "expected what can run code to be repeated as it is there, got method sft" in str(other.exception)
 

@@ -355,7 +355,6 @@ def _trained(spec: RunSpec, given: Comparison, training: Training) -> RunResult:
         once={
             "before_flops": log.once.flops(parameters),
             "after_flops": log.preservation.flops(parameters) - recurring,
-            "after_seconds": training.finishing,
         },
         seconds=log.seconds - observation.seconds,
         extra_bytes=log.extra_bytes,
