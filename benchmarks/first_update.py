@@ -62,6 +62,7 @@ def measured(count: int, more: list[str]) -> dict[str, Any]:
         folder, cache = Path(place), Path(place) / "cache"
         cache.mkdir()
         for kept in ("models", "kernels"):  # what an earlier job has left on this machine
+            (cache_folder() / kept).mkdir(parents=True, exist_ok=True)
             (cache / kept).symlink_to(cache_folder() / kept)
         os.environ["CPLUS_CACHE"] = str(cache)
         (folder / "rows.jsonl").write_text(rows(count), encoding="utf-8")
