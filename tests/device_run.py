@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,9 +29,13 @@ from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, Qwen3Co
 
 import cplus
 from cplus.core import kernels, optim
-from cplus.core.guard import protect
+from cplus.core.evidence import MeanGradient, Source
+from cplus.core.guard import Guard, protect
 from cplus.core.losses import answer_losses
 from cplus.jobs.adapt import resume
+from cplus.methods.objectives import elastic_weights
+from cplus.methods.variants import LogitBasis
+from cplus.training.gateshares import layer_shares
 
 ANCHORS, PROBES, NEW = tiny.rows(4, seed=1), tiny.rows(6, seed=2), tiny.rows(8, seed=3)
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -51,28 +56,50 @@ def compiling(one_pass: bool) -> ExitStack:
     return stack
 
 
-def trained(name: str, device: str, make_model: Callable[[], Any]) -> tuple[list[Tensor], Any, Any]:
-    """The weights after updates with a refresh before every second, and what the last of each counted."""
+def guarded(name: str, optimizer: Optimizer, model: Any) -> Guard | None:
+    """What acts around the optimizer: the gate, or another row's projection or gate."""
+    if name not in cplus.METHODS:
+        return protect(optimizer, model, anchors=ANCHORS, probes=PROBES)
+    row, anchors = cplus.METHODS[name], (Source(name="anchors", weight=1.0, rows=ANCHORS),)
+    evidence: Any = MeanGradient(model=model, sources=anchors)
+    if name == "ogd":
+        evidence = LogitBasis(model=model, rows=ANCHORS)
+    return Guard(optimizer, model, evidence=evidence, gate=row.build_gate(0), projection=row.projection)
+
+
+def plain_loss(rows: Any, model: Any) -> None:
+    answer_losses(model, rows).mean().backward()  # type: ignore[no-untyped-call]
+
+
+def trained(name: str, device: str, make_model: Callable[[], Any]) -> tuple[list[Tensor], Any, Any, Any]:
+    """The weights after updates with a refresh before every second; what the last of each and the shares counted."""
     pretended = accelerator() if device == NAME else nullcontext(Counter[str]())
     with pretended as counts, compiling(name == "one-pass" and device == NAME):
         model = make_model()
         model.set_attn_implementation("eager")  # the one form of attention that every device computes alike
         model.to(device)
-        optimizer = OPTIMIZERS[name](model.parameters())
-        guard = protect(optimizer, model, anchors=ANCHORS, probes=PROBES)
-        refresh = update = Counter[str]()
+        optimizer = OPTIMIZERS.get(name, OPTIMIZERS["foreach"])(model.parameters())
+        guard = None if name == "ewc" else guarded(name, optimizer, model)
+        material: Any = SimpleNamespace(rows=lambda _: ANCHORS)
+        backward = partial(plain_loss, model=model) if guard else elastic_weights(model, material, 10.0)
+        refresh = update = shares = Counter[str]()
         for step in range(3):
-            if step % 2 == 0:
+            if guard and step % 2 == 0:
                 counts.clear()
                 guard.refresh()
                 refresh = Counter(counts)
             optimizer.zero_grad(set_to_none=True)
-            answer_losses(model, NEW).mean().backward()  # type: ignore[no-untyped-call]
+            counts.clear()
+            backward(NEW)
+            passes = Counter(counts)
             counts.clear()
             optimizer.step()
-            update = Counter(counts)
-        assert guard.one_pass == (name == "one-pass" and device == NAME)
-        return [p.detach().to("cpu") for p in model.parameters()], refresh, update
+            update = passes + counts if name == "ewc" else Counter(counts)
+            counts.clear()
+            layer_shares(guard)
+            shares = Counter(counts)
+        assert guard is None or guard.one_pass == (name == "one-pass" and device == NAME)
+        return [p.detach().to("cpu") for p in model.parameters()], refresh, update, shares
 
 
 def apart(ours: list[Tensor], others: list[Tensor]) -> float:
@@ -85,8 +112,34 @@ def counted(name: str) -> dict[str, Any]:
     found: dict[str, Any] = {"apart": apart(*(trained(name, device, tiny.lm)[0] for device in ("cpu", NAME)))}
     for layers in (1, 4):
         make = partial(tiny.lm, layers=layers)
-        _, found[f"refresh {layers}"], found[f"update {layers}"] = trained(name, NAME, make)
+        parts = trained(name, NAME, make)[1:]
+        found |= {f"{part} {layers}": own for part, own in zip(("refresh", "update", "shares"), parts, strict=True)}
     return found
+
+
+def spoilt(name: str, compiles: bool) -> dict[str, Any]:
+    """After a gradient that is not finite and a good one: what has moved, what waited, what the next refresh says."""
+    with accelerator() as counts, compiling(compiles):
+        model = tiny.lm().to(NAME)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        guard = protect(optimizer, model, anchors=ANCHORS)
+        guard.refresh()
+        before: list[Tensor] = []
+        for step in range(3):
+            optimizer.zero_grad()
+            plain_loss(NEW, model)
+            if step == 1:
+                before = [p.detach().clone() for p in model.parameters()]
+                list(model.parameters())[-1].grad.mul_(float("nan"))
+            counts.clear()
+            optimizer.step()
+        syncs, said = counts["sync"], ""
+        try:
+            guard.refresh()
+        except FloatingPointError as error:
+            said = str(error)
+        same = all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+        return {"syncs": syncs, "same": same, "said": said}
 
 
 def paper_model() -> dict[str, Any]:
@@ -97,7 +150,9 @@ def paper_model() -> dict[str, Any]:
     }  # fmt: skip
     found: dict[str, Any] = {}
     for name in OPTIMIZERS:
-        weights, refresh, update = trained(name, NAME, lambda: AutoModelForCausalLM.from_config(Qwen3Config(**sizes)))
+        weights, refresh, update, _ = trained(
+            name, NAME, lambda: AutoModelForCausalLM.from_config(Qwen3Config(**sizes))
+        )
         found[name] = {"parameters": len(weights), "refresh": refresh, "update": update}
     return found
 
@@ -173,6 +228,7 @@ def mixed() -> str:
 
 OTHERS: dict[str, Callable[[Path], Any]] = {
     "mixed": lambda folder: mixed(),
+    "spoilt": lambda folder: [spoilt(*case) for case in (("foreach", False), ("sgd", True), ("one-pass", True))],
     "moved": moved,
     "qwen3-0.6b": lambda folder: paper_model(),
 }
@@ -195,8 +251,8 @@ def main(cases: list[str]) -> None:
             )
         cplus.models.load("toy", device="cpu")  # its module is imported outside of the pretence
         for case in cases:
-            if case in OPTIMIZERS:
-                found[case] = counted(case)
+            if case in OPTIMIZERS or case.startswith("counted "):
+                found[case] = counted(case.removeprefix("counted "))
             elif case in ("qwen3", "gemma", "llama"):
                 found[case] = family(case)
             elif case in OTHERS:

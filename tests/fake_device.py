@@ -135,6 +135,13 @@ def _no_grad(mode: Any) -> Any:
     return mode.inside
 
 
+class Generator(torch.Generator):
+    """Random numbers of the device, drawn on the CPU."""
+
+    def __new__(cls, device: Any = None) -> Generator:
+        return super().__new__(cls, "cpu" if on_device(device) else device)
+
+
 class Module(backend_registration._DummyBackendModule):
     """What torch asks of a device's module; random numbers are drawn on the CPU."""
 
@@ -184,6 +191,7 @@ def accelerator() -> Iterator[Counter[str]]:
         patch.object(torch.nn.Module, "to", to),
         patch.object(torch, "tensor", tensor),
         patch.object(torch, "as_tensor", as_tensor),
+        patch.object(torch, "Generator", Generator),
         patch.object(Tensor, "new_tensor", new_tensor),
         patch.object(torch.inference_mode, "__enter__", lambda mode: _no_grad(mode).__enter__()),
         patch.object(torch.inference_mode, "__exit__", lambda mode, *error: mode.inside.__exit__(*error)),

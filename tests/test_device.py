@@ -14,6 +14,8 @@ import pytest
 
 COUNTED = ("foreach", "sgd", "one-pass")
 FAMILIES = ("qwen3", "gemma", "llama")
+ROWS = ("agem", "ogd", "norm-matched", "shuffled", "ewc")
+HERE = ("mixed", "spoilt", *COUNTED, *(f"counted {name}" for name in ROWS), *FAMILIES)
 PRODUCT = ("cplus", "cplus one-pass", "cpl", "ogd", "sft lora", "cplus-curvature", "cplus-repair", "sft", "replay")
 LONG = ("agem", "shuffled", "norm-matched", "ewc", "mofo", "cautious")
 
@@ -30,22 +32,38 @@ def measured(*cases: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_neither_an_update_nor_a_refresh_waits_for_each_parameter(name: str) -> None:
-    own = measured("mixed", *COUNTED, *FAMILIES)[name]
+    own = measured(*HERE)[name]
     assert own["apart"] < 0.01  # rounding may turn the sign of a tiny gradient
     for part, syncs, copies in (("update", 0, 1), ("refresh", 4, 6)):
         few, many = own[f"{part} 1"], own[f"{part} 4"]
         assert few.get("sync", 0) == many.get("sync", 0) <= syncs
         assert few.get("to device", 0) == many.get("to device", 0) <= copies
     assert own["update 1"]["launch"] == own["update 4"]["launch"]
+    assert own["shares 1"]["sync"] == own["shares 4"]["sync"] <= 2
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_no_other_row_waits_for_each_parameter(name: str) -> None:
+    own = measured(*HERE)[f"counted {name}"]
+    for part in ("refresh", "update", "shares"):
+        assert own[f"{part} 1"].get("sync", 0) == own[f"{part} 4"].get("sync", 0), part
+    assert own["update 4"].get("sync", 0) == {"ewc": 2}.get(name, 0)  # the logged loss, and its penalty
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_protect_gives_the_numbers_of_the_host(name: str) -> None:
-    assert measured("mixed", *COUNTED, *FAMILIES)[name] < 0.01
+    assert measured(*HERE)[name] < 0.01
+
+
+def test_nothing_moves_from_a_gradient_that_is_not_finite_to_the_refresh_that_refuses_it() -> None:
+    for own in measured(*HERE)["spoilt"]:
+        assert own["same"]
+        assert own["syncs"] == 0
+        assert "not finite at step 2, which on fakegpu is read only now; no parameter has moved since" in own["said"]
 
 
 def test_mixed_devices_are_an_error() -> None:
-    assert "all tensors to be on the same device" in measured("mixed", *COUNTED, *FAMILIES)["mixed"]
+    assert "all tensors to be on the same device" in measured(*HERE)["mixed"]
 
 
 @pytest.mark.timeout(900)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +81,6 @@ WAYS: dict[str, Callable[[Optimizer], Any]] = {
     "a step under another name": FirstStep,
     "a patched step": patched,
     "a later hook that writes weights": hooked,
-    "a copy of the optimizer": copy.copy,
     "another optimizer": lambda optimizer: SGD(optimizer.param_groups[0]["params"], lr=0.1),
 }
 
@@ -94,6 +94,17 @@ def test_weights_that_moved_past_the_gate_are_reported_at_the_next_refresh(way: 
     step(bag, WAYS[way](optimizer))
     with pytest.warns(UserWarning, match="parameters have changed since the last gated step"):
         guard.refresh()
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_protected_optimizer_is_not_copied_and_a_plain_one_is(way: Callable[[Any], Any]) -> None:
+    bag = Bag(torch.float32)
+    optimizer = SGD(bag.weights, lr=0.1)
+    guard = guarded(optimizer, bag)
+    with pytest.raises(TypeError, match=r"a protected optimizer cannot be copied or pickled, because the copy's steps"):
+        way(optimizer)
+    guard.detach()
+    way(optimizer)
 
 
 def test_gated_steps_and_refreshes_alone_raise_no_warning() -> None:

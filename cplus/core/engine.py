@@ -80,6 +80,8 @@ class Engine:
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if running else (0, 1)
         self.model = model
         self._bad_step: Tensor | None = None
+        self.moving: Tensor | None = None
+        """On an accelerator, whether all gradients were finite so far; from the first that was not, nothing moves."""
 
     @property
     def module(self) -> nn.Module:
@@ -199,16 +201,19 @@ class Engine:
     ) -> None:
         """Refuse a gradient that is not finite; a gradient scaler checks them and skips the step itself.
 
-        Reading the answer from an accelerator would make the host wait at every step: there it is noted, and read by
-        `check_earlier_gradients` where the host waits anyway.
+        Reading the answer from an accelerator would make the host wait at every step: there it is noted, nothing gated
+        moves from that step on, and `check_earlier_gradients` reads it where the host waits anyway.
         """
         gradients = [(p, local(p.grad)) for p in params if p.grad is not None]
         if not gradients or getattr(optimizer, "found_inf", None) is not None:
             return
         if not gradients[0][1].is_cpu:
             largest = torch.stack(torch._foreach_norm([g for _, g in gradients], math.inf)).max()
-            now = torch.where(largest.isfinite(), math.inf, step)
+            bad = (~largest.isfinite()).float()
+            bad = self.sum(bad) if self.sharded else bad  # a NaN in one process stops all of them
+            now = torch.where(bad > 0, step, math.inf)
             self._bad_step = now if self._bad_step is None else torch.minimum(self._bad_step, now)
+            self.moving = self._bad_step.isinf()
             return
         # A sum reads memory once at full speed; if only the sum overflows, the exact check below finds no error.
         total = torch.stack([g.sum().float() for _, g in gradients]).sum()
@@ -222,16 +227,17 @@ class Engine:
                 "Lower the learning rate, clip the gradient or check the batch"
             )
 
-    def check_earlier_gradients(self) -> None:
-        """Refuse to continue after a step whose gradient was not finite, on a device where it could not be stopped."""
+    def check_earlier_gradients(self, *, gated: bool) -> None:
+        """Refuse to continue after a step on an accelerator whose gradient was not finite."""
         if self._bad_step is None:
             return
-        step, device, self._bad_step = float(self._bad_step), self._bad_step.device, None
-        if self.over_shards(float(step < math.inf), device):
-            where = f"step {step:.0f}" if step < math.inf else "a step of another process"
+        step, device = float(self._bad_step), self._bad_step.device
+        self._bad_step = self.moving = None
+        if step < math.inf:
+            held = "no parameter has moved since" if gated and not self.one_by_one else "parameters may have moved"
             raise FloatingPointError(
-                f"the gradient was not finite at {where}, and on {device.type} this is read only now; resume from the "
-                "last checkpoint. Lower the learning rate, clip the gradient or check the batch"
+                f"the gradient was not finite at step {step:.0f}, which on {device.type} is read only now; {held}; "
+                "resume from the last checkpoint. Lower the learning rate, clip the gradient or check the batch"
             )
 
     def check_alike(self, value: object, what: str, device: torch.device) -> None:

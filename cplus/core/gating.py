@@ -111,7 +111,7 @@ class Gating:
         """Pass the step's evidence and average to our AdamW."""
         if isinstance(self.optimizer, AdamW) and self.one_pass and self.proposing and not self.idle:
             watch = self._watch if self.observers else None
-            self.optimizer.armed = Armed(self.params, self.layout, *self._inputs(step), watch)
+            self.optimizer.armed = Armed(self.params, self.layout, *self._inputs(step), self.engine.moving, watch)
 
     def stepped(self) -> bool:
         """Whether this was a step: there were gradients at a learning rate above 0, or parameters moved anyway.
@@ -176,14 +176,16 @@ class Gating:
         torch._foreach_copy_([local(self.params[i]) for i in self.layout.units[unit]], self.layout.split(unit, values))
 
     def _proposal(self, unit: int, theta: Tensor) -> Proposal:
-        g_hat = self.kept[0][unit] if self.kept else None
+        g_hat, proposed = self.kept[0][unit] if self.kept else None, self._joined(unit)
+        if self.engine.moving is not None:  # a gradient that is not finite proposes nothing
+            proposed.copy_(torch.where(self.engine.moving, proposed, theta))
         gradient = momentum = None
         if not self.compilable:  # such a gate may read more; its tensors are alone
             p = self.params[unit]
             gradient, momentum = p.grad, first_moment(self.optimizer, p)
         return Proposal(
             theta=theta,
-            proposed=self._joined(unit),
+            proposed=proposed,
             g_hat=g_hat,
             gradient=None if gradient is None else local(gradient),
             momentum=None if momentum is None else local(momentum),

@@ -165,6 +165,14 @@ def row_numbers(name: str, shape: torch.Size, rows: Sequence[int]) -> list[int]:
     return sorted(set(listed))
 
 
+def no_copy(protocol: int) -> Any:
+    """In the place of a protected optimizer's own pickling, which leaves the hooks out."""
+    raise TypeError(
+        "a protected optimizer cannot be copied or pickled, because the copy's steps would not be gated; save its "
+        "state_dict() and the guard's, or call guard.detach() first"
+    )
+
+
 class Guard:
     """Evidence, projection and gate around one optimizer's step; owns all of its state.
 
@@ -206,6 +214,7 @@ class Guard:
             self.optimizer.register_step_pre_hook(self._before),
             self.optimizer.register_step_post_hook(self._after),
         ]
+        vars(self.optimizer)["__reduce_ex__"] = no_copy
 
     def _bind(self) -> None:
         """Bind the optimizer's parameters; they may be replaced, as sharding does, only before the first refresh."""
@@ -248,7 +257,7 @@ class Guard:
         self._bind()
         if self.evidence is None:
             raise ValueError("this guard's gate reads no evidence, so there is nothing to refresh")
-        self.engine.check_earlier_gradients()
+        self.engine.check_earlier_gradients(gated=self.gate is not None)
         if self._versions and self._versions != self.engine.versions(self.params):
             warnings.warn(
                 "parameters have changed since the last gated step, outside the gate; that is right after loading or "
@@ -289,10 +298,12 @@ class Guard:
         return max(sizes, default=0) if self.engine.one_by_one else sum(sizes)
 
     def detach(self) -> None:
-        """Remove the hooks: the optimizer is plain again."""
+        """Remove the hooks; refuse, as a refresh does, a gradient that was not finite."""
         for hook in self._hooks:
             hook.remove()
+        vars(self.optimizer).pop("__reduce_ex__", None)
         self.gating.end()
+        self.engine.check_earlier_gradients(gated=self.gate is not None)
 
     def __enter__(self) -> Guard:
         return self
@@ -302,7 +313,7 @@ class Guard:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs besides the state of the model and of the optimizer."""
-        self.engine.check_earlier_gradients()
+        self.engine.check_earlier_gradients(gated=self.gate is not None)
         memory = memory_of(self.evidence)
         return {
             "ranks": self.engine.shards,

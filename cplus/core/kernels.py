@@ -159,6 +159,8 @@ ROUNDED = ("emulate_precision_casts", "eager_numerics.division_rounding")
 LEVELS = 255.0  # a uint8 average is stored in steps of 1/255
 STILL = (1.0, 0.0, 1.0)
 """The gate's scalars for an average that does not move: coefficients that are applied as they are stored."""
+UNMOVED = (0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, *STILL)
+"""The scalars of AdamW and gate with which parameters, moments and average stay as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,9 +295,16 @@ Numbers: TypeAlias = "tuple[float, ...] | Tensor"
 """A step's scalars: floats for the kernels on the CPU, a tensor on any other device."""
 
 
-def on_device(rows: Sequence[tuple[float, ...]], device: torch.device) -> Sequence[Numbers]:
-    """Scalars where the kernels read them: one copy to the device for all rows."""
-    return rows if device.type == "cpu" else scalars(rows, device).unbind()
+def on_device(
+    rows: Sequence[tuple[float, ...]], device: torch.device, moving: Tensor | None = None
+) -> Sequence[Numbers]:
+    """Scalars where the kernels read them: one copy to the device for all rows; those of no change if not `moving`."""
+    if device.type == "cpu":
+        return rows
+    if moving is None:
+        return scalars(rows, device).unbind()
+    held = scalars([*rows, UNMOVED[-len(rows[0]) :]], device)
+    return torch.where(moving, held[:-1], held[-1]).unbind()
 
 
 def scalars(values: Sequence[Any], device: torch.device) -> Tensor:

@@ -22,8 +22,9 @@ from cplus.core.kernels import Signs
 class Armed:
     """What one gated step needs besides the optimizer's own state.
 
-    `params`, with `signs` and `averages` by unit of the layout, which are empty for a gate without them. `watch` is
-    called after each parameter's step with its position, its old value and the proposed value.
+    `params`, with `signs` and `averages` by unit of the layout, which are empty for a gate without them. `moving` says
+    on the device whether anything may move. `watch` is called after each parameter's step with its position, its old
+    value and the proposed value.
     """
 
     params: Sequence[nn.Parameter]
@@ -31,6 +32,7 @@ class Armed:
     signs: Sequence[Signs]
     averages: Sequence[Tensor]
     numbers: tuple[float, ...]
+    moving: Tensor | None = None
     watch: Callable[[int, Tensor, Tensor], None] | None = None
 
 
@@ -130,7 +132,7 @@ class AdamW(torch.optim.AdamW):
             for p in moving:
                 self._counts[p] += 1
                 rows.setdefault(step_numbers(group, self._counts[p], armed), []).append(p)
-        known = kernels.on_device(list(rows), armed.params[0].device)
+        known = kernels.on_device(list(rows), armed.params[0].device, armed.moving)
         return {p: own for own, params in zip(known, rows.values(), strict=True) for p in params}
 
 

@@ -82,7 +82,8 @@ class Curvature:
         means = {s.name: total / len(s.at(refresh)) for s, total in zip(self.sources, totals, strict=True)}
         checked_norm(engine, params, squares, means)
         d = damping(squares, self.strength, engine)
-        total = engine.over_shards(sum(float(own.double().sum()) for own in squares), squares[0].device)
+        total = torch.stack([own.double().sum() for own in squares]).sum()
+        total = engine.sum(total) if engine.sharded else total
         coefficients = [attenuation(own, d).bfloat16() for own in squares]
         return Reference(vectors=[coefficients], losses=means, work=work, norm=math.sqrt(total))
 

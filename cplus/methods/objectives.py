@@ -220,12 +220,13 @@ def elastic_weights(model: nn.Module, material: Material, strength: float) -> Ba
 
     def backward(rows: Sequence[Encoded]) -> tuple[float, Work]:
         loss, work = mean_backward(model, rows, answer_losses)
+        penalty = torch.zeros((), dtype=torch.float64, device=base[0].device)
         for p, f, b in zip(params, fisher, base, strict=True):
             assert p.grad is not None
             moved = p.detach() - b
             p.grad.addcmul_(f, moved, value=strength)
-            loss += 0.5 * strength * float((f * moved * moved).sum())
-        return loss, work
+            penalty += (f * moved * moved).sum().to(penalty.device)
+        return loss + 0.5 * strength * float(penalty), work
 
     return backward
 

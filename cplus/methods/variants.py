@@ -169,12 +169,18 @@ BLOCK = 1 << 24
 """Coordinates that are converted at once: a large tensor in double precision would double its memory twice."""
 
 
-def dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """The inner product of two gradients held as lists of tensors, summed in double precision on the first's device."""
+def dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+    """The inner product of two gradients held as lists of tensors, in double precision and left on the first's device.
+
+    No part is read, so that the host does not wait.
+    """
     return sum(
-        float((x.double() * y.to(x.device).double()).sum())
-        for one, other in zip(a, b, strict=True)
-        for x, y in _blocks(one, other)
+        (
+            (x.double() * y.to(x.device).double()).sum().to(a[0].device)
+            for one, other in zip(a, b, strict=True)
+            for x, y in _blocks(one, other)
+        ),
+        torch.zeros((), dtype=torch.float64, device=a[0].device),
     )
 
 
@@ -191,8 +197,7 @@ def agem(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> None:
     Source: Chaudhry et al. 2019, Eq. 11.    g <- g - (g.r / r.r) r    if g.r < 0
     """
     conflict = dot(gradient, reference)
-    if conflict < 0.0:
-        subtract(gradient, reference, conflict / dot(reference, reference))
+    subtract(gradient, reference, torch.where(conflict < 0.0, conflict / dot(reference, reference), 0.0))
 
 
 def ogd(gradient: Sequence[Tensor], basis: Sequence[Sequence[Tensor]]) -> None:
@@ -233,15 +238,15 @@ def orthonormal(
         for _ in range(2):  # the second pass removes what rounding left behind in the first
             ogd(rest, basis)
         length = dot(rest, rest) ** 0.5
-        if length > tolerance * norm:
-            basis.append([(v / length).to(device, dtype) for v in rest])
+        if bool(length > tolerance * norm):
+            basis.append([(v / length.to(v.device)).to(device, dtype) for v in rest])
     return basis
 
 
-def subtract(gradient: Sequence[Tensor], vector: Sequence[Tensor], scale: float) -> None:
+def subtract(gradient: Sequence[Tensor], vector: Sequence[Tensor], scale: Tensor) -> None:
     """In place: g <- g - scale * v."""
     for g, v in zip(gradient, vector, strict=True):
-        g.sub_(v.to(g.device, g.dtype), alpha=scale)
+        g.sub_(v.to(g.device, g.dtype) * scale.to(g.device, g.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from cplus.core.algorithm import collaborates
@@ -47,41 +50,50 @@ def layer_shares(guard: Guard | None) -> list[LayerShare]:
     average = None if guard is None or guard.gate is None else guard.gate.average
     if guard is None or average is None or not average.step:
         return []
-    tensors = average.tensors
-    layers: dict[str, list[float]] = {}
-    for i, p in enumerate(guard.params):
-        delta = last_update(guard.optimizer, p)
+    tensors, deltas = average.tensors, last_updates(guard.optimizer, guard.params)
+    layers: dict[str, list[Tensor]] = {}  # their sums stay on the device: the host reads all of them at once
+    coordinates: dict[str, float] = {}
+    device = guard.params[0].device
+    for i, (p, delta) in enumerate(zip(guard.params, deltas, strict=True)):
         if tensors:
             c = average.coefficient(tensors[i])
         elif delta is not None:
             c = collaborates(guard.gating.evidence_at(i), delta)
         else:
             return []
-        sums = layers.setdefault(layer_of(guard.names.get(id(p), "others")), [0.0] * 4)
-        energies = [] if delta is None else [float(own.double().square().sum()) for own in (delta, c * delta)]
-        for k, value in enumerate([float(c.numel()), float(c.double().sum()), *energies]):
-            sums[k] += value
-    totals = [value for sums in layers.values() for value in sums]
-    if guard.engine.sharded:
-        totals = guard.engine.sums(totals, guard.params[0].device)
+        energies = [] if delta is None else [own.double().square().sum() for own in (delta, c * delta)]
+        sums = torch.stack([c.double().sum(), *energies]).to(device)
+        name = layer_of(guard.names.get(id(p), "others"))
+        layers.setdefault(name, []).append(F.pad(sums, (0, 3 - len(sums))))
+        coordinates[name] = coordinates.get(name, 0.0) + c.numel()
+    counts = torch.tensor(list(coordinates.values()), dtype=torch.float64, device=device)
+    totals = torch.cat([counts[:, None], torch.stack([torch.stack(own).sum(0) for own in layers.values()])], 1)
+    totals = guard.engine.sum(totals) if guard.engine.sharded else totals
     return [
         LayerShare(
             name=name,
-            coordinates=int(totals[i]),
-            admitted=min(1.0, totals[i + 1] / totals[i]),
-            energy=totals[i + 3] / totals[i + 2] if totals[i + 2] else None,
+            coordinates=int(count),
+            admitted=min(1.0, admitted / count),
+            energy=kept / proposed if proposed else None,
         )
-        for i, name in zip(range(0, len(totals), 4), layers, strict=True)
+        for name, (count, admitted, proposed, kept) in zip(layers, totals.tolist(), strict=True)
     ]
 
 
-def last_update(optimizer: Optimizer, p: nn.Parameter) -> Tensor | None:
+def last_updates(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> Iterator[Tensor | None]:
     """What AdamW proposed to add at its last step, up to the learning rate, computed from its moments."""
-    state = optimizer.state.get(p, {})
-    [group] = [group for group in optimizer.param_groups if any(q is p for q in group["params"])]
-    if not {"step", "exp_avg", "exp_avg_sq"} <= state.keys() or "betas" not in group:
-        return None
-    (beta1, beta2), t = group["betas"], float(state["step"])
-    scale = (local(state["exp_avg_sq"]) / (1.0 - beta2**t)).sqrt_().add_(group["eps"])
-    step: Tensor = (local(state["exp_avg"]) / (1.0 - beta1**t)).div_(scale)
-    return step.add_(local(p), alpha=group["weight_decay"]).neg_()
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    known = [p for p in params if {"step", "exp_avg", "exp_avg_sq"} <= optimizer.state.get(p, {}).keys()]
+    known = [p for p in known if "betas" in groups[id(p)]]
+    counted = [torch.as_tensor(optimizer.state[p]["step"]) for p in known]
+    steps = torch.stack([count.to(known[0].device) for count in counted]).tolist() if known else []
+    taken = dict(zip(map(id, known), steps, strict=True))
+    for p in params:
+        if id(p) not in taken:
+            yield None
+            continue
+        state, group, t = optimizer.state[p], groups[id(p)], taken[id(p)]
+        beta1, beta2 = group["betas"]
+        scale = (local(state["exp_avg_sq"]) / (1.0 - beta2**t)).sqrt_().add_(group["eps"])
+        step: Tensor = (local(state["exp_avg"]) / (1.0 - beta1**t)).div_(scale)
+        yield step.add_(local(p), alpha=group["weight_decay"]).neg_()
