@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Compiled modules are kept: without them every process that a test starts compiles the package again, 1.4 s of its time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-long test-portable lint docs bench clean faults fuzz mutants matrix gpu-compile
+.PHONY: demo test test-long test-portable lint docs bench clean wheel faults fuzz mutants matrix gpu-compile
 
 demo: .venv/.installed
 	$(BIN)/cplus demo
@@ -66,6 +66,14 @@ docs:
 	@$(BIN)/python -c 'import cplus, material, mkdocstrings' 2>/dev/null || { echo "make docs needs the extra 'docs'; install it with:" \
 		"make .venv/.installed && .venv/bin/pip install --constraint constraints.txt --editable '.[docs]'" >&2; exit 1; }
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean
+
+# The wheel, into dist/, tried where nothing else is installed and no compiler answers: it runs the demo on one seed.
+wheel:
+	rm -rf dist build runs/wheel
+	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(PYTHON) -m venv runs/wheel
+	CC=false CXX=false runs/wheel/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt dist/*.whl
+	cd runs/wheel && CC=false CXX=false bin/cplus demo --seeds 1 --out demo
 
 lint: .venv/.installed
 	$(BIN)/ruff check --fix .

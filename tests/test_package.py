@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import glob
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from cplus import __version__, models
 from cplus.base.environment import OLDEST
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "cplus"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -37,26 +37,24 @@ def tracked(folder: str) -> set[str]:
     return {str(path.relative_to(ROOT)) for path in found}
 
 
-def test_the_wheel_holds_every_data_file() -> None:
-    patterns = PROJECT["tool"]["setuptools"]["package-data"]["cplus"]
-    packed = {
-        f"cplus/{name}"
-        for pattern in patterns  # as setuptools reads them
-        for name in glob.glob(pattern, root_dir=PACKAGE, recursive=True)
-        if (PACKAGE / name).is_file()
-    }
-    data = {name for name in tracked("cplus") if not name.endswith(".py")}
-    assert "cplus/core/gate.cpp" in data
-    missing = data - packed
-    assert not missing, f"{sorted(missing)}: add them to package-data in pyproject.toml, or they are absent after pip"
-    assert all(glob.glob(pattern, root_dir=PACKAGE, recursive=True) for pattern in patterns)
-
-
-def test_the_wheel_holds_every_module() -> None:
-    assert PROJECT["tool"]["setuptools"]["packages"]["find"]["include"] == ["cplus*"]
-    folders = {(ROOT / name).parent for name in tracked("cplus") if name.endswith(".py")}
-    for folder in folders:
-        assert (folder / "__init__.py").is_file(), f"{folder} has no __init__.py: setuptools leaves it out of the wheel"
+def test_the_wheel_holds_every_module_and_data_file_and_its_licence(tmp_path: Path) -> None:
+    source = tmp_path / "source"  # setuptools leaves a folder of its own where it builds
+    for name in sorted(tracked("cplus") | {"pyproject.toml", "README.md", "LICENSE"}):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    build = [
+        sys.executable,
+        "-c",
+        "import setuptools.build_meta as b, sys; print(b.build_wheel(sys.argv[1]))",
+        str(tmp_path),
+    ]
+    done = subprocess.run(build, cwd=source, capture_output=True, text=True, check=True)
+    wheel = zipfile.ZipFile(tmp_path / done.stdout.split()[-1])
+    packed = {name for name in wheel.namelist() if name.startswith("cplus/")}
+    assert packed == tracked("cplus"), "package-data in pyproject.toml, or an __init__.py, is missing"
+    assert {"cplus/py.typed", "cplus/core/gate.cpp"} < packed
+    assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
+    assert wheel.getinfo(next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))).file_size
 
 
 def test_all_files_name_one_version() -> None:

@@ -21,6 +21,8 @@ ARGUMENTS = {
 }
 COUNT, STEPS, BETA, RATE = 4099, 6, 0.9, 1e-3  # coordinates: no multiple of anything; the rate: the size of a step
 LAYERS, WIDTH, ROUNDS = 16, 1024, 7  # of the model whose step is timed: more than any cache holds
+BARS = {"gate": 1.0, "adamw": 4.0}
+"""Units of last place allowed: torch's AdamW, the reference, rounds in another order on some processors."""
 
 
 def launched(block: str, average: str, held: Mapping[str, Any]) -> None:
@@ -167,7 +169,8 @@ def examined(device: torch.device) -> Iterator[tuple[str, bool, str, dict[str, A
     says = (
         f"{len(units)} kernels on {where}: at most {units[worst]:.2g} units of last place from the algorithm ({worst})"
     )
-    yield "kernels", units[worst] <= 1, says, {"units_of_last_place": units}
+    near = all(unit <= BARS[name.split(",")[0]] for name, unit in units.items())
+    yield "kernels", near, says, {"units_of_last_place": units}
     times = step_milliseconds(device)
     says = "a step of {:,} parameters: plain {plain:.2f} ms, gated in one pass {one_pass:.2f}, behind hooks {hooks:.2f}"
     yield "speed", True, says.format(LAYERS * WIDTH**2, **times), {"milliseconds": times}
