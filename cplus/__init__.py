@@ -26,36 +26,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Each public name is imported on first use, so that `cplus --help` and the JAX side never load torch.
-_HOMES = {
-    "AdaptConfig": "cplus.jobs.settings",
-    "RepairConfig": "cplus.jobs.settings",
-    "adapt": "cplus.jobs.adapt",
-    "repair": "cplus.jobs.repair",
-    "Guard": "cplus.core.guard",
-    "protect": "cplus.core.guard",
-    "METHODS": "cplus.methods.table",
-    "Method": "cplus.methods.table",
-    "encode": "cplus.jobs.api",
-    "evaluate": "cplus.jobs.api",
-    "probe": "cplus.jobs.api",
-    "read": "cplus.jobs.api",
-    "receipt": "cplus.jobs.api",
+_PUBLIC = {
+    "cplus.core.guard": ("Guard", "protect"),
+    "cplus.jobs.adapt": ("adapt",),
+    "cplus.jobs.api": ("encode", "evaluate", "probe", "read", "receipt"),
+    "cplus.jobs.repair": ("repair",),
+    "cplus.jobs.settings": ("AdaptConfig", "RepairConfig"),
+    "cplus.methods.table": ("METHODS", "Method"),
 }
-__all__ = [
-    "METHODS",
-    "AdaptConfig",
-    "Guard",
-    "Method",
-    "RepairConfig",
-    "adapt",
-    "encode",
-    "evaluate",
-    "probe",
-    "protect",
-    "read",
-    "receipt",
-    "repair",
-]
+_HOMES = {name: home for home, names in _PUBLIC.items() for name in names}
+__all__ = sorted(_HOMES)
 
 
 # Modules under the names by which documentation and users import them.
@@ -97,7 +77,7 @@ import_module("cplus.toy.world")  # registers its tasks
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

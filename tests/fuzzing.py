@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 import string
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -19,8 +18,8 @@ from hypothesis import strategies as st
 
 from cplus.base import terminal
 from cplus.data.examples import Choice, FreeForm, Message, to_row
-from cplus.data.formats import from_row
-from cplus.data.readers import read_file
+from cplus.data.formats import FIELDS, from_row
+from cplus.data.readers import read_rows
 from cplus.evaluation.judges import is_json
 from cplus.evaluation.requirements import parse
 from cplus.jobs.checkpoint import Checkpoints
@@ -39,21 +38,13 @@ from cplus.training.settings import RunSpec
 CHUNK = 5_000  # hypothesis remembers what it tried; a new search now and then keeps that small
 
 
-class Check(Protocol):
-    """Feeds one input to a reader and says what came of it; anything but a refusal that it raises is a crash."""
-
-    def __call__(self, value: Any) -> str:
-        """One word for the summary."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Target:
-    """A reader, inputs for it, and what must hold."""
+    """A reader, inputs for it, and a check that says in one word what came of one; any other error is a crash."""
 
     name: str
     inputs: st.SearchStrategy[Any]
-    check: Check
+    check: Callable[[Any], str]
 
 
 def fuzz(target: Target, examples: int, *, first_seed: int = 0) -> Counter[str]:
@@ -82,10 +73,7 @@ def fuzz(target: Target, examples: int, *, first_seed: int = 0) -> Counter[str]:
 KINDS = ("cut", "drop", "insert", "flip", "repeat")
 ODD = (b'"', b"{", b"[" * 9, b"\xff", b"\x00", b"NaN", b"1e999", b"\n", b"\\ud800")
 _EDIT = st.tuples(
-    st.sampled_from(KINDS),
-    st.floats(0, 1),
-    st.floats(0, 0.2),
-    st.binary(max_size=8) | st.sampled_from(ODD),
+    st.sampled_from(KINDS), st.floats(0, 1), st.floats(0, 0.2), st.binary(max_size=8) | st.sampled_from(ODD)
 )
 
 
@@ -108,14 +96,7 @@ def edit(data: bytes, kind: str, at: float, share: float, new: bytes) -> bytes:
 
 def edited(whole: bytes) -> st.SearchStrategy[bytes]:
     """A file with a few edits, or none."""
-
-    def apply(edits: list[tuple[str, float, float, bytes]]) -> bytes:
-        data = whole
-        for one in edits:
-            data = edit(data, *one)
-        return data
-
-    return st.lists(_EDIT, max_size=4).map(apply)
+    return st.lists(_EDIT, max_size=4).map(lambda edits: reduce(lambda data, one: edit(data, *one), edits, whole))
 
 
 JSON = st.recursive(
@@ -124,17 +105,18 @@ JSON = st.recursive(
     max_leaves=8,
 )
 DEEP = st.sampled_from([9, 999, 99_999]).map(lambda depth: "[" * depth)
-KEYS = ("id", "question", "choices", "answer", "prompt", "response", "messages", "role", "content")
-ROWS = st.lists(st.dictionaries(st.sampled_from(KEYS), JSON | st.lists(st.text(max_size=6), max_size=4)), max_size=4)
+TURNS = ("role", "content", "from", "value", "tool_calls", "function", "name", "arguments", "weight")
+VALUES = st.recursive(
+    JSON | st.sampled_from(["{}", "[]", "user", "assistant"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(TURNS), inner, max_size=4),
+    max_leaves=12,
+)
+ROWS = st.lists(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4), max_size=4)
 WORDS = st.sampled_from(
     ["Question:", "Options:", "Answer:", "A:", "B)", "C.", "D ", "\n", "\n\n", "\n---", "```", "<think>", "</think>",
      "Request:", "<|im_end|>", "\u2028", "\x1b[31m", "what is ice", " ", "\u202e", "<script>"]
 )  # fmt: skip
 GENERATED = st.lists(WORDS | st.text(max_size=10), max_size=14).map("".join)
-_FORM = "Question: {}\nOptions:\nA: {}\nB: {}\nC: {}\n"
-QUESTIONS = st.tuples(*[st.text(max_size=12) | st.sampled_from(["snow", "rain", "fog", "why?"])] * 4).map(
-    lambda texts: _FORM.format(*texts)
-)
 
 CHOICES = tuple(
     Choice(id=f"q{i}", question=f"What is thing {i}?", choices=("ice", "fire", f"stone {i}"), answer=i % 3)
@@ -146,61 +128,54 @@ FREE = tuple(
 )
 
 
-def refusing(read: Callable[[], object]) -> str:
-    """`accepted` or `refused`: a ValueError is the one way to refuse."""
+def refusing(read: Callable[[], object], named: str = "") -> str:
+    """`accepted` or `refused`: a ValueError is the one way to refuse, in a sentence that names what it is about."""
     try:
         read()
     except ValueError as error:
-        return "refused" if str(error) else "refused without a sentence"
-    return "accepted"
+        sentence = str(error)
+    else:
+        return "accepted"
+    assert sentence
+    assert named in sentence
+    return "refused"
 
 
-def _written(path: Path, value: bytes) -> Path:
-    path.write_bytes(value)
-    return path
+def refusing_bytes(path: Path, read: Callable[[], object], named: str = "") -> Callable[[bytes], str]:
+    """The same for what stands in a file, which is made anew each time: the last one may still be mapped."""
+
+    def check(value: bytes) -> str:
+        path.unlink(missing_ok=True)
+        path.write_bytes(value)
+        return refusing(read, named)
+
+    return check
 
 
 # Readers of rows
 
 
-def _rows_check(path: Path, value: bytes) -> str:
-    _written(path, value)
-
-    def read() -> None:
-        for example in read_file(path):
-            assert from_row(to_row(example), where="again", id="") == example
-
-    return refusing(read)
-
-
-def _lines(rows: Sequence[Any]) -> bytes:
-    return "\n".join(json.dumps(row) for row in rows).encode()
-
-
-def _csv(rows: Sequence[Any]) -> bytes:
-    import csv
-
-    table = io.StringIO()
-    writer = csv.writer(table)
-    writer.writerow(["question", "choices", "answer"])
-    writer.writerows([row["question"], json.dumps(row["choices"]), row["answer"]] for row in rows)
-    return table.getvalue().encode()
+def _read_twice(path: Path) -> None:
+    for example in read_rows(path, requests=True).examples:
+        assert from_row(to_row(example), where="again", id="", requests=True) == example
 
 
 def _row_targets(folder: Path) -> Iterator[Target]:
     known = [to_row(example) for example in CHOICES]
     talk = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}, to_row(FREE[0])]
+    table = "question,choices,answer\n" + "".join(f'q{i},"[""ice"", ""fire""]",{i % 2}\n' for i in range(3))
+
+    def lines(rows: list[Any]) -> bytes:
+        return "\n".join(map(json.dumps, rows)).encode()
+
     inputs = {
-        "jsonl": edited(_lines(known)) | edited(_lines(talk)) | ROWS.map(_lines),
+        "jsonl": edited(lines(known)) | edited(lines(talk)) | ROWS.map(lines),
         "json": edited(json.dumps(known).encode()) | (ROWS | JSON).map(lambda value: json.dumps(value).encode()),
-        "csv": edited(_csv(known)) | st.binary(max_size=60),
+        "csv": edited(table.encode()) | st.binary(max_size=60),
     }
     for name, made in inputs.items():
-        yield Target(name=f"rows.{name}", inputs=made, check=partial(_rows_check, folder / f"rows.{name}"))
-
-
-def _judged(text: str) -> str:
-    return str(is_json(text, FREE[0]))
+        path = folder / f"rows.{name}"
+        yield Target(path.name, made, refusing_bytes(path, partial(_read_twice, path), str(path)))
 
 
 def _cleaned(text: str) -> str:
@@ -214,24 +189,22 @@ def _cleaned(text: str) -> str:
 # Sealed things: an edit is refused, or it changed nothing
 
 
-def _bank_check(folder: Path, bank: Bank, value: tuple[str, bytes], whole: dict[str, bytes]) -> str:
-    name, data = value
-    for own, right in whole.items():
-        (folder / own).write_bytes(data if own == name else right)
-
-    def read() -> None:
-        assert Bank.load(folder) == bank, "an edited bank was accepted"
-
-    return refusing(read)
+def _unchanged(found: object, right: object) -> None:
+    assert found == right, "an altered file was accepted"
 
 
 def _bank_target(folder: Path) -> Target:
     probes = [Probe(example=e, confidence=0.5, request=i, shots=("a",), topic=None) for i, e in enumerate(CHOICES)]
     manifest = {"model": {"name": "toy", "fingerprint": "0" * 64}, "anchors": {"count": 1, "sha256": "0" * 64}}
     bank = seal(folder / "bank", probes, manifest)
-    whole = {path.name: path.read_bytes() for path in (folder / "bank").iterdir()}
-    inputs = st.one_of(*(edited(data).map(partial(lambda name, d: (name, d), name)) for name, data in whole.items()))
-    return Target(name="bank", inputs=inputs, check=lambda value: _bank_check(folder / "bank", bank, value, whole))
+    whole = {path: path.read_bytes() for path in (folder / "bank").iterdir()}
+
+    def check(value: tuple[Path, bytes]) -> str:
+        for path, right in whole.items():
+            path.write_bytes(value[1] if path == value[0] else right)
+        return refusing(lambda: _unchanged(Bank.load(folder / "bank"), bank))
+
+    return Target("bank", st.one_of(*(st.tuples(st.just(path), edited(data)) for path, data in whole.items())), check)
 
 
 def _receipt_target() -> Target:
@@ -244,21 +217,14 @@ def _receipt_target() -> Target:
     whole = json.dumps(to_json(receipt)).encode()
 
     def check(value: bytes) -> str:
-        def read() -> None:
-            # Equal receipts may be written as other bytes: a blank, or a key given twice.
-            assert from_json(json.loads(value)) == receipt, "an altered receipt was accepted"
-
         try:
-            json.loads(value)
+            found = json.loads(value)
         except (ValueError, RecursionError):
             return "no JSON"
-        return refusing(read)
+        # Equal receipts may be written as other bytes: a blank, or a key given twice.
+        return refusing(lambda: _unchanged(from_json(found), receipt))
 
-    return Target(name="receipt", inputs=edited(whole), check=check)
-
-
-def _unchanged(found: object, right: object) -> None:
-    assert found == right, "an altered record was accepted"
+    return Target("receipt", edited(whole), check)
 
 
 def _run_record_target(folder: Path) -> Target:
@@ -270,11 +236,8 @@ def _run_record_target(folder: Path) -> Target:
         seconds=1.0, extra_bytes=0,
     )  # fmt: skip
     path = save_result(result, folder / "runs")
-    return Target(
-        name="run record",
-        inputs=edited(path.read_bytes()) | JSON.map(lambda value: json.dumps(value).encode()),
-        check=lambda value: refusing(lambda: _unchanged(load_result(_written(path, value)), result)),
-    )
+    inputs = edited(path.read_bytes()) | JSON.map(lambda value: json.dumps(value).encode())
+    return Target("run record", inputs, refusing_bytes(path, lambda: _unchanged(load_result(path), result)))
 
 
 # States that a process goes on from
@@ -311,15 +274,12 @@ class _State:
 def _checkpoint_target(folder: Path) -> Target:
     path, training = folder / "checkpoint.pt", _State()
     Checkpoints(path, "identity", minutes=1, steps=1).save(training)  # type: ignore[arg-type]
-    whole = path.read_bytes()
+    inputs = edited(path.read_bytes()) | st.binary(max_size=80)
 
-    def check(value: bytes) -> str:
-        path.unlink()  # not written over: the last one may still be mapped
-        _written(path, value)
-        kept = Checkpoints(path, "identity", minutes=1, steps=1)
-        return refusing(lambda: kept.load(training))  # type: ignore[arg-type]
+    def read() -> None:
+        Checkpoints(path, "identity", minutes=1, steps=1).load(training)  # type: ignore[arg-type]
 
-    return Target(name="checkpoint", inputs=edited(whole) | st.binary(max_size=80), check=check)
+    return Target("checkpoint", inputs, refusing_bytes(path, read))
 
 
 def _journal_target(folder: Path) -> Target:
@@ -328,19 +288,14 @@ def _journal_target(folder: Path) -> Target:
     with open_journal(path, {"seed": 0}) as journal:
         journal.append(entry)
         journal.append(entry)
-    whole = path.read_bytes()
+    inputs = edited(path.read_bytes())
 
-    def check(value: bytes) -> str:
-        _written(path, value)
+    def read() -> None:
+        with open_journal(path, {"seed": 0}) as again:
+            for one in again.entries:
+                _block_from_entry(one)
 
-        def read() -> None:
-            with open_journal(path, {"seed": 0}) as again:
-                for one in again.entries:
-                    _block_from_entry(one)
-
-        return refusing(read)
-
-    return Target(name="journal", inputs=edited(whole), check=check)
+    return Target("journal", inputs, refusing_bytes(path, read))
 
 
 # Settings
@@ -353,21 +308,16 @@ def _settings_targets(folder: Path) -> Iterator[Target]:
     odd = st.dictionaries(names, JSON, max_size=5).map(lambda values: json.dumps(values).encode())
     yaml_text = st.text(alphabet=string.printable, max_size=60).map(str.encode)
 
-    def config(value: bytes) -> str:
-        return refusing(lambda: read_settings(read_yaml(_written(path, value)), where=str(path)))
-
-    yield Target(name="config", inputs=edited(whole) | odd | yaml_text, check=config)
+    config = refusing_bytes(path, lambda: read_settings(read_yaml(path), where=str(path)))
+    yield Target("config", edited(whole) | odd | yaml_text, config)
     kept = {"format": "cplus-job/1", "settings": {"model": "toy", "new": "new.jsonl", "out": "out"}}
     job.root.mkdir()
 
-    def begun(value: bytes) -> str:
-        _written(job.settings, value)
-        return refusing(lambda: read_job(job, {}))
-
-    yield Target(name="job settings", inputs=edited(json.dumps(kept).encode()) | odd, check=begun)
+    begun = refusing_bytes(job.settings, lambda: read_job(job, {}))
+    yield Target("job settings", edited(json.dumps(kept).encode()) | odd, begun)
     words = st.sampled_from(["retention", "acquisition", ">=", "0.9", " "]) | st.text(max_size=6)
     demands = st.lists(words, max_size=5) | st.floats().map(lambda bound: ["retention", ">=", str(bound)])
-    yield Target(name="requirement", inputs=demands.map("".join), check=lambda text: refusing(lambda: parse(text)))
+    yield Target("requirement", demands.map("".join), lambda text: refusing(lambda: parse(text)))
 
 
 def _gguf_target(folder: Path) -> Target:
@@ -381,13 +331,7 @@ def _gguf_target(folder: Path) -> Target:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    whole = path.read_bytes()
-
-    def check(value: bytes) -> str:
-        path.unlink()
-        return refusing(lambda: _opened(_written(path, value)))
-
-    return Target(name="gguf", inputs=edited(whole), check=check)
+    return Target("gguf", edited(path.read_bytes()), refusing_bytes(path, lambda: _opened(path)))
 
 
 @contextmanager
@@ -404,8 +348,8 @@ def targets(folder: Path) -> tuple[Target, ...]:
     """Every reader, working in a folder of its own."""
     return (
         *_row_targets(folder),
-        Target(name="judge.json", inputs=GENERATED | DEEP | JSON.map(json.dumps), check=_judged),
-        Target(name="terminal", inputs=GENERATED | st.text(), check=_cleaned),
+        Target("judge.json", GENERATED | DEEP | JSON.map(json.dumps), lambda text: str(is_json(text, FREE[0]))),
+        Target("terminal", GENERATED | st.text(), _cleaned),
         _bank_target(folder),
         _receipt_target(),
         _run_record_target(folder),

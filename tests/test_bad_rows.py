@@ -14,10 +14,7 @@ from cplus.cli.app import app
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cache")
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
-EMPTY = {"instruction": "Say hello.", "output": ""}
 FIRST = {"messages": [{"role": "assistant", "content": "Hello."}, *GOOD["messages"]]}
-CALL = {"type": "function", "function": {"name": "add", "arguments": "a=1"}}
-BROKEN = {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "tool_calls": [CALL]}]}
 USER_FIRST = "{% if messages[0].role == 'assistant' %}{{ raise_exception('Roles must alternate') }}{% endif %}"
 
 
@@ -36,13 +33,11 @@ def bases(tmp_path_factory: pytest.TempPathFactory, make_tiny: Any) -> Path:
     ("base", "rows", "sentence"),
     [
         ("chat", [{"words": "a"}], "new.jsonl:1: expected the keys .* found words; map others with columns"),
-        ("chat", [{"instruction": "a", "output": "b"}, EMPTY], "new.jsonl:2: output: expected a non-empty string"),
         ("chat", [GOOD, FIRST], r"new.*2: the chat template refuses this conversation of assistant, user, assistant"),
-        ("chat", [GOOD, BROKEN], "new.jsonl:2: turn 1: tool call 0: arguments: expected JSON"),
         ("base", [GOOD], "expected a tokenizer with a chat template, but .* has none; .*--set plain=true"),
         ("chat", [GOOD], r"below 25%; rejected: .*\(general\): give rows with --anchors FILE"),
     ],
-    ids=["no format", "empty field", "assistant first", "no JSON", "no template", "only rubbish"],
+    ids=["no format", "assistant first", "no template", "only rubbish"],
 )
 def test_a_bad_file_is_refused_in_one_sentence(
     bases: Path, tmp_path: Path, base: str, rows: list[Any], sentence: str

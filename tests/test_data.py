@@ -15,20 +15,10 @@ from typer.testing import CliRunner
 from cplus import models
 from cplus.cli.app import app
 from cplus.core.rows import Encoded, fit
+from cplus.data import tasks
 from cplus.data.examples import Choice, FreeForm, Prediction
 from cplus.data.readers import read_file
-from cplus.data.tasks import (
-    EXTERNAL,
-    TASKS,
-    Split,
-    cached_split,
-    draw_anchors,
-    draw_mixture,
-    load_task,
-    read_split,
-    split,
-    stack,
-)
+from cplus.data.tasks import TASKS, Split, cached_split, draw_anchors, draw_mixture, load_task, read_split, split, stack
 
 ROW = {"id": "q1", "question": "Is ice cold?", "choices": ["yes", "no"], "answer": 0}
 
@@ -83,21 +73,9 @@ HUB_ROWS: dict[str, dict[str, Any]] = {
     "hellaswag": {"activity_label": "x", "ctx": "q", "endings": ["a", "right"], "label": "1"},
     "piqa": {"goal": "q", "sol1": "a", "sol2": "right", "label": 1},
     "winogrande": {"sentence": "q", "option1": "a", "option2": "right", "answer": "2"},
-    "openbookqa": {
-        "id": "x",
-        "question_stem": "q",
-        "choices": {"label": ["A", "B"], "text": ["a", "right"]},
-        "answerKey": "B",
-    },
+    "openbookqa": {"question_stem": "q", "choices": {"label": ["A", "B"], "text": ["a", "right"]}, "answerKey": "B"},
     "boolq": {"passage": "p", "question": "q", "answer": False},
-    "social_iqa": {
-        "context": "c",
-        "question": "q",
-        "answerA": "a",
-        "answerB": "right",
-        "answerC": "c",
-        "label": "2",
-    },
+    "social_iqa": {"context": "c", "question": "q", "answerA": "a", "answerB": "right", "answerC": "c", "label": "2"},
     "sciq": {"question": "q", "correct_answer": "right", "distractor1": "a", "distractor2": "b", "distractor3": "c"},
     "truthfulqa": {"question": "q", "mc1_targets": {"choices": ["right", "a", "b"], "labels": [1, 0, 0]}},
     "copa": {"premise": "p", "question": "cause", "choice1": "a", "choice2": "right", "label": 1},
@@ -146,13 +124,12 @@ def test_a_set_of_the_hub_or_a_folder_of_files(tmp_path: Path, hub: dict[str, An
         load_task("piqa")
 
 
-def test_a_folder_with_a_damaged_file_is_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_with_a_damaged_file_and_a_hub_without_datasets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "rows.json").write_text('{"question": ')
     with pytest.raises(ValueError, match=r"could not read the data set .*: JSON parse error.*; check its name"):
         load_task(str(tmp_path))
-
-
-def test_hub_without_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.delenv("CPLUS_DATA", raising=False)
     with pytest.raises(ValueError, match=r"needs the datasets package: pip install 'cplus\[data\]'"):
@@ -163,7 +140,7 @@ def test_hub_without_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_named_set_reads(data_dir: Path) -> None:
     sizes = {name: len(load_task(name, data_dir).examples) for name in TASKS}
     assert (sizes["csqa"], sizes["arc_c"], sizes["mmlu"], sizes["medqa"]) == (1096, 1266, 1553, 1272)
-    assert sum(sizes[name] for name in EXTERNAL) == 9880
+    assert sum(sizes[name] for name in tasks.EXTERNAL) == 9880
     assert sizes["instruct_short"] == 300
 
 
@@ -174,14 +151,6 @@ EXAMPLES = [Choice(id=f"q{i}", question=f"Question {i}?", choices=("a", "b"), an
 
 def always_a() -> Split:
     return split(EXAMPLES, [predicted(example, 0) for example in EXAMPLES])
-
-
-def test_split_parts_by_the_predictions() -> None:
-    made = always_a()
-    assert [example.id for example in made.past] == [f"q{i}" for i in range(0, 40, 2)]
-    assert {example.id for example in made.new} == {f"q{i}" for i in range(1, 40, 2)}
-    with pytest.raises(ValueError, match="one prediction for each of 40 examples, got 39"):
-        split(EXAMPLES, made.predictions[:-1])
 
 
 def test_a_split_is_stored_once_for_each_model_data_interface_and_stack(tmp_path: Path) -> None:
@@ -195,7 +164,10 @@ def test_a_split_is_stored_once_for_each_model_data_interface_and_stack(tmp_path
         setting = {"model_fingerprint": "f" * 64, "interface": "letter", "stack": stack()}
         return cached_split(tmp_path, examples, predict, **(setting | changes))
 
-    assert cached() == cached() == always_a()
+    made = cached()
+    assert made == cached() == always_a()
+    assert [example.id for example in made.past] == [f"q{i}" for i in range(0, 40, 2)]
+    assert [example.id for example in made.new] == [f"q{i}" for i in range(1, 40, 2)]
     assert len(asked) == 1
     [path] = tmp_path.glob("split-*.json")
     for changes in ({"model_fingerprint": "0" * 64}, {"interface": "cloze"}, {"stack": stack(compute_dtype="bf16")}):
@@ -209,7 +181,7 @@ def test_a_split_is_stored_once_for_each_model_data_interface_and_stack(tmp_path
         cached()
 
 
-def test_anchors_are_nested_and_seeded() -> None:
+def test_anchors_are_nested_and_seeded_and_mixtures_share_their_prefixes() -> None:
     made = always_a()
     budgets = [draw_anchors(made, size, seed=3) for size in (4, 8, 16)]
     assert budgets[2][:8] == budgets[1]
@@ -219,13 +191,9 @@ def test_anchors_are_nested_and_seeded() -> None:
     assert draw_anchors(made, 16, seed=4) != budgets[2]
     with pytest.raises(ValueError, match="asked for 21 initially correct examples as anchors, but there are 20; draw"):
         draw_anchors(made, 21, seed=3)
-
-
-def test_mixtures_share_their_prefixes() -> None:
-    made = always_a()
-    six = draw_mixture(made, correct=6, wrong=2, seed=1)
-    assert six[:6] == draw_anchors(made, 8, seed=1)[:6]
-    assert draw_mixture(made, correct=0, wrong=8, seed=1)[:2] == six[6:]
+    six = draw_mixture(made, correct=6, wrong=2, seed=3)
+    assert six[:6] == budgets[1][:6]
+    assert draw_mixture(made, correct=0, wrong=8, seed=3)[:2] == six[6:]
     assert set(six[6:]) <= set(made.new)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,12 @@ from typer.testing import CliRunner
 from cplus import evaluation as evaluate
 from cplus.base.files import read_json
 from cplus.cli.evaluate import evaluate as command
-from cplus.data.examples import Choice, Example, FreeForm, Message, Prediction
+from cplus.data.examples import Choice, Example, FreeForm, Prediction
 from cplus.data.interfaces import build
 from cplus.data.readers import read_file
 from cplus.data.tasks import split
 from cplus.evaluation import judges, requirements
-from cplus.evaluation.changes import (
-    answers,
-    permuted,
-)
+from cplus.evaluation.changes import answers, permuted
 from cplus.evaluation.requirements import Measured
 from cplus.evaluation.statistics import Rate, weighted
 from cplus.evaluation.task import BoundTask, evaluate_permuted, evaluate_task
@@ -48,9 +46,6 @@ def test_flips_rates_and_the_exact_test_by_hand() -> None:
     assert evaluate.acquisition(table) == Rate(1, 4)
     assert evaluate.correction(table, anchors={"6", "8"}) == Rate(0, 2)
     assert evaluate.percent(AFTER) == 50.0
-
-
-def test_predictions_of_other_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="10 and 9 with 9 ids in common"):
         evaluate.flips(BEFORE, AFTER[:-1])
     with pytest.raises(ValueError, match="never judged"):
@@ -105,18 +100,10 @@ def asked_by(choose: Any) -> Any:
         made = []
         for row in rows:
             assert isinstance(row, Choice)
-            answer = choose(row)
-            scores = tuple(0.0 if i == answer else -9.0 for i in range(len(row.choices)))
-            made.append(
-                Prediction(
-                    id=row.id,
-                    answer=answer,
-                    correct=answer == row.answer,
-                    confidence=0.9,
-                    scores=scores,
-                    num_tokens=(1,) * len(scores),
-                )
-            )
+            answer, count = choose(row), len(row.choices)
+            scores = tuple(0.0 if i == answer else -9.0 for i in range(count))
+            one = said(row.id, answer, answer == row.answer, confidence=0.9)
+            made.append(replace(one, scores=scores, num_tokens=(1,) * count))
         return made
 
     return ask
@@ -135,9 +122,6 @@ def test_permuted_options_unmask_a_letter_and_leave_knowledge_alone() -> None:
     assert likes_w["averaged"] == Rate(right, 12).row()
 
 
-ANY = FreeForm(id="f", messages=(Message(role="user", content="Name it."),), response="The capital is Jakarta.")
-
-
 def judged_by(name: str, text: str, example: Example) -> bool:
     judge = judges.judge(name)
     assert judge is not None
@@ -146,6 +130,9 @@ def judged_by(name: str, text: str, example: Example) -> bool:
 
 def free(response: str) -> FreeForm:
     return FreeForm(id="f", messages=(), response=response)
+
+
+ANY = free("The capital is Jakarta.")
 
 
 @pytest.mark.parametrize(
@@ -176,28 +163,28 @@ def test_judges(name: str, response: str, text: str, right: bool) -> None:
     assert judged_by(name, text, free(response)) is right
 
 
-@pytest.mark.parametrize(("name", "response"), [("number", "no digits"), ("choice", "blue")])
-def test_a_row_that_a_judge_cannot_use_is_named(name: str, response: str) -> None:
-    with pytest.raises(ValueError, match=rf"row f: the judge {name} failed .*{response}.*choose another judge"):
-        judged_by(name, "7", free(response))
-
-
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("name", "body", "refusal"),
     [
-        ("return 1 / 0", "row f: the judge python:bad_checks:it failed with ZeroDivisionError"),
-        ("return None", "row f: expected the judge python:bad_checks:it to return True or False, got None"),
-        ("return 'yes'", "to return True or False, got 'yes'"),
+        ("number", "", r"row f: the judge number failed .*blue.*choose another judge"),
+        ("choice", "", r"row f: the judge choice failed .*blue.*choose another judge"),
+        ("python:own_checks:it", "return 1 / 0", "row f: the judge python:own_checks:it failed with ZeroDivisionError"),
+        ("python:own_checks:it", "return None", "the judge python:own_checks:it to return True or False, got None"),
+        ("python:own_checks:it", "return 'yes'", "to return True or False, got 'yes'"),
+        ("python:own_checks:it", "return len(text) < len(example.response)", ""),
     ],
 )
-def test_a_judge_that_fails_names_the_row_and_the_remedy(
-    body: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_judge_that_cannot_judge_names_the_row_and_the_remedy(
+    name: str, body: str, refusal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "bad_checks.py").write_text(f"def it(text, example):\n    {body}\n")
+    (tmp_path / "own_checks.py").write_text(f"def it(text, example):\n    {body}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "bad_checks", raising=False)
-    with pytest.raises(ValueError, match=said):
-        judged_by("python:bad_checks:it", "x", ANY)
+    monkeypatch.delitem(sys.modules, "own_checks", raising=False)
+    if not refusal:
+        assert (judged_by(name, "7", free("blue")), judged_by(name, "a long text", free("blue"))) == (True, False)
+        return
+    with pytest.raises(ValueError, match=refusal):
+        judged_by(name, "7", free("blue"))
 
 
 def test_the_interval_of_a_weighted_mean_is_that_of_a_bootstrap() -> None:
@@ -252,6 +239,7 @@ def test_other_requirements_are_refused(text: str) -> None:
 
 CHOICES = Measured(kind="retention", rows=100, right=80)
 SPOKEN = Measured(kind="retention", rows=14, scored=14)
+ONE = Measured(kind="retention", rows=1, scored=1)
 
 
 @pytest.mark.parametrize(
@@ -262,11 +250,7 @@ SPOKEN = Measured(kind="retention", rows=14, scored=14)
         ("acquisition>=0.5", CHOICES, "needs new rows, and there are none"),
         ("past-loss<=0.05", CHOICES, "needs past rows in free text, and these are multiple choice; require retention"),
         ("retention>=0.9", SPOKEN, "needs judged answers, and no judge was chosen for free text"),
-        (
-            "past-loss<=0.05",
-            Measured(kind="retention", rows=1, scored=1),
-            "needs an interval, and there is one past row",
-        ),
+        ("past-loss<=0.05", ONE, "needs an interval, and there is one past row"),
         ("retention>=0.9", Measured(kind="retention", rows=9, right=0), "answered none of 9 rows correctly"),
         ("acquisition>=0.1", Measured(kind="acquisition", rows=9, right=9), "answered none of 9 rows incorrectly"),
         ("retention>=0.9", Measured(kind="retention", rows=8, right=8), "which is 0.676 when all 8 rows are right"),
@@ -285,13 +269,6 @@ def test_held_out_past_rows_count_before_the_anchors() -> None:
     needed = requirements.parse("retention>=0.9")
     assert requirements.possible(needed, [anchors]) is None
     assert "0.676 when all 8" in str(requirements.possible(needed, [anchors, held_out]))
-
-
-def test_a_users_function_judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_checks.py").write_text("def short(text, example): return len(text) < len(example.response)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert judged_by("python:my_checks:short", "Jakarta", ANY) is True
-    assert judged_by("python:my_checks:short", "Jakarta " * 9, ANY) is False
 
 
 def test_a_schema_judges_structure(tmp_path: Path) -> None:
@@ -324,11 +301,9 @@ def test_a_task_is_summed_up_per_label(tiny_llama: Any) -> None:
     assert summary["macro"] == pytest.approx(sum(r["percent"] for r in summary["labels"].values()) / 3)
     permuted = evaluate_permuted(tiny_llama.model, asked)
     assert sum(permuted["answers"].values()) == 42
+    asked = replace(asked, interface=build("cloze", tiny_llama.tokenizer), examples=())
     with pytest.raises(ValueError, match="letter interface, got cloze"):
-        evaluate_permuted(
-            tiny_llama.model,
-            BoundTask(name="t", interface=build("cloze", tiny_llama.tokenizer), examples=(), judge=judges.exact_match),
-        )
+        evaluate_permuted(tiny_llama.model, asked)
 
 
 @pytest.fixture(scope="module")
@@ -374,20 +349,8 @@ def test_the_command_reports_tasks_and_permutations(saved: Path, tmp_path: Path)
 def test_the_command_scores_free_text_and_several_tasks(saved: Path, tmp_path: Path) -> None:
     free = written(tmp_path / "free.jsonl", [{"prompt": f"Say {i}.", "response": f"{i}."} for i in range(3)])
     choice = written(tmp_path / "choice.jsonl", [{"question": "q", "choices": ["w", "x"], "answer": 0}])
-    report = run(
-        saved,
-        "--task",
-        free,
-        "--task",
-        choice,
-        "--judge",
-        "regex:.",
-        "--set",
-        "max_new_tokens=4",
-        "--limit",
-        2,
-        "--json",
-    )
+    options = "--judge regex:. --set max_new_tokens=4 --limit 2 --json"
+    report = run(saved, "--task", free, "--task", choice, *options.split())
     first, second = report["tasks"]
     assert (first["interface"], first["rows"], second["interface"]) == ("freeform", 2, "letter")
     assert first["responses"]["log_likelihood_per_token"] < 0

@@ -23,9 +23,8 @@ def table(place: Path, commands: list[str], faults: list[str]) -> list[dict[str,
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(place)}
     found = place / "cells.json"
     options = ["--times", "1", "--seed", "3", "--json", str(found), "--only", *commands, "--faults", *faults]
-    run = subprocess.run(
-        [sys.executable, "-m", "faults", *options], env=environment, capture_output=True, text=True, check=False
-    )
+    line = [sys.executable, "-m", "faults", *options]
+    run = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     cells: list[dict[str, Any]] = json.loads(found.read_text())["cells"]
     for cell in cells:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cplus.data.examples import Choice, Example, FreeForm, Message, lines, to_row
-from cplus.data.formats import FIELDS, FORMATS, from_row
+from cplus.data.formats import FORMATS, from_row
 from cplus.data.readers import Found, collect, parse_columns, read_file, read_rows, renamed
 from cplus.data.tasks import load_task
 
@@ -57,6 +57,9 @@ def calling(call: Any, **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}], **more}
 
 
+TOLD = [("user", "user"), ("assistant", "assistant")]
+
+
 # Rows
 
 
@@ -79,24 +82,12 @@ def test_every_row_of_the_page_is_read() -> None:
     ("row", "expected"),
     [
         ({**ALPACA, "input": ""}, [("user", "Translate."), ("assistant", "Käse")]),
-        (
-            {**ALPACA, "system": "Be brief."},
-            [("system", "Be brief."), ("user", "Translate.\n\ncheese"), ("assistant", "Käse")],
-        ),
-        (
-            {**SHARE, "system": "Be brief.", "tools": ""},
-            [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello.")],
-        ),
+        ({**ALPACA, "system": "Hm"}, [("system", "Hm"), ("user", "Translate.\n\ncheese"), ("assistant", "Käse")]),
+        ({**SHARE, "system": "Hm", "tools": ""}, [("system", "Hm"), ("user", "Hi"), ("assistant", "Hello.")]),
         ({"prompt": "a", "completion": " b"}, [("user", "a"), ("assistant", " b")]),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, [("user", "a"), ("assistant", "b")]),
-        (
-            {"prompt": turns("user"), "chosen": turns("assistant"), "rejected": []},
-            [("user", "user"), ("assistant", "assistant")],
-        ),
-        (
-            {"prompt": "user", "chosen": turns("user", "assistant"), "rejected": []},
-            [("user", "user"), ("assistant", "assistant")],
-        ),
+        ({"prompt": turns("user"), "chosen": turns("assistant"), "rejected": []}, TOLD),
+        ({"prompt": "user", "chosen": turns("user", "assistant"), "rejected": []}, TOLD),
         ({"text": "Fish swim."}, [("assistant", "Fish swim.")]),
     ],
 )
@@ -178,18 +169,15 @@ def test_wrong_rows_are_named(rows: list[Any], message: str) -> None:
         found(*rows)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
+def test_empty_fields_are_no_requests() -> None:
+    for row, message in (
         ({"prompt": "a", "response": ""}, "response: expected a non-empty string"),
         ({"prompt": ""}, "prompt: expected a non-empty string"),
         ({"messages": turns("system")}, "end with one of system"),
         ({"messages": []}, "expected a list of turns"),
-    ],
-)
-def test_empty_fields_are_no_requests(row: Mapping[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"row 1: .*{message}"):
-        found(row, requests=True)
+    ):
+        with pytest.raises(ValueError, match=f"row 1: .*{message}"):
+            found(row, requests=True)
 
 
 def test_the_line_that_reports_a_format() -> None:
@@ -236,39 +224,6 @@ def test_columns_are_mapped(tmp_path: Path) -> None:
     for wrong in ("prompt", "prompt=", "=a", "prompt=a,prompt=b", ""):
         with pytest.raises(ValueError, match="expected columns as prompt=question,response=answer"):
             parse_columns(wrong)
-
-
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.text(max_size=4)
-    | st.sampled_from(["{}", "[]", "user", "assistant"]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(
-                ["role", "content", "from", "value", "tool_calls", "function", "name", "arguments", "weight"]
-            ),
-            inner,
-            max_size=4,
-        )
-    ),
-    max_leaves=12,
-)
-
-
-@settings(max_examples=120, deadline=None)
-@given(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4), st.booleans())
-def test_any_row_is_read_or_refused_by_name(row: dict[str, Any], requests: bool) -> None:
-    try:
-        (example,) = found(row, requests=requests).examples
-    except ValueError as error:
-        refusal = str(error)
-    else:
-        assert from_row(to_row(example), where="again", id="", requests=requests) == example
-        return
-    assert refusal.startswith("row 1: ")
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
@@ -320,11 +275,7 @@ def test_the_same_rows_from_every_kind_of_file(tmp_path: Path) -> None:
         ("a.jsonl", "[" * 100_000, r"a\.jsonl:1: expected JSON"),
         ("a.jsonl", "\n  \n", "expected at least one example, but it is empty"),
         ("a.jsonl", b'\n{"prompt": "\xff"}', r"a\.jsonl:2: expected UTF-8 text, got the byte 0xff"),
-        (
-            "a.jsonl",
-            '{"prompt": "p", "prompt": "q", "response": "r"}',
-            r"expected each name once, got 'prompt' 2 times",
-        ),
+        ("a.jsonl", '{"text": "p", "text": "q"}', r"expected each name once, got 'text' 2 times"),
         ("a.json", '[{"messages": [{"role": "user", "role": "user"}]}]', "each name once, got 'role' 2 times"),
         ("a.csv", "prompt,response,prompt\np,r,q\n", r"a\.csv:1: expected each name once, got 'prompt' 2 times"),
         ("a.csv", "prompt,response\nHi,Hello\nHi\n", r"a\.csv:3: expected 2 cells"),
@@ -373,17 +324,10 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_parquet_and_saved_folders_with_absent_fields(tmp_path: Path) -> None:
     import datasets
 
-    talk = [
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-        {
-            "messages": [
-                {"role": "user", "content": "1?"},
-                {"role": "assistant", "content": None, "tool_calls": [function(arguments='{"a": 1}')]},
-                {"role": "tool", "content": "1", "tool_call_id": "c"},
-                {"role": "assistant", "content": "It is 1."},
-            ],
-        },
-    ]
+    asked = {"role": "user", "content": "1?"}
+    called = {"role": "assistant", "content": None, "tool_calls": [function(arguments='{"a": 1}')]}
+    told = {"role": "tool", "content": "1", "tool_call_id": "c"}
+    talk = [{"messages": turns("user", "assistant")}, {"messages": [asked, called, told, *turns("assistant")]}]
     whole = datasets.Dataset.from_list(talk)
     whole.to_parquet(tmp_path / "rows.parquet")
     whole.save_to_disk(tmp_path / "saved")

@@ -37,9 +37,6 @@ def test_letter_prompt_is_the_papers_in_qwen3s_template_with_thinking_off(qwen: 
     expected = f"<|im_start|>user\n{LETTER_TEXT}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     assert qwen.decode(encoded.prompt) == expected
     assert qwen.decode(encoded.target) == "A"
-
-
-def test_medqa_ends_its_question_otherwise(qwen: Any) -> None:
     text = qwen.decode(build("letter", qwen, wording="medqa").prompt(SKY))
     assert "D: black\nPlease answer strictly with A, B, C, or D only. No explanation.<|im_end|>" in text
 
@@ -116,20 +113,17 @@ def test_letters_of_real_tokenizers(alias: str, packaged_folder: Callable[[str],
     assert tokenizer.decode(cloze.candidates(SKY)[1]) == " green"
 
 
-def test_no_chat_template_says_what_to_do_and_plain_text_works() -> None:
+def test_plain_text_where_there_is_no_chat_template(make_tiny: Callable[[str], Any]) -> None:
     tokenizer = build_tokenizer()
     with pytest.raises(ValueError, match=r"chat template.*chat=False, or --set plain=true"):
         build("letter", tokenizer)
     encoded = build("freeform", tokenizer, chat=False).encode(HELLO)
     assert tokenizer.decode(encoded.prompt) == "User: Say hello.\n\nAssistant:"
     assert tokenizer.decode(encoded.target) == " Hello.<|endoftext|>"
-
-
-def test_plain_letters_carry_their_blank(make_tiny: Callable[[str], Any]) -> None:
     tokenizer = make_tiny("llama").tokenizer
     encoded = build("letter", tokenizer, chat=False).encode(SKY)
     assert tokenizer.decode(encoded.prompt) == f"User: {LETTER_TEXT}\n\nAssistant:"
-    assert tokenizer.decode(encoded.target) == " A"
+    assert tokenizer.decode(encoded.target) == " A"  # a letter carries its blank
 
 
 def test_unknown_names_rows_and_answers_of_the_wrong_kind_are_refused(qwen: Any) -> None:
@@ -170,14 +164,6 @@ def test_freeform_trains_on_the_response_and_the_end_of_its_turn(tiny: Any) -> N
     assert interface.answer_stop == (ENDS[tiny.family],)
 
 
-def test_a_conversation_the_template_refuses_is_a_plain_error(make_tiny: Callable[[str], Any]) -> None:
-    with_system = FreeForm(
-        id="s", messages=(Message(role="system", content="Be brief."), *HELLO.messages), response="Hi"
-    )
-    with pytest.raises(ValueError, match="System role not supported"):
-        build("freeform", make_tiny("gemma2").tokenizer).encode(with_system)
-
-
 def test_letter_request_shows_questions_without_answers_and_names_the_topic(qwen: Any) -> None:
     text = qwen.decode(build("letter", qwen).request([SKY, DOG], "music"))
     assert "Question: Which animal barks?\nOptions:\nA: a cat\nB: a dog" in text
@@ -186,14 +172,11 @@ def test_letter_request_shows_questions_without_answers_and_names_the_topic(qwen
     assert "Please reply with only" not in text
 
 
-def test_cloze_request_is_a_text_that_breaks_off(qwen: Any) -> None:
+def test_requests_break_off_where_the_next_one_begins(qwen: Any) -> None:
     text = qwen.decode(build("cloze", qwen).request([SKY, DOG], None))
     assert text == (
         "Question: What colour is the sky?\nAnswer: blue\n\nQuestion: Which animal barks?\nAnswer: a dog\n\nQuestion:"
     )
-
-
-def test_freeform_request_lists_what_was_asked(qwen: Any) -> None:
     text = qwen.decode(build("freeform", qwen).request([HELLO, SPELL], None))
     assert text == "Request: Say hello.\n\n---\n\nRequest: Spell dog.\n\nSlowly.\n\n---\n\nRequest:"
 
@@ -233,25 +216,31 @@ def test_letter_reads_a_question_or_says_why_not(qwen: Any, text: str, reason: s
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("name", "text", "reason"),
     [
-        (" Why is snow white?\nAnswer:", None),
-        (" Why is snow white?\n\n", None),
-        (" Why is snow white?", "no end"),
-        (" Why is snow\nAnswer:", "no question mark"),
-        ("\n", "empty"),
-        (" WHICH animal barks ?\nAnswer:", "copy of a shot"),
-        (" Why? Answer: light?\nAnswer:", "runs on"),
-        (f" Why {'so ' * 200}?\nAnswer:", "too long"),
-        (" Why<|im_end|>?\nAnswer:", "template token"),
+        ("cloze", " Why is snow white?", "no end"),
+        ("cloze", " Why is snow\nAnswer:", "no question mark"),
+        ("cloze", "\n", "empty"),
+        ("cloze", " WHICH animal barks ?\nAnswer:", "copy of a shot"),
+        ("cloze", " Why? Answer: light?\nAnswer:", "runs on"),
+        ("cloze", f" Why {'so ' * 200}?\nAnswer:", "too long"),
+        ("cloze", " Why<|im_end|>?\nAnswer:", "template token"),
+        ("freeform", " Count to ten.", "no end"),
+        ("freeform", " say hello\n---", "copy of a shot"),
+        ("freeform", "\n---", "empty"),
+        ("freeform", " Count. Request: x\n---", "runs on"),
+        ("freeform", " Count.<|im_end|>\n---", "template token"),
     ],
 )
-def test_cloze_reads_one_line(qwen: Any, text: str, reason: str | None) -> None:
+def test_cloze_and_freeform_say_why_not(qwen: Any, name: str, text: str, reason: str) -> None:
+    shots = [SKY, DOG] if name == "cloze" else [HELLO, SPELL]
+    assert build(name, qwen).parse(text, shots) == Rejected(reason)
+
+
+@pytest.mark.parametrize("text", [" Why is snow white?\nAnswer:", " Why is snow white?\n\n"])
+def test_cloze_reads_one_line(qwen: Any, text: str) -> None:
     interface = build("cloze", qwen)
     parsed = interface.parse(text, [SKY, DOG])
-    if reason is not None:
-        assert parsed == Rejected(reason)
-        return
     assert isinstance(parsed, Choice)
     assert (parsed.question, parsed.choices) == ("Why is snow white?", ())
     assert interface.candidates(parsed) == ()
@@ -267,23 +256,9 @@ def test_cloze_reads_several_lines_where_the_shots_have_them(qwen: Any) -> None:
     assert parsed.question == "Rain fell.\nIs it wet?"
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        (" Count to ten.\n\n---\n\nRequest: more", None),
-        (" Count to ten.", "no end"),
-        (" say hello\n---", "copy of a shot"),
-        ("\n---", "empty"),
-        (" Count. Request: x\n---", "runs on"),
-        (" Count.<|im_end|>\n---", "template token"),
-    ],
-)
-def test_freeform_reads_a_request(qwen: Any, text: str, reason: str | None) -> None:
+def test_freeform_reads_a_request(qwen: Any) -> None:
     interface = build("freeform", qwen)
-    parsed = interface.parse(text, [HELLO, SPELL])
-    if reason is not None:
-        assert parsed == Rejected(reason)
-        return
+    parsed = interface.parse(" Count to ten.\n\n---\n\nRequest: more", [HELLO, SPELL])
     assert isinstance(parsed, FreeForm)
     assert parsed.messages == (Message(role="user", content="Count to ten."),)
     answered = interface.with_answer(parsed, "1, 2, 3.")

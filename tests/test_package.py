@@ -24,13 +24,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 def tracked(folder: str) -> set[str]:
     """The files under version control in a folder; without git, all that are not compiled."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", folder],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", folder]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode == 0:
         return {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
     found = [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
@@ -42,12 +37,8 @@ def test_the_wheel_holds_every_module_and_data_file_and_its_licence(tmp_path: Pa
     for name in sorted(tracked("cplus") | {"pyproject.toml", "README.md", "LICENSE"}):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, source / name)
-    build = [
-        sys.executable,
-        "-c",
-        "import setuptools.build_meta as b, sys; print(b.build_wheel(sys.argv[1]))",
-        str(tmp_path),
-    ]
+    code = "import setuptools.build_meta as b, sys; print(b.build_wheel(sys.argv[1]))"
+    build = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(build, cwd=source, capture_output=True, text=True, check=True)
     wheel = zipfile.ZipFile(tmp_path / done.stdout.split()[-1])
     packed = {name for name in wheel.namelist() if name.startswith("cplus/")}
@@ -64,10 +55,10 @@ def test_all_files_name_one_version() -> None:
     assert {PROJECT["project"]["version"], citation["version"], newest[1]} == {__version__}
 
 
-@pytest.mark.parametrize("name", ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "README.md"])
-def test_links_of_root_pages_lead_to_files(name: str) -> None:
-    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / name).read_text()):
-        assert link.startswith("https://") or (ROOT / link).exists(), link
+def test_links_of_root_pages_lead_to_files() -> None:
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "README.md"):
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / name).read_text()):
+            assert link.startswith("https://") or (ROOT / link).exists(), link
 
 
 IMPORT = """

@@ -57,9 +57,6 @@ def test_text_in_a_page_is_text() -> None:
     assert "<script>alert" not in page
     assert "<img src=x" not in page
     assert environment().autoescape is True
-
-
-def test_no_template_marks_text_as_safe() -> None:
     templates = [path.read_text() for path in (PACKAGE / "receipts" / "templates").glob("*.html")]
     assert templates
     assert not [text for text in templates if "| safe" in text or "|safe" in text or "autoescape false" in text]
@@ -75,26 +72,35 @@ def test_text_in_a_terminal_moves_no_cursor_and_is_no_markup(capsys: pytest.Capt
             column(bars.tasks[0])  # a name in brackets is no markup that could fail
 
 
-def test_names_of_rows_and_tasks_reach_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_rows_reach_no_path_and_an_altered_record_has_no_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
     write_files(tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "new.jsonl").read_text().splitlines()]
     rows = [{**row, "id": f"../../../escape-{i}"} for i, row in enumerate(rows)]
     (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cplus.adapt(asked(tmp_path, epochs=1))
+    done = cplus.adapt(asked(tmp_path, epochs=1, evaluate_every=0))
     assert not [path for path in tmp_path.rglob("*") if "escape" in path.name]
     assert {path.name for path in tmp_path.iterdir()} == {"cache", "out", "new.jsonl", "keep.jsonl", "past.jsonl"}
+    assert resume(done.folder).record == done.record
+    path = done.folder / "record.json"
+    path.write_text(path.read_text().replace('"steps": 3', '"steps": 4'))
+    with pytest.raises(ValueError, match="altered after it was written"):
+        resume(done.folder)
 
 
 # Code
 
 
-def test_pickles_are_only_read_as_weights() -> None:
+def test_pickles_are_only_read_as_weights_and_remote_code_is_off() -> None:
     loads = [(path, call) for path, call, name in calls() if name == "torch.load"]
     assert loads
     assert all(keyword(call, "weights_only") == "True" for _, call in loads)
     names = {name for _, _, name in calls()}
     assert not names & {"pickle.load", "pickle.loads", "eval", "exec", "yaml.load", "os.system", "marshal.loads"}
+    assert "True" not in [keyword(call, "trust_remote_code") for _, call, _ in calls()]
+    assert AdaptConfig.model_fields["trust_remote_code"].default is False
     shells = [call for _, call, name in calls() if name.startswith("subprocess.") and keyword(call, "shell")]
     assert not shells
 
@@ -155,12 +161,6 @@ def test_weights_come_from_safetensors_alone(tmp_path: Path, make_tiny: Any) -> 
         models.load(tmp_path / "m", device="cpu")
 
 
-def test_remote_code_is_off_until_it_is_asked_for() -> None:
-    assert AdaptConfig.model_fields["trust_remote_code"].default is False
-    given = [keyword(call, "trust_remote_code") for _, call, _ in calls()]
-    assert "True" not in given
-
-
 @pytest.mark.parametrize(
     ("command", "name", "value", "option"),
     [
@@ -190,21 +190,7 @@ def test_what_a_folders_settings_would_run_must_be_repeated(
         assert "expected what can run code to be repeated as it is there, got method sft" in str(other.exception)
 
 
-# Archives and downloads
-
-
 # Figures
-
-
-def test_an_altered_job_record_has_no_outcome_and_no_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
-    write_files(tmp_path)
-    done = cplus.adapt(asked(tmp_path, method="sft", epochs=1, evaluate_every=0))
-    assert resume(done.folder).record == done.record
-    path = done.folder / "record.json"
-    path.write_text(path.read_text().replace('"steps": 3', '"steps": 4'))
-    with pytest.raises(ValueError, match="altered after it was written"):
-        resume(done.folder)
 
 
 def test_a_record_says_what_could_change_its_numbers(tmp_path: Path) -> None:

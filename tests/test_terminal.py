@@ -12,8 +12,7 @@ from cplus.base import terminal
 class Clock:
     """A time that only the test moves."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
+    now = 1000.0
 
     def __call__(self) -> float:
         return self.now
@@ -25,28 +24,31 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return seen.err.splitlines()
 
 
-def test_a_short_bar_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("total", "steps", "said"),
+    [
+        (29, 29, []),
+        (
+            1000,
+            100,
+            [
+                "rows: 30 of 1,000 after 0:00:30, about 0:16:10 left",
+                "rows: 60 of 1,000 after 0:01:00, about 0:15:40 left",
+                "rows: 90 of 1,000 after 0:01:30, about 0:15:10 left",
+            ],
+        ),
+    ],
+)
+def test_a_short_bar_prints_nothing_and_a_long_one_a_line_every_thirty_seconds(
+    total: int, steps: int, said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     clock = Clock()
     with terminal.progress(clock) as bars:
-        bar = bars.add_task("rows", total=29)
-        for _ in range(29):
+        bar = bars.add_task("rows", total=total)
+        for _ in range(steps):
             clock.now += 1
             bars.advance(bar)
-    assert lines(capsys) == []
-
-
-def test_a_long_bar_prints_a_line_every_thirty_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    clock = Clock()
-    with terminal.progress(clock) as bars:
-        bar = bars.add_task("rows", total=1000)
-        for _ in range(100):
-            clock.now += 1
-            bars.advance(bar)
-    assert lines(capsys) == [
-        "rows: 30 of 1,000 after 0:00:30, about 0:16:10 left",
-        "rows: 60 of 1,000 after 0:01:00, about 0:15:40 left",
-        "rows: 90 of 1,000 after 0:01:30, about 0:15:10 left",
-    ]
+    assert lines(capsys) == said
 
 
 def test_the_line_holds_the_bars_last_words_without_control_sequences(capsys: pytest.CaptureFixture[str]) -> None:

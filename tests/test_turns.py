@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import GEMMA2_TEMPLATE
 from tokenizers import Regex, pre_tokenizers
 from transformers import AutoTokenizer
 
@@ -69,14 +70,8 @@ QWEN3 = """
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
 {%- endif %}"""
 GEMMA2 = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
-    "{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-    "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}"
-    "{% else %}{% set role = message['role'] %}{% endif %}"
-    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
+    "{% if messages[0].role == 'assistant' %}{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    f"{GEMMA2_TEMPLATE}"
 )
 # Writes the calls of a turn in place of its words, and drops what was said first.
 LLAMA31 = (
@@ -152,19 +147,25 @@ def whole(tokenizer: Any, example: FreeForm) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_both_answers_of_two_turns_are_learned_and_nothing_else(tokenizer: Any, name: str) -> None:
-    own, end = tokenizer(name), ENDS[name]
+def learns_both_answers_and_nothing_else(own: Any, end: str) -> Encoded:
+    """The row of two turns, which is the beginning of what the template writes."""
     row = build("freeform", own).encode(TWO)
     assert learned(own, row) == [f"Hello.{end}", f"Good bye.{end}"]
     rendered = whole(own, TWO)
     assert [*row.prompt, *row.target] == rendered[: len(row)]
     assert own.decode(rendered[len(row) :]).strip() == ""
+    assert learned(own, build("freeform", own, turns="last").encode(TWO)) == [f"Good bye.{end}"]
+    return row
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_both_answers_of_two_turns_are_learned_and_nothing_else(tokenizer: Any, name: str) -> None:
+    own = tokenizer(name)
+    row = learns_both_answers_and_nothing_else(own, ENDS[name])
     assert own.decode(row.prompt).endswith(("assistant\n", "model\n", "<|end_header_id|>\n\n"))
     assert "Hello" not in own.decode(row.prompt)
     assert "Hi there." in own.decode(row.prompt)
     last = build("freeform", own, turns="last")
-    assert learned(own, last.encode(TWO)) == [f"Good bye.{end}"]
     assert last.encode(TWO).prompt == last.prompt(TWO) == build("freeform", own).prompt(TWO)
 
 
@@ -181,31 +182,20 @@ def test_both_answers_under_the_tokenizers_of_the_packaged_files(
     if alias.startswith("gemma"):  # the file of the pretrained model has no template: the one of its family
         assert own.chat_template is None
         own.chat_template = GEMMA2
-    end = "<end_of_turn>" if alias.startswith("gemma") else "<|im_end|>"
-    row = build("freeform", own).encode(TWO)
-    assert learned(own, row) == [f"Hello.{end}", f"Good bye.{end}"]
-    rendered = whole(own, TWO)
-    assert [*row.prompt, *row.target] == rendered[: len(row)]
-    assert own.decode(rendered[len(row) :]).strip() == ""
-    assert learned(own, build("freeform", own, turns="last").encode(TWO)) == [f"Good bye.{end}"]
+    learns_both_answers_and_nothing_else(own, "<end_of_turn>" if alias.startswith("gemma") else "<|im_end|>")
 
 
-def test_thoughts_are_learned_where_the_template_writes_them(tokenizer: Any) -> None:
+def test_thoughts_are_learned_where_the_template_writes_them_and_off_unless_kept(tokenizer: Any) -> None:
     own = tokenizer("qwen3")
     thought = "<think>\nWell.\n</think>\n\n"
+    kept, off = build("freeform", own, thinking="keep"), build("freeform", own)
     example = talk(
         ("user", "Hi."), ("assistant", f"{thought}Hello."), ("user", "And?"), ("assistant", f"{thought}Bye.")
     )
-    row = build("freeform", own).encode(example)
+    row = off.encode(example)
     assert learned(own, row) == ["Hello.<|im_end|>", f"{thought}Bye.<|im_end|>"]
     assert [*row.prompt, *row.target] == whole(own, example)[: len(row)]
-
-
-def test_thinking_is_off_unless_it_is_kept(tokenizer: Any) -> None:
-    own = tokenizer("qwen3")
-    thought = "<think>\nWell.\n</think>\n\n"
     with_thought, without = (talk(("user", "Hi."), ("assistant", f"{words}Bye.")) for words in (thought, ""))
-    kept, off = build("freeform", own, thinking="keep"), build("freeform", own)
     assert own.decode(kept.prompt(without)).endswith("<|im_start|>assistant\n")
     assert own.decode(off.prompt(without)).endswith("<think>\n\n</think>\n\n")
     assert learned(own, kept.encode(with_thought)) == [f"{thought}Bye.<|im_end|>"]
@@ -256,46 +246,32 @@ def test_plain_text_learns_each_turn_and_ends_the_last(make_tiny: Callable[[str]
     assert learned(own, row) == [" Hello.", " Good bye.<|eot_id|>"]
 
 
-@pytest.mark.parametrize(
-    ("name", "example", "message"),
-    [
-        (
-            "gemma2",
-            talk(("system", "Be brief."), ("user", "a"), ("assistant", "b"), id="row-7"),
-            r"row-7: the chat template refuses this conversation of system, user.*: System role not .*--set plain=true",
-        ),
-        (
-            "gemma2",
-            talk(("assistant", "a"), ("user", "b"), ("assistant", "c"), id="row-8"),
-            r"row-8: the chat template refuses this conversation of assistant, user, assistant: .*must alternate",
-        ),
-        (
-            "smollm2",
-            FreeForm(id="row-9", messages=(Message(role="user", content="a"),), response=""),
-            "row-9: this request has no response yet",
-        ),
-    ],
-)
-def test_what_a_template_refuses_is_named_with_the_row(tokenizer: Any, name: str, example: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build("freeform", tokenizer(name)).encode(example)
+def test_what_a_template_refuses_is_named_with_the_row(tokenizer: Any) -> None:
+    refused = r"the chat template refuses this conversation of"
+    system = talk(("system", "Be brief."), ("user", "a"), ("assistant", "b"), id="row-7")
+    said_first = talk(("assistant", "a"), ("user", "b"), ("assistant", "c"), id="row-8")
+    unanswered = FreeForm(id="row-9", messages=(Message(role="user", content="a"),), response="")
+    for name, example, message in (
+        ("gemma2", system, f"row-7: {refused} system, user.*: System role not .*--set plain=true"),
+        ("gemma2", said_first, f"row-8: {refused} assistant, user, assistant: .*must alternate"),
+        ("smollm2", unanswered, "row-9: this request has no response yet"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build("freeform", tokenizer(name)).encode(example)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for m in messages[-2:] %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}",
-        "{{ messages[1].content | length }}{% for m in messages %}{{ m.content + '<|im_end|>\n' }}{% endfor %}",
-        "{% for m in messages %}{{ m.role + m.content + '<|im_end|>\n' }}{% endfor %}{{ messages[1].content }}",
-    ],
-    ids=["drops earlier turns", "depends before", "depends after"],
-)
-def test_a_template_that_hides_a_turn_is_named_with_the_remedy(tokenizer: Any, template: str) -> None:
+def test_a_template_that_hides_a_turn_is_named_with_the_remedy(tokenizer: Any) -> None:
     own = tokenizer("smollm2")
-    own.chat_template = template
-    with pytest.raises(ValueError, match=r"talk: the chat template writes turn 1 so that .* turns=last"):
-        build("freeform", own).encode(TWO)
-    assert learned(own, build("freeform", own, turns="last").encode(TWO)) == ["Good bye.<|im_end|>"]
+    every = "{% for m in messages %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    for template in (
+        every.replace("messages", "messages[-2:]"),  # drops earlier turns
+        "{{ messages[1].content | length }}" + every,  # what it writes before depends on the turn, or after
+        every + "{{ messages[1].content }}",
+    ):
+        own.chat_template = template
+        with pytest.raises(ValueError, match=r"talk: the chat template writes turn 1 so that .* turns=last"):
+            build("freeform", own).encode(TWO)
+        assert learned(own, build("freeform", own, turns="last").encode(TWO)) == ["Good bye.<|im_end|>"]
 
 
 # Tools

@@ -36,7 +36,7 @@ def environment(*, threads: int, device: str) -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """The versions of the packages that decide numbers."""
-    return {name: _version(name) for name in ("cplus", "torch", "transformers", "tokenizers", "numpy")}
+    return {name: installed(name) for name in ("cplus", "torch", "transformers", "tokenizers", "numpy")}
 
 
 def check_versions() -> None:
@@ -86,7 +86,8 @@ def give_back_at_once() -> None:
             library.mallopt(option, 1 << 20)
 
 
-def _version(name: str) -> str | None:
+def installed(name: str) -> str | None:
+    """The version of an installed package."""
     try:
         return version(name)
     except PackageNotFoundError:

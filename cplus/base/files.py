@@ -59,46 +59,39 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def scratch_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder next to `path`, deleted when the block ends; `tidy` deletes what a killed process left."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        dir=path.parent, prefix=f".{path.name}.", suffix=".part", ignore_cleanup_errors=True
+    ) as scratch:
+        yield Path(scratch)
+
+
+@contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
     """A temporary folder next to `path` that is synced and replaces it if the block ends without error."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part"))
-    try:
+    with scratch_folder(path) as part:
         yield part
-        part.chmod(0o755)  # mkdtemp creates folders that only their owner can read
+        part.chmod(0o755)  # only its owner can read a temporary folder
         for file in part.rglob("*"):
             if file.is_file():
                 file.chmod(0o644)  # safetensors writes files that only their owner can read
             sync(file)
         sync(part)
-        _replace_folder(part, path)
-        sync(path.parent)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-@contextmanager
-def scratch_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder next to `path`, deleted when the block ends; `tidy` deletes what a killed process left."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".part") as scratch:
-        yield Path(scratch)
-
-
-def _replace_folder(part: Path, path: Path) -> None:
-    """Move `part` to `path`; the old folder is then at `part`, or deleted."""
-    if not path.exists():
-        os.rename(part, path)
-    elif not exchange(part, path):
-        # Two moves with a moment without `path` between them; `tidy` undoes the first if the second never happened.
-        old = part.with_suffix(".old")
-        os.rename(path, old)
-        try:
+        if not path.exists():
             os.rename(part, path)
-        except OSError:
-            os.rename(old, path)
-            raise
-        shutil.rmtree(old)
+        elif not exchange(part, path):  # else the old one is at `part` now
+            # Two moves with a moment without `path` between them; `tidy` undoes the first if the second never happened.
+            old = part.with_suffix(".old")
+            os.rename(path, old)
+            try:
+                os.rename(part, path)
+            except OSError:
+                os.rename(old, path)
+                raise
+            shutil.rmtree(old)
+        sync(path.parent)
 
 
 def exchange(left: Path, right: Path) -> bool:

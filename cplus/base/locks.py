@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 
 from cplus.base.files import open_itself
@@ -36,7 +35,6 @@ def holding(
     who holds it. `notify` is called once if the lock has to be waited for.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _close_in_children()
     owner, begun, waiting = os.getpid(), time.monotonic(), False
     while (descriptor := _acquired(path)) is None:
         sentence = f"{path.parent if path.name == '.lock' else path} is in use by {holder(path)}"
@@ -99,13 +97,11 @@ def _is_still(path: Path, descriptor: int) -> bool:
         return False
 
 
-@cache
 def _close_in_children() -> None:
     """Close the locks in forked children, which share them with the parent and could outlive it."""
+    for descriptor in _descriptors:
+        os.close(descriptor)
+    _descriptors.clear()
 
-    def close() -> None:
-        for descriptor in _descriptors:
-            os.close(descriptor)
-        _descriptors.clear()
 
-    os.register_at_fork(after_in_child=close)
+os.register_at_fork(after_in_child=_close_in_children)

@@ -6,8 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +15,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     SpinnerColumn,
     Task,
     TaskID,
@@ -24,6 +22,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 
 class _Lasting(Console):
@@ -58,32 +57,43 @@ def clean(text: str) -> str:
     return _CONTROL.sub("", text)
 
 
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = ()) -> None:
+    """Print a table; the first column and those of `left` hold words, the others numbers."""
+    table = Table(box=None, header_style="bold")
+    for place, name in enumerate(columns):
+        words = place == 0 or name in left
+        table.add_column(name, justify="left" if words else "right", no_wrap=not words, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    output.print(table)
+
+
 def print_json(value: Any) -> None:
     """Print the one JSON object of a `--json` command to standard output."""
     output.out(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
-def _columns() -> tuple[ProgressColumn, ...]:
-    return (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),  # names of files are no markup
-        BarColumn(bar_width=10),  # everything fits into 80 columns
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+_COLUMNS = (
+    SpinnerColumn(),
+    TextColumn("{task.description}", markup=False),  # names of files are no markup
+    BarColumn(bar_width=10),  # everything fits into 80 columns
+    MofNCompleteColumn(),
+    TimeElapsedColumn(),
+    TimeRemainingColumn(),
+)
 
 
-class _Lines(Progress):
-    """Where there is no terminal: a plain line about a bar every 30 seconds at most, none for a short one."""
+class _Bars(Progress):
+    """Bars in a terminal; elsewhere a plain line about one every 30 seconds at most, none for a short one."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         period = 20 * _SECONDS  # rich's own would forget a slow bar between two lines
         super().__init__(
-            *_columns(),
+            *_COLUMNS,
             console=console,
-            disable=True,
-            auto_refresh=False,
+            transient=True,
+            disable=not console.is_terminal,
+            auto_refresh=console.is_terminal,
             speed_estimate_period=period,
             get_time=clock,
         )
@@ -101,7 +111,7 @@ class _Lines(Progress):
 
     def _print(self, task: Task) -> None:
         now = self.get_time()
-        if now - self._printed < _SECONDS or task.finished:
+        if not self.disable or now - self._printed < _SECONDS or task.finished:
             return
         self._printed = now
         total = "" if task.total is None else f" of {task.total:,.0f}"
@@ -111,14 +121,9 @@ class _Lines(Progress):
         console.print(clean(text), markup=False, soft_wrap=True)
 
 
-@contextmanager
-def progress(clock: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
+def progress(clock: Callable[[], float] = time.monotonic) -> Progress:
     """Progress with rate and time left: bars in a terminal, few lines elsewhere."""
-    if console.is_terminal:
-        with Progress(*_columns(), console=console, transient=True) as bars:
-            yield bars
-    else:
-        yield _Lines(clock)
+    return _Bars(clock)
 
 
 def track(items: Iterable[Any], description: str, *, total: int | None = None) -> Iterator[Any]:

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
-from rich.table import Table
 
 from cplus import models
 from cplus.base.files import write_json
-from cplus.base.terminal import console, output, print_json, progress
+from cplus.base.terminal import console, output, print_json, print_table, progress
 from cplus.cli.options import Json
 from cplus.evaluation.statistics import estimate
 from cplus.lab import SCALES
@@ -21,9 +20,9 @@ from cplus.lab.records import RunResult, save_result
 from cplus.methods.table import METHODS
 from cplus.methods.table import method as method_row
 from cplus.receipts.figures import label
-from cplus.toy.world import DOMAINS
 from cplus.training.settings import RunSpec
 
+METRICS = ("retention", "acquisition", "external", "updates")
 Summary: TypeAlias = dict[str, dict[str, dict[str, float]]]
 """`mean` and, for more than one seed, `se` by row (`sft`, `sft, tuned`) and metric."""
 
@@ -50,36 +49,15 @@ def demo(
 
 
 def base_spec(method: str, seed: int) -> RunSpec:
-    """The demo's settings: the first domain's unknown facts are new rows, its known facts are past rows."""
-    domain, *others = DOMAINS
-    return RunSpec(
-        model="toy",
-        task=domain,
-        interface="cloze",
-        method=method,
-        seed=seed,
-        num_anchors=8,
-        num_probes=128,
-        num_new=96,
-        lr=1.5e-3,
-        weight_decay=0.0,
-        epochs=12,
-        batch_size=32,
-        order="shuffled",
-        external=tuple(others),
-        external_limit=400,
-    )
+    """The desk's base setting: the first domain's unknown facts are new rows, its known facts are past rows."""
+    base = SCALES["desk"].base
+    return replace(base, method=method, seed=seed, external=tuple(name for name in base.external if name != base.task))
 
 
 def tuned_spec(method: str, seed: int) -> RunSpec:
     """The same rows at the rate and schedule that the frontier chose for the method, until everything is learned."""
-    plain = base_spec(method, seed)
-    return replace(
-        run_of(SCALES["desk"], method, CHOSEN[method], seed),
-        num_anchors=plain.num_anchors,
-        num_probes=plain.num_probes,
-        external=plain.external,
-    )
+    plain, tuned = base_spec(method, seed), run_of(SCALES["desk"], method, CHOSEN[method], seed)
+    return replace(tuned, num_anchors=plain.num_anchors, num_probes=plain.num_probes, external=plain.external)
 
 
 def named_tuned(methods: str) -> list[str]:
@@ -149,26 +127,24 @@ def summary(results: Sequence[RunResult]) -> Summary:
     table: Summary = {}
     for method in dict.fromkeys(entry(result.spec) for result in results):
         mine = [row(result) for result in results if entry(result.spec) == method]
-        table[method] = {}
-        for metric in ("retention", "acquisition", "external", "updates"):
-            found = estimate([float(r[metric]) for r in mine])
-            table[method][metric] = {"mean": found.mean} | ({} if found.error is None else {"se": found.error})
+        found = {name: estimate([float(r[name]) for r in mine]) for name in METRICS}
+        table[method] = {
+            name: {"mean": one.mean} | ({} if one.error is None else {"se": one.error}) for name, one in found.items()
+        }
     return table
 
 
 def show(results: Sequence[RunResult], table: Summary) -> None:
     """Print the table and the verdict."""
-    grid = Table(box=None, header_style="bold")
-    for column in ("method", "Retention %", "learned %", "others %", "updates", "s", "bytes"):
-        grid.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    lines = []
     for method, metrics in table.items():
         mine = [result for result in results if entry(result.spec) == method]
-        cells = [_cell(**metrics[metric]) for metric in ("retention", "acquisition", "external")]
+        kept = [metrics[name] for name in METRICS[:3]]
+        shown = [f"{one['mean']:.1f}" + (f" ± {one['se']:.1f}" if "se" in one else "") for one in kept]
         seconds = estimate([result.seconds for result in mine]).mean
-        style = "bold" if method in ("cplus", "cplus-repair, tuned") else None
-        extra = f"{mine[0].extra_bytes / mine[0].counts['parameters']:.0f}"
-        grid.add_row(label(method), *cells, f"{metrics['updates']['mean']:.0f}", f"{seconds:.1f}", extra, style=style)
-    output.print(grid)
+        extra = mine[0].extra_bytes / mine[0].counts["parameters"]
+        lines.append((label(method), *shown, f"{metrics['updates']['mean']:.0f}", f"{seconds:.1f}", f"{extra:.0f}"))
+    print_table(("method", "Retention %", "learned %", "others %", "updates", "s", "bytes"), lines)
     counts, seeds = results[0].counts, len({result.spec.seed for result in results})
     overlap = estimate([result.counts["overlap"] for result in results]).mean
     output.print(
@@ -180,27 +156,16 @@ def show(results: Sequence[RunResult], table: Summary) -> None:
     output.print(verdict(table), style="bold")
 
 
-def _cell(mean: float, se: float | None = None) -> str:
-    """A mean with its error, where there is one.
-
-    >>> _cell(99.25, 0.5), _cell(99.25)
-    ('99.2 ± 0.5', '99.2')
-    """
-    return f"{mean:.1f}" if se is None else f"{mean:.1f} ± {se:.1f}"
-
-
 def verdict(table: Summary) -> str:
     """The result in one sentence: at the demo's rate, and at each method's own best."""
     slowest = min(table, key=lambda method: table[method]["acquisition"]["mean"])
     learned = table[slowest]["acquisition"]["mean"]
     lost = {method: 100 - own["retention"]["mean"] for method, own in table.items()}
     start = "Every method learned the new facts" if learned >= 99 else f"{slowest} learned only {learned:.1f} %"
-    plain, ours = "sft, tuned", "cplus-repair, tuned"
-    tuned = (
-        f" With every method at its own best rate it lost {lost[plain]:.1f} %, CPLUS with repair {lost[ours]:.1f} %."
-        if plain in table and ours in table
-        else ""
-    )
+    tuned = ""
+    if {"sft, tuned", "cplus-repair, tuned"} <= table.keys():
+        plain, ours = lost["sft, tuned"], lost["cplus-repair, tuned"]
+        tuned = f" With every method at its own best rate it lost {plain:.1f} %, CPLUS with repair {ours:.1f} %."
     return (
         f"{start}; at an aggressive rate plain fine-tuning lost {lost['sft']:.1f} % of what the model knew, CPLUS "
         f"{lost['cplus']:.1f} %: {lost['sft'] - lost['cplus']:+.1f} points kept.{tuned}"

@@ -11,11 +11,10 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from importlib.metadata import metadata, requires
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-import psutil  # type: ignore[import-untyped]
 import typer
 from huggingface_hub import constants
 from packaging.requirements import Requirement
@@ -23,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cplus import models
-from cplus.base.environment import environment
+from cplus.base.environment import environment, free_memory, installed
 from cplus.base.files import cache_folder
 from cplus.base.terminal import clean, output, print_json
 from cplus.cli.options import Device, Json
@@ -90,21 +89,16 @@ def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
         yield from check()
     except (ImportError, RuntimeError, ValueError, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        yield Finding(
-            getattr(check, "__name__", "gpu"),
-            "failed",
-            "bad",
-            reason,
-            "reinstall cplus: pip install --force-reinstall cplus",
-        )
+        do = "reinstall cplus: pip install --force-reinstall cplus"
+        yield Finding(getattr(check, "__name__", "gpu"), "failed", "bad", reason, do)
 
 
 def packages() -> Iterator[Finding]:
     """Python and every required package against its version range."""
     system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-    yield Finding("packages", "cplus", "good", f"{_installed('cplus')} on {system}")
+    yield Finding("packages", "cplus", "good", f"{installed('cplus')} on {system}")
     for need in _requirements(""):
-        have = _installed(need.name) or "nothing"
+        have = installed(need.name) or "nothing"
         if not _fits(need):
             says = f"{need.specifier} required, {have} is installed"
             yield Finding("packages", need.name, "bad", says, f"pip install '{need.name}{need.specifier}'")
@@ -118,15 +112,8 @@ def _requirements(extra: str) -> list[Any]:
     return [n for n in wanted if (n.marker.evaluate({"extra": extra}) if n.marker else not extra)]
 
 
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
 def _fits(need: Requirement) -> bool:
-    have = _installed(need.name)
+    have = installed(need.name)
     return have is not None and need.specifier.contains(have, prereleases=True)
 
 
@@ -134,8 +121,7 @@ def devices() -> Iterator[Finding]:
     """Processor and accelerators, with their free memory."""
     import torch
 
-    free = psutil.virtual_memory().available / 1e9
-    says = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads used, {free:.1f} GB free"
+    says = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads used, {free_memory() / 1e9:.1f} GB free"
     yield Finding("devices", "cpu", "good", says)
     for index in range(torch.cuda.device_count()):
         left, whole = torch.cuda.mem_get_info(index)
@@ -173,10 +159,8 @@ def accelerator(device: torch.device) -> Iterator[Finding]:
     from cplus.core import kernels as native
 
     if device.type == "cpu":
-        says = (
-            "No GPU was used. No kernel ran on a GPU, no waiting for one was counted, no speed of one was measured: "
-            "what follows ran on the processor."
-        )
+        says = "No GPU was used. No kernel ran on a GPU, no waiting for one was counted, no speed of one was measured: "
+        says += "what follows ran on the processor."
         yield Finding("gpu", "not run", "note", says, "run it where a GPU is, and attach the JSON to an issue")
     if not native.can_compile(device.type):
         says = f"the kernels do not compile for {device.type}"
@@ -222,12 +206,12 @@ def optional() -> Iterator[Finding]:
     """The optional parts, each with the command that installs it."""
     extras = sorted(set(metadata("cplus").get_all("Provides-Extra") or ()) - {"dev", "fuzz"})
     lacking = {f"cplus[{extra}]": [n.name for n in _requirements(extra) if not _fits(n)] for extra in extras}
-    lacking |= {name: [] if _installed(name) else [name] for name in _OPTIONAL}
+    lacking |= {name: [] if installed(name) else [name] for name in _OPTIONAL}
     for name, missing in lacking.items():
-        says = f"{', '.join(missing)} not installed" if missing else "installed"
-        yield Finding(
-            "optional", name, "absent" if missing else "good", says, f"pip install '{name}'" if missing else ""
-        )
+        if missing:
+            yield Finding("optional", name, "absent", f"{', '.join(missing)} not installed", f"pip install '{name}'")
+        else:
+            yield Finding("optional", name, "good", "installed")
 
 
 def training() -> Iterator[Finding]:

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.table import Table
 
 from cplus import models
-from cplus.base.terminal import clean, output, print_json
+from cplus.base.terminal import clean, output, print_json, print_table
 from cplus.cli import options as names
 from cplus.cli.options import EVALUATION, Json, Model, given, with_settings
-from cplus.data import interfaces
 from cplus.data.readers import PREFIX
 from cplus.data.tasks import load_task, save_split, stack
 from cplus.data.tasks import split as divide
@@ -61,32 +59,26 @@ def evaluate(
     found = [load_task(name, config.data_dir) for name in task if name not in theirs]
 
     from cplus.evaluation import task as evaluation
-    from cplus.models.scoring import fitting
+    from cplus.jobs.check import given_rows
 
     loaded = models.load(model, device=config.device)
     summaries = []
     with models.computing(config.compute_dtype, loaded.device):
-        for each in found:
-            bound = interfaces.build(
-                config.interface or each.interface, loaded.tokenizer, wording=each.wording, chat=not config.plain
-            )
-            rows = each.examples[:limit]
-            kept = tuple(fitting(bound, rows, loaded.window, config.too_long))
-            if not kept:
-                raise ValueError(
-                    f"{each.name}: none of {len(rows)} rows fits the model's window of {loaded.window} tokens"
-                )
-            asked = evaluation.BoundTask(name=each.name, interface=bound, examples=kept, judge=judged)
+        for each, rows in zip(found, given_rows(found, limit, config)(loaded, ()), strict=True):
+            asked = evaluation.BoundTask(name=rows.name, interface=rows.interface, examples=rows.examples, judge=judged)
             predictions, summary = evaluation.evaluate_task(loaded.model, asked, max_new_tokens=config.max_new_tokens)
+            summary["excluded"] = len(each.examples[:limit]) - len(rows.examples)
             if permute_options:
                 summary["permuted"] = evaluation.evaluate_permuted(loaded.model, asked)
             if split is not None:
-                made = divide(kept, predictions)
+                made = divide(rows.examples, predictions)
                 where = stack(device=loaded.device.type, compute_dtype=config.compute_dtype)
-                save_split(made, split, model_fingerprint=loaded.fingerprint, interface=bound.name, stack=where)
+                save_split(
+                    made, split, model_fingerprint=loaded.fingerprint, interface=rows.interface.name, stack=where
+                )
                 counts = {"past": len(made.past), "new": len(made.new)}
                 summary["split"] = {**counts, "data_fingerprint": made.data_fingerprint, "out": str(split)}
-            summaries.append({**summary, "excluded": len(rows) - len(kept)})
+            summaries.append(summary)
         for name in theirs:
             from cplus.integrations.lm_eval import evaluate_harness_task
 
@@ -105,25 +97,26 @@ def evaluate(
 
 
 def _show(report: dict[str, Any]) -> None:
-    table = Table(title=clean(report["model"]), title_justify="left")
-    for column in ("task", "interface", "rows", "accuracy", "95 %", "macro", "answers"):
-        table.add_column(column, justify="left" if column in ("task", "interface", "answers") else "right")
+    rows = []
     for each in report["tasks"]:
-        rate = each["accuracy"]
-        table.add_row(
-            clean(each["task"]),
-            each["interface"],
-            str(each["rows"]) + (f" ({each['excluded']} too long)" if each["excluded"] else ""),
-            f"{rate['percent']:.1f}",
-            f"{rate['low']:.1f} to {rate['high']:.1f}",
-            f"{each['macro']:.1f}" if "macro" in each else "",
-            " ".join(f"{label} {count}" for label, count in each.get("answers", {}).items()),
-        )
-    output.print(table)
+        rate, excluded = each["accuracy"], f" ({each['excluded']} too long)" if each["excluded"] else ""
+        interval = f"{rate['low']:.1f} to {rate['high']:.1f}"
+        macro = f"{each['macro']:.1f}" if "macro" in each else ""
+        answers = " ".join(f"{label} {count}" for label, count in each.get("answers", {}).items())
+        shown = (f"{each['rows']}{excluded}", f"{rate['percent']:.1f}", interval, macro, answers)
+        rows.append((clean(each["task"]), each["interface"], *shown))
+    output.print(clean(report["model"]))
+    columns = ("task", "interface", "rows", "accuracy", "95 %", "macro", "answers")
+    print_table(columns, rows, left=("interface", "answers"))
     if len(report["tasks"]) > 1:
         output.print(f"average over tasks {report['average']:.1f}")
     for each in report["tasks"]:
-        _show_details(each)
+        for name, text in _DETAILS.items():
+            if name in each:
+                output.print(text.format_map(each[name]))
+        if "harness" in each:
+            own = ", ".join(f"{key} {value:.1f}" for key, value in each["harness"].items())
+            output.print(f"lm-evaluation-harness: {own}")
 
 
 _DETAILS = {
@@ -135,12 +128,3 @@ _DETAILS = {
     "{tokens:,} tokens)",
     "split": "past (correct) {past}, new (incorrect) {new}; written to {out}",
 }
-
-
-def _show_details(each: dict[str, Any]) -> None:
-    for name, text in _DETAILS.items():
-        if name in each:
-            output.print(text.format_map(each[name]))
-    if "harness" in each:
-        own = ", ".join(f"{key} {value:.1f}" for key, value in each["harness"].items())
-        output.print(f"lm-evaluation-harness: {own}")

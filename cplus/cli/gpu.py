@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from cplus.core import algorithm, kernels
+from cplus.core.guard import protect
+from cplus.core.optim import AdamW
 
 BLOCKS = {"gate": kernels.gate_block, "adamw": kernels.adamw_block}
 AVERAGES = {"none": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
@@ -73,36 +75,24 @@ def _adamw_numbers(t: int) -> tuple[float, ...]:
 
 
 def _by_algorithm(theta: Tensor, g_hat: Tensor, drawn: Tensor, block: str, average: str) -> list[Tensor]:
-    """The parameters after each step, by `algorithm.run`; a shorter average is rounded between the same functions."""
+    """The parameters after each step, by the functions of `algorithm`; a shorter average is rounded between them."""
     shadow = nn.Parameter(theta.clone())
     optimizer = torch.optim.AdamW([shadow], lr=RATE, weight_decay=0.01, fused=True)
-    seen: list[Tensor] = []
-
-    def propose(params: list[Tensor], values: Tensor) -> list[Tensor]:
-        seen.append(params[0].clone())
-        if block == "gate":
-            return [params[0] + values]
-        shadow.data.copy_(params[0])
-        shadow.grad = values.clone()
-        optimizer.step()
-        return [shadow.detach().clone()]
-
-    def past(params: list[Tensor]) -> list[Tensor]:
-        return [g_hat]
-
-    if average in ("none", "float32"):
-        beta = BETA if average == "float32" else 0.0
-        found = algorithm.run(
-            [theta], epochs=[drawn], propose=propose, anchor_gradient=past, probe_gradient=past, beta=beta
-        )
-        return [*seen[1:], *found]
-    ema = kernels.zeros(theta, average)  # type: ignore[arg-type]
+    beta = 0.0 if average == "none" else BETA
+    ema = kernels.zeros(theta, "float32" if average == "none" else average)  # type: ignore[arg-type]
+    found = []
     for t, values in enumerate(drawn, start=1):
-        [proposed] = propose([theta], values)
+        proposed = theta + values
+        if block == "adamw":
+            shadow.data.copy_(theta)
+            shadow.grad = values.clone()
+            optimizer.step()
+            proposed = shadow.detach().clone()
         mask = algorithm.collaborates(g_hat, proposed - theta)
-        ema = kernels.stored(algorithm.smooth(kernels.read(ema), mask, BETA), ema)
-        theta = algorithm.apply(theta, proposed, algorithm.coefficient(kernels.read(ema), BETA, t))
-    return [*seen[1:], theta]
+        ema = kernels.stored(algorithm.smooth(kernels.read(ema), mask, beta), ema)
+        theta = algorithm.apply(theta, proposed, algorithm.coefficient(kernels.read(ema), beta, t))
+        found.append(theta)
+    return found
 
 
 def step_milliseconds(device: torch.device) -> dict[str, float]:
@@ -114,7 +104,8 @@ def step_milliseconds(device: torch.device) -> dict[str, float]:
         for _ in range(ROUNDS + 1):  # the first one compiles
             begin = perf_counter()
             step()
-            _settle(device)
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
             times.append(perf_counter() - begin)
         found[name] = 1000 * median(times[1:])
     return found
@@ -139,9 +130,6 @@ def syncs(device: torch.device) -> dict[str, int]:
 
 def _protected(device: torch.device, *, own: bool, gated: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """One step and one refresh of a stack of linear layers, whose past behaviour is the size of its weights."""
-    from cplus.core.guard import protect
-    from cplus.core.optim import AdamW
-
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).to(device)
     optimizer = AdamW(model.parameters()) if own else torch.optim.AdamW(model.parameters(), fused=True)
     for p in model.parameters():
@@ -152,11 +140,6 @@ def _protected(device: torch.device, *, own: bool, gated: bool) -> tuple[Callabl
     guard = protect(optimizer, model, evidence=size)
     guard.refresh()
     return optimizer.step, guard.refresh
-
-
-def _settle(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def examined(device: torch.device) -> Iterator[tuple[str, bool, str, dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,21 +27,13 @@ from cplus.toy.world import DOMAINS
 _TASKS = ("new", "anchors", "past", "split", "external", "task")
 
 
-def methods(incomplete: str) -> list[str]:
-    """Methods that begin like this."""
-    return [name for name in METHODS if name.startswith(incomplete)]
+def _completing(names: Iterable[str]) -> Callable[[str], list[str]]:
+    """What completes to one of these names; the shell itself completes files."""
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 
-def tasks(incomplete: str) -> list[str]:
-    """Named tasks that begin like this; the shell itself completes files."""
-    return [name for name in (*TASKS, *DOMAINS) if name.startswith(incomplete)]
-
-
-def models(incomplete: str) -> list[str]:
-    """Aliases of models that begin like this."""
-    return [name for name in ALIASES if name.startswith(incomplete)]
-
-
+KNOWN_TASKS = (*TASKS, *DOMAINS)
+methods, models, tasks = map(_completing, (METHODS, ALIASES, KNOWN_TASKS))
 COMPLETIONS = {"model": models, "method": methods, **dict.fromkeys(_TASKS, tasks)}
 """What completes a setting's value, by the setting's name."""
 
@@ -54,17 +47,13 @@ def check(values: Mapping[str, Any]) -> None:
     for setting in _TASKS:
         found = values.get(setting) or ()
         for name in (found,) if isinstance(found, str) else found:
-            _check_task(weighted(str(name))[0] if setting == "new" else str(name))
+            task = weighted(str(name))[0] if setting == "new" else str(name)
+            path = Path(task).expanduser()
+            local = "/" not in task or task.startswith((".", "~", "/")) or path.suffix in ENDINGS
+            if local and not path.exists() and task not in KNOWN_TASKS and not task.startswith(PREFIX):
+                load_task(task)  # what is neither known nor there is refused; a hub id is not looked up
     if (place := values.get("chat_template")) is not None:
         read_template(Path(place))
-
-
-def _check_task(name: str) -> None:
-    """Let the loader refuse what is neither known nor there; a hub id is not looked up."""
-    path = Path(name).expanduser()
-    local = "/" not in name or name.startswith((".", "~", "/")) or path.suffix in ENDINGS
-    if local and not path.exists() and name not in tasks("") and not name.startswith(PREFIX):
-        load_task(name)
 
 
 # Options that commands share, made from the schema of the settings.
@@ -188,6 +177,7 @@ _OTHER_OPTIONS = {"model": "model", "resume_from_checkpoint": "resume", "overwri
 _GONE = {
     "run --executor": "--slurm NAME=VALUE submits to Slurm by itself",
     "run --threads": "every process uses one thread; --workers sets their number",
+    "write --verify": "use cplus probe audit BANK",
     "write --rows": "leave it out, it changed no bank",
     "write --limit": "give --task a file with the rows to draw from",
     "audit --data-dir": "set CPLUS_DATA to the folder",
@@ -198,7 +188,7 @@ _GONE = {
 
 
 class Command(TyperCommand):
-    """A command that knows the option names of other trainers and of its own past."""
+    """A command that knows misspelt options, those of other trainers and those of its own past."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; only one of them can use several processes."""
@@ -211,8 +201,10 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Answer an option that is known under another name."""
-        known = {option for parameter in self.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        known = {"--help", *(option for one in self.params for option in (*one.opts, *one.secondary_opts))}
         settable = getattr(self.callback, "settable", ())
+        spelt = {f"--{name.replace('_', '-')}": f"--set {name}=VALUE" for name in settable}
+        spelt |= {option: option for option in known if option.startswith("--")}
         for place, word in enumerate(args):
             option, mark, value = word.partition("=")
             if not option.startswith("--") or option in known:
@@ -236,6 +228,8 @@ class Command(TyperCommand):
                 elif not mark:
                     value = "".join(args[place + 1 : place + 2]) or "VALUE"
                 raise typer.BadParameter(f"{option} is set by: --set {name}={value}")
+            if near := difflib.get_close_matches(option, spelt, n=1):
+                raise typer.BadParameter(f"there is no option {option}; did you mean {spelt[near[0]]}?")
         return super().parse_args(ctx, args)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import random
 import time
 from collections.abc import Sequence
@@ -11,11 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import TypeAdapter, ValidationError
-from rich.table import Table
 
 from cplus import models
 from cplus.base.files import cache_folder, write_text
-from cplus.base.terminal import clean, console, output, print_json
+from cplus.base.terminal import clean, console, output, print_json, print_table
 from cplus.cli import options as names
 from cplus.cli.options import Command, Group, Json, Model, given, with_settings
 from cplus.data import interfaces
@@ -37,10 +37,11 @@ class Probing(Group):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the arguments."""
-        if "--verify" in args:
-            raise typer.BadParameter("there is no option --verify any more; use cplus probe audit BANK")
-        short = args and args[0] not in (*self.commands, "--help")
-        return super().parse_args(ctx, ["write", *args] if short else args)
+        known = args and (args[0] in (*self.commands, "--help") or self._misspelt(args[0]))
+        return super().parse_args(ctx, args if known or not args else ["write", *args])
+
+    def _misspelt(self, word: str) -> bool:
+        return bool(difflib.get_close_matches(word, self.commands, cutoff=0.75)) and not Path(word).exists()
 
 
 probe = typer.Typer(
@@ -87,7 +88,10 @@ def write(
     except ValidationError as error:
         raise ValueError(sentences(error, values)) from error
     names.check({"model": model, "task": task, "anchors": None if anchors.isdecimal() else anchors})
-    source = None if keep else _source(anchors, task, config.data_dir)
+    rows = task if anchors.isdecimal() else anchors
+    if rows is None and not keep:
+        raise ValueError(f"expected a task to draw {anchors} anchors from; give --task, or a file with --anchors")
+    source = None if keep or rows is None else load_task(rows, config.data_dir)
 
     from cplus.jobs.progress import bank_view
     from cplus.models.decoding import LocalEngine, ServerEngine
@@ -122,15 +126,6 @@ def write(
         + f"; {seconds:.0f} s",
         soft_wrap=True,
     )
-
-
-def _source(anchors: str, task: str | None, data_dir: Path | None) -> Task:
-    """The source of the anchors: their own file, or the task."""
-    if not anchors.isdecimal():
-        return load_task(anchors, data_dir)
-    if task is None:
-        raise ValueError(f"expected a task to draw {anchors} anchors from; give --task, or a file with --anchors")
-    return load_task(task, data_dir)
 
 
 def _anchors(anchors: str, source: Task, base: Loaded, interface: Interface, *, seed: int) -> tuple[Example, ...]:
@@ -208,12 +203,12 @@ def _side_by_side(banks: Sequence[Path], against: Sequence[str], *, html: Path |
         shown = [{"folder": str(bank), **own} for bank, own in zip(banks, found, strict=True)]
         print_json({"banks": shown, "together": whole, "against": list(against)})
         return
-    table = Table("", *(clean(bank.name) for bank in banks), "together", box=None, header_style="bold")
     columns = [*(together([own]) for own in found), whole]
+    lines = []
     for key, words in TOGETHER.items():
         values = (own[key] for own in columns)
-        table.add_row(words, *(f"{value:,}" if isinstance(value, int) else f"{value:.3f}" for value in values))
-    output.print(table)
+        lines.append((words, *(f"{value:,}" if isinstance(value, int) else f"{value:.3f}" for value in values)))
+    print_table(("", *(clean(bank.name) for bank in banks), "together"), lines)
 
 
 TOGETHER = {

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import psutil  # type: ignore[import-untyped]
 import typer
-from rich.table import Table
 
 from cplus import lab
-from cplus.base.terminal import clean, console, output, print_json, progress
+from cplus.base.environment import free_memory
+from cplus.base.terminal import clean, console, output, print_json, print_table, progress
 from cplus.cli.options import Command, Group, Json
 from cplus.jobs.settings import read_yaml
 from cplus.lab import SCALES, STUDIES, Spec, Summary, estimate, paper_sets
@@ -37,26 +37,20 @@ _DIFFERENT = 2
 @study.command("list", cls=Command)
 def list_studies(json: Json = False) -> None:
     """List the studies: their questions, and the number of their runs at each scale."""
+    told = ("name", "title", "question", "paper")
     rows: list[dict[str, Any]] = [
-        {
-            "name": each.name,
-            "title": each.title,
-            "question": each.question,
-            "paper": each.paper,
-            "runs": {scale.name: len(lab.runs_of(each, scale)) for scale in SCALES.values()},
-        }
+        {name: getattr(each, name) for name in told}
+        | {"runs": {scale.name: len(lab.runs_of(each, scale)) for scale in SCALES.values()}}
         for each in STUDIES.values()
     ]
     if json:
         print_json({"studies": rows, "scales": {scale.name: scale.summary for scale in SCALES.values()}})
         return
-    grid = Table(box=None, header_style="bold")
-    for column in ("study", "question", "paper", *SCALES):
-        grid.add_column(column, overflow="fold", justify="right" if column in SCALES else "left")
-    for row in rows:
-        counts = [str(row["runs"][scale]) for scale in SCALES]
-        grid.add_row(row["name"], row["question"], row["paper"], *counts)
-    output.print(grid)
+    print_table(
+        ("study", "question", "paper", *SCALES),
+        [(row["name"], row["question"], row["paper"], *map(str, row["runs"].values())) for row in rows],
+        left=("question", "paper"),
+    )
     for scale in SCALES.values():
         output.print(f"{scale.name}: {scale.summary}")
 
@@ -103,7 +97,7 @@ def run(
         if devices and specs:
             workers = max(len(places) for _, places in estimate.teams(devices, workers, specs))
         else:
-            workers = estimate.workers_that_fit(workers, specs, psutil.virtual_memory().available)
+            workers = estimate.workers_that_fit(workers, specs, free_memory())
         if workers < wanted:
             console.print(f"memory suffices for {workers} of {wanted} workers")
         executor = Processes(workers=workers, devices=devices)
@@ -148,9 +142,8 @@ def _parameters(texts: Sequence[str]) -> dict[str, Any]:
 
 def _say_whose_rows(specs: Sequence[Spec]) -> None:
     """One line for each of the paper's sets whose rows at hand are others; nothing is fetched."""
-    used = {
-        task for spec in specs for task in ((spec.task, spec.anchor_task) if isinstance(spec, RunSpec) else spec.tasks)
-    }
+    sets = (((spec.task, spec.anchor_task) if isinstance(spec, RunSpec) else spec.tasks) for spec in specs)
+    used = set(chain.from_iterable(sets))
     for name in paper_sets.paper_sets():
         if name in used and not (found := paper_sets.at_hand(name)).same:
             console.print(clean(str(found)), soft_wrap=True)
@@ -170,17 +163,8 @@ def _dry_run(specs: Sequence[Spec], folder: Path, *, workers: int, machine: str 
     rows = [{"run": run_title(spec), "file": record_name(spec), **row} for spec, row in zip(missing, rows, strict=True)]
     refused = sum("refused" in row for row in rows)
     if json:
-        print_json(
-            {
-                "runs": len(specs),
-                "there": len(known),
-                "missing": rows,
-                "refused": refused,
-                "hours": hours,
-                "where": where,
-                "basis": basis,
-            }
-        )
+        counted = {"runs": len(specs), "there": len(known), "missing": rows, "refused": refused}
+        print_json({**counted, "hours": hours, "where": where, "basis": basis})
         return
     for row in rows:
         place = f"{row['devices']} x {row['bytes'] / 1e9:5.1f} GB  " if "devices" in row else ""

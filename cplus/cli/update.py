@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from cplus.base.terminal import clean, output, print_json
+from cplus.base.terminal import clean, output, print_json, print_table
 from cplus.cli import options as names
 from cplus.cli.adapt import NOT_KEPT, interruptible
 from cplus.cli.options import Config, Json, given, with_settings
@@ -57,7 +56,16 @@ def update(
         told = stages.report(stages.read(ledger))
         print_json(told) if json else _show(told)
     elif verify:
-        _verify(ledger, json=json)
+        found = stages.read(ledger)
+        wrong = stages.problems(found)
+        if json:
+            print_json({"ledger": str(ledger), "stages": len(found.entries), "head": found.head, "problems": wrong})
+        else:
+            state = f"{len(wrong)} problems" if wrong else "as it was sealed"
+            for sentence in (*wrong, f"{len(found.entries)} stages, {state}; head {found.head}"):
+                output.print(clean(sentence), soft_wrap=True)
+        if wrong:
+            raise typer.Exit(_CHANGED)
     else:
         with interruptible():
             done = stages.update(ledger, asked, force=force)
@@ -67,33 +75,14 @@ def update(
             raise typer.Exit(NOT_KEPT)
 
 
-def _verify(root: Path, *, json: bool) -> None:
-    from cplus.jobs.update import problems, read
-
-    found = read(root)
-    wrong = problems(found)
-    if json:
-        print_json({"ledger": str(root), "stages": len(found.entries), "head": found.head, "problems": wrong})
-    else:
-        for sentence in wrong:
-            output.print(clean(sentence), soft_wrap=True)
-        state = f"{len(wrong)} problems" if wrong else "as it was sealed"
-        output.print(f"{len(found.entries)} stages, {state}; head {found.head}", soft_wrap=True)
-    if wrong:
-        raise typer.Exit(_CHANGED)
-
-
 def _show(told: dict[str, Any]) -> None:
-    grid = Table(box=None, header_style="bold")
-    grid.add_column("after", no_wrap=True)
     tasks = [f"{number} {clean(Path(task).stem)}" for number, task in enumerate(told["tasks"], start=1)]
-    for name in (*tasks, "average", "base"):
-        grid.add_column(name, justify="right", no_wrap=True)
-    averages, bases = [None, *told["average_accuracy"]], [None, *told["base"]]
-    for stage, cells in enumerate(told["accuracy"]):
-        line = (*cells, averages[stage], bases[stage])
-        grid.add_row("(base)" if stage == 0 else tasks[stage - 1], *("" if c is None else f"{c:.1f}" for c in line))
-    output.print(grid)
+    stages = zip(told["accuracy"], [None, *told["average_accuracy"]], [None, *told["base"]], strict=True)
+    cells = [["" if c is None else f"{c:.1f}" for c in (*own, average, base)] for own, average, base in stages]
+    print_table(
+        ("after", *tasks, "average", "base"),
+        [(after, *row) for after, row in zip(("(base)", *tasks), cells, strict=True)],
+    )
     if told["backward_transfer"] is not None:
         output.print(f"backward transfer {told['backward_transfer']:+.1f} points")
     output.print(f"head {told['head']}", soft_wrap=True)

@@ -65,8 +65,7 @@ def recognise(row: object, *, where: str, requests: bool = False) -> Format:
     if not isinstance(row, Mapping):
         raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
     found = [one for one in FORMATS if row.keys() >= set(one.keys)]
-    if requests and not found:
-        found = [one for one in FORMATS if one.request and row.keys() >= set(one.request)]
+    found = found or [one for one in FORMATS if requests and one.request and row.keys() >= set(one.request)]
     if not found:
         expected = "; or ".join(", ".join(one.keys) for one in FORMATS)
         named = ", ".join(sorted(map(str, row))) or "none"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, takewhile
 from string import ascii_uppercase
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, TypeAlias
 
 from cplus.base.files import fingerprint
 from cplus.core.rows import Encoded
@@ -28,6 +28,53 @@ class Rejected:
     """Why a generated text is not an example of the task."""
 
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Closed:
+    """What both interfaces of multiple choice share: a target for each choice, of which the right one is learned."""
+
+    tokenizer: PreTrainedTokenizerBase
+    form: Form
+
+    def text(self, example: Choice) -> str:
+        """The question, up to where the answer begins."""
+        raise NotImplementedError
+
+    def target(self, example: Choice, index: int) -> tuple[int, ...]:
+        """The tokens of a choice after that text."""
+        raise NotImplementedError
+
+    def prompt(self, example: Example) -> tuple[int, ...]:
+        """The tokens of the question."""
+        return self.form.tokens(self.text(_choice(example)))
+
+    def encode(self, example: Example) -> Encoded:
+        """The prompt and the right choice's target."""
+        example = _choice(example)
+        if not example.choices:
+            raise ValueError(f"{example.id} has no answer yet; label it first with with_answer")
+        return Encoded(self.prompt(example), self.target(example, example.answer))
+
+    def candidates(self, example: Example) -> tuple[tuple[int, ...], ...]:
+        """The target of each choice; none for an open question."""
+        example = _choice(example)
+        return tuple(self.target(example, index) for index in range(len(example.choices)))
+
+    def with_answer(self, example: Example, answer: int | str) -> Example:
+        """The question with that choice as its answer."""
+        example = _choice(example)
+        if not isinstance(answer, int) or not 0 <= answer < len(example.choices):
+            raise ValueError(
+                f"{example.id}: expected the index of one of {len(example.choices)} choices, got {answer!r}"
+            )
+        return replace(example, answer=answer)
+
+
+def _choice(example: Example) -> Choice:
+    if not isinstance(example, Choice):
+        raise TypeError(f"{example.id} is free-form; letter and cloze need question, choices and answer")
+    return example
 
 
 # Multiple choice answered by a letter: the paper's interface.
@@ -50,14 +97,14 @@ _STEM = re.compile(rf"{_MARKUP}(?:new\s+|multiple-choice\s+)*question\b[^:\n]{{0
 _HEADING = re.compile(rf"{_MARKUP}(?:answer\s+)?(?:options|choices)\b[*_]*:?[*_]*\s*$", re.IGNORECASE)
 
 
-def spoken_letters(count: int) -> str:
-    """The letters as a sentence names them.
-
-    >>> spoken_letters(2), spoken_letters(4)
-    ('A or B', 'A, B, C, or D')
-    """
-    letters = ascii_uppercase[:count]
-    return " or ".join(letters) if count == 2 else f"{', '.join(letters[:-1])}, or {letters[-1]}"
+def _letters(example: Choice) -> str:
+    """The letters of the choices."""
+    if not 2 <= len(example.choices) <= len(ascii_uppercase):
+        raise ValueError(
+            f"{example.id}: expected 2 to {len(ascii_uppercase)} choices for the letter interface, "
+            f"got {len(example.choices)}; use the cloze interface"
+        )
+    return ascii_uppercase[: len(example.choices)]
 
 
 def question_text(example: Choice) -> str:
@@ -70,34 +117,35 @@ def question_text(example: Choice) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Letter:
+class Letter(_Closed):
     """The model answers with the letter of a choice: one target token, the bare letter's."""
 
-    tokenizer: PreTrainedTokenizerBase
-    form: Form
     wording: str
     name: str = "letter"
     answer_stop: tuple[str, ...] = ()
 
-    def text(self, example: Example) -> str:
+    def text(self, example: Choice) -> str:
         """The question in the task's wording, as one user message, up to where the answer begins."""
-        example = _choice(example)
-        letters = spoken_letters(len(example.choices))
-        content = question_text(example) + WORDINGS[self.wording].format(letters=letters)
+        *others, last = list(_letters(example))
+        spoken = f"{', '.join(others)}{',' if len(others) > 1 else ''} or {last}"
+        content = question_text(example) + WORDINGS[self.wording].format(letters=spoken)
         return self.form.text([Message(role="user", content=content)])
 
-    def prompt(self, example: Example) -> tuple[int, ...]:
-        """The tokens of that text."""
-        return self.form.tokens(self.text(example))
+    def target(self, example: Choice, index: int) -> tuple[int, ...]:
+        """The letter's token after the prompt: SentencePiece has another one after a blank."""
+        letter = _letters(example)[index]
+        tokens = prompts.following(self.form, self.tokenizer, self._asked, self.form.lead + letter)
+        if len(tokens) != 1 or str(self.tokenizer.decode(tokens)).strip() != letter:
+            raise ValueError(
+                f"expected the letter {letter!r} to be one token after the prompt, but this tokenizer makes "
+                f"{len(tokens)} of it, {self.tokenizer.decode(tokens)!r}; use the cloze interface"
+            )
+        return tokens
 
-    def encode(self, example: Example) -> Encoded:
-        """The prompt and the right letter's token."""
-        example = _choice(example)
-        return Encoded(self.prompt(example), self._token(example.answer))
-
-    def candidates(self, example: Example) -> tuple[tuple[int, ...], ...]:
-        """The token of each choice's letter."""
-        return tuple(self._token(index) for index in range(len(_choice(example).choices)))
+    @cached_property
+    def _asked(self) -> str:
+        """A prompt up to where the answer begins; the tokens of a letter depend on what is before it."""
+        return self.form.text([Message(role="user", content="?")])
 
     def request(self, shots: Sequence[Example], topic: str | None) -> tuple[int, ...]:
         """Asks for one new question like the shots, which are shown without their answers."""
@@ -124,50 +172,25 @@ class Letter:
         count = max(len(_choice(shot).choices) for shot in shots)
         stem, options = _read(prompts.unwrapped(text))
         choices = tuple(options.get(letter, "") for letter in ascii_uppercase[:count])
+        parsed = Choice(id=f"letter-{fingerprint([stem, choices])[:12]}", question=stem, choices=choices, answer=0)
+        known = [_choice(shot) for shot in shots]
         reasons = {
             "no options": not options,
             "wrong number of options": set(options) != set(ascii_uppercase[:count]),
             "empty option": not all(choices),
             "repeated option": len(set(map(prompts.normalised, choices))) < count,
         }
-        if any(reasons.values()):
-            return Rejected(next(reason for reason, found in reasons.items() if found))
-        parsed = Choice(id=f"letter-{fingerprint([stem, choices])[:12]}", question=stem, choices=choices, answer=0)
-        known, marks = [_choice(shot) for shot in shots], prompts.special_texts(self.tokenizer)
-        reason = prompts.flaw(stem, [shot.question for shot in known], marks) or prompts.flaw(
-            question_text(parsed), [question_text(shot) for shot in known], marks
+        reason = (
+            _first(reasons)
+            or prompts.flaw(stem, [shot.question for shot in known], self.tokenizer)
+            or prompts.flaw(question_text(parsed), [question_text(shot) for shot in known], self.tokenizer)
         )
         return parsed if reason is None else Rejected(reason)
 
-    def with_answer(self, example: Example, answer: int | str) -> Example:
-        """The question with another letter as its answer."""
-        return _answered(_choice(example), answer)
 
-    @cached_property
-    def _asked(self) -> str:
-        """A prompt up to where the answer begins; the tokens of a letter depend on what is before it."""
-        return self.form.text([Message(role="user", content="?")])
-
-    def _token(self, index: int) -> tuple[int, ...]:
-        """The letter's token after the prompt: SentencePiece has another one after a blank."""
-        letter = ascii_uppercase[index]
-        tokens = prompts.following(self.form, self.tokenizer, self._asked, self.form.lead + letter)
-        if len(tokens) != 1 or str(self.tokenizer.decode(tokens)).strip() != letter:
-            raise ValueError(
-                f"expected the letter {letter!r} to be one token after the prompt, but this tokenizer makes "
-                f"{len(tokens)} of it, {self.tokenizer.decode(tokens)!r}; use the cloze interface"
-            )
-        return tokens
-
-
-def _choice(example: Example) -> Choice:
-    example = _closed(example)
-    if not 2 <= len(example.choices) <= len(ascii_uppercase):
-        raise ValueError(
-            f"{example.id}: expected 2 to {len(ascii_uppercase)} choices for the letter interface, "
-            f"got {len(example.choices)}; use the cloze interface"
-        )
-    return example
+def _first(reasons: Mapping[str, bool]) -> str | None:
+    """The first reason that holds."""
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _read(text: str) -> tuple[str, dict[str, str]]:
@@ -194,34 +217,24 @@ def _read(text: str) -> tuple[str, dict[str, str]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cloze:
+class Cloze(_Closed):
     """`Question: ...`, `Answer:` and the choice's words; always plain text, as a language model first learned it."""
 
-    tokenizer: PreTrainedTokenizerBase
-    form: Form
     name: str = "cloze"
     answer_stop: tuple[str, ...] = ("\n",)
 
-    def prompt(self, example: Example) -> tuple[int, ...]:
+    def text(self, example: Choice) -> str:
         """The question, up to where the answer begins."""
-        return self.form.tokens(_text(_closed(example)))
+        return f"Question: {example.question}\nAnswer:"
 
-    def encode(self, example: Example) -> Encoded:
-        """The prompt and the right choice's words."""
-        example = _closed(example)
-        if not example.choices:
-            raise ValueError(f"{example.id} has no answer yet; label it first with with_answer")
-        return Encoded(self.prompt(example), self._target(example, example.right))
-
-    def candidates(self, example: Example) -> tuple[tuple[int, ...], ...]:
-        """The words of each choice; none for an open question."""
-        example = _closed(example)
-        return tuple(self._target(example, choice) for choice in example.choices)
+    def target(self, example: Choice, index: int) -> tuple[int, ...]:
+        """The words of a choice."""
+        return prompts.following(self.form, self.tokenizer, self.text(example), f" {example.choices[index]}")
 
     def request(self, shots: Sequence[Example], topic: str | None) -> tuple[int, ...]:
         """The shots with their answers as a text that breaks off where the next question begins."""
-        known = [_closed(shot) for shot in shots]
-        lines = [f"{_text(shot)} {shot.right}\n\n" for shot in known]
+        known = [_choice(shot) for shot in shots]
+        lines = [f"{self.text(shot)} {shot.right}\n\n" for shot in known]
         about = "" if topic is None else f"Topic: {topic}\n"
         return self.form.tokens(f"{''.join(lines)}{about}Question:")
 
@@ -231,61 +244,36 @@ class Cloze:
 
     def parse(self, text: str, shots: Sequence[Example]) -> Example | Rejected:
         """An open question: one line, or all up to the answer where the shots' questions have several lines."""
-        known = [_closed(shot).question for shot in shots]
+        known = [_choice(shot).question for shot in shots]
         if _several_lines(shots):
             question, ended, _ = text.partition("\nAnswer:")
         else:
             question, ended, _ = text.lstrip().partition("\n")
         question = question.strip()
-        reason = prompts.flaw(question, known, prompts.special_texts(self.tokenizer))
-        if reason is not None:
+        reasons = {
+            "runs on": "Answer:" in question or "Question:" in question.removeprefix("Question:"),
+            "no end": not ended,
+            "no question mark": all(shot.endswith("?") for shot in known) and not question.endswith("?"),
+        }
+        if (reason := prompts.flaw(question, known, self.tokenizer) or _first(reasons)) is not None:
             return Rejected(reason)
-        if "Answer:" in question or "Question:" in question.removeprefix("Question:"):
-            return Rejected("runs on")
-        if not ended:
-            return Rejected("no end")
-        if all(shot.endswith("?") for shot in known) and not question.endswith("?"):
-            return Rejected("no question mark")
         return Choice(id=f"cloze-{fingerprint(question)[:12]}", question=question, choices=(), answer=0)
 
     def with_answer(self, example: Example, answer: int | str) -> Example:
         """The question with that choice as its answer; a text becomes its only choice."""
-        example = _closed(example)
-        if isinstance(answer, str):
-            if not answer.strip():
-                raise ValueError(f"{example.id}: expected an answer in words, got an empty text")
-            return replace(example, choices=(answer.strip(),), answer=0)
-        return _answered(example, answer)
-
-    def _target(self, example: Choice, choice: str) -> tuple[int, ...]:
-        return prompts.following(self.form, self.tokenizer, _text(example), f" {choice}")
-
-
-def _text(example: Choice) -> str:
-    return f"Question: {example.question}\nAnswer:"
+        if not isinstance(answer, str):
+            return super().with_answer(example, answer)
+        if not answer.strip():
+            raise ValueError(f"{example.id}: expected an answer in words, got an empty text")
+        return replace(_choice(example), choices=(answer.strip(),), answer=0)
 
 
 def _several_lines(shots: Sequence[Example]) -> bool:
-    return any("\n" in _closed(shot).question for shot in shots)
-
-
-def _closed(example: Example) -> Choice:
-    if not isinstance(example, Choice):
-        raise TypeError(f"{example.id} is free-form; letter and cloze need question, choices and answer")
-    return example
-
-
-def _answered(example: Choice, answer: int | str) -> Choice:
-    """The question with that choice as its answer."""
-    if not isinstance(answer, int) or not 0 <= answer < len(example.choices):
-        raise ValueError(f"{example.id}: expected the index of one of {len(example.choices)} choices, got {answer!r}")
-    return replace(example, answer=answer)
+    return any("\n" in _choice(shot).question for shot in shots)
 
 
 # A conversation answered in the model's own words: only the assistant's turns are trained on and scored.
 
-
-Turns: TypeAlias = Literal["all", "last"]
 
 _HEAD = "Request:"
 _RULE = "\n\n---\n\n"
@@ -300,8 +288,8 @@ class Freeform:
 
     tokenizer: PreTrainedTokenizerBase
     form: Form
-    turns: Turns = "all"
-    """Which assistant turns are targets."""
+    turns: str = "all"
+    """Which assistant turns are targets, `all` or `last`."""
     name: str = "freeform"
 
     @property
@@ -379,14 +367,12 @@ class Freeform:
         """A new request, in a conversation that opens as the shots do."""
         asked, ended, _ = text.partition("\n---")
         asked = asked.strip()
-        reason = prompts.flaw(asked, [_asked(shot) for shot in shots], prompts.special_texts(self.tokenizer))
-        if reason is not None:
+        flaw = prompts.flaw(asked, [_asked(shot) for shot in shots], self.tokenizer)
+        if (reason := flaw or _first({"no end": not ended, "runs on": _HEAD in asked})) is not None:
             return Rejected(reason)
-        if not ended:
-            return Rejected("no end")
-        if _HEAD in asked:
-            return Rejected("runs on")
-        messages = (*_common_system(shots), Message(role="user", content=asked))
+        opening = {_free(shot).messages[0] for shot in shots}
+        shared = [turn for turn in opening if turn.role == "system" and len(opening) == 1]
+        messages = (*shared, Message(role="user", content=asked))
         return FreeForm(id=f"freeform-{fingerprint(asked)[:12]}", messages=messages, response="")
 
     def with_answer(self, example: Example, answer: int | str) -> Example:
@@ -419,12 +405,6 @@ def _named(example: FreeForm) -> Iterator[None]:
         raise ValueError(f"{example.id}: {error}") from error
 
 
-def _common_system(shots: Sequence[Example]) -> tuple[Message, ...]:
-    """The system message, where all shots open with the same."""
-    first = {_free(shot).messages[0] for shot in shots}
-    return tuple(first) if len(first) == 1 and next(iter(first)).role == "system" else ()
-
-
 # How a task's rows are written, answered and scored: `letter`, `cloze`, `freeform`.
 
 
@@ -437,11 +417,7 @@ be given, none where answers are free text. `request` prompts the frozen model f
 reads it up to and with one of the `stop` texts, and `with_answer` sets the frozen model's own answer as its target.
 """
 
-__all__ = ["NAMES", "THINKING", "TURNS", "WORDINGS", "Interface", "Rejected", "build", "tokens_by_role"]
-
 NAMES = ("letter", "cloze", "freeform")
-TURNS: tuple[str, ...] = get_args(Turns)
-THINKING = ("off", "keep")
 
 
 def build(
@@ -458,8 +434,12 @@ def build(
     `wording` is the letter's. `turns` and `thinking` are the free form's: which assistant turns are targets, and
     whether a model that thinks does so (`keep`) or is told not to (`off`). Cloze is always plain text.
     """
-    allowed = {"interface": (name, NAMES), "wording": (wording, WORDINGS), "turns": (turns, TURNS)}
-    for what, (given, known) in {**allowed, "thinking": (thinking, THINKING)}.items():
+    for what, given, known in (
+        ("interface", name, NAMES),
+        ("wording", wording, WORDINGS),
+        ("turns", turns, ("all", "last")),
+        ("thinking", thinking, ("off", "keep")),
+    ):
         if given not in known:
             raise ValueError(f"expected {what} to be one of {', '.join(known)}, got {given!r}")
     if name == "cloze":
@@ -467,7 +447,7 @@ def build(
     form = Chat(tokenizer, thinking=thinking == "keep" and name == "freeform") if chat else Plain(tokenizer)
     if name == "letter":
         return Letter(tokenizer=tokenizer, form=form, wording=wording)
-    return Freeform(tokenizer=tokenizer, form=form, turns=cast(Turns, turns))
+    return Freeform(tokenizer=tokenizer, form=form, turns=turns)
 
 
 def tokens_by_role(interface: Interface, examples: Iterable[Example]) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
@@ -357,15 +357,11 @@ def normalised(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).strip(" .,;:!?\"'`*")
 
 
-def flaw(text: str, shots: Sequence[str], marks: Collection[str]) -> str | None:
-    """The reason to refuse a text as a new input beside the shots, if there is one.
-
-    >>> flaw("What is snow?", ["What is ice?"], ["<end>"]), flaw("what is ice", ["What is ice?"], ["<end>"])
-    (None, 'copy of a shot')
-    """
+def flaw(text: str, shots: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The reason to refuse a text as a new input beside the shots, if there is one."""
     if not normalised(text):
         return "empty"
-    if any(mark in text for mark in marks):
+    if any(mark in text for mark in special_texts(tokenizer)):
         return "template token"
     if len(text) > max(_SHORTEST_LIMIT, 3 * max(map(len, shots), default=0)):
         return "too long"

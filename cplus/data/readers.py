@@ -107,19 +107,18 @@ def renamed(rows: Rows, columns: Columns | None) -> Rows:
     >>> list(renamed([("row 1", {"question": "2 + 2?", "answer": "4"})], {"prompt": "question", "response": "answer"}))
     [('row 1', {'prompt': '2 + 2?', 'response': '4'})]
     """
-    if unknown := [name for name in columns or () if name not in FIELDS]:
+    columns = columns or {}
+    if unknown := [name for name in columns if name not in FIELDS]:
         raise ValueError(f"expected columns to name some of {', '.join(FIELDS)}, got {', '.join(unknown)}")
-    return ((where, _renamed(row, columns, where)) for where, row in rows) if columns else rows
-
-
-def _renamed(row: Row, columns: Columns, where: str) -> Row:
-    if not isinstance(row, Mapping):
-        return row
-    if absent := [f"{source!r} for {name}" for name, source in columns.items() if source not in row]:
-        found = ", ".join(sorted(map(str, row))) or "none"
-        raise ValueError(f"{where}: expected the column {absent[0]}, found {found}; correct columns")
-    rest = {key: value for key, value in row.items() if key not in (*columns, *columns.values())}
-    return rest | {name: row[source] for name, source in columns.items()}
+    for where, row in rows:
+        if not columns or not isinstance(row, Mapping):
+            yield where, row
+            continue
+        if absent := [f"{source!r} for {name}" for name, source in columns.items() if source not in row]:
+            found = ", ".join(sorted(map(str, row))) or "none"
+            raise ValueError(f"{where}: expected the column {absent[0]}, found {found}; correct columns")
+        rest = {key: value for key, value in row.items() if key not in (*columns, *columns.values())}
+        yield where, rest | {name: row[source] for name, source in columns.items()}
 
 
 def parse_columns(text: str) -> dict[str, str]:
@@ -296,10 +295,6 @@ def _shuffled(question: str, right: str, wrong: list[str]) -> tuple[str, list[st
     return question, choices, choices.index(right)
 
 
-def _sciq(row: Row) -> tuple[str, list[str], int]:
-    return _shuffled(row["question"], row["correct_answer"], [row[f"distractor{i}"] for i in (1, 2, 3)])
-
-
 def _truthfulqa(row: Row) -> tuple[str, list[str], int]:
     choices = list(row["mc1_targets"]["choices"])
     right = choices.pop(list(row["mc1_targets"]["labels"]).index(1))
@@ -320,7 +315,9 @@ _REWRITES: dict[str, Callable[[Row], tuple[str, Iterable[str] | None, Any]]] = {
     "tau/commonsense_qa": _labelled,
     "allenai/ai2_arc": _labelled,
     "allenai/openbookqa": _labelled,
-    "allenai/sciq": _sciq,
+    "allenai/sciq": lambda row: _shuffled(
+        row["question"], row["correct_answer"], [row[f"distractor{i}"] for i in (1, 2, 3)]
+    ),
     "truthfulqa/truthful_qa": _truthfulqa,
     "GBaker/MedQA-USMLE-4-options": _medqa,
     "aps/super_glue": _copa,

@@ -88,7 +88,9 @@ def given_rows(tasks: Sequence[Task], limit: int | None, config: AdaptConfig) ->
                 ids = {example.id for example in known[place].examples}
                 fit = [example for example in fit if example.id in ids]
             if not fit:
-                raise ValueError(f"{task.name}: none of {len(asked)} rows fits both models' windows")
+                raise ValueError(
+                    f"{task.name}: none of {len(asked)} rows fits the window of {loaded.name}, {loaded.window} tokens"
+                )
             left, count = len(asked) - len(fit), len(asked)
             note = f"{left:,} of {count:,} rows of {task.name} are longer than a window and were excluded."
             found.append(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-import signal
 import struct
 import subprocess
 import time
@@ -36,16 +35,6 @@ def at_operation(nth: int, act: Act) -> None:
         setattr(os, name, wrapped(getattr(os, name)))
 
 
-def kill() -> None:
-    """What no program can catch."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def terminate() -> None:
-    """What a cluster sends before it kills."""
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def fill(disk: Path) -> None:
     """Leave no byte on the disk; without a small disk of our own, forbid files of more than a few bytes."""
     if not os.path.ismount(disk):
@@ -65,20 +54,22 @@ def empty(disk: Path) -> None:
     (disk / FILLER).unlink(missing_ok=True)
 
 
-def lock_up(folder: Path) -> None:
-    """Make every folder of a tree read-only, for this process too if it is root's."""
+def _set_mode(folder: Path, mode: int) -> None:
     for place in (folder, *folder.rglob("*")):
         if place.is_dir():
-            place.chmod(0o555)
+            place.chmod(mode)
+
+
+def lock_up(folder: Path) -> None:
+    """Make every folder of a tree read-only, for this process too if it is root's."""
+    _set_mode(folder, 0o555)
     if os.geteuid() == 0:
         _obey_permissions()
 
 
 def unlock(folder: Path) -> None:
     """Make the tree writable again."""
-    for place in (folder, *folder.rglob("*")):
-        if place.is_dir():
-            place.chmod(0o755)
+    _set_mode(folder, 0o755)
 
 
 def _obey_permissions() -> None:
@@ -105,11 +96,6 @@ def from_the_future(folder: Path) -> None:
     """Let every file be from tomorrow, as after a clock that jumped back."""
     for path in folder.rglob("*"):
         os.utime(path, (time.time() + DAY,) * 2)
-
-
-def halve(path: Path) -> None:
-    """Cut a file in the middle."""
-    os.truncate(path, path.stat().st_size // 2)
 
 
 @contextmanager
