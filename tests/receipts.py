@@ -34,9 +34,9 @@ def row(id: str, kind: str | None, **given: object) -> RowComparison:
     return RowComparison(id=id, kind=kind, **{**known, **given})  # type: ignore[arg-type]
 
 
-def rows(counts: dict[str, int], *, name: str, seed: int = 0) -> tuple[RowComparison, ...]:
+def rows(counts: dict[str, int], *, name: str) -> tuple[RowComparison, ...]:
     """The given number of rows of each outcome, in a mixed order."""
-    draw = random.Random(f"{seed}/{name}")
+    draw = random.Random(f"0/{name}")
     kinds = [kind for kind, count in counts.items() for _ in range(count)]
     draw.shuffle(kinds)
     return tuple(
@@ -51,38 +51,15 @@ def rows(counts: dict[str, int], *, name: str, seed: int = 0) -> tuple[RowCompar
     )
 
 
-def spoken(count: int, *, seed: int = 0) -> tuple[RowComparison, ...]:
-    """Free-form rows nobody judged, with the loss of their responses."""
-    draw = random.Random(seed)
-    said = "First, gather what you need. Then work slowly, and check each step before the next. " * 6
-    return tuple(
-        row(
-            f"chat-{i}",
-            None,
-            input=f"How do I look after {draw.choice(_THINGS)}?",
-            gold=said,
-            before=said,
-            after=("Slowly.", said, f"Sure! {said[84:]}")[i % 3],
-            tokens=draw.randint(20, 90),
-            nll_before=(was := round(draw.gauss(0.94, 0.1), 4)),
-            nll_after=round(was + draw.gauss(0.28, 0.05), 4),
-        )
-        for i in range(count)
-    )
-
-
 def answered(
-    texts: list[tuple[str, str]],
-    losses: list[tuple[float, float]],
-    *,
-    name: str = "past",
+    texts: list[tuple[str, str]], losses: list[tuple[float, float]], *, name: str = "past"
 ) -> tuple[RowComparison, ...]:
-    """Free-form rows with these answers before and after and the losses of their given responses."""
+    """Free-form rows nobody judged, with these answers and losses of the given responses before and after."""
     return tuple(
         row(
             f"{name}-{i}",
             None,
-            input=f"Question {i}",
+            input=f"How do I look after {_THINGS[i % len(_THINGS)]}?",
             gold=before,
             before=before,
             after=after,
@@ -94,33 +71,18 @@ def answered(
     )
 
 
-def curve(past: float, *, retention: float, fast: float = 0.55, epochs: int = 8) -> tuple[Point, ...]:
-    """A run that learns, and forgets down to `retention` and up to a past loss of `past`."""
+def curve() -> tuple[Point, ...]:
+    """A run that learns, and forgets down to a Retention of 91 and up to a past loss of 1.22."""
     return tuple(
         Point(
             epoch=float(e),
-            loss=None if e == 0 else round(2.8 * fast**e + 0.05, 4),
-            retention=round(100 - (100 - retention) * (1 - 0.6**e), 3),
-            acquisition=round(100 * (1 - fast**e), 3),
-            past_nll=round(0.94 + (past - 0.94) * (1 - 0.6**e), 4),
-            new_nll=round(2.8 * fast**e + 0.2, 4),
+            loss=None if e == 0 else round(2.8 * 0.62**e + 0.05, 4),
+            retention=round(100 - 9 * (1 - 0.6**e), 3),
+            acquisition=round(100 * (1 - 0.62**e), 3),
+            past_nll=round(0.94 + 0.28 * (1 - 0.6**e), 4),
+            new_nll=round(2.8 * 0.62**e + 0.2, 4),
         )
-        for e in range(epochs + 1)
-    )
-
-
-def gates(layers: int = 30) -> tuple[GateShare, ...]:
-    """One share a layer."""
-    draw = random.Random(3)
-    names = ["embedding", *(f"layer {i}" for i in range(layers)), "final norm"]
-    return tuple(
-        GateShare(
-            name=name,
-            coordinates=3_540_000,
-            admitted_share=round(0.62 + 0.1 * draw.random() - 0.003 * i, 4),
-            energy_share=round(0.5 + 0.15 * draw.random(), 4),
-        )
-        for i, name in enumerate(names)
+        for e in range(9)
     )
 
 
@@ -135,6 +97,10 @@ def full(*, scale: int = 1) -> Receipt:
         dataclasses.replace(own, id=f"request {i}", ended_before=i % 3 > 0, ended_after=i % 4 > 0)
         for i, own in enumerate(rows(counts, name="everyday"))
     )
+    said = "First, gather what you need. Then work slowly, and check each step before the next. " * 6
+    texts = [(said, ("Slowly.", said, f"Sure! {said[84:]}")[i % 3]) for i in range(40)]
+    spoken = answered(texts, [(0.9 + i / 400, 1.2 + i / 500) for i in range(40)], name="chat")
+    layers = ["embedding", *(f"layer {i}" for i in range(30)), "final norm"]
     return Receipt(
         title="What arc_easy taught smollm2-135m, and what it cost",
         created="2026-03-01T12:00:00Z",
@@ -145,7 +111,7 @@ def full(*, scale: int = 1) -> Receipt:
             RowSet(name="past", kind="retention", interface="letter", rows=past),
             RowSet(name="new", kind="acquisition", interface="letter", rows=new),
             RowSet(name="sciq", kind="external", interface="cloze", rows=sciq),
-            RowSet(name="chat", kind="external", interface="freeform", rows=spoken(40)),
+            RowSet(name="chat", kind="external", interface="freeform", rows=spoken),
             RowSet(name="everyday", kind="ability", interface="freeform", rows=asked, judge="rules"),
         ),
         settings={
@@ -155,10 +121,13 @@ def full(*, scale: int = 1) -> Receipt:
             "bank": {"num_probes": 64, "shots": 2, "temperature": 0.8},
         },
         environment={"versions": {"torch": "2.13.0", "cplus": "0.1.0"}, "threads": 2, "device": "cpu"},
-        curve=curve(1.22, retention=91, fast=0.62),
+        curve=curve(),
         divergence=Divergence(rows=40, after=0.21, bfloat16=0.0002, q8_0=0.0006),
         followed={"past": 64, "new": 48},
-        gate=gates(),
+        gate=tuple(
+            GateShare(name=name, coordinates=3_540_000, admitted_share=0.7 - i / 300, energy_share=0.5 + i / 300)
+            for i, name in enumerate(layers)
+        ),
         audit={
             "sha256": "09ab" * 16,
             "probes": 64,

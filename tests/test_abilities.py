@@ -17,7 +17,7 @@ from cplus import models
 from cplus.cli.app import app
 from cplus.evaluation.abilities import ABILITIES, as_given, follows, how_compared, line, requests
 from cplus.evaluation.task import to_bfloat16, to_q8_0
-from cplus.jobs.adapt import compare
+from cplus.jobs.compare import compare
 from cplus.jobs.outputs import measured, reference
 from cplus.jobs.settings import settings
 from cplus.receipts.figures import ability_lines

@@ -162,6 +162,6 @@ def callers(module: str, name: str) -> set[str]:
 def test_every_training_goes_through_one_driver_and_every_bank_through_one_cache() -> None:
     assert callers("training.loop", "adapt") == {"training.driver"}
     assert callers("training.rows", "material") == {"training.driver"}
-    assert callers("training.driver", "begin") == {"lab.runs", "lab.sequence", "jobs.adapt"}
+    assert callers("training.driver", "begin") == {"lab.runs", "lab.sequence", "jobs.adapt", "jobs.compare"}
     assert callers("probes.build", "build") == {"cli.probe"}
     assert callers("training.loop", "build_scheduler") == {"training.driver"}

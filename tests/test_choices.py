@@ -16,10 +16,9 @@ from transformers import GenerationConfig
 import cplus
 from cplus import models
 from cplus.core.losses import divergences
-from cplus.jobs import choices
-from cplus.jobs.choices import choose, rate_by_size
 from cplus.jobs.folder import Folder
 from cplus.jobs.memory import Footprint, ModelSize
+from cplus.jobs.prepare import choose, rate_by_size, stored
 from cplus.jobs.rows import read
 from cplus.jobs.settings import CHOSEN, AdaptConfig, settings
 from cplus.methods.table import METHODS
@@ -118,4 +117,4 @@ def test_the_chat_template_and_the_generation_settings_are_written_back(tmp_path
     )
     assert after == before
     assert after["top_p"] == 0.85
-    assert [asdict(own) for own in choices.stored(Folder(tmp_path / "out").settings)] == done.record["chosen"]
+    assert [asdict(own) for own in stored(Folder(tmp_path / "out").settings)] == done.record["chosen"]

@@ -10,86 +10,89 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from toyjob import same, write_files, written
 from typer.testing import CliRunner
 
 import cplus
 from cplus import models
+from cplus.base import files
 from cplus.cli.app import app
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with new rows and an empty cache."""
-    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
-    write_files(tmp_path)
-    return tmp_path
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    """A folder with new rows, and in `whole` a job of seconds that learned them; the cache holds its bank."""
+    folder = tmp_path_factory.mktemp("place")
+    write_files(folder)
+    assert adapt(folder, folder / "whole").exit_code == 0
+    return folder
 
 
 def invoke(*words: str) -> Any:
     return CliRunner().invoke(app, list(words))
 
 
-def adapt(place: Path, out: str) -> Any:
+def adapt(place: Path, out: Path) -> Any:
     """A job of seconds with nothing but new rows."""
     lines = ["interface=cloze", "max_new_tokens=2", "epochs=2", "lr=1e-3", "stop=never", "checkpoint_steps=1"]
     more = [word for line in lines for word in ("--set", line)]
-    new = str(place / "new.jsonl")
-    return invoke("adapt", "toy", "--new", new, "--out", str(place / out), "--device", "cpu", *more)
+    return invoke("adapt", "toy", "--new", str(place / "new.jsonl"), "--out", str(out), "--device", "cpu", *more)
 
 
-def banks(place: Path) -> list[str]:
-    return sorted(path.name for path in (place / "cache" / "banks").iterdir() if path.is_dir())
+def banks(cache: Path) -> list[str]:
+    return sorted(path.name for path in (cache / "banks").iterdir() if path.is_dir())
 
 
-def stopped(place: Path, out: str, when: Path, pattern: str) -> Any:
-    """The job, with Ctrl-C as soon as a file of this pattern exists."""
+def test_a_job_stopped_before_its_first_update_is_resumed(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
+    out, folder = tmp_path / "out", tmp_path / "cache" / "banks"
 
-    def press() -> None:
-        while not any(when.glob(pattern)):
+    def press(pattern: str) -> None:
+        """Ctrl-C as soon as a file of this pattern exists."""
+        while not any(folder.glob(pattern)):
             time.sleep(0.0005)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=press, daemon=True).start()
-    return adapt(place, out)
-
-
-@pytest.mark.parametrize(("name", "pattern"), [("writing", "*.partial.jsonl"), ("measuring", "bank-*/manifest.json")])
-def test_a_job_stopped_before_its_first_update_is_resumed(place: Path, name: str, pattern: str) -> None:
-    done = stopped(place, name, place / "cache" / "banks", pattern)
-    assert done.exit_code == 130, done.output
-    assert f"Continue with: cplus adapt --resume {place / name}" in done.stderr.replace("\n", " ")
-    assert "--finish" not in done.stderr
-    nothing = invoke("adapt", "--finish", str(place / name))
-    assert "nothing was trained yet, so there is nothing to finish; use --resume" in str(nothing.exception)
-    again = invoke("adapt", "--resume", str(place / name))
+    # While it writes its rows, then while the resumed job measures them.
+    for pattern in ("*.partial.jsonl", "bank-*/manifest.json"):
+        threading.Thread(target=press, args=(pattern,), daemon=True).start()
+        done = invoke("adapt", "--resume", str(out)) if out.exists() else adapt(place, out)
+        assert done.exit_code == 130, done.output
+        assert f"Continue with: cplus adapt --resume {out}" in done.stderr.replace("\n", " ")
+        assert "--finish" not in done.stderr
+        nothing = invoke("adapt", "--finish", str(out))
+        assert "nothing was trained yet, so there is nothing to finish; use --resume" in str(nothing.exception)
+    again = invoke("adapt", "--resume", str(out))
     assert again.exit_code == 0, again.output
-    whole = adapt(place, "whole")
-    assert whole.exit_code == 0, whole.output
-    assert len(banks(place)) == 1  # neither wrote its rows anew
-    assert same(written(place / name), written(place / "whole"))
+    assert len(banks(tmp_path / "cache")) == 1
+    assert same(written(out), written(place / "whole"))
 
 
-def test_adapt_repair_and_check_find_one_bank_and_another_version_does_too(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert adapt(place, "out").exit_code == 0
-    [bank] = banks(place)
+def test_adapt_repair_and_check_find_one_bank_and_another_version_does_too(place: Path, cache: Path) -> None:
+    [bank] = banks(cache)
+    tuned = str(place / "whole" / "model")
     repaired = invoke(
-        "repair", "toy", str(place / "out" / "model"), "--new", str(place / "new.jsonl"),
-        "--out", str(place / "repaired"), "--set", "max_new_tokens=2", "--set", "interface=cloze",
-        "--set", "device=cpu",
+        "repair", "toy", tuned, "--new", str(place / "new.jsonl"), "--out", str(place / "repaired"),
+        "--set", "max_new_tokens=2", "--set", "interface=cloze", "--set", "device=cpu",
     )  # fmt: skip
     assert bank in (repaired.stderr + str(repaired.exception)).replace("\n", "")
-    checked = invoke("check", "toy", str(place / "out" / "model"), "--device", "cpu")
+    checked = invoke("check", "toy", tuned, "--device", "cpu")
     assert bank in checked.stderr.replace("\n", "")
-    monkeypatch.setattr(transformers, "__version__", "99.9.0")
-    later = adapt(place, "later")
+    # As if another version had written it: its manifest says so, and its name is a hash that includes the version.
+    sealed = cache / "banks" / bank
+    manifest = files.read_json(sealed / "manifest.json")
+    del manifest["seal"]
+    manifest["engine"]["transformers"] = "4.0.0"
+    files.write_json(sealed / "manifest.json", {**manifest, "seal": files.fingerprint(manifest)})
+    sealed.rename(sealed.with_name("bank-of-another-version"))
+    later = adapt(place, place / "later")
     assert later.exit_code == 0, later.output
-    assert banks(place) == [bank]
+    assert "bank-of-another-version; written with transformers 4.0.0" in later.stderr
+    assert banks(cache) == ["bank-of-another-version"]
 
 
 def test_a_job_that_cannot_work_leaves_nothing_and_replaces_nothing(place: Path) -> None:

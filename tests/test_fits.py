@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from transformers import Phi3Config, PretrainedConfig, Qwen3Config
+from transformers import Phi3Config, Qwen3Config
+from typer.testing import CliRunner
 
+from cplus.cli.app import app
 from cplus.jobs.memory import Bytes, guard_bytes, job_bytes, model_size, size_plan
 from cplus.jobs.settings import AdaptConfig
 from cplus.methods.table import METHODS
@@ -33,15 +35,10 @@ def job(folder: Path, **changes: Any) -> AdaptConfig:
     return AdaptConfig(**{"model": str(folder), "new": "new.jsonl", "out": folder / "out", "device": "cpu", **changes})
 
 
-def saved(config: PretrainedConfig, folder: Path) -> Path:
-    config.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("name", PAPER)
 def test_the_papers_large_models_need_what_the_table_says(name: str, tmp_path: Path) -> None:
-    config, size = PAPER[name]
-    folder = saved(config, tmp_path)
+    (config, size), folder = PAPER[name], tmp_path
+    config.save_pretrained(folder)
     row, lines = size_plan(job(folder), METHODS["cplus"], folder, "no weights here")
     assert row["size"]["parameters"] == pytest.approx(size, rel=0.01)
     needs = {text: own["total"] / 1e9 for text, own in row["bytes"].items()}
@@ -65,46 +62,33 @@ def test_bytes_are_those_of_a_real_training(
     config = job(tmp_path, method=method)
     said = job_bytes(config, METHODS[method], model_size(config, METHODS[method], tmp_path), 8, copies=True)
     training = start(config.model_copy(update={"lr": 1e-3}), METHODS[method], model.train(), tiny.material(new=4))
+    guard = training.prepared.guard
     for _ in training.run():
-        guard = training.prepared.guard
-        break_off = training.log.cursor.step >= 2
-        if break_off:
+        if training.log.cursor.step >= 2:
             break
     states = [v for own in training.optimizer.state.values() for v in own.values() if isinstance(v, torch.Tensor)]
-    held = Bytes(
-        weights=sum(p.nbytes for p in model.parameters()),
-        gradients=4 * sum(p.numel() for p in model.parameters() if p.requires_grad),
-        optimizer=sum(value.nbytes for value in states if value.numel() > 1),
-        gate=0 if guard is None else guard.nbytes,
-        objective=0,
-        activations=0,
-    )
-    assert said.weights == pytest.approx(held.weights, rel=0.1)
-    assert said.gradients == pytest.approx(held.gradients, rel=0.1)
-    assert said.optimizer == pytest.approx(held.optimizer, rel=0.1)
+    weights = sum(p.nbytes for p in model.parameters())
+    assert said.weights == pytest.approx(weights, rel=0.1)
+    gradients = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert said.gradients == pytest.approx(gradients, rel=0.1)
+    assert said.optimizer == pytest.approx(sum(value.nbytes for value in states if value.numel() > 1), rel=0.1)
     if method == "sft":
-        assert said.gate == held.gate == 0
-    else:
-        assert guard is not None
-        assert held.gate == pytest.approx(said.gate - _copies(config, method, said), rel=0.1)
-
-
-def _copies(config: AdaptConfig, method: str, said: Bytes) -> float:
-    """What an update on a GPU adds for a moment: it is gone between updates."""
-    return guard_bytes(config, METHODS[method], 8, said.gradients // 4, copies=True)[1] * said.gradients / 4
+        assert guard is None
+        assert said.gate == 0
+        return
+    assert guard is not None
+    # What an update on a GPU adds for a moment: it is gone between updates.
+    copies = guard_bytes(config, METHODS[method], 8, said.gradients // 4, copies=True)[1] * said.gradients / 4
+    assert guard.nbytes == pytest.approx(said.gate - copies, rel=0.1)
 
 
 def test_the_plan_of_a_model_without_weights_says_what_it_needs(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from cplus.cli.app import app
-
-    folder = saved(QWEN3_4B, tmp_path / "qwen")
+    folder = tmp_path / "qwen"
+    QWEN3_4B.save_pretrained(folder)
     new = tmp_path / "new.jsonl"
     new.write_text('{"prompt": "Why?", "response": "Because."}\n')
-    done = CliRunner().invoke(
-        app, ["adapt", str(folder), "--new", str(new), "--out", str(tmp_path / "out"), "--plan", "--json"]
-    )
+    options = ["--new", str(new), "--out", str(tmp_path / "out"), "--plan", "--json"]
+    done = CliRunner().invoke(app, ["adapt", str(folder), *options])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["reason"] == f"{folder} holds no weights, so nothing was timed"

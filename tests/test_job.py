@@ -2,50 +2,64 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import types
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+import yaml
 from toyjob import asked, same, stop_at, write_files, write_rows, written
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import cplus
+from cplus import toy
 from cplus.cli.app import app
 from cplus.core.rows import Encoded
 from cplus.data.examples import Choice, FreeForm, Message
 from cplus.jobs import memory
 from cplus.jobs.adapt import resume
-from cplus.jobs.checkpoint import Checkpoints
 from cplus.jobs.folder import FinishedJob, Folder, claimed
 from cplus.jobs.progress import TrainingView
 from cplus.models import fingerprint, load
 from cplus.receipts.figures import figures
 from cplus.receipts.page import read_receipt
-from cplus.receipts.verdict import headline
+from cplus.receipts.verdict import headline, of_figures
 from cplus.toy import world
-from cplus.training.driver import Training
 from cplus.training.loop import EpochEnded, Stepped, rate_factor
 from cplus.training.measure import repeats_every_token
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cache")
 
 
+ALSO: dict[str, Any] = {"require": ["retention>=0.2"], "external": ["plants"], "external_limit": 8, "evaluate_rows": 64}
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedJob:
+    """The job that most tests compare theirs with, from a folder whose model card names the model it comes from."""
     folder = tmp_path_factory.mktemp("finished")
     write_files(folder)
-    return cplus.adapt(asked(folder, require=["retention>=0.2"], external=["plants"], external_limit=8))
+    base = shutil.copytree(toy.folder("toy"), folder / "base")
+    (base / "README.md").write_text("---\nbase_model: owner/tiny\nlicense: mit\n---\n\n# Tiny\n", encoding="utf-8")
+    return cplus.adapt(asked(folder, model=str(base), **ALSO))
+
+
+def settings_file(here: Path, config: cplus.AdaptConfig) -> list[str]:
+    """The command's options for a file of these settings."""
+    path = here / "run.yaml"
+    path.write_text(json.dumps(config.model_dump(mode="json")))
+    return ["adapt", "--config", str(path)]
 
 
 def test_a_finished_folder_is_whole_and_its_figures_are_the_receipts(finished: FinishedJob) -> None:
@@ -70,37 +84,55 @@ def test_a_finished_folder_is_whole_and_its_figures_are_the_receipts(finished: F
     card = (out / "README.md").read_text()
     assert f"**{headline(record['figures'])}**" in card
     assert "Continual Learning via Self-Probe Gradients" in card
-    assert record["settings"] == asked(out.parent, **_given(record)).model_dump(mode="json")
-
-
-def _given(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: record["settings"][name] for name in ("require", "external", "external_limit")}
-
-
-def test_the_model_loads_in_plain_transformers_and_is_the_one_that_was_measured(finished: FinishedJob) -> None:
-    model = AutoModelForCausalLM.from_pretrained(finished.folder / "model")
-    AutoTokenizer.from_pretrained(finished.folder / "model")
-    assert fingerprint(model) == finished.record["model"]["after"] != finished.record["model"]["before"]
+    front = yaml.safe_load(card.split("---\n", 2)[1])
+    assert (front["base_model"], front["license"]) == ("owner/tiny", "mit")
+    assert record["settings"] == asked(out.parent, model=str(out.parent / "base"), **ALSO).model_dump(mode="json")
+    # With all rows in every evaluation the curve ends where the headline is.
+    assert receipt.followed == {"new": 12, "past": 24}
+    assert receipt.curve[-1].acquisition == pytest.approx(record["figures"]["acquisition"]["percent"])
+    assert receipt.curve[-1].retention == pytest.approx(record["figures"]["retention"]["percent"])
+    assert "Rows behind each point: new 12, past 24" in (out / "receipt.html").read_text(encoding="utf-8")
+    actual, seconds = record["actual"], record["seconds"]
+    assert all(spent > 0 for spent in seconds.values())
+    first = seconds.pop("first_update")
+    assert actual["total_seconds"] == pytest.approx(sum(seconds.values()))
+    assert sum(seconds[part] for part in ("loading", "writing probes")) < first < actual["total_seconds"]
+    assert actual["training_tokens_per_epoch"] * 3 == record["cost"]["training_padded"]
+    assert actual["evidence_tokens_per_epoch"] * 3 == record["cost"]["preservation_padded"]
+    assert actual["peak_bytes"] is None or actual["peak_bytes"] >= 0
+    # The model is the one that was measured, in plain transformers.
+    model = AutoModelForCausalLM.from_pretrained(out / "model")
+    AutoTokenizer.from_pretrained(out / "model")
+    assert fingerprint(model) == record["model"]["after"] != record["model"]["before"]
     assert model.dtype == torch.float32
-    assert oct((finished.folder / "model" / "model.safetensors").stat().st_mode & 0o777) == "0o644"
+    assert oct((out / "model" / "model.safetensors").stat().st_mode & 0o777) == "0o644"
 
 
-def test_requirements_decide_the_exit_code(here: Path) -> None:
+def test_a_notebook_shows_a_job_as_a_small_table(finished: FinishedJob) -> None:
+    shown, figures = finished._repr_html_(), finished.record["figures"]
+    assert escape(headline(figures)) in shown
+    assert str(finished.folder / "receipt.html") in shown
+    past = next(own for own in figures["sets"] if own["name"] == "past")
+    for when in ("before", "after"):
+        assert f">{past[when]['percent']:.1f} %<" in shown
+    assert len(repr(read_receipt(finished.folder))) < len(str(finished.folder)) + 160
+    assert len(shown) < 4000
+    assert "<script" not in of_figures("<script>", figures, {"<script>": "<script>"})
+
+
+def test_requirements_decide_the_exit_code(here: Path, finished: FinishedJob) -> None:
     # A rate below every weight's last bit: no answer changes, so what was right is kept and nothing is learned.
     still = {"method": "sft", "lr": 1e-12, "epochs": 1, "evaluate_every": 0}
-    for require, met, code in (
-        (["retention>=0.5"], [True], 0),
-        (["retention>=0.5", "acquisition>=0.5"], [True, False], 2),
-    ):
-        done = cplus.adapt(asked(here, **still, require=require, out=here / str(code)))
-        figures = done.record["figures"]
-        assert (figures["retention"]["percent"], figures["acquisition"]["percent"]) == (100.0, 0.0)
-        assert [r["met"] for r in figures["requirements"]] == met
-        assert figures["requirements"][0]["bound"] == figures["retention"]["low"] / 100
+    unmet = cplus.adapt(asked(here, **still, require=["retention>=0.5", "acquisition>=0.5"]))
+    figures = unmet.record["figures"]
+    assert (figures["retention"]["percent"], figures["acquisition"]["percent"]) == (100.0, 0.0)
+    assert figures["requirements"][0]["bound"] == figures["retention"]["low"] / 100
+    for done, met, code in ((finished, [True], 0), (unmet, [True, False], 2)):
+        assert [r["met"] for r in done.record["figures"]["requirements"]] == met
         run = CliRunner().invoke(app, ["adapt", "--resume", str(done.folder), "--json"])
         printed = json.loads(run.stdout)
         assert (run.exit_code, printed["kept"], done.kept) == (code, not code, not code)
-        assert printed["retention"] == figures["retention"]
+        assert printed["retention"] == done.record["figures"]["retention"]
 
 
 def test_a_learned_job_ends_early_and_the_command_says_what_was_kept(here: Path) -> None:
@@ -118,14 +150,12 @@ def test_a_learned_job_ends_early_and_the_command_says_what_was_kept(here: Path)
     assert "holds a finished job; choose another out, or --force" in str(again.exception)
 
 
-def test_python_yaml_and_the_command_line_are_one_job(here: Path) -> None:
-    config = asked(here, method="cpl", epochs=1, evaluate_every=0)
-    first = cplus.adapt(config)
-    path = here / "run.yaml"
-    path.write_text(json.dumps(config.model_copy(update={"out": here / "wrong"}).model_dump(mode="json")))
-    run = CliRunner().invoke(app, ["adapt", "--config", str(path), "--out", str(here / "second"), "--json"])
+def test_python_yaml_and_the_command_line_are_one_job(here: Path, finished: FinishedJob) -> None:
+    run = CliRunner().invoke(
+        app, [*settings_file(here, asked(here, out=here / "wrong")), "--out", str(here / "second"), "--json"]
+    )
     assert run.exit_code == 0, run.output
-    assert same(written(first.folder), written(here / "second"))
+    assert same(written(finished.folder), written(here / "second"))
     assert not (here / "wrong").exists()
 
 
@@ -142,15 +172,16 @@ def test_a_split_draws_what_the_base_model_knows(here: Path) -> None:
     assert not (done.folder / "bank").exists()
 
 
-def test_the_bank_is_reused_and_a_given_one_must_be_sealed_for_the_same_anchors(here: Path, cache: Path) -> None:
-    first = cplus.adapt(asked(here, epochs=1, evaluate_every=0))
+def test_the_bank_is_reused_and_a_given_one_must_be_sealed_for_the_same_anchors(
+    here: Path, cache: Path, finished: FinishedJob
+) -> None:
     count = len(list((cache / "banks").glob("bank-*")))
-    given = cplus.adapt(asked(here, epochs=1, evaluate_every=0, bank=first.folder / "bank", out=here / "two"))
+    given = cplus.adapt(asked(here, bank=finished.folder / "bank"))
     assert len(list((cache / "banks").glob("bank-*"))) == count
-    assert same(written(first.folder), written(given.folder))
+    assert same(written(finished.folder), written(given.folder))
     write_rows(here / "keep.jsonl", list(world.taught("plants")[:4]))
     with pytest.raises(ValueError, match="was sealed for 4 anchors"):
-        cplus.adapt(asked(here, bank=first.folder / "bank", out=here / "three"))
+        cplus.adapt(asked(here, bank=finished.folder / "bank", out=here / "three"))
 
 
 @pytest.mark.parametrize("merge", [True, False])
@@ -203,33 +234,29 @@ def test_bfloat16_computes_otherwise_and_keeps_float32_masters(here: Path) -> No
 # What may go wrong
 
 
-def test_gradient_checkpointing_computes_more_and_changes_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = cplus.adapt(asked(here, epochs=1, out=here / "plain"))
+def test_gradient_checkpointing_computes_more_and_changes_nothing(
+    here: Path, finished: FinishedJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recomputed: list[object] = []
     kept = transformers.modeling_utils.checkpoint
     monkeypatch.setattr(
         transformers.modeling_utils, "checkpoint", lambda *given, **how: recomputed.append(1) or kept(*given, **how)
     )
-    again = cplus.adapt(asked(here, epochs=1, out=here / "again", gradient_checkpointing=True))
+    again = cplus.adapt(asked(here, gradient_checkpointing=True))
     assert recomputed
-    assert same(written(plain.folder), written(again.folder))
+    assert same(written(finished.folder), written(again.folder))
 
 
-def test_special_tokens_in_the_text_of_rows_are_counted_and_said(here: Path) -> None:
-    first, *others = world.untaught("harbours")[:12]
-    write_rows(here / "new.jsonl", [dataclasses.replace(first, question=f"<|endoftext|>{first.question}"), *others])
-    said = cplus.adapt(asked(here, method="sft", epochs=1, evaluate_every=0)).record["notes"]
+def test_special_tokens_copies_and_anchors_among_the_new_rows_are_counted_and_said(here: Path) -> None:
+    first, *others = rows = world.untaught("harbours")[:12]
+    write_rows(here / "keep.jsonl", [*rows[1:3], *world.taught("harbours")[:2]])
+    special = replace(first, question=f"<|endoftext|>{first.question}")
+    write_rows(here / "new.jsonl", [special, *others, replace(rows[3], id="again")])
+    said = cplus.adapt(asked(here, method="cpl", epochs=1, evaluate_every=0)).record["notes"]
     [note] = [note for note in said if "special tokens" in note]
-    assert note.startswith("1 of 12 new rows hold special tokens of the model in their text, such as <|endoftext|>,")
-
-
-def test_anchors_among_the_new_rows_and_copies_are_counted_and_said(here: Path) -> None:
-    write_rows(here / "keep.jsonl", [*world.untaught("harbours")[:2], *world.taught("harbours")[:2]])
-    rows = world.untaught("harbours")[:12]
-    write_rows(here / "new.jsonl", [*rows, replace(rows[3], id="again")])
-    done = cplus.adapt(asked(here, method="cpl", epochs=1, evaluate_every=0))
-    assert "1 of 13 new rows ask what another one asks." in done.record["notes"]
-    assert "2 of 4 anchors are also new rows: training changes what they protect." in done.record["notes"]
+    assert note.startswith("1 of 13 new rows hold special tokens of the model in their text, such as <|endoftext|>,")
+    assert "1 of 13 new rows ask what another one asks." in said
+    assert "2 of 4 anchors are also new rows: training changes what they protect." in said
 
 
 @pytest.mark.parametrize(
@@ -292,9 +319,7 @@ def test_too_little_memory_or_disk_is_said_before_loading(here: Path, monkeypatc
 
 
 def test_an_unmeasurable_requirement_is_refused_before_training(here: Path) -> None:
-    write_rows(
-        here / "past.jsonl", [dataclasses.replace(f, answer=(f.answer + 1) % 4) for f in world.taught("plants")[:3]]
-    )
+    write_rows(here / "past.jsonl", [replace(f, answer=(f.answer + 1) % 4) for f in world.taught("plants")[:3]])
     with pytest.raises(ValueError, match="the base model answered none of 3 rows correctly"):
         cplus.adapt(asked(here, require=["retention>=0.5"], method="sft"))
     with pytest.raises(ValueError, match=r"acquisition>=0.95 cannot be met: .* 0\.\d+ when all \d+ rows are right"):
@@ -302,7 +327,7 @@ def test_an_unmeasurable_requirement_is_refused_before_training(here: Path) -> N
 
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+    here: Path, finished: FinishedJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cplus.methods import objectives
 
@@ -315,11 +340,10 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(
 
     monkeypatch.setattr(objectives, "mean_backward", broken)
     with pytest.raises(FloatingPointError, match=r"the loss is nan at step 5; .*update 4 is kept in .*checkpoint\.pt"):
-        cplus.adapt(asked(here, method="cpl"))
+        cplus.adapt(asked(here))
     assert not (here / "out" / "record.json").exists()
     monkeypatch.undo()
-    whole = cplus.adapt(asked(here, method="cpl", out=here / "whole"))
-    assert same(written(resume(here / "out").folder), written(whole.folder))
+    assert same(written(resume(here / "out").folder), written(finished.folder))
 
 
 # Stopping and resuming
@@ -329,9 +353,12 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(
     ("number", "moment"), [(signal.SIGINT, {"epoch": 2, "step": 5}), (signal.SIGTERM, {"epoch": 2, "step": 6})]
 )
 def test_a_signal_saves_and_a_resumed_job_is_bitwise_the_whole_one(
-    here: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, moment: dict[str, int]
+    here: Path,
+    finished: FinishedJob,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    moment: dict[str, int],
 ) -> None:
-    whole = cplus.adapt(asked(here, out=here / "whole"))
     real, kind = TrainingView.show, EpochEnded if moment["step"] == 6 else Stepped
 
     def show(self: TrainingView, event: Any, *rest: Any) -> None:
@@ -341,9 +368,7 @@ def test_a_signal_saves_and_a_resumed_job_is_bitwise_the_whole_one(
 
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(TrainingView, "show", show)
-    arguments = ["adapt", "--config", str(here / "run.yaml")]
-    (here / "run.yaml").write_text(json.dumps(asked(here).model_dump(mode="json")))
-    run = CliRunner().invoke(app, arguments)
+    run = CliRunner().invoke(app, settings_file(here, asked(here, **ALSO)))
     monkeypatch.undo()
     assert run.exit_code == 128 + number
     assert (
@@ -354,11 +379,11 @@ def test_a_signal_saves_and_a_resumed_job_is_bitwise_the_whole_one(
     with pytest.raises(ValueError, match="holds an unfinished job: --resume"):
         cplus.adapt(asked(here))
     done = resume(here / "out")
-    assert same(written(whole.folder), written(done.folder))
-    assert done.record["figures"] == whole.record["figures"]
-    assert done.record["curve"] == whole.record["curve"]
+    assert same(written(finished.folder), written(done.folder))
+    assert done.record["figures"] == finished.record["figures"]
+    assert done.record["curve"] == finished.record["curve"]
     cost = {name: value for name, value in done.record["cost"].items() if name != "seconds"}
-    assert cost.items() <= whole.record["cost"].items()
+    assert cost.items() <= finished.record["cost"].items()
 
 
 @pytest.mark.parametrize(
@@ -369,32 +394,16 @@ def test_a_signal_saves_and_a_resumed_job_is_bitwise_the_whole_one(
         ("cpl", "r=2,dropout=0.5"),  # torch's random numbers; frozen weights that no checkpoint holds
     ],
 )
-def test_every_kind_of_method_goes_on_bitwise(
-    here: Path, monkeypatch: pytest.MonkeyPatch, method: str, lora: str | None
-) -> None:
+def test_every_kind_of_method_goes_on_bitwise(here: Path, method: str, lora: str | None) -> None:
     options = {"evaluate_every": 0, "checkpoint_steps": 1, "optimizer": "sgd", "lr": 0.05}
     config = asked(here, method=method, lora=lora, **options)
     whole = cplus.adapt(config.model_copy(update={"out": here / "whole"}))
-    real = Checkpoints.save
-
-    def save(self: Checkpoints, training: Training) -> None:
-        real(self, training)
-        if training.log.cursor.step == 4:
-            raise OSError("the power went out")
-
-    monkeypatch.setattr(Checkpoints, "save", save)
-    with pytest.raises(OSError, match="power"):
-        cplus.adapt(config)
-    monkeypatch.undo()
+    stop_at(4, config)
     assert same(written(whole.folder), written(resume(here / "out").folder))
 
 
-def test_resume_refuses_changed_rows_other_settings_and_a_damaged_checkpoint(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cplus.jobs.adapt._finish", lambda *_: pytest.fail("the end"))
-    with pytest.raises(pytest.fail.Exception, match="the end"):
-        cplus.adapt(asked(here, method="sft", epochs=1))
+def test_resume_refuses_changed_rows_other_settings_and_a_damaged_checkpoint(here: Path) -> None:
+    stop_at(None, asked(here, method="sft", epochs=1))
     run = CliRunner().invoke(app, ["adapt", "--resume", str(here / "out"), "--lr", "1"])
     assert "use the settings the job started with" in str(run.exception)
     with pytest.raises(ValueError, match="there is no job to resume"):
@@ -411,28 +420,24 @@ def test_resume_refuses_changed_rows_other_settings_and_a_damaged_checkpoint(
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
-def test_a_job_goes_on_with_fewer_gpus(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gpus: int
+def test_a_job_goes_on_with_fewer_gpus_and_from_another_folder(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path_factory: pytest.TempPathFactory,
+    gpus: int,
 ) -> None:
-    stop_at(None, asked(here, method="sft", epochs=1))
+    monkeypatch.chdir(here)
+    relative = {"new": "new.jsonl", "past": "past.jsonl", "anchors": "keep.jsonl", "out": "out"}
+    stop_at(None, asked(here, method="sft", epochs=1, **relative))
     path = here / "out" / "work" / "checkpoint.pt"
     kept = torch.load(path, weights_only=True)
     kept["state"]["random_cuda"] = [torch.tensor([10, 11]), torch.tensor([20, 21])]
     torch.save(kept, path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    resume(here / "out")
-    assert f"the job began with 2 GPUs and continues with {gpus}" in capsys.readouterr().err
-
-
-def test_a_job_goes_on_from_another_folder(here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> None:
-    monkeypatch.chdir(here)
-    relative = {name: f"{name}.jsonl" for name in ("new", "past")} | {"anchors": "keep.jsonl", "out": "out"}
-    with monkeypatch.context() as patch:
-        patch.setattr("cplus.jobs.adapt._finish", lambda *_: pytest.fail("the end"))
-        with pytest.raises(pytest.fail.Exception):
-            cplus.adapt(asked(here, method="sft", epochs=1, **relative))
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
     assert resume(here / "out").record["counts"]["new"] == 12
+    assert f"the job began with 2 GPUs and continues with {gpus}" in capsys.readouterr().err
 
 
 # Parts
@@ -451,7 +456,6 @@ def test_the_rate_rises_and_falls_as_its_course_says() -> None:
 
 
 def test_learned_means_that_decoding_repeats_every_token(make_tiny: Any) -> None:
-
     model = make_tiny("qwen3").model
     prompt = (5, 6, 7)
     said: list[int] = []
@@ -465,50 +469,34 @@ def test_learned_means_that_decoding_repeats_every_token(make_tiny: Any) -> None
     assert repeats_every_token(model, [Encoded(prompt, (*said[:2], said[2] ^ 1), (True, True, False))])
 
 
-def test_the_plan_counts_what_the_job_will_use_and_writes_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_counts_what_the_job_will_use_and_writes_nothing(
+    here: Path, cache: Path, finished: FinishedJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CPLUS_CACHE", str(here / "cache"))
-    config = asked(here)
-    run = CliRunner().invoke(app, ["adapt", "--config", str(_yaml(here, config)), "--plan", "--json"])
+    plan = [*settings_file(here, asked(here, **ALSO)), "--plan"]
+    run = CliRunner().invoke(app, [*plan, "--json"])
     assert run.exit_code == 0, run.output
     planned = json.loads(run.stdout)
     assert not (here / "out").exists()
-    done = cplus.adapt(config)
-    assert planned["size"]["parameters"] == done.record["counts"]["parameters"]
+    record = finished.record
+    assert planned["size"]["parameters"] == record["counts"]["parameters"]
     assert planned["counts"] == {"new": 12, "anchors": 4, "probes": 8}
-    assert planned["updates_per_epoch"] * config.epochs == done.record["steps"]
-    tokens, cost = planned["tokens_per_epoch"], done.record["cost"]
+    assert planned["updates_per_epoch"] * 3 == record["steps"]
+    tokens, cost = planned["tokens_per_epoch"], record["cost"]
     assert tokens["training"] == tokens["sft"]
     assert tokens["training"] * 3 == pytest.approx(cost["training_padded"], rel=0.1)  # each epoch shuffles anew
-    assert tokens["evidence"] * 3 == pytest.approx(
-        cost["preservation_padded"], rel=0.3
-    )  # probes are still to be written
+    # Probes are still to be written.
+    assert tokens["evidence"] * 3 == pytest.approx(cost["preservation_padded"], rel=0.3)
     assert tokens["percent_above_sft"] == pytest.approx(100 * tokens["evidence"] / tokens["sft"])
     assert planned["need"]["gate"] == cost["extra_bytes"]
     assert set(planned["seconds"]) == {"starting", "loading", "evaluating", "writing probes", "saving", "training"}
     assert all(seconds > 0 for seconds in planned["seconds"].values())
     assert planned["total_seconds"] == pytest.approx(sum(planned["seconds"].values()))
-    told = CliRunner().invoke(app, ["adapt", "--config", str(_yaml(here, config)), "--plan", "--out", "o"]).stdout
+    monkeypatch.setenv("CPLUS_CACHE", str(cache))
+    told = CliRunner().invoke(app, [*plan, "--out", "o"]).stdout
     assert "% FLOPs against plain fine-tuning" in told
-    assert "writing probes" not in told  # the job has written the bank
+    assert "writing probes" not in told  # the finished job has written the bank
     assert "o/receipt.html" in told
-
-
-def test_the_record_holds_seconds_tokens_and_bytes(finished: FinishedJob) -> None:
-    actual, seconds = finished.record["actual"], dict(finished.record["seconds"])
-    assert all(spent > 0 for spent in seconds.values())
-    first = seconds.pop("first_update")
-    assert actual["total_seconds"] == pytest.approx(sum(seconds.values()))
-    assert sum(seconds[part] for part in ("loading", "writing probes")) < first < actual["total_seconds"]
-    epochs = finished.record["epochs"]
-    assert actual["training_tokens_per_epoch"] * epochs == finished.record["cost"]["training_padded"]
-    assert actual["evidence_tokens_per_epoch"] * epochs == finished.record["cost"]["preservation_padded"]
-    assert actual["peak_bytes"] is None or actual["peak_bytes"] >= 0
-
-
-def _yaml(here: Path, config: cplus.AdaptConfig) -> Path:
-    path = here / "run.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json")))
-    return path
 
 
 class Recorder:

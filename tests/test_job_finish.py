@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from cplus.data.interfaces import Rejected
 from cplus.data.prompts import read_template
 from cplus.jobs.adapt import resume
 from cplus.jobs.checkpoint import badness
-from cplus.jobs.folder import FinishedJob, Folder
+from cplus.jobs.compare import compare
+from cplus.jobs.folder import Folder
 from cplus.jobs.plan import plan
 from cplus.jobs.prepare import Job, prepare
+from cplus.jobs.progress import TrainingView
 from cplus.probes import labels
 from cplus.probes.labels import Label
 from cplus.receipts.verdict import headline
@@ -49,16 +51,16 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 # Running longer
 
 
-@pytest.mark.parametrize("step", [2, None])
-def test_a_job_resumed_with_more_epochs_is_bitwise_one_that_began_with_them(here: Path, step: int | None) -> None:
+def test_a_job_resumed_with_more_epochs_is_bitwise_one_that_began_with_them(here: Path) -> None:
     whole = cplus.adapt(asked(here, method="cpl", epochs=3, **CONSTANT, out=here / "whole"))
-    stop_at(step, asked(here, method="cpl", epochs=2, **CONSTANT, checkpoint_steps=1))
-    run = CliRunner().invoke(app, ["adapt", "--resume", str(here / "out"), "--epochs", "3", "--json"])
-    assert run.exit_code == 0, run.output
-    assert same(written(whole.folder), written(here / "out"))
-    record = json.loads((here / "out" / "record.json").read_text())
-    assert (record["steps"], record["epochs"], record["settings"]["epochs"]) == (9, 3, 3)
-    assert record["unfinished"] is None
+    for step, out in ((2, here / "early"), (None, here / "out")):
+        stop_at(step, asked(here, method="cpl", epochs=2, **CONSTANT, checkpoint_steps=1, out=out))
+        run = CliRunner().invoke(app, ["adapt", "--resume", str(out), "--epochs", "3", "--json"])
+        assert run.exit_code == 0, run.output
+        assert same(written(whole.folder), written(out))
+        record = json.loads((out / "record.json").read_text())
+        assert (record["steps"], record["epochs"], record["settings"]["epochs"]) == (9, 3, 3)
+        assert record["unfinished"] is None
     with pytest.raises(ValueError, match="this job is finished, so its epochs cannot change"):
         resume(here / "out", epochs=4)
     assert resume(here / "out", epochs=3).record["steps"] == 9
@@ -84,18 +86,6 @@ def test_keep_best_writes_the_weights_of_the_best_epoch(here: Path, monkeypatch:
     assert f"The weights are those of epoch {best}, the best on past and new rows." in done.record["notes"]
 
 
-def flip(path: Path) -> None:
-    """One bit in the middle of a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def halve(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-@pytest.mark.parametrize("damage", [flip, halve])
 @pytest.mark.parametrize(
     ("name", "settings", "remedy"),
     [
@@ -104,23 +94,46 @@ def halve(path: Path) -> None:
     ],
 )
 def test_damaged_weights_of_another_epoch_are_never_written(
-    here: Path, name: str, settings: dict[str, Any], remedy: str, damage: Callable[[Path], None]
+    here: Path, name: str, settings: dict[str, Any], remedy: str
 ) -> None:
     stop_at(None, asked(here, method="sft", **settings))
     path = here / "out" / "work" / name
-    damage(path)
-    with pytest.raises(ValueError, match=rf"{name}: expected a complete file, but it cannot be read .*; {remedy}"):
-        resume(here / "out")
-    assert not (here / "out" / "model").exists()
+    whole = path.read_bytes()
+    half = len(whole) // 2
+    for damaged in (whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :], whole[:half]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"{name}: expected a complete file, but it cannot be read .*; {remedy}"):
+            resume(here / "out")
+        assert not (here / "out" / "model").exists()
     if name == "best.pt":
         path.unlink()
         assert resume(here / "out").record["steps"] == 9
 
 
+def test_a_stopped_comparison_goes_on_from_its_last_checkpoint(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = cplus.adapt(asked(here, method="cpl", checkpoint_minutes=1e-9))
+    shutil.copytree(done.folder, here / "whole")
+    whole = compare(here / "whole").record["receipt"]["beside"]
+    stop_at(2, done.folder, compare)
+    assert (done.folder / "beside" / "checkpoint.pt").is_file()
+    real, steps = TrainingView.show, []
+
+    def show(self: TrainingView, event: Any, *rest: Any) -> None:
+        steps.append(event.step)
+        real(self, event, *rest)
+
+    monkeypatch.setattr(TrainingView, "show", show)
+    again = compare(done.folder).record["receipt"]["beside"]
+    assert (min(steps), max(steps)) == (3, whole["updates"])
+    assert {**again, "seconds": 0} == {**whole, "seconds": 0}
+    assert not (done.folder / "beside").exists()
+
+
 def test_damaged_answers_of_the_base_model_are_measured_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = cplus.adapt(asked(here, method="sft", out=here / "whole"))
     stop_at(3, asked(here, method="sft", checkpoint_steps=1))
-    halve(here / "out" / "work" / "before.json")
+    answers = here / "out" / "work" / "before.json"
+    answers.write_bytes(answers.read_bytes()[:1000])
     assert resume(here / "out").record["figures"] == whole.record["figures"]
     assert "before.json" in capsys.readouterr().err
 
@@ -128,25 +141,16 @@ def test_damaged_answers_of_the_base_model_are_measured_again(here: Path, capsys
 # Which rows are held out
 
 
-def test_validation_rows_that_are_new_rows_are_refused_by_name_and_count(here: Path) -> None:
+def test_validation_rows_are_measured_and_never_trained_on(here: Path) -> None:
     new = list(world.untaught("harbours"))
     write_rows(here / "held.jsonl", [new[20], new[3], new[5]])
     with pytest.raises(ValueError, match="2 of 3 validation rows are also new rows, the first is") as error:
         cplus.adapt(asked(here, method="sft", validation=str(here / "held.jsonl")))
     assert repr(new[3].id) in str(error.value)
     assert not (here / "out").exists()
-
-
-def test_validation_rows_are_measured_and_never_trained_on(here: Path) -> None:
-    write_rows(here / "held.jsonl", list(world.untaught("harbours")[12:18]))
-    rows = [
-        "--new",
-        str(here / "new.jsonl"),
-        "--past",
-        str(here / "past.jsonl"),
-        "--validate",
-        str(here / "held.jsonl"),
-    ]
+    write_rows(here / "held.jsonl", new[12:18])
+    files = {"--new": "new", "--past": "past", "--validate": "held"}
+    rows = [word for flag, name in files.items() for word in (flag, str(here / f"{name}.jsonl"))]
     rest = ["--interface", "cloze", "--method", "sft", "--epochs", "1", "--lr", "1e-3", "--out", str(here / "out")]
     run = CliRunner().invoke(app, ["adapt", "toy", *rows, *rest, "--json"])
     assert run.exit_code == 0, run.output
@@ -201,12 +205,8 @@ def free(chat: Path, **changes: Any) -> cplus.AdaptConfig:
     return asked(chat, chat_template=chat / "chat.jinja", **values)
 
 
-@pytest.fixture(scope="module")
-def talked(chat: Path) -> FinishedJob:
-    return cplus.adapt(free(chat, save_dtype="bfloat16"))
-
-
-def test_free_text_without_a_judge_is_judged_by_losses(talked: FinishedJob) -> None:
+def test_free_text_without_a_judge_is_judged_by_losses(chat: Path) -> None:
+    talked = cplus.adapt(free(chat, save_dtype="bfloat16"))
     figures = talked.record["figures"]
     assert figures["retention"] is figures["acquisition"] is None
     past, new = figures["free"]["past"], figures["free"]["new"]
@@ -218,9 +218,7 @@ def test_free_text_without_a_judge_is_judged_by_losses(talked: FinishedJob) -> N
     assert f"answers as given, loss {new['loss']['before']:.3f} to {new['loss']['after']:.3f}" in line
     assert "Kept" not in line
     assert f"**{line}**" in (talked.folder / "README.md").read_text()
-
-
-def test_weights_are_written_in_the_precision_of_the_settings(talked: FinishedJob) -> None:
+    # The weights are written in the precision of the settings.
     found = AutoModelForCausalLM.from_pretrained(talked.folder / "model", dtype="auto")
     assert {value.dtype for value in found.state_dict().values()} == {torch.bfloat16}
 
@@ -288,13 +286,8 @@ def test_requests_alone_get_the_models_own_answers(chat: Path, tmp_path: Path, m
     assert [example.response for example in rows.anchors.examples] == ["mauve"] * 7
     assert plan(free(chat, **given, own_answers=True)).row["counts"]["anchors"] == 7
     assert "The past rows hold the base model's own answers; left out without a complete answer: 1." in rows.notes
-
-
-def test_own_answers_longer_than_the_window_are_left_out(
-    chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path))
+    monkeypatch.undo()
+    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "other"))
     # The toy never ends its turn under this template, and four times the usual limit exceeds its window.
-    given = {name: str(chat / "requests.jsonl") for name in ("anchors", "past")}
     with pytest.raises(ValueError, match="none of the 8 anchors rows was answered before the token limit"):
         prepared(free(chat, **given, own_answers=True))

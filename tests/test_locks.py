@@ -36,15 +36,13 @@ def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.wait()
 
 
-def test_the_second_process_hears_who_the_first_is(tmp_path: Path, other: subprocess.Popen[str]) -> None:
+def test_the_second_process_hears_who_the_first_is_and_a_killed_one_is_in_nobodys_way(
+    tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
     lock = tmp_path / "out" / ".lock"
     with pytest.raises(Held, match=f"out is in use by process {other.pid} on .*since 20"):
         holding(lock).__enter__()
     assert f"process {other.pid} " in holder(lock)
-
-
-def test_a_killed_holder_is_in_nobodys_way(tmp_path: Path, other: subprocess.Popen[str]) -> None:
-    lock = tmp_path / "out" / ".lock"
     os.kill(other.pid, signal.SIGKILL)
     other.wait()
     assert lock.exists()  # it is the kernel's lock that counts, not the file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def stop_at(step: int | None, config: cplus.AdaptConfig) -> None:
+def stop_at(step: int | None, config: Any, run: Callable[[Any], object] = cplus.adapt) -> None:
     """Run the job until it fails just after the checkpoint of this update; None: when the whole training is done."""
     real = Checkpoints.save
 
@@ -79,4 +80,4 @@ def stop_at(step: int | None, config: cplus.AdaptConfig) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoints, "save", save)
         with pytest.raises(OSError, match="power"):
-            cplus.adapt(config)
+            run(config)

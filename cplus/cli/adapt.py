@@ -70,6 +70,7 @@ def adapt(
             )
 
         from cplus.jobs import adapt as job
+        from cplus.jobs.compare import compare, compare_seconds
         from cplus.jobs.plan import plan_anywhere
         from cplus.jobs.progress import duration, since_start
 
@@ -83,7 +84,7 @@ def adapt(
             code = {name: value for name, value in chosen.items() if name in RUN_CODE}
             outcome = job.resume(resume, epochs=chosen.get("epochs"), repeated=code)
             if chosen.get("compare"):
-                outcome = job.compare(resume, repeated=code)
+                outcome = compare(resume, repeated=code)
         else:
             outcome = job.adapt(asked, force=force, starting=since_start())
     figures = outcome.record["figures"]
@@ -93,7 +94,7 @@ def adapt(
         output.print(f"UNFINISHED: training was ended after update {cut['updates']} of {cut['planned']}.")
     if not json and outcome.record["settings"]["method"] != "sft" and figures["beside"] is None:
         console.print(
-            f"what plain fine-tuning would have kept, in about {duration(job.compare_seconds(outcome.record))}: cplus "
+            f"what plain fine-tuning would have kept, in about {duration(compare_seconds(outcome.record))}: cplus "
             f"adapt --resume {outcome.folder} --compare sft",
             soft_wrap=True,
         )

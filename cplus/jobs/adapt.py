@@ -2,47 +2,46 @@
 
 from __future__ import annotations
 
-import math
+import datetime
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from cplus import models
 from cplus.base import files
+from cplus.base.cost import cost_row
+from cplus.base.environment import environment
 from cplus.base.terminal import progress
-from cplus.data.examples import Example, fingerprint, lines
+from cplus.data.examples import fingerprint, lines
+from cplus.data.interfaces import tokens_by_role
 from cplus.distributed import processes
 from cplus.distributed.processes import Interrupted, Interruption
+from cplus.evaluation.abilities import requests
 from cplus.jobs import folder as folders
 from cplus.jobs import outputs
-from cplus.jobs.checkpoint import Checkpoints, KeptWeights, index_of
-from cplus.jobs.choices import Chosen, stored
-from cplus.jobs.folder import (
-    FinishedJob,
-    Folder,
-    check_free,
-    check_seen,
-    claimed,
-    read_finished,
-    read_settings,
-    rewrite,
-)
-from cplus.jobs.keep import earlier_bank, job_bank, written_bank
-from cplus.jobs.prepare import Job, prepare, uses_bank
-from cplus.jobs.progress import PeakMemory, TrainingView, record, recorded, recorded_seconds, say, tracker
+from cplus.jobs.checkpoint import Checkpoints, KeptWeights
+from cplus.jobs.compare import compare, compared
+from cplus.jobs.folder import FinishedJob, Folder, check_free, check_seen, claimed, read_finished, read_settings
+from cplus.jobs.keep import earlier_bank, job_bank
+from cplus.jobs.prepare import Job, prepare, stored, uses_bank, with_own_rows
+from cplus.jobs.progress import TrainingView, record, recorded, recorded_seconds, say, tracker
 from cplus.jobs.repair import repair_groups
-from cplus.jobs.rows import check_requirements, load, located
+from cplus.jobs.rows import check_requirements, located
 from cplus.jobs.settings import AdaptConfig
-from cplus.methods.repair import Repaired, Unrepairable
-from cplus.models import Loaded, loading
+from cplus.methods.repair import Unrepairable, repair_row
+from cplus.models import loading
+from cplus.models.names import origin
+from cplus.probes.audit import ComparedRows, audit
 from cplus.probes.bank import Bank
-from cplus.receipts.contents import Beside, Divergence, RowSet
+from cplus.receipts.contents import Divergence, GateShare, ModelId, Point, Receipt, RowSet
 from cplus.receipts.contents import compare as compare_rows
+from cplus.receipts.page import bank_audit
 from cplus.training import measure
 from cplus.training.driver import Ending, Training, TrainingLog, begin
 from cplus.training.gateshares import layer_shares
@@ -51,8 +50,6 @@ from cplus.training.measure import Exploded, GroupAnswers
 from cplus.training.rows import PastTask
 from cplus.training.sharding import PLACES
 
-# A job from its settings to its folder: load, evaluate, build the bank, train, evaluate again, write.
-
 
 def adapt(config: AdaptConfig, *, force: bool = False, starting: float = 0.0) -> FinishedJob:
     """Fine-tune a model on new rows, protect what it could do, and write model, bank, record, card and receipt.
@@ -60,38 +57,30 @@ def adapt(config: AdaptConfig, *, force: bool = False, starting: float = 0.0) ->
     `starting` is how long the program took to get here. Processes that torchrun or Accelerate started work together.
     """
     folder, home, begun = Folder(config.out), Path.cwd(), time.perf_counter() - starting
-    replacing, mine = folder.settings.is_file(), False
+    replacing = folder.settings.is_file()
 
-    def begin(config: AdaptConfig, chosen: Sequence[Chosen]) -> None:
-        held.enter_context(claimed(folder))
-        if not replacing:  # what is to be replaced stays until the new job is known to work
-            start(config, chosen)
-
-    def start(config: AdaptConfig, chosen: Sequence[Chosen]) -> None:
-        nonlocal mine
-
-        def first() -> None:
-            check_free(folder, force=force)
-            folders.begin_folder(folder, config, home, chosen=chosen)
-
-        processes.shared(first)
-        mine = True
+    def start(job: Job) -> None:
+        processes.shared(lambda: folders.begin_folder(folder, job.config, home, chosen=job.chosen))
         check_seen(folder)
         record(folder.seconds, {"starting": starting} if starting else {})
 
-    with processes.joined(), resumable(folder):
+    with processes.joined(), resumable(folder), Interruption().watching() as interruption:
         processes.shared(lambda: check_free(folder, force=force))
-        memory = PeakMemory(models.choose_device(config.device))
-        with Interruption().watching() as interruption, ExitStack() as held:
+        job = prepare(config, folder, home, begun)
+        with claimed(folder):
+            processes.shared(lambda: check_free(folder, force=force))  # another job may have begun there
+            if replacing:  # what is to be replaced stays until the new job is known to work
+                job = with_own_rows(job)
+                start(job)
+                return work(job, interruption)
             try:
-                job = prepare(config, folder, home, begun, begin)
+                start(job)
+                job = with_own_rows(job)
             except ValueError:  # the job cannot work, so it leaves nothing behind
-                if mine and processes.first():
+                if processes.first():
                     folders.discard(folder)
                 raise
-            if replacing:
-                start(job.config, job.chosen)
-            return work(job, interruption, memory)
+            return work(job, interruption)
 
 
 @contextmanager
@@ -101,7 +90,7 @@ def resumable(folder: Folder) -> Iterator[None]:
         yield
     except Interrupted as stop:
         more = f"Continue with: cplus adapt --resume {folder.root}"
-        more += f" (or --finish {folder.root})" if _has_checkpoint(folder) else ""
+        more += f" (or --finish {folder.root})" if folder.has_checkpoint else ""
         if not folder.settings.is_file():
             more = "Nothing was begun; give the same command again"
         raise Interrupted(stop.number, f"{stop}. {more}", agreed=stop.agreed) from stop
@@ -111,11 +100,7 @@ def resumable(folder: Folder) -> Iterator[None]:
         raise
 
 
-def _has_checkpoint(folder: Folder) -> bool:
-    return folder.checkpoint.is_file() or index_of(folder.checkpoint).is_file()
-
-
-def work(job: Job, interruption: Interruption, memory: PeakMemory, *, train_on: bool = True) -> FinishedJob:
+def work(job: Job, interruption: Interruption, *, train_on: bool = True) -> FinishedJob:
     """Everything after the job is prepared; without `train_on` the last checkpoint is the result."""
     config, folder = job.config, job.folder
     record(folder.seconds, job.seconds)
@@ -133,13 +118,13 @@ def work(job: Job, interruption: Interruption, memory: PeakMemory, *, train_on: 
             bank = processes.in_turn(lambda: _bank(job))
         processes.agree("their bank", None if bank is None else bank.manifest["probes_sha256"])
         training = train(job, before, bank, interruption, tracked, train_on=train_on)
-        outcome = _finish(job, before, bank, training, memory)
+        outcome = _finish(job, before, bank, training)
     finally:
         if tracked is not None:
             tracked.finish()
     say(f"written to {folder.root}: model/, receipt.html, record.json, README.md")
     if config.compare is not None:
-        outcome = _compared(replace(job, base=_base_again(job)), outcome, interruption)
+        outcome = compared(replace(job, base=job.base_again()), outcome, interruption)
     return FinishedJob(folder=folder.root, record=outcome)
 
 
@@ -150,10 +135,8 @@ def _bank(job: Job) -> Bank | None:
     """The sealed probes of a job that uses them: given, from the cache, or written now."""
     if not uses_bank(job.config, job.method) or job.rows.anchors is None:
         return None
-    if job.written is not None:
-        return written_bank(job.folder.bank, job.written, job.settings.probes, job.base, job.rows.anchors)
     given = None if job.config.bank is None else Path(located(str(job.config.bank), job.home))
-    return job_bank(job.folder.bank, job.settings.probes, job.base, job.rows.anchors, given)
+    return job_bank(job.folder.bank, job.settings.probes, job.base, job.rows.anchors, given, job.written)
 
 
 def past_tasks(job: Job, bank: Bank | None) -> list[PastTask]:
@@ -191,7 +174,11 @@ def train(
 ) -> Training:
     """Train from the last checkpoint, or the beginning, to the end; an interrupted training can be resumed."""
     config, folder = job.config, job.folder
-    past, moved = past_tasks(job, bank), _reference(job)
+    past, moved = past_tasks(job, bank), []
+    if config.evaluate_every > 0:  # while it is still the base model
+        few = job.rows.new.drawn(measure.ROWS, config.seed).encoded()
+        with models.computing(config.compute_dtype, job.base.device), recorded(folder.seconds, "evaluating"):
+            moved = measure.base_rows(job.base.model, few)
     with recorded(folder.seconds, "training"):
         training = begin(job.settings, job.base, job.rows.trained, past, PLACES[config.sharding])
     rows = [job.rows.trained.examples, *(part for task in past for part in (task.anchors, task.probes))]
@@ -234,8 +221,15 @@ def train(
                 for sentence in log.watch.said[reported:]:
                     say(f"warning: {sentence}")
                 reported = len(log.watch.said)
+                if isinstance(event, Stepped):
+                    rate = float(training.optimizer.param_groups[0]["lr"])
+                    told = {"train/loss": event.loss, "train/learning_rate": rate}
+                elif isinstance(event, Refreshed):
+                    told = {f"evidence/{name}": loss for name, loss in event.losses.items()}
+                else:
+                    told = {f"epoch/{name}": value for name, value in (point or {}).items()}
                 if tracked is not None:
-                    tracked.log(_tracked(training, event, point), step=event.step)
+                    tracked.log(told, step=event.step)
                 if isinstance(event, Refreshed):
                     continue  # the evidence is newer than the cursor here, so training could not resume from this state
                 signal, due = processes.largest([interruption.received or 0, kept.due(log.cursor.step)])
@@ -257,15 +251,6 @@ def train(
             with recorded(folder.seconds, "saving"):
                 kept.save(training)
     return training
-
-
-def _reference(job: Job) -> list[measure.BaseRow]:
-    """The base model's expectations on a few new rows, computed while it is still the base model."""
-    if job.config.evaluate_every == 0:
-        return []
-    rows = job.rows.new.drawn(measure.ROWS, job.config.seed).encoded()
-    with models.computing(job.config.compute_dtype, job.base.device), recorded(job.folder.seconds, "evaluating"):
-        return measure.base_rows(job.base.model, rows)
 
 
 def _check(training: Training, event: Event) -> None:
@@ -290,8 +275,8 @@ class _Evaluations:
         self._new, *others = [group for group in job.groups if group.part != "external"]
         self._others = [group.drawn(job.config.evaluate_rows, job.config.seed) for group in others]
         self._encoded = training.prepared.material.new
-        past = [group for group in self._others if group.part == "retention" and not group.closed]
-        scores = [score for group in past for score in outputs.group_scores(job, group, before)]
+        past = [(own, few) for own, few in zip(others, self._others, strict=True) if own.part == "retention"]
+        scores = [score for own, few in past if not own.closed for score in outputs.scores_of(own, few, before)]
         self._start = measure.loss_of(scores) if scores else None
         if job.config.lost_limit is not None and not any(group.part == "retention" for group in self._others):
             raise ValueError(f"stop {job.config.stop} needs past rows to measure on; provide past, anchors or keep")
@@ -327,98 +312,155 @@ class _Evaluations:
             return "learned" if measure.repeats_every_token(model, self._encoded) else None
 
 
-def _tracked(training: Training, event: Event, point: Mapping[str, float] | None) -> dict[str, float]:
-    """What a tracker is told about an event."""
-    if isinstance(event, Stepped):
-        rate = float(training.optimizer.param_groups[0]["lr"])
-        return {"train/loss": event.loss, "train/learning_rate": rate}
-    if isinstance(event, Refreshed):
-        return {f"evidence/{name}": loss for name, loss in event.losses.items()}
-    return {f"epoch/{name}": value for name, value in (point or {}).items()}
-
-
 # The model answers again, and everything is written.
 
 
-def _finish(
-    job: Job,
-    before: Mapping[str, GroupAnswers],
-    bank: Bank | None,
-    training: Training,
-    memory: PeakMemory,
-) -> dict[str, Any]:
+def _finish(job: Job, before: Mapping[str, GroupAnswers], bank: Bank | None, training: Training) -> dict[str, Any]:
     """Evaluate again, then write; the record comes last, and then the work folder is removed."""
-    config, folder = job.config, job.folder
+    config, folder, rows, log = job.config, job.folder, job.rows, training.log
     layers = layer_shares(training.prepared.guard)
     best = KeptWeights(folder.best).restore(training) if keeps_best(job) else None
-    good = KeptWeights(folder.good).restore(training) if training.log.lost and best is None else None
+    good = KeptWeights(folder.good).restore(training) if log.lost and best is None else None
     parameters = loading.num_weights(training.model)
     trainable = sum(p.numel() for p in training.model.parameters() if p.requires_grad)
     model = training.finish()
     repaired = training.repaired
-    if isinstance(repaired, str):
-        say(f"repair: {repaired}")
     training.optimizer.state.clear()  # its memory is needed now, and the last checkpoint holds it
     if config.repair:
+        new = [group for group in (rows.new, rows.validation) if group is not None]
         with recorded(folder.seconds, "repairing"):
-            repaired = _repaired(job, before, bank, model)
+            try:
+                repaired = repair_groups(model, job.base_again(), new, before, past_tasks(job, bank), config)
+            except Unrepairable as error:
+                repaired = str(error)
+    if isinstance(repaired, str):
+        say(f"repair: {repaired}")
     with recorded(folder.seconds, "evaluating"):
         with models.computing(config.compute_dtype, job.base.device):
             after = {group.name: outputs.answer(model, group, config, "after") for group in job.groups}
-        abilities, divergence, notes = _abilities(job, bank, model)
+        abilities, divergence, unmeasured = _abilities(job, bank, model)
 
     def written() -> dict[str, Any]:
         with recorded(folder.seconds, "saving"):
             outputs.write_model(folder, model, job.base.tokenizer, config.save_dtype)
-            after_fingerprint = models.fingerprint(model)
-        outcome = outputs.write_outputs(
-            outputs.Finished(
-                job=job,
-                before=before,
-                after=after,
-                abilities=abilities,
-                divergence=divergence,
-                notes=notes,
-                fingerprint=after_fingerprint,
-                log=training.log,
-                bank=bank,
-                layers=layers,
-                parameters=parameters,
-                trainable=trainable,
-                actual=actual_usage(job, training.log, memory),
-                best_epoch=best,
-                good_epoch=good,
-                repaired=repaired,
+            hash_after = models.fingerprint(model)
+        planned = config.epochs * updates_per_epoch(len(rows.trained.examples), config.batch_size)
+        unfinished = None if log.done else {"updates": log.cursor.step, "planned": planned}
+        works = cost_row(parameters, training=log.training, preservation=log.preservation)
+        cost = {**works, "seconds": log.seconds, "extra_bytes": log.extra_bytes}
+        compared = [group for group in (rows.anchors, rows.new, rows.past) if group is not None]
+        sources = [ComparedRows(name=group.name, examples=group.examples) for group in compared]
+        sources += [
+            ComparedRows(name=f"{name}, measured only", examples=[request.example for request in requests(name)])
+            for name in config.measured
+        ]
+        notes = list(log.watch.said)
+        if job.chosen:
+            values = ", ".join(own.named for own in job.chosen)
+            notes.append(f"Chosen, because they were not given: {values}; record.json has the reasons.")
+        if unfinished is not None:
+            notes.append(f"UNFINISHED: training was ended after update {log.cursor.step} of {planned}.")
+        if best is not None:
+            which = "which has the lowest loss of held-out" if rows.validation else "the best on past and"
+            notes.append(f"The weights are those of epoch {best}, {which} new rows.")
+        ended = f"Training ended after epoch {len(log.curve)}:"
+        if log.lost:
+            notes.append(f"{ended} past rows lost more than {config.lost_limit:g}.")
+        if good:
+            notes.append(f"The weights are those of epoch {good}, the last one evaluated before that.")
+        elif good == 0:
+            notes.append(
+                "The weights are the base model's, because the first evaluation lost too much; reduce the rate."
             )
+        if log.learned and len(log.curve) < config.epochs:
+            notes.append(f"{ended} every new row was learned.")
+        if repaired is not None:
+            notes.append(f"{'NOT REPAIRED' if isinstance(repaired, str) else 'Repair after training'}: {repaired}.")
+        if config.load == loading.NAME:
+            notes.append(
+                "The base model was loaded in 4 bits (NF4): the figures before and after are of that model, not of the "
+                "one in full precision."
+            )
+        if trainable < parameters:
+            share = 100 * trainable / parameters
+            notes.append(f"Only adapters were trained: {trainable:,} weights, {share:.2f} % of the model.")
+        receipt = Receipt(
+            title=f"{config.model} adapted by {config.method}" + (" (unfinished)" if unfinished else ""),
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            before=ModelId(name=config.model, fingerprint=job.base.fingerprint),
+            after=ModelId(name=f"{config.out.name}/model", fingerprint=hash_after),
+            method=config.method,
+            sets=tuple(compare_rows(own, before[own.name], after[own.name], judge=config.judge) for own in job.groups)
+            + abilities,
+            followed={g.name: min(len(g.examples), config.evaluate_rows) for g in job.groups if g.part != "external"},
+            divergence=divergence,
+            settings=config.model_dump(mode="json"),
+            environment=environment(threads=torch.get_num_threads(), device=str(job.base.device)),
+            curve=_curve(job, before, log),
+            gate=tuple(
+                GateShare(name=e.name, coordinates=e.coordinates, admitted_share=e.admitted, energy_share=e.energy)
+                for e in layers
+            ),
+            audit=None if bank is None else bank_audit(audit(bank, sources)),
+            cost=cost,
+            requirements=config.requirements,
+            notes=(*rows.notes, *notes, *unmeasured),
         )
+        groups = {"new": rows.new, "anchors": rows.anchors, "past": rows.past, "validation": rows.validation}
+        counts = {name: 0 if group is None else len(group.examples) for name, group in groups.items()}
+        counts |= {"probes": 0 if bank is None else len(bank.probes), "parameters": parameters, "trainable": trainable}
+        id, license = origin(config.model)
+        model_row = {"name": config.model, "id": id, "license": license}
+        # By the names of the plan; the time to write receipt and record is still to come.
+        seconds, epochs = recorded_seconds(folder.seconds), max(1, len(log.curve))
+        first = seconds.pop("first_update", None)
+        seconds["evaluating"] += log.evaluation_seconds
+        seconds["training"] += log.seconds
+        own = {
+            "kind": "adapt",
+            "model": {**model_row, "before": job.base.fingerprint, "after": hash_after},
+            "chosen": [asdict(own) for own in job.chosen],
+            "rows": folders.row_hashes(job.groups),
+            "counts": counts,
+            "sources": [asdict(source) for source in rows.sources],
+            "tokens_by_role": tokens_by_role(rows.new.interface, rows.new.examples),
+            "cost": cost,
+            "seconds": {**seconds, "first_update": first},
+            "actual": {
+                "total_seconds": sum(seconds.values()),
+                "training_tokens_per_epoch": log.training.padded / epochs,
+                "evidence_tokens_per_epoch": log.preservation.padded / epochs,
+                "peak_bytes": job.memory.peak(),
+            },
+            "steps": log.cursor.step,
+            "epochs": len(log.curve),
+            "unfinished": unfinished,
+            "repair": repair_row(repaired),
+            "curve": log.curve,
+            "bank": None if bank is None else dict(bank.manifest),
+        }
+        outcome = outputs.write_record(folder, receipt, own)
         folder.clear_work()
         return outcome
 
     return processes.shared(written)
 
 
-def _repaired(job: Job, before: Mapping[str, GroupAnswers], bank: Bank | None, model: nn.Module) -> Repaired | str:
-    """Repair the trained model in place against the base, read again; the reason where there is nothing to repair."""
-    base = _base_again(job)
-    new = [group for group in (job.rows.new, job.rows.validation) if group is not None]
-    try:
-        return repair_groups(model, base, new, before, past_tasks(job, bank), job.config)
-    except Unrepairable as error:
-        say(f"repair: {error}")
-        return str(error)
-
-
-def _base_again(job: Job) -> Loaded:
-    """The base model, read again, because training changed the weights of the one in memory."""
-    base = load(job.config, job.home)
-    if base.fingerprint != job.base.fingerprint:
-        raise ValueError(f"{job.config.model}: the base model changed while the job ran; start a new job")
-    return base
-
-
-def _seen(job: Job, bank: Bank | None) -> list[Example]:
-    """Every row that is trained on, protected or measured as a row of the job, and every probe."""
-    return [*(row for group in job.rows.groups for row in group.examples), *(() if bank is None else bank.examples)]
+def _curve(job: Job, before: Mapping[str, GroupAnswers], log: TrainingLog) -> tuple[Point, ...]:
+    """The base model's point on the rows evaluated during training, nothing lost or learned, and the later ones."""
+    start = {"epoch": 0.0}
+    for group in job.groups:
+        if group.part == "external":
+            continue
+        share, loss, _ = measure.FIGURES[group.part]
+        if group.closed:
+            start[share] = 100.0 if group.part == "retention" else 0.0
+        else:
+            few = group.drawn(job.config.evaluate_rows, job.config.seed)
+            start[loss] = max(0.0, measure.loss_of(outputs.scores_of(group, few, before)))
+    start |= {"divergence": 0.0} if any("divergence" in point for point in log.curve) else {}
+    known = Point.__dataclass_fields__.keys()
+    return tuple(Point(**{name: row[name] for name in known & row.keys()}) for row in (start, *log.curve))
 
 
 def _abilities(
@@ -429,11 +471,11 @@ def _abilities(
     if outputs.ability_interface(job.base.tokenizer, job.config) is None and (held is None or held.closed):
         return (), None, [f"Abilities were not measured: {outputs.why_unmeasured(job.config)}."]
     try:
-        base = _base_again(job)
+        base = job.base_again()
     except (ValueError, OSError) as error:
         return (), None, [f"Abilities were not measured: {error}."]
     known = outputs.reference(base, job.config, held)
-    found = outputs.measured(known, replace(base, model=model), job.config, _seen(job, bank))
+    found = outputs.measured(known, replace(base, model=model), job.config, job.seen(bank))
     return *found, () if found[0] else [f"Abilities were not measured: {outputs.why_unmeasured(job.config)}."]
 
 
@@ -443,119 +485,18 @@ def keeps_best(job: Job) -> bool:
     return held is not None and not held.closed if job.config.keep_best is None else job.config.keep_best
 
 
-# Plain fine-tuning of the same base on the same rows, up to the loss that the finished job reached.
-
-
-PER_EPOCH = 4
-"""How often in an epoch plain fine-tuning is evaluated, so that it ends near that loss."""
-
-
-def compare(out: Path, *, repeated: Mapping[str, Any] | None = None) -> FinishedJob:
-    """Train plain fine-tuning beside a finished job, and write both into its receipt."""
-    folder, given = Folder(out), repeated or {}
-    with Interruption().watching() as interruption:
-        config, home = read_settings(folder, given)
-        if not folder.record.is_file():
-            raise ValueError(
-                f"{out}: expected a finished job to compare with; finish it with: cplus adapt --resume {out}"
-            )
-        with claimed(folder):
-            record = read_finished(folder)
-            if record["receipt"].get("beside") is None:
-                try:
-                    record = _compared(prepare(config, folder, home), record, interruption)
-                except Interrupted as stop:
-                    more = f"Continue with: cplus adapt --resume {out} --compare sft"
-                    raise Interrupted(stop.number, f"{stop}. {more}", agreed=stop.agreed) from stop
-            return FinishedJob(folder=out, record=record)
-
-
-def _compared(job: Job, record: Mapping[str, Any], interruption: Interruption) -> dict[str, Any]:
-    """Plain fine-tuning up to the job's loss of held-out, else trained, rows; of multiple choice, its Acquisition."""
-    begun, base, figures = time.monotonic(), job.base, record["figures"]
-    config = job.config.model_copy(update={"method": "sft", "repair": False, "num_probes": None, "bank": None})
-    group = job.rows.new if job.rows.validation is None else job.rows.validation
-    part = figures["free"]["validation" if group.part == "validation" else "new"]
-    rate = figures["validation" if group.part == "validation" else "acquisition"]
-    goal = -part["loss"]["after"] if part and part["loss"] else rate["percent"] if rate else math.inf
-    name = {"acquisition": ("new_nll", "acquisition"), "validation": ("validation_nll", "validation")}[group.part]
-    bank = Bank.load(job.folder.bank) if job.folder.bank.exists() else None
-    known = outputs.reference(base, config, job.rows.past)
-    with models.computing(config.compute_dtype, base.device):
-        before = {job.rows.new.name: outputs.answer(base.model, job.rows.new, config, "before")}
-        before |= {group.name: outputs.answer(base.model, group, config, "before")}
-    training, level = begin(config, base, job.rows.trained, [], PLACES[config.sharding]), -math.inf
-    updates = updates_per_epoch(len(job.rows.trained.examples), config.batch_size)
-    every = max(1, updates // PER_EPOCH)
-    with interruption.patient(), progress() as bars:
-        shown = TrainingView(bars, epochs=config.epochs, updates=updates, done=0, begins="plain fine-tuning")
-        for event in training.run(lambda epoch: {}, lambda point: None):
-            shown.show(event, None, None)
-            if interruption.received:
-                raise Interrupted(interruption.received, "stopped; the job is finished, its comparison begins again")
-            if isinstance(event, Stepped) and event.step % every == 0:
-                with models.computing(config.compute_dtype, base.device), training.whole() as model:
-                    found = measure.curve_figures(model, [group], before)
-                level = -found[name[0]] if name[0] in found else found.get(name[1], 100.0)
-                if level >= goal:
-                    break
-    steps, model = training.log.cursor.step, training.finish()
-    with models.computing(config.compute_dtype, base.device):
-        after = outputs.answer(model, job.rows.new, config, "after")
-    sets, moved = outputs.measured(known, replace(base, model=model), config, _seen(job, bank))
-    beside = Beside(
-        method="sft",
-        level=abs(level),
-        reached=level >= goal,
-        updates=steps,
-        seconds=time.monotonic() - begun,
-        sets=(compare_rows(job.rows.new, before[job.rows.new.name], after, judge=config.judge), *sets),
-        divergence=moved,
-    )
-    return outputs.rewritten(job.folder, beside)
-
-
-def compare_seconds(record: Mapping[str, Any]) -> float:
-    """About how long `compare` takes for this job: its training without evidence, and half of its evaluation."""
-    seconds, percent = record.get("seconds"), record["figures"]["preservation_percent"] or 0.0
-    seconds = record["actual"]["seconds"] if seconds is None else seconds
-    return float(seconds["training"] / (1 + percent / 100) + seconds["evaluating"] / 2)
-
-
-def actual_usage(job: Job, log: TrainingLog, memory: PeakMemory) -> dict[str, Any]:
-    """What was measured, by the names of the plan; the time to write receipt and record is still to come."""
-    seconds = recorded_seconds(job.folder.seconds)
-    first = seconds.pop("first_update", None)
-    seconds["evaluating"] += log.evaluation_seconds
-    seconds["training"] += log.seconds
-    epochs = max(1, len(log.curve))
-    return {
-        "seconds": {**seconds, "first_update": first},
-        "total_seconds": sum(seconds.values()),
-        "training_tokens_per_epoch": log.training.padded / epochs,
-        "evidence_tokens_per_epoch": log.preservation.padded / epochs,
-        "peak_bytes": memory.peak(),
-    }
-
-
 # Where an interrupted job continues: from its folder, to the end or with the last checkpoint as its result.
 
 
-def resume(out: Path, *, epochs: int | None = None, repeated: Mapping[str, Any] | None = None) -> FinishedJob:
+def resume(
+    out: Path, *, epochs: int | None = None, repeated: Mapping[str, Any] | None = None, train_on: bool = True
+) -> FinishedJob:
     """Continue an interrupted job as if it had never stopped, up to other `epochs` if given; read a finished one.
 
-    Settings that run code, such as `method="python:..."`, must be `repeated`.
+    Settings that run code, such as `method="python:..."`, must be `repeated`. Without `train_on` model and receipt are
+    written from the last checkpoint.
     """
-    return _continued(Folder(out), repeated or {}, epochs, train_on=True)
-
-
-def finish(out: Path, *, repeated: Mapping[str, Any] | None = None) -> FinishedJob:
-    """Write model and receipt from the last checkpoint of an interrupted job, without further training."""
-    return _continued(Folder(out), repeated or {}, None, train_on=False)
-
-
-def _continued(folder: Folder, repeated: Mapping[str, Any], epochs: int | None, *, train_on: bool) -> FinishedJob:
-    out = folder.root
+    folder, repeated = Folder(out), repeated or {}
     with processes.joined():
         processes.shared(lambda: read_settings(folder, repeated))
         check_seen(folder)
@@ -566,21 +507,22 @@ def _continued(folder: Folder, repeated: Mapping[str, Any], epochs: int | None, 
                     f"{out}: this job is finished, so its epochs cannot change; start a new job from its model"
                 )
             return compare(out, repeated=repeated) if config.compare else done
-        if not train_on and not _has_checkpoint(folder):
+        if not train_on and not folder.has_checkpoint:
             raise ValueError(f"{out}: nothing was trained yet, so there is nothing to finish; use --resume {out}")
         config = config.model_copy(update={} if epochs is None else {"epochs": epochs})
-        memory = PeakMemory(models.choose_device(config.device))
         # The settings hold the values that it chose when it began, and their reasons.
-        kept = stored(folder.settings)
+        chosen = stored(folder.settings)
+        with resumable(folder), Interruption().watching() as interruption:
+            job = replace(prepare(config, folder, home, time.perf_counter()), chosen=chosen)
+            with claimed(folder):
+                if train_on:
+                    processes.shared(lambda: folders.rewrite(folder, job.config, chosen=chosen))
+                return work(with_own_rows(job), interruption, train_on=train_on)
 
-        def begin(config: AdaptConfig, chosen: Sequence[Chosen]) -> None:
-            held.enter_context(claimed(folder))
-            if train_on:
-                processes.shared(lambda: rewrite(folder, config, chosen=kept))
 
-        with resumable(folder), Interruption().watching() as interruption, ExitStack() as held:
-            job = replace(prepare(config, folder, home, time.perf_counter(), begin), chosen=kept)
-            return work(job, interruption, memory, train_on=train_on)
+def finish(out: Path, *, repeated: Mapping[str, Any] | None = None) -> FinishedJob:
+    """Write model and receipt from the last checkpoint of an interrupted job, without further training."""
+    return resume(out, repeated=repeated, train_on=False)
 
 
 def _finished(folder: Folder) -> FinishedJob | None:

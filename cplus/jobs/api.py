@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
+from cplus.core.evidence import evaluating
 from cplus.core.rows import Encoded
-from cplus.data.examples import Example
+from cplus.data import interfaces
+from cplus.data.examples import Example, Prediction
 from cplus.data.readers import collect
-
-if TYPE_CHECKING:
-    from cplus.data.examples import Prediction
-    from cplus.probes.bank import Bank
-    from cplus.receipts.contents import Receipt
-
+from cplus.evaluation.judges import chosen
+from cplus.evaluation.task import BoundTask, evaluate_task
+from cplus.models import of
+from cplus.probes.abilities import GENERAL, writing
+from cplus.probes.bank import Bank
+from cplus.probes.build import cached_bank
+from cplus.probes.settings import ProbeSettings
+from cplus.receipts.contents import Receipt
+from cplus.receipts.page import read_receipt
 
 Rows: TypeAlias = "str | Path | Iterable[Example | Mapping[str, Any]]"
 """A file, the name of a task, or rows: examples, or plain dictionaries such as a line of JSONL holds."""
@@ -43,9 +48,7 @@ def read(rows: Rows) -> list[Example]:
 
 def encode(rows: Rows, tokenizer: Any, *, interface: str = "freeform", chat: bool = True) -> list[Encoded]:
     """Rows as the tokens that training and evidence see; `chat=False` asks in plain text."""
-    from cplus.data.interfaces import build
-
-    bound = build(interface, tokenizer, chat=chat)
+    bound = interfaces.build(interface, tokenizer, chat=chat)
     return [bound.encode(example) for example in read(rows)]
 
 
@@ -68,16 +71,9 @@ def probe(
     in the folder `banks`, by default in the cache, and read from there the next time; `encode(bank.examples,
     tokenizer)` makes the rows that `protect` takes.
     """
-    from cplus.core.evidence import evaluating
-    from cplus.data.interfaces import build
-    from cplus.models import of
-    from cplus.probes.abilities import GENERAL, writing
-    from cplus.probes.build import cached_bank
-    from cplus.probes.settings import ProbeSettings
-
     rows = [] if anchors is None else read(anchors)
     chat = chat and bool(rows or getattr(tokenizer, "chat_template", None))
-    bound = build(interface, tokenizer, chat=chat)
+    bound = interfaces.build(interface, tokenizer, chat=chat)
     settings = ProbeSettings(num_probes=num_probes, shots=shots, temperature=temperature, seed=seed)
     if not rows:
         settings = writing(bound, GENERAL, num_probes, temperature=temperature, seed=seed)
@@ -108,12 +104,7 @@ def evaluate(
     max_new_tokens: int = 256,
 ) -> Evaluation:
     """Ask a model every row; free text is right by the judge, and also scored by its responses' loss."""
-    from cplus.core.evidence import evaluating
-    from cplus.data.interfaces import build
-    from cplus.evaluation.judges import chosen
-    from cplus.evaluation.task import BoundTask, evaluate_task
-
-    bound = build(interface, tokenizer, chat=chat)
+    bound = interfaces.build(interface, tokenizer, chat=chat)
     asked = BoundTask(name="rows", interface=bound, examples=tuple(read(rows)), judge=chosen(judge))
     with evaluating(model):
         predictions, summary = evaluate_task(model, asked, max_new_tokens=max_new_tokens)
@@ -122,6 +113,4 @@ def evaluate(
 
 def receipt(folder: str | Path) -> Receipt:
     """The receipt of a finished job, refused if it was altered."""
-    from cplus.receipts.page import read_receipt
-
     return read_receipt(Path(folder))

@@ -35,7 +35,7 @@ class Checkpoints:
     """Writes the last state of a training and reads it again; another job's state is refused."""
 
     def __init__(self, path: Path, identity: str, *, minutes: float, steps: int | None) -> None:
-        self._path, self._index, self._identity = path, index_of(path), identity
+        self._path, self._index, self._identity = path, path.with_suffix(".json"), identity
         self._minutes, self._steps = minutes, steps
         self._written = time.monotonic()
         self.step: int | None = None
@@ -118,11 +118,6 @@ class Checkpoints:
         for folder in self._path.parent.glob(f"{_SHARDS}*"):
             if folder.name != kept:
                 shutil.rmtree(folder)
-
-
-def index_of(path: Path) -> Path:
-    """The file that names the shards of a checkpoint, next to the place of one in one file."""
-    return path.with_suffix(".json")
 
 
 def read_state(path: Path, otherwise: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from cplus.training.rows import Group
 FORMAT = "cplus-job/1"
 _LOOKS, _PAUSE = 50, 0.2  # a shared file system may show a new file seconds later
 _OURS = (
-    "settings.json", "work", "model", "bank", "anchors.jsonl", "past.jsonl", "record.json", "receipt.json",
+    "settings.json", "work", "beside", "model", "bank", "anchors.jsonl", "past.jsonl", "record.json", "receipt.json",
     "receipt.html", "README.md", "tensorboard",
 )  # fmt: skip
 
@@ -45,6 +45,12 @@ class Folder:
         self.checkpoint = self.work / "checkpoint.pt"  # one file is replaced in one move, a folder is not
         self.best = self.work / "best.pt"
         self.good = self.work / "good.pt"
+        self.beside = root / "beside"  # what only an unfinished comparison of a finished job needs
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is a last state, in one file or in shards."""
+        return self.checkpoint.is_file() or self.checkpoint.with_suffix(".json").is_file()
 
     def clear_work(self) -> None:
         """Remove what only an unfinished job needs."""

@@ -133,13 +133,7 @@ def settings_of(config: AdaptConfig, bound: Interface, portion: Portion) -> Prob
 
 def self_written(base: Loaded, bound: Interface, settings: ProbeSettings) -> Bank:
     """A bank that begins with these rows: one in the cache, or the one that the model writes now."""
-    name, count = settings.ability, settings.num_probes
-    if (found := sealed_before(base, bound, (), settings)) is not None:
-        say(f"keep {name}: {count} self-written rows reused from {found[0]}{found[1]}")
-        return Bank.load(found[0], model_fingerprint=base.fingerprint)
-    say(f"keep {name}: {base.name} writes {count} rows of its own; they are cached")
-    with bank_view(count) as watch:
-        return cached_bank(base, bound, (), settings, watch=watch, notify=say)
+    return Bank.load(_built(base, bound, (), settings), model_fingerprint=base.fingerprint)
 
 
 def _manifest(asked: Sequence[Portion], banks: Sequence[Bank]) -> dict[str, Any]:
@@ -166,23 +160,31 @@ def _manifest(asked: Sequence[Portion], banks: Sequence[Bank]) -> dict[str, Any]
 # The job's bank: a given one, one from the cache, or a new one; a sealed copy is stored beside the model.
 
 
-def job_bank(folder: Path, settings: ProbeSettings, base: Loaded, anchors: Group, given: Path | None) -> Bank:
-    """The job's bank: copied to `folder` on the first call, read from there on later ones."""
-    if not folder.exists():
-        source = given or _built(base, anchors, settings)
+def job_bank(
+    folder: Path,
+    settings: ProbeSettings,
+    base: Loaded,
+    anchors: Group,
+    given: Path | None,
+    written: Written | None = None,
+) -> Bank:
+    """The job's bank: made in `folder` on the first call, read from there on later ones.
+
+    It is the `given` one, one built from the anchors, or what the base model has `written` with what given anchors
+    contribute, sealed for all anchors.
+    """
+    if folder.exists():
+        return checked_bank(folder, base, anchors)
+    if written is None:
+        source = given or _built(base, anchors.interface, anchors.examples, settings)
         checked_bank(source, base, anchors)
         with files.replacing_folder(folder) as part:
             shutil.copytree(source, part, dirs_exist_ok=True)
-    return checked_bank(folder, base, anchors)
-
-
-def written_bank(folder: Path, written: Written, settings: ProbeSettings, base: Loaded, anchors: Group) -> Bank:
-    """The bank of a job that keeps self-written rows, sealed for its anchors, with what given anchors contribute."""
-    if not folder.exists():
+    else:
         probes, manifest = list(written.probes), dict(written.manifest)
         if written.from_given:
-            given = replace(anchors, examples=written.given)
-            bank = Bank.load(_built(base, given, replace(settings, num_probes=written.from_given)))
+            few = replace(settings, num_probes=written.from_given)
+            bank = Bank.load(_built(base, anchors.interface, written.given, few))
             probes += bank.probes
             part = {"keep": "anchors", "probes": len(bank.probes), "drawn_from": bank.manifest["probes_sha256"]}
             manifest["parts"] = [*manifest["parts"], part]
@@ -210,12 +212,18 @@ def checked_bank(folder: Path, base: Loaded | None, anchors: Group) -> Bank:
     return bank
 
 
-def _built(base: Loaded, anchors: Group, settings: ProbeSettings) -> Path:
-    found = sealed_before(base, anchors.interface, anchors.examples, settings)
+def _built(base: Loaded, bound: Interface, anchors: Sequence[Example], settings: ProbeSettings) -> Path:
+    """A bank from the cache, or written now: from anchors, or of an ability from nothing."""
+    count = settings.num_probes
+    found = sealed_before(base, bound, anchors, settings)
     if found is not None:
-        say(f"bank: reused from {found[0]}{found[1]}")
+        what = "bank: " if anchors else f"keep {settings.ability}: {count} self-written rows "
+        say(f"{what}reused from {found[0]}{found[1]}")
         return found[0]
-    say(f"bank: the frozen model writes {settings.num_probes} probes from {len(anchors.examples)} anchors")
-    with bank_view(settings.num_probes) as watch:
-        cached_bank(base, anchors.interface, anchors.examples, settings, watch=watch, notify=say)
-    return bank_folder(base, anchors.interface, anchors.examples, settings)
+    if anchors:
+        say(f"bank: the frozen model writes {count} probes from {len(anchors)} anchors")
+    else:
+        say(f"keep {settings.ability}: {base.name} writes {count} rows of its own; they are cached")
+    with bank_view(count) as watch:
+        cached_bank(base, bound, anchors, settings, watch=watch, notify=say)
+    return bank_folder(base, bound, anchors, settings)

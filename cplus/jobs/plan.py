@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from cplus import models
-from cplus.core.rows import MAX_TOKENS, Encoded
+from cplus.core.rows import MAX_TOKENS, Encoded, batched, measured
 from cplus.data.examples import FreeForm, Message
 from cplus.evaluation.abilities import ABILITIES, requests
-from cplus.jobs import choices
 from cplus.jobs.keep import Portion, earlier_bank, interface_of, portions, settings_of, with_written
 from cplus.jobs.memory import ModelSize, giga, has_weights, size_plan
 from cplus.jobs.outputs import DECODED, ability_interface
@@ -27,7 +26,7 @@ from cplus.jobs.repair import ranked_by, trial_rows
 from cplus.jobs.rows import bind_rows, evaluated, load, located
 from cplus.jobs.settings import MAX_ROWS, AdaptConfig
 from cplus.methods.repair import TRIALS
-from cplus.methods.table import Material, Method, Past
+from cplus.methods.table import METHODS, Material, Method, Past
 from cplus.models import Loaded
 from cplus.models.decoding import ROWS, LocalEngine
 from cplus.probes.abilities import ACCEPTED, ability
@@ -35,7 +34,7 @@ from cplus.probes.bank import Bank
 from cplus.probes.build import sealed_before
 from cplus.probes.settings import BLOCK
 from cplus.training.driver import adapted, start
-from cplus.training.loop import updates_per_epoch
+from cplus.training.loop import Schedule, epoch_batches, updates_per_epoch
 from cplus.training.rows import Group, Rows
 
 WITHIN = 1.5
@@ -208,6 +207,63 @@ def assumed_material(config: AdaptConfig, method: Method, rows: Rows, home: Path
     return Material(new=rows.trained.encoded(), past=tuple(past)), len(probes)
 
 
+# The tokens of a job's epochs, counted as they will be batched, before the bank is written.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Padded tokens per epoch: of plain fine-tuning, of the method's training, of its evidence."""
+
+    sft: int
+    training: int
+    evidence: int
+
+    @property
+    def percent(self) -> float:
+        """What the method costs above plain fine-tuning.
+
+        Paper: App. E.12: FLOPs are 6 P L, so that P cancels out.
+
+        >>> Tokens(sft=100, training=100, evidence=25).percent
+        25.0
+        """
+        return 100 * (self.training + self.evidence) / self.sft - 100
+
+
+def tokens_per_epoch(config: AdaptConfig, method: Method, material: Material) -> Tokens:
+    """Count the tokens of the first epoch as they will be batched."""
+    schedule = Schedule(epochs=1, batch_size=config.batch_size, order=config.order)
+
+    def trained(row: Method) -> int:
+        return sum(padded(batch) for batch in epoch_batches(row, material, schedule, seed=config.seed, epoch=1))
+
+    updates = updates_per_epoch(len(material.new), config.batch_size)
+    training = trained(method)
+    training += round(updates * padded(material.rows("anchors")) * method.objective.anchor_passes)
+    training += round(sum(padded(material.rows(kind)) for kind in method.objective.read_by_base) / 3)
+    # Evidence computed once is preparation, which the paper leaves out of the cost of training.
+    refreshes = updates / method.refresh if isinstance(method.refresh, int) else float(method.refresh == "epoch")
+    evidence = round(refreshes * evidence_tokens(method, material))
+    return Tokens(sft=trained(METHODS["sft"]), training=training, evidence=evidence)
+
+
+def evidence_tokens(method: Method, material: Material) -> int:
+    """The tokens of one refresh."""
+    return sum(padded(source.at(0)) for source in method.sources(material)) if method.evidence else 0
+
+
+def largest_pass(config: AdaptConfig, method: Method, material: Material) -> int:
+    """The tokens of the largest pass of an update or a refresh."""
+    longest = sorted(material.new, key=len, reverse=True)[: config.batch_size]
+    evidence = [source.at(0) for source in method.sources(material)] if method.evidence else []
+    return max(measured(batch).padded for rows in (longest, *evidence) if rows for batch in batched(rows))
+
+
+def padded(rows: Sequence[Encoded]) -> int:
+    """The tokens of rows in batches of similar length."""
+    return sum(measured(batch).padded for batch in batched(rows))
+
+
 def saving_seconds(config: AdaptConfig, size: ModelSize, checkpoint: int, updates: int) -> float:
     """Seconds to write checkpoints and the model."""
     saved = 1 + (updates // config.checkpoint_steps if config.checkpoint_steps is not None else 0)
@@ -243,14 +299,14 @@ def plan(config: AdaptConfig, *, starting: float = 0.0) -> Plan:
     seconds = {"starting": starting, "loading": time.perf_counter() - begun}
     say("timing a refresh, an update and a decoded batch on this model and its longest rows")
     material, probes = assumed_material(config, method, rows, home)
-    tokens = choices.tokens_per_epoch(config, method, material)
+    tokens = tokens_per_epoch(config, method, material)
     updates = updates_per_epoch(len(material.new), config.batch_size)
     used = memory_used(base.device) - sum(p.nbytes for p in base.model.parameters())
     pace = timed(config, method, base, material)
     seconds["evaluating"] = evaluation_seconds(config, groups, pace)
     seconds["writing probes"] = writing_seconds(config, rows, asked, base, pace)
     epoch = tokens.training * pace.update + updates * pace.step + tokens.evidence * pace.evidence
-    once = choices.evidence_tokens(method, material) * pace.evidence if method.refresh == "once" else 0.0
+    once = evidence_tokens(method, material) * pace.evidence if method.refresh == "once" else 0.0
     seconds["training"] = config.epochs * epoch + once
     if config.repair:
         past = sum(len(row) for task in material.past for row in (*task.anchors, *task.probes)[:MAX_ROWS])
@@ -261,7 +317,7 @@ def plan(config: AdaptConfig, *, starting: float = 0.0) -> Plan:
         seconds["repairing"] = ranked * pace.update + (3 * past + trials) * pace.read
     seconds["saving"] = saving_seconds(config, size, need.checkpoint, config.epochs * updates)
     # What the process holds besides the weights is measured, too.
-    activations = pace.activations * choices.largest_pass(config, method, material)
+    activations = pace.activations * largest_pass(config, method, material)
     evidence = 4 * size.trainable if method.evidence else 0  # a refresh has its gradient beside that of its passes
     peak = need.held + max(0, used) + evidence + round(activations)
     counts = {"new": len(rows.new.examples), "anchors": len(material.past[0].anchors), "probes": probes}

@@ -2,27 +2,136 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TypeAlias
+
+import torch
 
 from cplus import models
+from cplus.base import files
 from cplus.base.environment import versions
-from cplus.data.examples import fingerprint
+from cplus.data.examples import Choice, Example, fingerprint
 from cplus.distributed import processes as world
-from cplus.jobs.choices import Chosen, choose
 from cplus.jobs.folder import Folder
 from cplus.jobs.keep import Written, with_written
-from cplus.jobs.memory import Footprint, ModelSize, check_packed, footprint, giga, model_size
-from cplus.jobs.progress import say
+from cplus.jobs.memory import CHECKPOINTED, Footprint, ModelSize, check_packed, footprint, giga, model_size
+from cplus.jobs.progress import PeakMemory, say
 from cplus.jobs.rows import Tasks, bind_rows, evaluated, load, located, read, template
 from cplus.jobs.settings import AdaptConfig, paper, refuse
 from cplus.methods.table import REPAIR, Method
 from cplus.models import Loaded, loading
+from cplus.probes.bank import Bank
+from cplus.training.loop import updates_per_epoch
 from cplus.training.rows import Group, Rows
 from cplus.training.sharding import needs_whole
+
+# Settings that choose themselves, each with its reason.
+
+
+RATE, SIZE = 3e-5, 135e6
+"""The rate that was found on a model of this size; others get it times the root of the ratio of the sizes."""
+LOWEST, HIGHEST = 1e-6, 1e-3
+ADAPTERS = 10
+"""Adapters are trained at this many times the rate of all weights."""
+UPDATES, FEWEST_EPOCHS, EVALUATIONS = 60, 3, 3
+"""Free text: the epochs of at least this many updates, and never fewer epochs; about this many evaluations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A setting that was not given, its value and why it has this value."""
+
+    name: str
+    value: float | int | str | bool
+    why: str
+
+    @property
+    def named(self) -> str:
+        """The setting and its value."""
+        return f"{self.name} {f'{self.value:g}' if isinstance(self.value, float) else self.value}"
+
+    def __str__(self) -> str:
+        return f"{self.named}: {self.why}"
+
+
+def rate_by_size(parameters: int, *, adapters: bool = False) -> float:
+    """AdamW's learning rate for a model of this size, to one digit.
+
+    >>> rate_by_size(134_515_008), rate_by_size(4_022_468_096), rate_by_size(602_000, adapters=True)
+    (3e-05, 5e-06, 0.004)
+    """
+    rate = min(HIGHEST, max(LOWEST, RATE * math.sqrt(SIZE / max(1, parameters))))
+    return float(f"{rate * (ADAPTERS if adapters else 1):.0e}")
+
+
+def _size(parameters: int) -> str:
+    """A number of parameters in words.
+
+    >>> _size(134_515_008), _size(601_536), _size(4_022_468_096)
+    ('135 M', '0.602 M', '4.02 B')
+    """
+    return f"{parameters / 1e9:.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
+
+
+def epochs_by_rows(num_new: int, batch_size: int, most: int) -> int:
+    """Epochs of free text at most: many for a small file, few for a large one.
+
+    >>> [epochs_by_rows(count, 8, 25) for count in (8, 40, 96, 1000)]
+    [25, 12, 5, 3]
+    """
+    wanted = math.ceil(UPDATES / updates_per_epoch(num_new, batch_size))
+    return max(FEWEST_EPOCHS, min(most, wanted))
+
+
+def choose(
+    config: AdaptConfig, tasks: Tasks, size: ModelSize, need: Footprint
+) -> tuple[AdaptConfig, tuple[Chosen, ...]]:
+    """The settings with everything chosen that was not given."""
+    given, found = config.model_fields_set, []
+    if config.lr is None:
+        if config.optimizer != "adamw":
+            raise ValueError(
+                f"the default learning rate is AdamW's, but the optimizer is {config.optimizer}; provide lr"
+            )
+        adapters = config.lora is not None
+        why = f"by the size of the model, {_size(size.parameters)}: {RATE:g} at {_size(int(SIZE))}, by the root of the "
+        why += "ratio" + f", and {ADAPTERS} times that for adapters" * adapters
+        found.append(Chosen(name="lr", value=rate_by_size(size.parameters, adapters=adapters), why=why))
+    rows = () if tasks.new is None else tasks.new.examples
+    free = bool(rows) and not isinstance(rows[0], Choice)
+    if free and "epochs" not in given and config.stop != "never":
+        count = len(rows)
+        epochs = epochs_by_rows(count, config.batch_size, config.epochs)
+        updates = epochs * updates_per_epoch(count, config.batch_size)
+        why = f"{updates} updates of {config.batch_size} of the {count} new rows at most, fewer if all is learned"
+        found.append(Chosen(name="epochs", value=epochs, why=why))
+        every = max(1, round(epochs / EVALUATIONS))
+        if "evaluate_every" not in given and every > 1 and config.lost_limit is None and not config.keep_best:
+            why = f"about {EVALUATIONS} evaluations while training"
+            found.append(Chosen(name="evaluate_every", value=every, why=why))
+    processes, device = world.started()[1], models.choose_device(config.device)
+    if "compute_dtype" not in given and device.type == "cuda" and torch.cuda.is_bf16_supported():
+        why = "the device computes in it; weights, optimizer and gate stay float32"
+        found.append(Chosen(name="compute_dtype", value="bfloat16", why=why))
+    light = need.peak - size.activation_bytes + size.activation_bytes // CHECKPOINTED
+    # Free memory differs between processes, their settings must not.
+    if "gradient_checkpointing" not in given and processes == 1 and light <= need.available < need.peak:
+        why = (
+            f"{giga(need.peak)} GB would be needed at the peak, {giga(need.available)} GB are free; activations "
+            f"computed twice need about {giga(light)} GB"
+        )
+        found.append(Chosen(name="gradient_checkpointing", value=True, why=why))
+    return config.model_copy(update={own.name: own.value for own in found}), tuple(found)
+
+
+def stored(settings: Path) -> tuple[Chosen, ...]:
+    """The choices that a job's file of settings holds beside the values: a resumed job was given everything."""
+    return tuple(Chosen(**row) for row in files.read_json(settings).get("chosen", ()))
+
 
 # What is checked before anything is written, by a job and by its plan alike: settings, rows, memory, disk.
 
@@ -38,10 +147,6 @@ class Preflight:
     size: ModelSize
     need: Footprint
     warnings: tuple[str, ...]
-
-
-Begin: TypeAlias = Callable[[AdaptConfig, Sequence[Chosen]], None]
-"""Claims the job's folder and writes the settings into it; from then on the job can be resumed."""
 
 
 class TooLarge(ValueError):
@@ -85,8 +190,8 @@ def preflight(config: AdaptConfig, home: Path) -> Preflight:
             f"the weights are stored in {size.stored_dtype}; they are trained in float32, because {size.stored_dtype} "
             "would round small updates away"
         )
-    for line in (*tasks.formats, *(f"chosen: {own}" for own in chosen)):
-        say(line)
+    for own in chosen:
+        say(f"chosen: {own}")
     say(f"{config.model}: {size.parameters:,} parameters, {size.trainable:,} trained; {method.name}: {method.summary}")
     return Preflight(
         config=config, chosen=chosen, method=method, tasks=tasks, size=size, need=need, warnings=tuple(warnings)
@@ -153,7 +258,7 @@ def uses_bank(config: AdaptConfig, row: Method) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What every phase of a job needs; `groups` are the rows evaluated before and after training."""
+    """What every phase of a job needs."""
 
     config: AdaptConfig
     home: Path
@@ -161,35 +266,43 @@ class Job:
     method: Method
     base: Loaded
     rows: Rows
-    groups: tuple[Group, ...]
-    written: Written | None
+    written: Written | None = None
     """The bank's self-written part, where the base model writes the rows to keep."""
     chosen: tuple[Chosen, ...]
     """The settings that were not given, with the reasons for their values."""
+    warnings: tuple[str, ...]
     seconds: Mapping[str, float]
     """What it took to prepare, by part."""
     begun: float
     """When the program was started, by `time.perf_counter`."""
+    memory: PeakMemory
 
     @property
     def settings(self) -> AdaptConfig:
         """The settings with the number of probes."""
         return self.config.settings(len(self.rows.new.examples))
 
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The rows evaluated before and after training."""
+        return evaluated(self.config, self.rows)
 
-def prepare(
-    config: AdaptConfig,
-    folder: Folder,
-    home: Path,
-    begun: float | None = None,
-    begin: Begin = lambda config, chosen: None,
-) -> Job:
-    """Check, load and bind everything, then `begin` the folder and have the base model write its rows.
+    def seen(self, bank: Bank | None) -> list[Example]:
+        """Every row that is trained on, protected or measured as a row of the job, and every probe."""
+        probes = () if bank is None else bank.examples
+        return [*(row for group in self.rows.groups for row in group.examples), *probes]
 
-    Every process reads the rows; those of the base model's own are written by the first with the help of the others,
-    which then read them.
-    """
-    clock = time.perf_counter()
+    def base_again(self) -> Loaded:
+        """The base model, read again, because training changed the weights of the one in memory."""
+        base = load(self.config, self.home)
+        if base.fingerprint != self.base.fingerprint:
+            raise ValueError(f"{self.config.model}: the base model changed while the job ran; start a new job")
+        return base
+
+
+def prepare(config: AdaptConfig, folder: Folder, home: Path, begun: float | None = None) -> Job:
+    """Check, load and bind everything that can be without writing anything."""
+    clock, memory = time.perf_counter(), PeakMemory(models.choose_device(config.device))
     world.agree("their settings or versions", [config.model_dump(mode="json"), versions()])
     found = world.in_turn(lambda: preflight(config, home))
     config = found.config
@@ -198,17 +311,6 @@ def prepare(
     world.agree("the base model", base.fingerprint)
     rows = world.in_turn(lambda: bind_rows(config, found.tasks, base))
     world.agree("their rows", [fingerprint(group.examples) for group in rows.groups])
-    loaded = time.perf_counter()
-    begin(config, found.chosen)
-
-    def written() -> tuple[Rows, Written | None]:
-        with models.computing(config.compute_dtype, base.device):
-            return with_written(config, found.method, rows, base)
-
-    rows, own = world.in_turn(written)
-    for line in (*(f"warning: {own}" for own in found.warnings), *(f"note: {own}" for own in rows.notes)):
-        say(line)
-    groups = evaluated(config, rows)
     return Job(
         config=config,
         home=home,
@@ -216,9 +318,24 @@ def prepare(
         method=found.method,
         base=base,
         rows=rows,
-        groups=groups,
-        written=own,
         chosen=found.chosen,
-        seconds={"loading": loaded - clock, "writing probes": time.perf_counter() - loaded},
+        warnings=found.warnings,
+        seconds={"loading": time.perf_counter() - clock},
         begun=clock if begun is None else begun,
+        memory=memory,
     )
+
+
+def with_own_rows(job: Job) -> Job:
+    """The job with the rows that the base model writes itself, by the first process with the help of the others."""
+    clock = time.perf_counter()
+
+    def written() -> tuple[Rows, Written | None]:
+        with models.computing(job.config.compute_dtype, job.base.device):
+            return with_written(job.config, job.method, job.rows, job.base)
+
+    rows, own = world.in_turn(written)
+    for line in (*(f"warning: {one}" for one in job.warnings), *(f"note: {one}" for one in rows.notes)):
+        say(line)
+    seconds = {**job.seconds, "writing probes": time.perf_counter() - clock}
+    return replace(job, rows=rows, written=own, seconds=seconds)

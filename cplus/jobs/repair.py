@@ -34,9 +34,9 @@ from cplus.jobs.folder import (
     read_values,
     row_hashes,
 )
-from cplus.jobs.keep import Written, job_bank, with_written, written_bank
+from cplus.jobs.keep import Written, job_bank, with_written
 from cplus.jobs.memory import ModelSize, available, disk_free, giga, model_size
-from cplus.jobs.outputs import answer, base_answers, card, measured, reference, write_model
+from cplus.jobs.outputs import answer, base_answers, measured, reference, write_model, write_record
 from cplus.jobs.progress import recorded, recorded_seconds, say
 from cplus.jobs.rows import bind_rows, check_requirements, evaluated, load, located, read
 from cplus.jobs.settings import MAX_ROWS, AdaptConfig, RepairConfig, repair_settings
@@ -51,7 +51,7 @@ from cplus.models.scoring import log_likelihoods, predict
 from cplus.probes.audit import ComparedRows, audit
 from cplus.probes.bank import Bank
 from cplus.receipts.contents import ModelId, Receipt, Repair, TunedSet, compare
-from cplus.receipts.page import bank_audit, to_json, write_record
+from cplus.receipts.page import bank_audit
 from cplus.training.measure import GroupAnswers, changes, evaluate, kept, learned, loss_of
 from cplus.training.rows import Group, PastTask, Rows
 
@@ -244,8 +244,6 @@ def prepare(config: RepairConfig, home: Path) -> Given:
     """Check, load and bind everything; whatever can be refused without an evaluation is refused here."""
     _check_places(config, home)
     tasks = read(config, METHODS[config.method], home)
-    for line in tasks.formats:
-        say(line)
     size = model_size(config, METHODS[config.method], models.resolve(located(config.model, home)))
     need = needed(config, size)
     say(f"{config.model}: {size.parameters:,} parameters; {config.tuned} is repaired towards it")
@@ -437,9 +435,7 @@ def _repaired(given: Given, folder: Folder) -> dict[str, Any]:
         "seconds": seconds,
         "bank": dict(bank.manifest),
     }
-    record = to_json(receipt, job)
-    files.write_text(folder.card, card(record, "repair_card.md"))
-    record = write_record(record, folder.root)
+    record = write_record(folder, receipt, job, "repair_card.md")
     folder.clear_work()
     return record
 
@@ -447,10 +443,8 @@ def _repaired(given: Given, folder: Folder) -> dict[str, Any]:
 def _bank(given: Given, folder: Folder) -> Bank:
     assert given.rows.anchors is not None
     settings = given.config.settings(len(given.rows.new.examples)).probes
-    if given.written is not None:
-        return written_bank(folder.bank, given.written, settings, given.base, given.rows.anchors)
     own = None if given.config.bank is None else Path(located(str(given.config.bank), given.home))
-    return job_bank(folder.bank, settings, given.base, given.rows.anchors, own)
+    return job_bank(folder.bank, settings, given.base, given.rows.anchors, own, given.written)
 
 
 def _notes(given: Given) -> list[str]:

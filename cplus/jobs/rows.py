@@ -13,7 +13,6 @@ from cplus import models
 from cplus.base.files import cache_folder
 from cplus.data import interfaces
 from cplus.data.examples import Choice, Example, FreeForm, to_row
-from cplus.data.interfaces import Interface
 from cplus.data.prompts import read_template
 from cplus.data.readers import weighted
 from cplus.data.tasks import Task, cached_split, draw_anchors, load_task, stack
@@ -117,11 +116,9 @@ HELD_OUT_FROM = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Tasks:
-    """What is read from files, before any model is loaded."""
+    """What is read from files, before any model is loaded; the new rows are a `mixture` of files."""
 
-    new: Task | None
     mixture: Mixture | None
-    """The files that the new rows come from."""
     anchors: Task | None
     past: Task | None
     validation: Task | None
@@ -130,20 +127,13 @@ class Tasks:
     kept: tuple[Task, ...] = ()
 
     @property
-    def formats(self) -> list[str]:
-        """One line per file: the format that was detected and the number of rows."""
-        new = [] if self.mixture is None else [("new", task) for _, _, task in self.mixture.files]
-        named = [*new, ("validation", self.validation), ("anchors", self.anchors), ("past", self.past)]
-        several = len(new) > 1
-        return [
-            f"{name}: {task.name + ': ' if several and name == 'new' else ''}{task.detected}"
-            for name, task in named
-            if task is not None and task.detected
-        ]
+    def new(self) -> Task | None:
+        """The rows of all files of new rows."""
+        return None if self.mixture is None else self.mixture.task
 
 
 def read(config: AdaptConfig, method: Method, home: Path) -> Tasks:
-    """Read every file and task; a method without the rows it needs is refused here."""
+    """Read every file and task, and print the formats; a method without the rows it needs is refused here."""
     if not (config.split or config.anchors or config.kept or config.written) and set(method.needs) != {"new"}:
         raise ValueError(
             f"method {method.name!r} needs anchors: rows the model should keep; provide some as anchors or keep general"
@@ -169,8 +159,12 @@ def read(config: AdaptConfig, method: Method, home: Path) -> Tasks:
     for folder in folders:
         if not folder.anchors.is_file():
             raise ValueError(f"{folder.root}: expected the folder of a job with anchors; it holds no anchors.jsonl")
+    new = () if mixture is None else mixture.files
+    named = [(f"new: {task.name}" if len(new) > 1 else "new", task) for _, _, task in new]
+    for name, task in (*named, ("validation", validation), ("anchors", anchors), ("past", past)):
+        if task is not None and task.detected:
+            say(f"{name}: {task.detected}")
     return Tasks(
-        new=None if mixture is None else mixture.task,
         mixture=mixture,
         anchors=anchors,
         past=past,
@@ -187,30 +181,56 @@ def located(name: str, home: Path) -> str:
     return str(path) if home != Path.cwd() and path.exists() else name
 
 
-def gather(config: AdaptConfig, tasks: Tasks, base: Loaded) -> Rows:
-    """Bind the rows to the model: interfaces, rows that fit its window, its answers to a split task."""
-    if tasks.split is not None:
-        rows = _split_rows(config, tasks.split, base)
-    else:
-        assert tasks.new is not None
-        assert tasks.mixture is not None
-        known = {
-            name: None if task is None else group_of(config, task, base, name=name, part="retention")
-            for name, task in (("anchors", tasks.anchors), ("past", tasks.past))
-        }
-        new = group_of(config, tasks.new, base, name="new", part="acquisition")
-        new, validation = _held_out(config, tasks.validation, base, new)
-        rows = Rows(new=new, anchors=known["anchors"], past=known["past"], validation=validation)
-        rows = tasks.mixture.applied(rows)
-    external = tuple(group_of(config, task, base, name=task.name, part="external") for task in tasks.external)
-    if config.external_limit is not None:
-        external = tuple(group.drawn(config.external_limit, config.seed) for group in external)
-    kept = tuple(
-        group_of(config, task, base, name=f"kept {number}", part="retention")
-        for number, task in enumerate(tasks.kept, start=1)
-    )
-    rows = replace(rows, external=external, kept=kept)
-    return replace(rows, notes=notes(config, rows))
+def bind_rows(config: AdaptConfig, tasks: Tasks, base: Loaded) -> Rows:
+    """Bind the rows to the model: interfaces, rows that fit its window, its own answers where it is asked for them."""
+    with models.computing(config.compute_dtype, base.device):
+        if tasks.split is not None:
+            rows = _split_rows(config, tasks.split, base)
+        else:
+            assert tasks.mixture is not None
+            known = {
+                name: None if task is None else group_of(config, task, base, name=name, part="retention")
+                for name, task in (("anchors", tasks.anchors), ("past", tasks.past))
+            }
+            new = group_of(config, tasks.mixture.task, base, name="new", part="acquisition")
+            new, validation = _held_out(config, tasks.validation, base, new)
+            rows = Rows(new=new, anchors=known["anchors"], past=known["past"], validation=validation)
+            rows = tasks.mixture.applied(rows)
+        external = tuple(group_of(config, task, base, name=task.name, part="external") for task in tasks.external)
+        if config.external_limit is not None:
+            external = tuple(group.drawn(config.external_limit, config.seed) for group in external)
+        kept = tuple(
+            group_of(config, task, base, name=f"kept {number}", part="retention")
+            for number, task in enumerate(tasks.kept, start=1)
+        )
+        rows = replace(rows, external=external, kept=kept)
+        rows = replace(rows, notes=notes(config, rows))
+        if config.own_answers:
+            rows = _with_own_answers(config, rows, base)
+        return rows
+
+
+def _with_own_answers(config: AdaptConfig, rows: Rows, base: Loaded) -> Rows:
+    """The rows to keep with the base model's own greedy answers; a row that its answer makes too long is left out."""
+    limit = config.max_length or base.window
+    for name, group in (("anchors", rows.anchors), ("past", rows.past)):
+        if group is None or group.closed:
+            continue
+        count = len(group.examples)
+        say(f"the base model answers the {count} {name} rows; its answers are cached")
+        answers = own_answers(base, group.interface, group.examples, name=name)
+        examples = tuple(fitting(group.interface, answers, limit, "exclude"))
+        if not examples:
+            raise ValueError(
+                f"none of the {count} {name} rows fits {limit} tokens with the model's own answer; raise max_length, "
+                "or supply other rows"
+            )
+        note = f"The {name} rows hold the base model's own answers"
+        if lost := count - len(examples):
+            note += f"; left out without a complete answer: {lost}"
+        changed: Any = {name: replace(group, examples=examples), "notes": (*rows.notes, f"{note}.")}
+        rows = replace(rows, **changed)
+    return rows
 
 
 def _held_out(config: AdaptConfig, task: Task | None, base: Loaded, new: Group) -> tuple[Group, Group | None]:
@@ -246,18 +266,18 @@ def notes(config: AdaptConfig, rows: Rows) -> tuple[str, ...]:
     found = [input_key(example, options=True) for example in rows.new.examples]
     if copies := len(found) - len(set(found)):
         lines.append(f"{copies} of {len(found)} new rows ask what another one asks.")
-    if rows.anchors is not None and (both := overlap(rows.anchors, rows.new)):
-        count = len(rows.anchors.examples)
-        lines.append(f"{both} of {count} anchors are also new rows: training changes what they protect.")
+    for some, others, what in (
+        (rows.anchors, rows.new, "anchors are also new rows: training changes what they protect"),
+        (rows.past, rows.anchors, "past rows are anchors, which the method has seen"),
+        (rows.past, rows.new if config.split is None else None, "past rows are also new rows"),
+    ):
+        if some is not None and others is not None and (both := overlap(some, others)):
+            lines.append(f"{both} of {len(some.examples)} {what}.")
     if rows.past is None and rows.anchors is not None:
         count = len(rows.anchors.examples)
         lines.append(
             f"Retention is measured on the {count} anchors alone, which the method has seen; provide past rows."
         )
-    if rows.past is not None and rows.anchors is not None and (both := overlap(rows.past, rows.anchors)):
-        lines.append(f"{both} of {len(rows.past.examples)} past rows are anchors, which the method has seen.")
-    if rows.past is not None and config.split is None and (both := overlap(rows.past, rows.new)):
-        lines.append(f"{both} of {len(rows.past.examples)} past rows are also new rows.")
     if rows.validation is not None:
         held, count = len(rows.validation.examples), len(rows.new.examples)
         lines.append(f"{held} new rows are held out to measure learning; {count} are trained on.")
@@ -278,23 +298,18 @@ def evaluated(config: AdaptConfig, rows: Rows) -> tuple[Group, ...]:
     return (groups[0].drawn(SAMPLE, config.seed) if few else groups[0], *groups[1:])
 
 
-def bind(config: AdaptConfig, task: Task, base: Loaded) -> Interface:
-    """The interface of a task: freeform for free text, else that of the settings or the task's own."""
-    own = task.interface
-    if isinstance(task.examples[0], Choice):
-        if config.interface == "freeform":
-            raise ValueError(f"{task.name} has multiple-choice rows; expected the interface letter or cloze for them")
-        own = config.interface or own
-    first = task.examples[0]
-    chat = not config.plain and not (isinstance(first, FreeForm) and first.is_text)
-    return interfaces.build(
-        own, base.tokenizer, wording=task.wording, chat=chat, turns=config.turns, thinking=config.thinking
-    )
-
-
 def group_of(config: AdaptConfig, task: Task, base: Loaded, *, name: str, part: Part) -> Group:
     """A task's rows, bound to the model, cut or left out where they are too long, with a note of what was done."""
-    bound, limit, given = bind(config, task, base), config.max_length or base.window, task.examples
+    limit, given, first = config.max_length or base.window, task.examples, task.examples[0]
+    kind = task.interface  # freeform for free text, else that of the settings or the task's own
+    if isinstance(first, Choice):
+        if config.interface == "freeform":
+            raise ValueError(f"{task.name} has multiple-choice rows; expected the interface letter or cloze for them")
+        kind = config.interface or kind
+    chat = not config.plain and not (isinstance(first, FreeForm) and first.is_text)
+    bound = interfaces.build(
+        kind, base.tokenizer, wording=task.wording, chat=chat, turns=config.turns, thinking=config.thinking
+    )
     examples = fitting(bound, given, limit, config.too_long)
     if not examples:
         raise ValueError(f"{task.name}: none of {len(given)} rows fits the limit of {limit} tokens")
@@ -402,32 +417,3 @@ def template(config: AdaptConfig, home: Path) -> str | None:
     """The chat template of the settings."""
     place = config.chat_template
     return None if place is None else read_template(Path(located(str(place), home)))
-
-
-def bind_rows(config: AdaptConfig, tasks: Tasks, base: Loaded) -> Rows:
-    """The rows bound to the model; rows to keep get its own greedy answers where the settings say so.
-
-    A row that its answer makes too long is left out.
-    """
-    limit = config.max_length or base.window
-    with models.computing(config.compute_dtype, base.device):
-        rows = gather(config, tasks, base)
-        for name in ("anchors", "past") if config.own_answers else ():
-            group: Group | None = getattr(rows, name)
-            if group is None or group.closed:
-                continue
-            count = len(group.examples)
-            say(f"the base model answers the {count} {name} rows; its answers are cached")
-            answers = own_answers(base, group.interface, group.examples, name=name)
-            examples = tuple(fitting(group.interface, answers, limit, "exclude"))
-            if not examples:
-                raise ValueError(
-                    f"none of the {count} {name} rows fits {limit} tokens with the model's own answer; raise "
-                    "max_length, or supply other rows"
-                )
-            note = f"The {name} rows hold the base model's own answers"
-            if lost := count - len(examples):
-                note += f"; left out without a complete answer: {lost}"
-            changed: Any = {name: replace(group, examples=examples), "notes": (*rows.notes, f"{note}.")}
-            rows = replace(rows, **changed)
-    return rows

@@ -6,7 +6,6 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -83,62 +82,43 @@ NONE = "none"
 EXPECTED = f"{', '.join(ABILITIES)}, a file of rows, or {NONE}; several with weights, like general=0.7"
 
 
-@dataclass(frozen=True)
-class Kept:
-    """One thing to keep and its weight: an ability, a file, or `none`."""
+def parse_keep(text: str) -> tuple[str, float]:
+    """What to keep and its weight: an ability, a file or `none`, as `general`, `json=0.3` or `keep.jsonl=0.5`.
 
-    name: str
-    weight: float = 1.0
-
-    @property
-    def is_file(self) -> bool:
-        """Whether it is neither an ability nor `none`."""
-        return self.name not in (*ABILITIES, NONE)
-
-
-def parse_keep(text: str) -> Kept:
-    """Read `general`, `json=0.3` or `keep.jsonl=0.5`.
-
-    >>> parse_keep("general=0.7"), parse_keep("rows.jsonl").is_file
-    (Kept(name='general', weight=0.7), True)
+    >>> parse_keep("general=0.7"), parse_keep("rows.jsonl")
+    (('general', 0.7), ('rows.jsonl', 1.0))
     """
     name, mark, number = text.strip().rpartition("=")
     try:
-        kept = Kept(name, float(number)) if mark else Kept(number)
+        kept = (name, float(number)) if mark else (number, 1.0)
     except ValueError:
-        kept = Kept("")
-    if not kept.name or not (math.isfinite(kept.weight) and kept.weight > 0):
+        kept = ("", 1.0)
+    if not kept[0] or not (math.isfinite(kept[1]) and kept[1] > 0):
         raise ValueError(f"expected {EXPECTED}, each with a weight above 0, got {text!r}")
     return kept
 
 
-def given_file(entries: Sequence[Kept]) -> str | None:
-    """The file among the entries; its rows are anchors."""
-    found = [entry.name for entry in entries if entry.is_file]
-    if len(found) > 1:
-        raise ValueError(f"expected one file to keep, got {' and '.join(found)}; put their rows into one file")
-    return found[0] if found else None
+def files_to_keep(entries: Iterable[tuple[str, float]]) -> list[str]:
+    """The files among the entries; their rows are anchors."""
+    return [name for name, _ in entries if name not in (*ABILITIES, NONE)]
 
 
-def shares(entries: Sequence[Kept], *, anchors: bool) -> dict[str, float]:
+def shares(entries: Sequence[tuple[str, float]], *, anchors: bool) -> dict[str, float]:
     """The share of each ability that the base model writes itself; the rest is the anchors' share.
 
-    >>> shares([Kept("general", 0.7), Kept("json", 0.3)], anchors=False)
-    {'general': 0.7, 'json': 0.3}
-    >>> shares([Kept("general")], anchors=True)
-    {'general': 0.5}
+    >>> shares([("general", 0.7), ("json", 0.3)], anchors=False), shares([("general", 1.0)], anchors=True)
+    ({'general': 0.7, 'json': 0.3}, {'general': 0.5})
     """
-    names = [entry.name for entry in entries]
+    names = [name for name, _ in entries]
     if len(set(names)) < len(names):
         raise ValueError(f"expected each thing to keep once, got {max(names, key=names.count)} more than once")
     if NONE in names:
         if len(names) > 1:
             raise ValueError(f"{NONE} keeps nothing; leave it out beside {' and '.join(names)}")
         return {}
-    weights = {entry.name: entry.weight for entry in entries if not entry.is_file}
-    file = [entry.weight for entry in entries if entry.is_file]
-    total = sum(weights.values()) + (sum(file) if file else float(anchors))
-    return {name: weight / total for name, weight in weights.items()}
+    files = files_to_keep(entries)
+    total = sum(weight for _, weight in entries) + float(anchors and not files)
+    return {name: weight / total for name, weight in entries if name not in files}
 
 
 def allotted(count: int, weights: Mapping[str, float]) -> dict[str, int]:
@@ -356,10 +336,14 @@ class AdaptConfig(TrainSettings):
         kept = (kept,) if isinstance(kept, str) else kept
         if not isinstance(kept, list | tuple) or not all(isinstance(text, str) for text in kept):
             return values
-        file = given_file([parse_keep(text) for text in kept])
-        if file is not None and values.get("anchors") not in (None, file):
-            raise ValueError(f"a file to keep is a file of anchors: expected {file} or {values['anchors']}, not both")
-        return {**values, "keep": tuple(kept), **({} if file is None else {"anchors": file})}
+        found = files_to_keep(parse_keep(text) for text in kept)
+        if len(found) > 1:
+            raise ValueError(f"expected one file to keep, got {' and '.join(found)}; put their rows into one file")
+        if found and values.get("anchors") not in (None, found[0]):
+            raise ValueError(
+                f"a file to keep is a file of anchors: expected {found[0]} or {values['anchors']}, not both"
+            )
+        return {**values, "keep": tuple(kept), **({"anchors": found[0]} if found else {})}
 
     @model_validator(mode="after")
     def _whole(self) -> AdaptConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from cplus.base.files import replacing
 from cplus.evaluation import requirements
@@ -13,9 +13,7 @@ from cplus.evaluation.abilities import (
     ABILITIES,
     STOPPING,
     STOPPING_NOISE,
-    How,
     Line,
-    Verdict,
     as_given,
     how_compared,
     line,
@@ -35,84 +33,12 @@ RISEN = 0.01
 """A held-out loss this much above its lowest, in nats per token, has risen again."""
 
 
-class Losses(TypedDict):
-    """The given responses' loss before and after and its rise, all means over tokens; the intervals are over rows."""
+Figures: TypeAlias = dict[str, Any]
+"""Every figure of a record; percentages are 0-100, intervals 95 %, losses means over tokens with intervals over rows.
 
-    before: float
-    after: float
-    after_high: float | None
-    rise: float
-    low: float | None
-    high: float | None
-    rows: int
-    tokens: int
-
-
-class SetFigures(TypedDict):
-    """One named set of rows: outcomes where answers are judged, losses where they are free text."""
-
-    name: str
-    kind: str
-    interface: str
-    judge: str | None
-    anchors: bool
-    rows: int
-    counts: dict[str, int]
-    answers: dict[State, int] | None
-    before: RateRow | None
-    after: RateRow | None
-    retention: RateRow | None
-    acquisition: RateRow | None
-    mcnemar_p: float | None
-    nll: Losses | None
-
-
-class FreeText(TypedDict):
-    """Rows in free text that no judge was chosen for: their loss."""
-
-    rows: int
-    whole_task: bool
-    on_anchors: bool
-    loss: Losses | None
-
-
-class AsGiven(TypedDict):
-    """How many of the new rows trained on, of those answered again, have the given answer; `how` it was compared."""
-
-    how: How
-    right: int
-    rows: int
-
-
-class Learned(TypedDict):
-    """What was learned; `memorising` is the epoch after which the held-out loss rose while the trained loss fell."""
-
-    nothing: bool
-    given: AsGiven | None
-    memorising: int | None
-
-
-class Figures(TypedDict):
-    """Every figure of a record; percentages are 0-100, intervals 95 %, losses means over tokens.
-
-    A figure of one set of rows is in `sets`, by the set's name; the others are over the sets of one kind. `verdict` is
-    that of all `lines`.
-    """
-
-    verdict: Verdict
-    lines: list[Line]
-    learned: Learned | None
-    retention: RateRow | None
-    acquisition: RateRow | None
-    validation: RateRow | None
-    on_anchors: bool
-    free: dict[str, FreeText | None]
-    divergence: dict[str, float] | None
-    beside: dict[str, Any] | None
-    sets: list[SetFigures]
-    preservation_percent: float | None
-    repair: NotRequired[dict[str, Any]]
-    requirements: list[dict[str, Any]]
+A figure of one set of rows is in `sets`, by the set's name; the others are over the sets of one kind. `verdict` is that
+of all `lines`.
+"""
 
 
 def figures(receipt: Receipt) -> Figures:
@@ -135,10 +61,12 @@ def figures(receipt: Receipt) -> Figures:
         "divergence": None if receipt.divergence is None else vars(receipt.divergence).copy(),
         "beside": None,
         "sets": [_set(own) for own in sets],
-        "preservation_percent": _preservation(receipt.cost),
+        "preservation_percent": None,
         "requirements": [],
     }
     found["learned"] = _learned(receipt, found)
+    if (training := receipt.cost.get("training_flops")) and "preservation_flops" in receipt.cost:
+        found["preservation_percent"] = 100 * receipt.cost["preservation_flops"] / training
     if beside is not None:
         other = [own for own in beside.sets if own.kind == "acquisition" and not own.judged]
         found["beside"] = {
@@ -177,7 +105,7 @@ def ability_lines(sets: Sequence[RowSet]) -> list[Line]:
     return found
 
 
-def _as_given(rows: Sequence[RowComparison]) -> AsGiven | None:
+def _as_given(rows: Sequence[RowComparison]) -> dict[str, Any] | None:
     """Answers to the rows trained on that are as given; None where none was asked for."""
     asked = [(row.after, row.gold) for row in rows if row.after is not None]
     if not asked:
@@ -187,7 +115,7 @@ def _as_given(rows: Sequence[RowComparison]) -> AsGiven | None:
     return {"how": how, "right": right, "rows": len(asked)}
 
 
-def _learned(receipt: Receipt, found: Figures) -> Learned | None:
+def _learned(receipt: Receipt, found: Figures) -> dict[str, Any] | None:
     """Nothing was learned where no new answer became right and no loss of new rows fell; None without such rows."""
     trained = [own for own in receipt.sets if own.kind == "acquisition"]
     if not trained or receipt.repair is not None:
@@ -195,17 +123,14 @@ def _learned(receipt: Receipt, found: Figures) -> Learned | None:
     given = _as_given([row for own in trained if not own.judged for row in own.rows])
     rates = [rate["right"] for rate in (found["acquisition"], found["validation"]) if rate]
     losses = [part["loss"] for part in (found["free"]["new"], found["free"]["validation"]) if part and part["loss"]]
-    known = bool(rates or losses or given)
+    # A loss fell if it fell by more than chance explains.
+    ends = [loss["rise"] if loss["high"] is None else loss["high"] for loss in losses]
+    some = any(rates) or bool(given and given["right"]) or any(end < 0 for end in ends)
     return {
-        "nothing": known and not any(rates) and not (given and given["right"]) and not any(map(_fell, losses)),
+        "nothing": bool(rates or losses or given) and not some,
         "given": given,
         "memorising": memorising(receipt.curve),
     }
-
-
-def _fell(loss: Losses) -> bool:
-    """Whether a loss fell by more than chance explains."""
-    return loss["rise"] < 0 if loss["high"] is None else loss["high"] < 0
 
 
 def memorising(curve: Sequence[Point]) -> int | None:
@@ -243,7 +168,7 @@ def _rate(kinds: Sequence[Kind], right: Kind, wrong: Kind) -> RateRow | None:
     return Rate(counts[right], total).row() if total else None
 
 
-def _set(own: RowSet) -> SetFigures:
+def _set(own: RowSet) -> dict[str, Any]:
     kinds = _kinds(own)
     counts = Counter(kinds)
     kept, learned = _rate(kinds, "kept", "lost"), _rate(kinds, "gained", "still_wrong")
@@ -268,7 +193,7 @@ def _set(own: RowSet) -> SetFigures:
     }
 
 
-def _free(sets: Sequence[RowSet]) -> FreeText:
+def _free(sets: Sequence[RowSet]) -> dict[str, Any]:
     rows = [row for own in sets for row in own.rows]
     return {
         "rows": len(rows),
@@ -278,7 +203,7 @@ def _free(sets: Sequence[RowSet]) -> FreeText:
     }
 
 
-def _losses(rows: Sequence[RowComparison]) -> Losses | None:
+def _losses(rows: Sequence[RowComparison]) -> dict[str, Any] | None:
     known = [
         (row.tokens, row.nll_before, row.nll_after)
         for row in rows
@@ -302,16 +227,10 @@ def _losses(rows: Sequence[RowComparison]) -> Losses | None:
     }
 
 
-def _preservation(cost: Mapping[str, float]) -> float | None:
-    """What preserving cost, as a percentage of what training cost."""
-    training = cost.get("training_flops")
-    return 100 * cost["preservation_flops"] / training if training and "preservation_flops" in cost else None
-
-
 # Base, tuned and repaired model side by side.
 
 
-def repaired(repair: Repair, sets: Sequence[SetFigures]) -> dict[str, Any]:
+def repaired(repair: Repair, sets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The figures of a repair; those of base and repaired model come from the sets of the receipt.
 
     `helped` is whether every past figure is better than with the tuned model; None where nothing of it was measured.
@@ -321,21 +240,21 @@ def repaired(repair: Repair, sets: Sequence[SetFigures]) -> dict[str, Any]:
     for own in sets:
         if (other := tuned.get(own["name"])) is None:
             continue
-        named = {"name": own["name"], "kind": own["kind"]}
-        before = own.get("before")
-        right = before["percent"] if before else None
-        for kinds, quantity, base, middle, after in (
-            (("retention",), "Retention", 100.0, other.retention, own["retention"]),
-            (("acquisition", "validation"), "Acquisition", 0.0, other.acquisition, own.get("acquisition")),
-            (("task", "external", "ability"), "right answers", right, other.right, own.get("after")),
-        ):
-            if own["kind"] in kinds and middle is not None and after:
-                rows.append(
-                    {**named, "quantity": quantity, "base": base, "tuned": middle, "repaired": after["percent"]}
-                )
-        if own["nll"] and other.nll is not None:
-            losses = {"base": own["nll"]["before"], "tuned": other.nll, "repaired": own["nll"]["after"]}
-            rows.append({**named, "quantity": "loss", **losses})
+        kind, before = own["kind"], (own.get("before") or {}).get("percent")
+        if kind == "retention":
+            found = ("Retention", 100.0, other.retention, own["retention"])
+        elif kind in ("acquisition", "validation"):
+            found = ("Acquisition", 0.0, other.acquisition, own["acquisition"])
+        else:
+            found = ("right answers", before, other.right, own["after"])
+        values = [(*found[:3], found[3] and found[3]["percent"])]
+        if own["nll"]:
+            values.append(("loss", own["nll"]["before"], other.nll, own["nll"]["after"]))
+        rows += [
+            {"name": own["name"], "kind": kind, "quantity": quantity, "base": base, "tuned": middle, "repaired": after}
+            for quantity, base, middle, after in values
+            if middle is not None and after is not None
+        ]
     better = [
         row["repaired"] < row["tuned"] if row["quantity"] == "loss" else row["repaired"] > row["tuned"]
         for row in rows

@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -61,25 +61,12 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 42.0, 12.0, 8.0, 34.0
 _TRAINED, _HELD_OUT = "rows trained on", "rows held out"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chart:
-    """What a template draws: lines and ticks in coordinates of the drawing, and words.
+def charts(receipt: Receipt) -> list[dict[str, Any]]:
+    """One chart for each quantity that has at least two points; new rows held out have a line of their own.
 
-    An axis that does not begin at 0 is marked as cut. Only the first line is solid, so colour is not the only sign.
+    A chart is what a template draws: lines and ticks in coordinates of the drawing, and words. An axis that does not
+    begin at 0 is marked as cut. Only the first line is solid, so colour is not the only sign.
     """
-
-    title: str
-    x_label: str
-    x_cut: bool
-    y_cut: bool
-    summary: str
-    lines: list[dict[str, Any]]
-    x_ticks: tuple[tuple[float, str], ...]
-    y_ticks: tuple[tuple[float, str], ...]
-
-
-def charts(receipt: Receipt) -> list[Chart]:
-    """One chart for each quantity that has at least two points; new rows held out have a line of their own."""
     drawn = []
     for title, x_label, series in _quantities(receipt.curve, label(receipt.method or "this run")):
         known = {name: points for name, points in series.items() if len(points) > 1}
@@ -126,7 +113,7 @@ def _quantities(points: Sequence[Point], own: str) -> Iterator[tuple[str, str, S
     yield "Training loss", "epoch", {own: pairs("epoch", "loss")}
 
 
-def _chart(title: str, x_label: str, series: Series) -> Chart:
+def _chart(title: str, x_label: str, series: Series) -> dict[str, Any]:
     xs = [x for points in series.values() for x, _ in points]
     ys = [y for points in series.values() for _, y in points]
     x_values = ticks(min(xs), max(xs))
@@ -151,16 +138,16 @@ def _chart(title: str, x_label: str, series: Series) -> Chart:
         for name, points in series.items()
     ]
     ends = "; ".join(f"{name} from {points[0][1]:.4g} to {points[-1][1]:.4g}" for name, points in series.items())
-    return Chart(
-        title=title,
-        x_label=x_label,
-        x_cut=x_values[0] > 0,
-        y_cut=y_values[0] > 0,
-        summary=f"{title} by {x_label}: {ends}",
-        lines=lines,
-        x_ticks=tuple((place(x, y_values[0])[0], f"{x:g}") for x in x_values),
-        y_ticks=tuple((place(x_values[0], y)[1], f"{y:g}") for y in y_values),
-    )
+    return {
+        "title": title,
+        "x_label": x_label,
+        "x_cut": x_values[0] > 0,
+        "y_cut": y_values[0] > 0,
+        "summary": f"{title} by {x_label}: {ends}",
+        "lines": lines,
+        "x_ticks": [(place(x, y_values[0])[0], f"{x:g}") for x in x_values],
+        "y_ticks": [(place(x_values[0], y)[1], f"{y:g}") for y in y_values],
+    }
 
 
 # The audit of a probe bank as one page that needs nothing else; all generated text in it is escaped.
@@ -252,11 +239,12 @@ def render(record: Any) -> str:
     found = current(record)["figures"]
     drawn = charts(receipt)
     every = [row for own in receipt.sets for row in own.rows]
-    table = [
-        [place, _outcome(own, row), *(getattr(row, name) for name in _COLUMNS)]
-        for place, own in enumerate(receipt.sets)
-        for row in own.rows
-    ]
+    table = []
+    for place, own in enumerate(receipt.sets):
+        asked = own.kind not in ("acquisition", "validation")  # whose answers are looked at without a judge
+        for row in own.rows:
+            outcome = row.kind if own.judged else state(row) if asked else None
+            table.append([place, outcome or "unjudged", *(getattr(row, name) for name in _COLUMNS)])
     script = (TEMPLATES / "receipt.js").read_text(encoding="utf-8")
     pages = environment()
     pages.filters |= {"percent": percent, "p_value": p_value, "method": label, "signed": signed, "required": required}
@@ -269,7 +257,7 @@ def render(record: Any) -> str:
         lead=lead(found),
         sentences=sentences(found),
         charts=drawn,
-        legend=list({line["label"]: line for chart in drawn for line in chart.lines}.values()),
+        legend=list({line["label"]: line for chart in drawn for line in chart["lines"]}.values()),
         size=(WIDTH, HEIGHT),
         costs=[(name.replace("_", " "), cost(name, value)) for name, value in sorted(receipt.cost.items())],
         settings=flat(receipt.settings),
@@ -317,12 +305,6 @@ _COLUMNS = (
     "nll_after",
 )  # fmt: skip
 """Of each row after its set and its outcome, in the order that `receipt.js` reads."""
-
-
-def _outcome(own: RowSet, row: RowComparison) -> str:
-    """A judged row's outcome, or whether an answer stayed the same."""
-    found = row.kind if own.judged else state(row) if own.kind not in ("acquisition", "validation") else None
-    return found or "unjudged"
 
 
 # A folder's record, and the page rendered from it.

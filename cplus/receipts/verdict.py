@@ -9,7 +9,7 @@ from typing import Any
 from cplus.evaluation.abilities import FEWEST, STOPPING, Line
 from cplus.evaluation.requirements import sentence
 from cplus.evaluation.statistics import RateRow
-from cplus.receipts.figures import AsGiven, Figures, Losses, shown
+from cplus.receipts.figures import Figures, shown
 
 _PLACES = 3
 """Decimals of a loss."""
@@ -122,7 +122,11 @@ def sentences(found: Figures) -> list[str]:
         (found["acquisition"], "answers that were wrong before are right now"),
         (found["validation"], "held-out new answers that were wrong before are right now"),
     )
-    said = [f"{_counts(rate)} {what}{_bounds(rate)}." for rate, what in shares if rate]
+    said = [
+        f"{_counts(rate)} {what} (95\u00a0% interval {rate['low']:.1f} to {rate['high']:.1f}\u00a0%)."
+        for rate, what in shares
+        if rate
+    ]
     if found["validation"]:
         # Those right before are included: what is learned of some may be lost on others.
         said += [
@@ -218,7 +222,7 @@ def _new(found: Figures) -> list[str]:
     return [f"New rows: {', '.join(parts)}."] if parts else []
 
 
-def _given(given: AsGiven) -> str:
+def _given(given: Mapping[str, Any]) -> str:
     """Answers as given, and how they were compared."""
     if given["how"] == "loss":
         return "long answers, compared by their loss"
@@ -226,7 +230,7 @@ def _given(given: AsGiven) -> str:
     return f"{given['right']:,} of {given['rows']:,} answers as given{how}"
 
 
-def _moved(loss: Losses) -> str:
+def _moved(loss: Mapping[str, Any]) -> str:
     return f"{loss['before']:.{_PLACES}f} to {loss['after']:.{_PLACES}f}"
 
 
@@ -234,18 +238,9 @@ def _counts(rate: RateRow) -> str:
     return f"{rate['right']:,} of {rate['total']:,}"
 
 
-def _bounds(rate: RateRow) -> str:
-    return f" (95\u00a0% interval {rate['low']:.1f} to {rate['high']:.1f}\u00a0%)"
-
-
-def _interval(loss: Losses) -> str:
-    if loss["low"] is None or loss["high"] is None:
-        return ""
-    return f"95\u00a0% interval {signed(loss['low'])} to {signed(loss['high'])}"
-
-
-def _loss(name: str, nll: Losses) -> str:
-    interval = f", {_interval(nll)}" if _interval(nll) else ""
+def _loss(name: str, nll: Mapping[str, Any]) -> str:
+    low, high = nll["low"], nll["high"]
+    interval = "" if low is None else f", 95\u00a0% interval {signed(low)} to {signed(high)}"
     responses = f"{nll['rows']:,} response{'s' if nll['rows'] > 1 else ''}"
     return (
         f"Loss of the given responses of {name}: {nll['before']:.{_PLACES}f} nats per token before, "

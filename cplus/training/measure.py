@@ -97,7 +97,7 @@ def learned(table: Sequence[Flip]) -> float | None:
     return acquisition(table).percent if any(flip.kind in ("gained", "still_wrong") for flip in table) else None
 
 
-_FIGURES = {
+FIGURES = {
     "acquisition": ("acquisition", "new_nll", learned),
     "validation": ("validation", "validation_nll", learned),
     "retention": ("retention", "past_nll", kept),
@@ -109,7 +109,7 @@ def curve_figures(model: nn.Module, groups: Sequence[Group], before: dict[str, G
     """Figures for the curve: shares for multiple choice, the loss of the given responses for free text."""
     found: dict[str, float] = {}
     for group in groups:
-        share, loss, rate = _FIGURES[group.part]
+        share, loss, rate = FIGURES[group.part]
         if not group.closed:
             score = partial(log_likelihoods, model, what=f"so far: {group.name}")
             found[loss] = loss_of(processes.spread(group.encoded(), score))
