@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,28 @@ def new_gradient(theta: Sequence[Tensor], batch: int) -> list[Tensor]:
 def past_gradient(theta: Sequence[Tensor]) -> list[Tensor]:
     """The preservation gradient: a bowl elsewhere."""
     return [p - goal for p, goal in zip(theta, targets(7, theta[0].dtype), strict=True)]
+
+
+def copies(params: Iterable[Tensor]) -> list[Tensor]:
+    """The values of some parameters as they are now."""
+    return [p.detach().clone() for p in params]
+
+
+def same(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    """Whether two lists of tensors are the same bit for bit."""
+    return all(torch.equal(p.detach(), q.detach()) for p, q in zip(some, others, strict=True))
+
+
+def proposing(params: Sequence[Tensor], step: Callable[[int], None]) -> Callable[[list[Tensor], int], list[Tensor]]:
+    """What `algorithm.run` asks of an optimizer: where `step` of this batch leads from theta."""
+
+    def propose(theta: list[Tensor], batch: int) -> list[Tensor]:
+        for p, value in zip(params, theta, strict=True):
+            p.data.copy_(value)
+        step(batch)
+        return copies(params)
+
+    return propose
 
 
 class PastEvidence:

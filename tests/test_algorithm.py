@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import oracle
 import pytest
@@ -21,46 +23,33 @@ def columns(rows: list[tuple[float, float, float]]) -> list[Tensor]:
     return [torch.tensor(column, dtype=torch.float32) for column in zip(*rows, strict=True)]
 
 
-def test_blending_by_hand() -> None:
+def test_every_line_by_hand() -> None:
     anchor, probe = torch.tensor([4.0, 8.0]), torch.tensor([-2.0, 1.0])
-    assert algorithm.blend(anchor, probe, 0.25).tolist() == [-0.5, 2.75]
-    assert algorithm.blend(anchor, probe, 0.0).tolist() == [-2.0, 1.0]
-    assert algorithm.blend(anchor, probe, 1.0).tolist() == [4.0, 8.0]
+    for weight, blended in ((0.25, [-0.5, 2.75]), (0.0, [-2.0, 1.0]), (1.0, [4.0, 8.0])):
+        assert algorithm.blend(anchor, probe, weight).tolist() == blended
+    ema, mask = torch.tensor([0.5, 0.25]), torch.tensor([1.0, 0.0])
+    assert algorithm.smooth(ema, mask, 0.75).tolist() == [0.625, 0.1875]
+    assert algorithm.smooth(ema, mask, 0.0).tolist() == [1.0, 0.0]
+    finer = algorithm.smooth(ema.double()[:1], torch.ones(1), 0.9)
+    assert finer.tolist() == [0.9 * 0.5 + (1.0 - 0.9)]  # not the 1 - 0.9 of float32
+    ema = torch.tensor([0.375, 0.9, 0.0, -0.1])
+    assert algorithm.coefficient(ema, 0.5, 2).tolist() == [0.5, 1.0, 0.0, 0.0]
+    theta, proposed, c = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.0]), torch.tensor([0.25, 0.5])
+    assert algorithm.apply(theta, proposed, c).tolist() == [1.5, 1.0]
+    assert algorithm.apply(theta.bfloat16(), proposed.bfloat16(), c).tolist() == [1.5, 1.0]
 
 
 def test_the_mask_of_every_pair_of_signs() -> None:
-    g_hat = torch.tensor([-3.0, -3.0, -3.0, 0.0, 0.0, 0.0, 3.0, 3.0, 3.0])
-    delta = torch.tensor([-2.0, 0.0, 2.0, -2.0, 0.0, 2.0, -2.0, 0.0, 2.0])
-    mask = algorithm.collaborates(g_hat, delta)
+    g_hat = torch.tensor([-3.0, 0.0, 3.0]).repeat_interleave(3)
+    mask = algorithm.collaborates(g_hat, torch.tensor([-2.0, 0.0, 2.0]).repeat(3))
     assert mask.dtype == torch.float32
     assert mask.tolist() == [0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
 
 
-def test_smoothing_by_hand() -> None:
-    assert algorithm.smooth(torch.tensor([0.5, 0.25]), torch.tensor([1.0, 0.0]), 0.75).tolist() == [0.625, 0.1875]
-    assert algorithm.smooth(torch.tensor([0.5, 0.25]), torch.tensor([1.0, 0.0]), 0.0).tolist() == [1.0, 0.0]
-    finer = algorithm.smooth(torch.tensor([0.5], dtype=torch.float64), torch.ones(1), 0.9)
-    assert finer.tolist() == [0.9 * 0.5 + (1.0 - 0.9)]  # not the 1 - 0.9 of float32
-
-
-def test_the_coefficient_by_hand() -> None:
-    ema = torch.tensor([0.375, 0.9, 0.0, -0.1])
-    assert algorithm.coefficient(ema, 0.5, 2).tolist() == [0.5, 1.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("kind", "kept"),
-    [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)],
-)
-def test_the_first_average_is_zero_and_never_coarser_than_float32(kind: torch.dtype, kept: torch.dtype) -> None:
-    first = algorithm.zeros(torch.ones(2, 3, dtype=kind))
-    assert (first.dtype, first.tolist()) == (kept, [[0.0] * 3] * 2)
-
-
-def test_applying_by_hand() -> None:
-    theta, proposed, c = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.0]), torch.tensor([0.25, 0.5])
-    assert algorithm.apply(theta, proposed, c).tolist() == [1.5, 1.0]
-    assert algorithm.apply(theta.bfloat16(), proposed.bfloat16(), c).tolist() == [1.5, 1.0]
+def test_the_first_average_is_zero_and_never_coarser_than_float32() -> None:
+    for kind, kept in ((torch.float64, torch.float64), *((own, torch.float32) for own in (torch.float32, torch.half))):
+        first = algorithm.zeros(torch.ones(2, 3, dtype=kind))
+        assert (first.dtype, first.tolist()) == (kept, [[0.0] * 3] * 2)
 
 
 def test_the_plain_loop_is_the_oracle() -> None:
@@ -70,28 +59,17 @@ def test_the_plain_loop_is_the_oracle() -> None:
     def propose(theta: list[Tensor], batch: int) -> list[Tensor]:
         return [p - 0.3 * g for p, g in zip(theta, quadratic.new_gradient(theta, batch), strict=True)]
 
-    def evidence(theta: list[np.ndarray]) -> list[np.ndarray]:
-        tensors = [torch.from_numpy(p) for p in theta]
-        pairs = zip(quadratic.past_gradient(tensors), other_past(tensors), strict=True)
-        return [(0.5 * a + 0.5 * b).numpy() for a, b in pairs]
+    def by_numpy(gradient: Callable[..., list[Tensor]]) -> Callable[..., list[np.ndarray]]:
+        return lambda theta, *batch: [g.numpy() for g in gradient([torch.from_numpy(p) for p in theta], *batch)]
 
-    start = [p.detach() for p in quadratic.Bag(torch.float64).weights]
-    found = algorithm.run(
-        start,
-        epochs=[range(1, 5), range(5, 9), range(9, 13)],
-        propose=propose,
-        anchor_gradient=quadratic.past_gradient,
-        probe_gradient=other_past,
-    )
-    expected = oracle.gated_steps(
-        [p.numpy() for p in start],
-        oracle.sgd(0.3),
-        lambda theta, batch: [g.numpy() for g in quadratic.new_gradient([torch.from_numpy(p) for p in theta], batch)],
-        evidence,
-        steps=12,
-        refresh_every=4,
-        beta=0.9,
-    )
+    def evidence(theta: list[Tensor]) -> list[Tensor]:
+        return [0.5 * a + 0.5 * b for a, b in zip(quadratic.past_gradient(theta), other_past(theta), strict=True)]
+
+    start = quadratic.copies(quadratic.Bag(torch.float64).weights)
+    gradients = {"anchor_gradient": quadratic.past_gradient, "probe_gradient": other_past}
+    found = algorithm.run(start, epochs=[range(1, 5), range(5, 9), range(9, 13)], propose=propose, **gradients)
+    numbers, pulls = [p.numpy() for p in start], (by_numpy(quadratic.new_gradient), by_numpy(evidence))
+    expected = oracle.gated_steps(numbers, oracle.sgd(0.3), *pulls, steps=12, refresh_every=4, beta=0.9)
     for p, q in zip(found, expected[-1], strict=True):
         np.testing.assert_allclose(p.numpy(), q, rtol=1e-9, atol=1e-12)
 
@@ -105,8 +83,7 @@ def test_bias_correction_of_constant_masks() -> None:
 
 def test_small_products_do_not_underflow() -> None:
     tiny = torch.tensor([1e-30])
-    assert float(tiny * tiny) == 0.0
-    assert float(algorithm.collaborates(tiny, tiny)) == 0.0
+    assert float(tiny * tiny) == float(algorithm.collaborates(tiny, tiny)) == 0.0
 
 
 def test_the_ends_of_apply_are_exact() -> None:
@@ -115,16 +92,14 @@ def test_the_ends_of_apply_are_exact() -> None:
     assert torch.equal(algorithm.apply(theta, proposed, torch.ones(1000)), proposed)
 
 
-@pytest.mark.parametrize("weight", [-0.1, 1.2, float("nan")])
-def test_anchor_weight_out_of_range(weight: float) -> None:
-    with pytest.raises(ValueError, match=r"anchor_weight must lie in \[0, 1\]"):
-        algorithm.blend(torch.ones(1), torch.ones(1), weight)
-
-
-@pytest.mark.parametrize("beta", [-0.1, 1.0, 1.5, float("nan")])
-def test_beta_out_of_range(beta: float) -> None:
-    with pytest.raises(ValueError, match=r"beta must lie in \[0, 1\)"):
-        algorithm.smooth(torch.ones(1), torch.ones(1), beta)
+def test_settings_out_of_range_are_refused() -> None:
+    one = torch.ones(1)
+    for weight in (-0.1, 1.2, float("nan")):
+        with pytest.raises(ValueError, match=r"anchor_weight must lie in \[0, 1\]"):
+            algorithm.blend(one, one, weight)
+    for beta in (-0.1, 1.0, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=r"beta must lie in \[0, 1\)"):
+            algorithm.smooth(one, one, beta)
 
 
 @given(vectors)

@@ -10,6 +10,7 @@ import oracle
 import pytest
 import tiny
 import torch
+from quadratic import copies, same
 from torch import nn
 
 from cplus.core import kernels
@@ -89,22 +90,19 @@ def test_every_way_applies_the_stored_coefficients(own: bool, monkeypatch: pytes
         seen: list[torch.Tensor] = []
         guard.observers.append(lambda _i, _proposal, c, seen=seen: seen.append(c))
         guard.refresh()
-        first = [p.detach().clone() for p in bag]
+        first = copies(bag)
         for step in range(5):
-            for i, p in enumerate(bag):
-                p.grad = (
-                    None
-                    if step == 2 and i == 1
-                    else torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
-                )
+            for p in bag:
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+            if step == 2:
+                bag[1].grad = None
             optimizer.step()
-        assert guard.gating.compiled == (not least)
-        assert guard.one_pass == (own and not least)
+        assert (guard.gating.compiled, guard.one_pass) == (not least, own and not least)
         assert guard.nbytes == 2 * sum(p.numel() for p in bag)
         for p, theta, c in zip(bag, first, guard.vectors[0], strict=True):
             assert torch.equal(p[c == 0], theta[c == 0])
-        assert all(torch.equal(c, s) for c, s in zip(guard.vectors[0], seen[:2], strict=True))
+        assert same(guard.vectors[0], seen[:2])
         assert guard.steps == 5
-        ends.append([p.detach().clone() for p in bag])
+        ends.append(copies(bag))
     for plain, fast in zip(*ends, strict=True):
         torch.testing.assert_close(fast, plain, rtol=1e-6, atol=1e-7)  # torch contracts products and sums

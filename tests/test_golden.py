@@ -92,8 +92,8 @@ def prepare() -> None:
 def weights() -> dict[str, Any]:
     """Every row of the table after four updates of the toy."""
     same: dict[str, Any] = {
-        "model": "toy-s", "new": "few-new.jsonl", "anchors": "few-keep.jsonl", "past": "few-past.jsonl",
-        "interface": "cloze", "lr": 1e-3, "epochs": 2, "batch_size": 4, "stop": "never", "device": "cpu",
+        "model": "toy-s", "new": "few-new.jsonl", "anchors": "few-keep.jsonl", "interface": "cloze",
+        "lr": 1e-3, "epochs": 2, "batch_size": 4, "stop": "never", "device": "cpu",
         "evaluate_every": 0,
     }  # fmt: skip
     # Here some gradients are rounding alone, of which AdamW makes whole steps.

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import runpy
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW
 from trained import flat
 
@@ -38,50 +37,37 @@ SAME = {
 }
 
 
-@pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[Any, dict[str, Any]]]:
-    """An example's trainer and evidence, without dropout, always the same."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-
-    def made(name: str) -> tuple[Any, dict[str, Any]]:
-        torch.manual_seed(0)
-        example = importlib.import_module(KINDS[name])
-        found = example.build(**SAME) if name == "reward" else example.build(name, **SAME)
-        for module in found[0].model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        return found  # type: ignore[no-any-return]
-
-    return made
-
-
-def fixed_samples(run: Any) -> dict[str, Tensor]:
-    """Sample once and give the trainer this batch at every step."""
-    torch.manual_seed(1)
-    run.model.train()
-    batch = run._prepare_inputs(next(iter(run.get_train_dataloader())))
-    run._prepare_inputs = lambda _: batch
-    return batch  # type: ignore[no-any-return]
+def built(name: str) -> tuple[Any, dict[str, Any]]:
+    """An example's trainer and evidence, without dropout, always the same; what GRPO samples is sampled once."""
+    torch.manual_seed(0)
+    example = importlib.import_module(KINDS[name])
+    run, evidence = example.build(**SAME) if name == "reward" else example.build(name, **SAME)
+    for module in run.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if name == "grpo":
+        torch.manual_seed(1)
+        run.model.train()
+        batch = run._prepare_inputs(next(iter(run.get_train_dataloader())))
+        run._prepare_inputs = lambda _: batch
+        run.current_gradient_accumulation_steps = 1
+    return run, evidence
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_trainer_with_its_own_loss_gives_the_weights_of_a_hand_written_loop(
-    name: str, build: Callable[[str], tuple[Any, dict[str, Any]]]
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, evidence = build(name)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    run, evidence = built(name)
     start = flat(run.model)
-    if name == "grpo":
-        fixed_samples(run)
     callback = preserve(run, **evidence)
     run.train()
     assert callback.guard is not None
     assert callback.guard.steps == run.state.global_step > 2
 
-    other, evidence = build(name)
+    other, evidence = built(name)
     assert torch.equal(flat(other.model), start)
-    if name == "grpo":
-        fixed_samples(other)
-        other.current_gradient_accumulation_steps = 1
     model = other.model
     optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     guard = protect(optimizer, model, **evidence)

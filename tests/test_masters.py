@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from quadratic import Bag, PastEvidence, new_gradient
+from quadratic import Bag, PastEvidence, copies, new_gradient
+from quadratic import same as same_bits
 from torch.utils._pytree import tree_leaves
 from toyjob import asked, same, stop_at, write_files, written
 
@@ -40,25 +41,24 @@ def stepped(bag: Bag, optimizer: AdamW, guard: Guard, steps: range) -> None:
         assert all(p.grad is None for p in bag.weights)
 
 
+def guarded(optimizer: AdamW, bag: Bag) -> Guard:
+    return Guard(optimizer, bag, evidence=PastEvidence(), gate=Collaborative(beta=0.9))
+
+
 def test_a_model_in_bfloat16_trains_as_its_float32_masters() -> None:
     half, whole = Bag(torch.bfloat16), Bag(torch.float32)
     for p, q in zip(whole.weights, half.weights, strict=True):
         p.data.copy_(q)
-    start = [p.detach().clone() for p in half.weights]
+    start = copies(half.weights)
     plain, masters = AdamW(whole.weights, lr=1e-4), MasterAdamW(half.weights, lr=1e-4)
-    guards = [
-        Guard(o, b, evidence=PastEvidence(), gate=Collaborative(beta=0.9)) for o, b in ((plain, whole), (masters, half))
-    ]
-    stepped(whole, plain, guards[0], range(4))
-    stepped(half, masters, guards[1], range(2))
-    kept = copy.deepcopy((half.state_dict(), masters.state_dict(), guards[1].state_dict()))
+    stepped(whole, plain, guarded(plain, whole), range(4))
+    stepped(half, masters, guard := guarded(masters, half), range(2))
+    kept = copy.deepcopy((half.state_dict(), masters.state_dict(), guard.state_dict()))
     # Resumed in another model, so that nothing but the saved state counts.
     again = Bag(torch.bfloat16, seed=3)
-    again.load_state_dict(kept[0])
     resumed = MasterAdamW(again.weights, lr=1e-4)
-    resumed.load_state_dict(kept[1])
-    guard = Guard(resumed, again, evidence=PastEvidence(), gate=Collaborative(beta=0.9))
-    guard.load_state_dict(kept[2])
+    for made, state in zip((again, resumed, guard := guarded(resumed, again)), kept, strict=True):
+        made.load_state_dict(state)
     stepped(again, resumed, guard, range(2, 4))
     for p, q, master in zip(whole.weights, again.weights, resumed.param_groups[0]["params"], strict=True):
         assert torch.equal(master, p)  # bit for bit
@@ -79,13 +79,13 @@ def test_protect_serves_a_model_loaded_in_bfloat16(tiny_llama: Any) -> None:
     guard = protect(optimizer, model, anchors=ROWS, beta=0.0)
     guard.refresh()
     assert {g.dtype for g in guard.vectors[0]} <= {torch.int8, torch.float32}
-    before = [p.detach().clone() for p in guard.params]
+    before = copies(guard.params)
     model(torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]])).loss.backward()
     optimizer.step()
     assert guard.steps == 1
     moved = [not torch.equal(p, q) for p, q in zip(guard.params, before, strict=True)]
     assert sum(moved) > len(moved) / 2  # steps of 1e-6 are lost in most weights in bfloat16, and kept in the masters
-    assert all(torch.equal(p.bfloat16(), q) for p, q in zip(guard.params, model.parameters(), strict=True))
+    assert same_bits([p.bfloat16() for p in guard.params], model.parameters())
 
 
 @pytest.mark.long
@@ -119,9 +119,8 @@ def test_evidence_is_recomputed_where_training_is(tiny_llama: Any) -> None:
             kept.append(tensor.nbytes)
             return tensor
 
-        found = MeanGradient(
-            model=model, sources=(Source(name="anchors", weight=1.0, rows=ROWS),), losses=answer_losses
-        )
+        anchors = Source(name="anchors", weight=1.0, rows=ROWS)
+        found = MeanGradient(model=model, sources=(anchors,), losses=answer_losses)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             vectors = found(list(model.parameters()), 0).vectors
         return vectors[0], sum(kept)
@@ -130,6 +129,6 @@ def test_evidence_is_recomputed_where_training_is(tiny_llama: Any) -> None:
     light.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     light.train()
     (all_kept, much), (again, little) = evidence(plain), evidence(light)
-    assert all(torch.equal(g, h) for g, h in zip(all_kept, again, strict=True))
+    assert same_bits(all_kept, again)
     assert little < much / 2
     assert all(module.training for module in light.modules())  # the modes are as they were

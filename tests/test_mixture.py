@@ -55,6 +55,10 @@ def test_a_weight_is_how_often_an_epoch_trains_on_the_rows_of_a_file(
 
 
 def test_a_fraction_is_drawn_by_the_seed_and_weight_one_joins_the_files(two: Path) -> None:
+    (two / "other").mkdir()
+    write_rows(two / "other" / "new.jsonl", list(world.untaught("harbours")[:12]))
+    twice = rows_of(asked(two, **QUICK, new=[str(two / "new.jsonl"), str(two / "other" / "new.jsonl")]))
+    assert len({example.id for example in twice.new.examples}) == 24  # rows of the same id are told apart
     drawn = [rows_of(asked(two, new=files(two, "", "=0.5"), seed=seed, **QUICK)).new.examples for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
     write_rows(two / "joined.jsonl", list(world.untaught("harbours")[:20]))
@@ -80,35 +84,21 @@ def test_plan_record_and_resumed_job_agree_on_a_mixture(two: Path, monkeypatch: 
     assert [own["per_epoch"] for own in record["sources"]] == [6, 16]
     assert f"New rows per epoch: {shares}." in record["notes"]
     assert (record["steps"], record["cost"]["training_rows"], record["counts"]["new"]) == (12, 44, 14)
-
-
-def test_the_command_line_repeats_new(two: Path) -> None:
     given = [text for file in files(two, "", "=0.5") for text in ("--new", file)]
     rest = ["--interface", "cloze", "--method", "sft", "--past", str(two / "past.jsonl"), "--out", str(two / "cli")]
     run = CliRunner().invoke(app, ["adapt", "toy", *given, *rest, "--plan", "--json"])
-    assert run.exit_code == 0, run.output
-    assert json.loads(run.stdout)["counts"]["new"] == 16
+    assert (run.exit_code, json.loads(run.stdout)["counts"]["new"]) == (0, 16), run.output
     stage = CliRunner().invoke(app, ["update", str(two / "ledger"), "--model", "toy", *given])
     assert "expected one file of new rows without a weight for a stage" in str(stage.exception)
 
 
-def test_rows_of_the_same_id_in_two_files_are_told_apart(here: Path) -> None:
-    (here / "other").mkdir()
-    write_rows(here / "other" / "new.jsonl", list(world.untaught("harbours")[:12]))
-    rows = rows_of(asked(here, **QUICK, new=[str(here / "new.jsonl"), str(here / "other" / "new.jsonl")]))
-    assert len({example.id for example in rows.new.examples}) == 24
-
-
-def test_a_weight_without_sense_is_refused(two: Path) -> None:
+def test_files_and_weights_without_sense_are_refused(two: Path) -> None:
     refused = {"=0": r"after the file, as in b\.jsonl=0\.5, got", "=nan": "a weight above 0", "=half": "above 0",
                "=0.01": r"a weight of 0\.01 leaves none of the 8 rows of .*more\.jsonl; raise it"}  # fmt: skip
     for weight, sentence in refused.items():
         with pytest.raises(ValueError, match=sentence):
             cplus.adapt(asked(two, **QUICK, new=files(two, "", weight)))
     assert not (two / "out").exists()
-
-
-def test_files_that_do_not_go_together_are_refused(two: Path) -> None:
     (two / "free.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
     new = str(two / "new.jsonl")
     with pytest.raises(ValueError, match=r"new\.jsonl is given twice; give it once with a weight, as in .*=2"):

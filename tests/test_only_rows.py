@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 import trained
-from quadratic import Bag, PastEvidence, past_gradient
+from quadratic import Bag, PastEvidence, copies, past_gradient, proposing, same
 from test_attach import EPOCH, OPTIMIZERS, STEPS, each_optimizer, set_gradients, train
 from torch import Tensor, nn
 
@@ -56,28 +56,24 @@ def test_the_update_of_the_other_rows_is_dropped_and_nothing_else_changes(name: 
     twin = bag_with_negative_zeros()
     plain = OPTIMIZERS[name][0](list(twin.weights))
 
-    def propose(theta: list[Tensor], batch: int) -> list[Tensor]:
-        for p, value in zip(twin.weights, theta, strict=True):
-            p.data.copy_(value)
+    def step(batch: int) -> None:
+        theta = copies(twin.weights)
         set_gradients(twin, batch)
         plain.step()
-        proposed = [p.detach().clone() for p in twin.weights]
         for i, rows in TRAINED:
             others = [row for row in range(len(theta[i])) if row not in rows]
-            proposed[i][others] = theta[i][others]
-        return proposed
+            twin.weights[i].data[others] = theta[i][others]
 
     expected = algorithm.run(
-        [p.detach() for p in twin.weights],
+        copies(twin.weights),
         epochs=[range(first, first + EPOCH) for first in range(1, STEPS + 1, EPOCH)],
-        propose=propose,
+        propose=proposing(list(twin.weights), step),
         anchor_gradient=past_gradient,
-        probe_gradient=lambda theta: [torch.zeros_like(p) for p in theta],
-        anchor_weight=1.0,
+        probe_gradient=past_gradient,
         beta=0.9,
     )
     train(bag, optimizer, guard)
-    assert all(torch.equal(p.detach(), q) for p, q in zip(bag.weights, expected, strict=True))
+    assert same(bag.weights, expected)
     for i, rows in TRAINED:
         changed = (bits(bag.weights[i]) != start[i]).reshape(len(start[i]), -1).any(dim=1)
         assert changed.nonzero().flatten().tolist() == rows

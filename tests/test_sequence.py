@@ -18,10 +18,10 @@ from cplus.base.files import read_json, write_json
 from cplus.cli.app import app
 from cplus.evaluation.statistics import average_accuracy, backward_transfer, survival
 from cplus.jobs.update import Ledger, append, problems, read
-from cplus.lab import sequence
 from cplus.lab.records import load_result, save_result
 from cplus.lab.sequence import bind_tasks, first_stage, run_sequence
 from cplus.methods.table import METHODS
+from cplus.models.scoring import predict
 from cplus.toy import world
 from cplus.training import driver
 from cplus.training.rows import Group, PastTask, material, mean_states, refined, typical
@@ -61,13 +61,13 @@ def test_survival_counts_a_row_as_long_as_it_was_watched() -> None:
 
 @pytest.fixture(scope="module")
 def base() -> models.Loaded:
-    return models.load("toy", device="cpu")
+    return models.load("toy-s", device="cpu")
 
 
 def spec(**changes: Any) -> SequenceSpec:
     values: dict[str, Any] = {
-        "model": "toy", "tasks": TASKS, "interface": "cloze", "method": "cplus", "seed": 0, "num_anchors": 4,
-        "num_probes": 12, "num_new": 16, "num_rows": 64, "lr": 1.5e-3, "weight_decay": 0.0, "epochs": 3,
+        "model": "toy-s", "tasks": TASKS, "interface": "cloze", "method": "cplus", "seed": 0, "num_anchors": 4,
+        "num_probes": 12, "num_new": 16, "num_rows": 64, "lr": 3e-3, "weight_decay": 0.0, "epochs": 3,
         "batch_size": 8, "order": "shuffled",
     }  # fmt: skip
     return SequenceSpec(**(values | changes))
@@ -87,14 +87,12 @@ def test_a_sequence_is_its_stages_and_its_record_reads_back(base: models.Loaded,
     assert plain.cost["preservation_rows"] == 0
 
 
-def test_adapters_are_merged_before_the_next_stage(base: models.Loaded, tmp_path: Path) -> None:
-    result = run_sequence(spec(method="lora", num_anchors=0, num_probes=0, num_new=4, epochs=1), base, tmp_path)
-    assert [stage["task"] for stage in result.stages] == list(TASKS)
-
-
-def test_a_stage_says_what_its_repair_did(base: models.Loaded, tmp_path: Path) -> None:
-    own = spec(tasks=TASKS[:2], method="sft-repair", num_new=4, epochs=1, lr=0.0)
-    first, second = run_sequence(own, base, tmp_path).stages
+def test_adapters_are_merged_and_repairs_are_made_stage_by_stage(base: models.Loaded, tmp_path: Path) -> None:
+    short: dict[str, Any] = {"num_new": 4, "epochs": 1}
+    adapters = spec(method="lora", num_anchors=0, num_probes=0, **short)
+    assert [stage["task"] for stage in run_sequence(adapters, base, tmp_path).stages] == list(TASKS)
+    repaired = spec(tasks=TASKS[:2], method="sft-repair", lr=0.0, **short)
+    first, second = run_sequence(repaired, base, tmp_path).stages
     assert first["repair"] is None, "before the first task there is nothing to keep"
     assert "base and tuned model have the same weights" in second["repair"]["refused"]
     assert all(p.requires_grad for p in base.model.parameters())
@@ -119,7 +117,7 @@ def test_anchors_are_right_now_and_a_bank_is_of_the_model_that_learned_the_task(
     for kept, model in zip(two, (second, third), strict=True):
         assert len(kept.anchors) == 4
         assert len(kept.probes) == 12
-        answers = sequence.predict(model.model, rows[kept.name].interface, kept.anchors)
+        answers = predict(model.model, rows[kept.name].interface, kept.anchors)
         assert all(answer.right for answer in answers)
 
 
@@ -153,9 +151,7 @@ def test_ssr_keeps_the_rows_nearest_to_the_centres_of_their_clusters(base: model
     assert kept == [probes[i] for i in typical(states, 4)]
     assert {row in world.taught(TASKS[0]) for row in kept} == {True, False}
     assert refined(bank, base, 24) == list(probes)
-
-
-def test_typical_rows_are_as_many_of_each_cluster_nearest_first() -> None:
+    # As many of each cluster, nearest first.
     points = torch.cat([torch.tensor([0.3, 0.0, -0.1]) + 100.0 * centre for centre in range(20)])[:, None]
     assert typical(points, 20) == [3 * centre + 1 for centre in range(20)]
     assert typical(points, 40) == [i for i in range(60) if i % 3]
@@ -166,7 +162,7 @@ def test_typical_rows_are_as_many_of_each_cluster_nearest_first() -> None:
 
 OPTIONS = [
     "--set", "interface=cloze", "--set", "num_probes=8", "--set", "num_anchors=4", "--set", "epochs=3",
-    "--set", "batch_size=4", "--set", "lr=1e-3", "--set", "stop=never", "--set", "evaluate_rows=8",
+    "--set", "batch_size=4", "--set", "lr=2e-3", "--set", "stop=never", "--set", "evaluate_rows=8",
     "--set", "device=cpu", "--set", "checkpoint_steps=1",
 ]  # fmt: skip
 
@@ -184,11 +180,6 @@ def write_tasks(folder: Path) -> None:
     write_rows(folder / "held.jsonl", list(world.taught("machines")[4:20]))
 
 
-def begin(folder: Path) -> None:
-    past = ["--anchors", "keep.jsonl", "--set", "past=held.jsonl"]
-    run("update", folder, "--model", "toy", "--new", "harbours.jsonl", *past, *OPTIONS)
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A ledger of three stages, and beside it a copy as it was after the first."""
@@ -197,7 +188,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(home)
         patch.setenv("CPLUS_CACHE", str(home / "cache"))
         write_tasks(home)
-        begin(Path("led"))
+        past = ("--anchors", "keep.jsonl", "--set", "past=held.jsonl")
+        run("update", "led", "--model", "toy-s", "--new", "harbours.jsonl", *past, *OPTIONS)
         shutil.copytree("led", "after-one")
         for name in TASKS[1:]:
             run("update", "led", "--new", f"{name}.jsonl", "--json")
@@ -208,8 +200,7 @@ def test_a_ledger_tells_every_task_after_every_stage(made: Path, monkeypatch: py
     monkeypatch.chdir(made)
     told = json.loads(run("update", "led", "--show", "--json").stdout)
     matrix = told["accuracy"]
-    asked_of = [[cell is not None for cell in line] for line in matrix]
-    assert asked_of == [[True, False, False], [True, True, False], [True, True, True], [True, True, True]]
+    assert [sum(cell is not None for cell in line) for line in matrix] == [1, 2, 3, 3]
     assert told["average_accuracy"][2] == pytest.approx(sum(matrix[3]) / 3)
     assert told["backward_transfer"] == pytest.approx(sum(matrix[3][i] - matrix[i + 1][i] for i in (0, 1)) / 2)
     assert told["base"][0] is not None
@@ -237,7 +228,7 @@ def test_a_stage_is_a_job_that_keeps_every_task_before_it(made: Path) -> None:
     records = [json.loads(ledger.place(n).record.read_text()) for n in (1, 2, 3)]
     assert [len(record["settings"]["kept"]) for record in records] == [0, 1, 2]
     assert "2 earlier past tasks are protected as well, with 8 anchors in total." in records[2]["notes"]
-    assert records[2]["settings"]["lr"] == 1e-3, "settings stand as in the last stage"
+    assert records[2]["settings"]["lr"] == 2e-3, "settings stand as in the last stage"
     for before, after in ((records[0], records[1]), (records[1], records[2])):
         assert after["model"]["before"] == before["model"]["after"]
         assert after["bank"]["model"]["fingerprint"] == before["model"]["after"]
@@ -283,18 +274,6 @@ def test_a_tampered_stage_is_detected(made: Path, tmp_path: Path, damage: str, s
         assert "a ledger that was changed cannot be updated" in str(failed.exception)
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (["--show", "--new", "a.jsonl"], "--show stands alone"),
-        (["--set", "new=plants", "--set", "out=b"], "an update sets 'out' itself; leave it out"),
-    ],
-)
-def test_looking_at_a_ledger_and_updating_it_are_kept_apart(given: list[str], words: str) -> None:
-    failed = CliRunner().invoke(app, ["update", "led", *given])
-    assert words in str(failed.exception)
-
-
 @pytest.mark.parametrize("damaged", [None, "bank/probes.jsonl", "model/model.safetensors"])
 def test_a_stage_that_was_damaged_before_its_seal_is_not_sealed(
     made: Path, monkeypatch: pytest.MonkeyPatch, damaged: str | None
@@ -333,41 +312,36 @@ def test_what_a_ledger_would_run_must_be_repeated(made: Path, monkeypatch: pytes
     assert not ledger.place(2).root.exists()
 
 
+FIRST = ("--model", "toy-s", "--new", "harbours.jsonl")
+
+
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("folder", "given", "words"),
     [
-        (["--new", "harbours.jsonl"], "the model to start from"),
-        (["--model", "toy"], "expected new"),
-        (["--model", "toy", "--new", "harbours.jsonl", "--set", "interface=cloze"], "needs anchors"),
-        (["--model", "toy", "--new", "harbours.jsonl", "--set", "lora=r=4,merge=false"], "leave out merge=false"),
+        ("new", ("--new", "harbours.jsonl"), "the model to start from"),
+        ("new", FIRST[:2], "expected new"),
+        ("new", (*FIRST, "--set", "interface=cloze"), "needs anchors"),
+        ("new", (*FIRST, "--set", "lora=r=4,merge=false"), "leave out merge=false"),
+        ("cache", FIRST, "it is not a ledger"),
+        ("led", FIRST, "leave the model out"),
+        ("led", ("--show", "--new", "a.jsonl"), "--show stands alone"),
+        ("led", ("--set", "new=plants", "--set", "out=b"), "an update sets 'out' itself; leave it out"),
     ],
 )
-def test_a_first_update_that_cannot_work_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], words: str
+def test_an_update_that_cannot_work_says_so(
+    made: Path, monkeypatch: pytest.MonkeyPatch, folder: str, given: tuple[str, ...], words: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_tasks(tmp_path)
-    failed = CliRunner().invoke(app, ["update", "led", *given])
-    assert isinstance(failed.exception, ValueError)
+    monkeypatch.chdir(made)
+    failed = CliRunner().invoke(app, ["update", folder, *given])
     assert words in str(failed.exception)
-    assert not Path("led/ledger.json").exists()
-
-
-def test_a_folder_that_is_no_ledger_is_left_alone(tmp_path: Path, made: Path) -> None:
-    (tmp_path / "mine.txt").write_text("x")
-    failed = CliRunner().invoke(app, ["update", str(tmp_path), "--model", "toy", "--new", str(made / "plants.jsonl")])
-    assert "it is not a ledger" in str(failed.exception)
-    again = CliRunner().invoke(
-        app, ["update", str(made / "led"), "--model", "toy", "--new", str(made / "plants.jsonl")]
-    )
-    assert "leave the model out" in str(again.exception)
+    assert not Path("new/ledger.json").exists()
 
 
 def test_an_update_continues_the_folder_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
     write_tasks(tmp_path)
-    run("adapt", "toy", "--new", "harbours.jsonl", "--anchors", "keep.jsonl", "--out", "out", *OPTIONS)
+    run("adapt", "toy-s", "--new", "harbours.jsonl", "--anchors", "keep.jsonl", "--out", "out", *OPTIONS)
     before = json.loads(Path("out/record.json").read_text())
     again = CliRunner().invoke(app, ["update", "out", "--model", "toy", "--new", "plants.jsonl"])
     assert "leave the model out" in str(again.exception)

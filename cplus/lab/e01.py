@@ -37,8 +37,6 @@ FIG_10 = Published(
 
 ALL_ANCHORS = ("replay", "cpl", "cplus")
 """The methods of Fig. 1 (a), also run with every past row as an anchor."""
-WITH_FEW: Mapping[str, Any] = {"method": "cplus", "num_anchors": SCARCE}
-PLAIN: Mapping[str, Any] = {"method": "sft"}
 
 
 def runs(scale: Scale) -> list[RunSpec]:
@@ -46,22 +44,14 @@ def runs(scale: Scale) -> list[RunSpec]:
 
     For the first model and task also with every past row as an anchor.
     """
-    first, seeds = scale.grid[0], range(scale.seeds_where_five)
-    place = {"model": first.model, "task": first.task, "lr": first.lr}
-    return [
-        *(
-            scale.at(model=cell.model, task=cell.task, lr=cell.lr, method=method, num_anchors=budget, seed=seed)
-            for cell in scale.grid
-            for budget in cell.budgets
-            for method in MAIN
-            for seed in seeds
-        ),
-        *(
-            scale.at(**place, method=m, num_anchors=0, all_anchors=True, external=(), seed=s)
-            for m in ALL_ANCHORS
-            for s in seeds
-        ),
+    seeds = range(scale.seeds_where_five)
+    found = [
+        spec
+        for cell in scale.grid
+        for spec in scale.each({"num_anchors": cell.budgets, "method": MAIN, "seed": seeds}, **cell.place)
     ]
+    axes = {"method": ALL_ANCHORS, "seed": seeds}
+    return found + scale.each(axes, **scale.grid[0].place, num_anchors=0, all_anchors=True, external=())
 
 
 def summary(results: Sequence[RunResult]) -> Summary:
@@ -102,14 +92,14 @@ def gain(results: Sequence[RunResult]) -> Estimate | None:
 
     Paper: Sec. 4.2, the mean gain.
     """
-    found: dict[Seed, list[float]] = {}
+    found: list[tuple[Seed, float]] = []
     for own in _settings(pick(results, num_anchors=(0, *SCARCE))):
         ours = own.pop("cplus")
-        best = summaries.strongest(own)
-        if best is not None:
-            for seed, leads in summaries.differences(ours, own[best]).items():
-                found.setdefault(seed, []).extend(leads)
-    return summaries.mean_of({seed: statistics.fmean(own) for seed, own in found.items()})
+        if (best := summaries.strongest(own)) is not None:
+            pairs = summaries.differences(ours, own[best])
+            found += [(seed, lead) for seed, leads in pairs.items() for lead in leads]
+    seeds = summaries.grouped(found, lambda pair: pair[0])
+    return summaries.mean_of({seed: statistics.fmean(lead for _, lead in own) for seed, own in seeds.items()})
 
 
 def _settings(results: Sequence[RunResult]) -> list[dict[str, list[RunResult]]]:
@@ -137,7 +127,7 @@ def _scarcity(results: Sequence[RunResult]) -> list[Claim]:
     Paper: Sec. 3.1 names the budgets from four to all 418 past rows; Fig. 1 has CPLUS ahead across budgets.
     """
     here = pick(results, model=results[0].spec.model, task=results[0].spec.task) if results else []
-    limited, whole = pick(here, all_anchors=False), pick(here, all_anchors=True)
+    limited, whole = (pick(here, all_anchors=every) for every in (False, True))
     budgets = sorted({result.spec.num_anchors for result in pick(limited, method="cplus")})
     if len(budgets) < 2:
         return []
@@ -197,8 +187,8 @@ def _shares(results: Sequence[RunResult]) -> dict[str, dict[Seed, float]]:
         tasks = []
         for task in shared(results):
             here = pick(results, model=model, task=task)
-            kept, plain = (by_seed(pick(here, **own), retained) for own in (WITH_FEW, PLAIN))
-            pairs = summaries.paired(kept, plain)
+            kept = by_seed(pick(here, method="cplus", num_anchors=SCARCE), retained)
+            pairs = summaries.paired(kept, by_seed(pick(here, method="sft"), retained))
             tasks.append({seed: recovery(one, sft) for seed, (one, sft) in pairs.items() if sft < 100.0})
         if own := macro(tasks):
             found[model] = own
@@ -207,10 +197,8 @@ def _shares(results: Sequence[RunResult]) -> dict[str, dict[Seed, float]]:
 
 def shared(results: Sequence[RunResult]) -> list[str]:
     """The tasks that every model was adapted to."""
-    tasks = [
-        {r.spec.task for r in own} for own in summaries.grouped(results, lambda result: result.spec.model).values()
-    ]
-    return sorted(set.intersection(*tasks)) if tasks else []
+    models = summaries.grouped(results, lambda result: result.spec.model).values()
+    return sorted(set.intersection(*({result.spec.task for result in own} for own in models))) if models else []
 
 
 def macro(lines: Sequence[Mapping[Seed, float]]) -> dict[Seed, float]:
@@ -255,7 +243,14 @@ def fig_problem_motivation(found: Collected) -> Picture:
     figure, (left, right) = drawing.panels(2, width=4.2, height=3.0)
     here = pick(found.studies["e01"].results, model=first.model, task=first.task)
     _curves(left, pick(here, all_anchors=False), first.budgets, ALL_ANCHORS)
-    _at_all(left, pick(here, all_anchors=True), first.budgets)
+    if whole := pick(here, all_anchors=True):  # at the number of past rows; the lines lead there
+        x = round(statistics.fmean(result.counts["anchors"] for result in whole))
+        for method in ALL_ANCHORS:
+            kept = over_seeds(pick(whole, method=method), retained)
+            style = drawing.colour_and_marker(method)
+            name = drawing.method_name(method)
+            line(left, [(x, kept)] if kept else [], name, *style, linestyle="none", markerfacecolor="none")
+        left.set_xticks([*first.budgets, x], [*map(str, first.budgets), f"all\n({x})"])
     left.set(ylabel="Retention (%)", title=f"(a) {first.model} adapted to {first.task}")
     draw_outside_changes(right, pick(found.studies["e02"].results, task=first.task))
     right.set_title(f"(b) other tasks after {first.task}")
@@ -271,18 +266,6 @@ def _curves(axis: Any, here: Sequence[RunResult], budgets: Iterable[int], method
     drawing.level_line(axis, over_seeds(pick(here, method="sft"), retained), "sft")
     lines(axis, {method: drawing.by_budget(here, method) for method in methods})
     drawing.budget_axis(axis, budgets)
-
-
-def _at_all(axis: Any, results: Sequence[RunResult], budgets: Sequence[int]) -> None:
-    """The methods with every past row as an anchor, at the number of past rows; the lines lead there."""
-    if not results:
-        return
-    x = round(statistics.fmean(result.counts["anchors"] for result in results))
-    for method in ALL_ANCHORS:
-        found = over_seeds(pick(results, method=method), retained)
-        points, style = [(x, found)] if found else [], drawing.colour_and_marker(method)
-        line(axis, points, drawing.method_name(method), *style, linestyle="none", markerfacecolor="none")
-    axis.set_xticks([*budgets, x], [*map(str, budgets), f"all\n({x})"])
 
 
 def fig_model_scale_headline(found: Collected) -> Picture:
@@ -339,8 +322,8 @@ def fig_model_scale(found: Collected) -> Picture:
         here = pick(results, task=tuple(tasks))
         shares = {row.at["model"]: row.figures["recovery"] for row in recovered(here)}
         each = (
-            macro_line(pick(here, **PLAIN), models, tasks),
-            macro_line(pick(here, **WITH_FEW), models, tasks),
+            macro_line(pick(here, method="sft"), models, tasks),
+            macro_line(pick(here, method="cplus", num_anchors=SCARCE), models, tasks),
             [(float(x), shares[model]) for x, model in enumerate(models) if model in shares],
         )
         for axis, points in zip(axes, each, strict=True):
@@ -367,7 +350,7 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     runs = pick(found.studies["e01"].results, all_anchors=False)
     won, total = wins(runs)
     shares = {row.at["model"]: row.figures["recovery"] for row in recovered(family(runs))}
-    paper, paper_shares = SEC_4_2.numbers, FIG_10.numbers
+    paper = SEC_4_2.numbers
     return [
         ComparisonLine(
             "CPLUS minus each setting's strongest baseline at A = 4 and 8 (points of Retention)",
@@ -382,7 +365,7 @@ def comparison(found: Collected) -> list[ComparisonLine]:
         ComparisonLine(
             "SFT's forgetting recovered at A = 4 and 8 (%)",
             ", ".join(f"{model} {shown(each)}" for model, each in shares.items()) or "not run",
-            ", ".join(f"{model} {value}" for model, value in paper_shares.items()),
+            ", ".join(f"{model} {value}" for model, value in FIG_10.numbers.items()),
         ),
         ComparisonLine(
             "Acquisition of CPLUS (%)",

@@ -25,13 +25,9 @@ METHODS = ("sft", "replay", "cpl", "cplus")
 
 def runs(scale: Scale) -> list[RunSpec]:
     """The first model adapted to each task, as in E1, and evaluated on tasks it was not trained on."""
-    return [
-        scale.at(model=cell.model, task=cell.task, lr=cell.lr, method=method, seed=seed)
-        for cell in scale.grid
-        if cell.model == scale.grid[0].model
-        for method in METHODS
-        for seed in range(scale.seeds_where_five)
-    ]
+    axes = {"method": METHODS, "seed": range(scale.seeds_where_five)}
+    mine = [cell for cell in scale.grid if cell.model == scale.grid[0].model]
+    return [spec for cell in mine for spec in scale.each(axes, **cell.place)]
 
 
 def change(result: RunResult) -> float | None:
@@ -62,10 +58,9 @@ def summary(mine: Sequence[RunResult]) -> Summary:
     }
     rows = table(mine, ("task", "method"), figures)
     ours = pick(mine, method="cplus")
+    rises = "outside tasks: CPLUS's accuracy rises above the base model's"
     claims = (
-        Claim(
-            "outside tasks: CPLUS's accuracy rises above the base model's", over_seeds(ours, change), paper="Sec. 4.3"
-        ),
+        Claim(rises, over_seeds(ours, change), paper="Sec. 4.3"),
         *leads("outside tasks: CPLUS loses less than {}", mine, METHODS[:-1], change, paper="Sec. 4.3; Figs. 1 (b), 4"),
     )
     moved = {name: shown(over_seeds(pick(mine, method=name), change), sign=True) for name in METHODS}
@@ -87,15 +82,9 @@ def draw_outside_changes(axis: Any, here: Sequence[RunResult]) -> None:
         own, (colour, marker) = pick(here, method=method), colour_and_marker(method)
         for x, metric in enumerate((*map(change_on, tasks), change)):
             average, found = x == len(tasks), over_seeds(own, metric)
-            line(
-                axis,
-                [(x + 0.14 * (number - 1.5), found)] if found else [],
-                None if average else method_name(method),
-                colour,
-                "D" if average else marker,
-                markersize=6 if average else 4.5,
-                linestyle="none",
-            )
+            points = [(x + 0.14 * (number - 1.5), found)] if found else []
+            name, shape, size = (None, "D", 6) if average else (method_name(method), marker, 4.5)
+            line(axis, points, name, colour, shape, markersize=size, linestyle="none")
     if here:
         axis.axhline(0.0, color=INK, linewidth=0.8)
     axis.set_xticks(range(len(tasks) + 1), [*tasks, "average"])
@@ -108,15 +97,14 @@ def fig_medqa_broader_capability(found: Collected) -> Picture:
     Paper: Fig. 4.
     """
     grid = found.scale.grid
-    tasks = [cell.task for cell in grid if cell.model == grid[0].model]
-    tasks = tasks[1:] or tasks
+    first, *others = [cell.task for cell in grid if cell.model == grid[0].model]
+    tasks = others or [first]
     figure, axes = panels(len(tasks), width=3.4, height=2.7)
     for axis, task in zip(axes, tasks, strict=True):
         draw_outside_changes(axis, pick(found.studies["e02"].results, task=task))
         axis.set_title(f"after {task}")
         axis.tick_params(axis="x", labelrotation=20)
-    for axis in axes[1:]:
-        axis.set_ylabel("")
+        axis.set_ylabel(axis.get_ylabel() if axis is axes[0] else "")
     caption = (
         "Change of accuracy from the base model on tasks used neither for training nor as anchors, by the task that "
         "was learned; diamonds are averages. Each panel has its own range."
@@ -160,19 +148,10 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     """The mean change on outside tasks by method, then CPLUS's after each task, with the paper's."""
     own, paper = found.studies["e02"], SEC_4_3.numbers
     changes = ", ".join(f"{value:+.2f} after {task}" for task, value in paper.items())
-    tasks = dict.fromkeys(spec.task for spec in own.specs)
-    return [
-        ComparisonLine(
-            "change on outside tasks, SFT / CPL / CPLUS (points)",
-            joined([over_seeds(pick(own.results, method=m), change) for m in ("sft", "cpl", "cplus")], sign=True),
-            f"CPLUS {changes}",
-        ),
-        *(
-            ComparisonLine(
-                f"CPLUS after {task} (points)",
-                shown(over_seeds(pick(own.results, method="cplus", task=task), change), sign=True),
-                f"{paper[task]:+.2f}" if task in paper else "other tasks",
-            )
-            for task in tasks
-        ),
-    ]
+    measured = joined([over_seeds(pick(own.results, method=m), change) for m in ("sft", "cpl", "cplus")], sign=True)
+    lines = [ComparisonLine("change on outside tasks, SFT / CPL / CPLUS (points)", measured, f"CPLUS {changes}")]
+    for task in dict.fromkeys(spec.task for spec in own.specs):
+        measured = shown(over_seeds(pick(own.results, method="cplus", task=task), change), sign=True)
+        published = f"{paper[task]:+.2f}" if task in paper else "other tasks"
+        lines.append(ComparisonLine(f"CPLUS after {task} (points)", measured, published))
+    return lines

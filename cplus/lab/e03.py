@@ -23,12 +23,7 @@ BUDGETS = (4, 8, 16, 32)
 def runs(scale: Scale) -> list[RunSpec]:
     """Three uses of the same bank with the same number of updates."""
     budgets = [budget for budget in BUDGETS if budget in scale.budgets]
-    return [
-        scale.at(method=method, num_anchors=budget, seed=seed)
-        for budget in budgets
-        for method in METHODS
-        for seed in range(scale.seeds_where_three)
-    ]
+    return scale.each({"num_anchors": budgets, "method": METHODS, "seed": range(scale.seeds_where_three)})
 
 
 def summary(mine: Sequence[RunResult]) -> Summary:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from cplus.lab import drawing
 from cplus.lab.records import RunResult
@@ -32,7 +31,6 @@ TABLE_3 = Published(
 
 COMPONENTS = ("cplus-anchors", "cplus-probes", "cplus-no-ema", "cplus", "cplus-norm-aligned", "cplus-gradient")
 REDUCTIONS = ("cplus-no-ema", "cplus", "cplus-cvar")
-ENDS = ("cplus-probes", "cplus")
 WEIGHTS = (0.0, 0.25, 0.5, 0.75)
 BETAS = (0.5, 0.9, 0.99)
 BUDGETS = (4, 8, 16, 32)
@@ -43,27 +41,18 @@ FIELDS = ("method", "num_anchors", "anchor_weight", "beta", "shots", "temperatur
 def runs(scale: Scale) -> list[RunSpec]:
     """Components at one budget; blend weights over budgets; generation at the smallest; reduction at a large one."""
     few, seeds, more = min(scale.budgets), range(scale.seeds_where_one), range(scale.seeds_where_three)
+    budgets, large = ([a for a in some if a in scale.budgets] for some in (BUDGETS, (64,)))
     return [
-        *(scale.at(method=method, seed=seed) for method in COMPONENTS for seed in more),
-        *(_weighted(scale, w, a, s) for w in WEIGHTS for a in BUDGETS if a in scale.budgets for s in seeds),
-        *(scale.at(method=m, num_anchors=a, seed=s) for m in ENDS for a in BUDGETS if a in scale.budgets for s in more),
-        *(scale.at(method="cplus-no-ema", seed=seed) for seed in seeds),
-        *(scale.at(beta=beta, seed=seed) for beta in BETAS for seed in seeds),
-        *(
-            scale.at(num_anchors=few, shots=shots, temperature=temperature, seed=seed)
-            for shots in scale.shots
-            for temperature in scale.temperatures
-            for seed in seeds
-        ),
-        *(scale.at(method=m, num_anchors=64, seed=s) for m in REDUCTIONS if 64 in scale.budgets for s in more),
+        *scale.each({"method": COMPONENTS, "seed": more}),
+        # With weight 0 it is the method of probes alone.
+        *scale.each({"num_anchors": budgets, "seed": seeds}, method="cplus-probes"),
+        *scale.each({"anchor_weight": WEIGHTS[1:], "num_anchors": budgets, "seed": seeds}),
+        *scale.each({"method": ("cplus-probes", "cplus"), "num_anchors": budgets, "seed": more}),
+        *scale.each({"seed": seeds}, method="cplus-no-ema"),
+        *scale.each({"beta": BETAS, "seed": seeds}),
+        *scale.each({"shots": scale.shots, "temperature": scale.temperatures, "seed": seeds}, num_anchors=few),
+        *scale.each({"method": REDUCTIONS, "num_anchors": large, "seed": more}),
     ]
-
-
-def _weighted(scale: Scale, weight: float, budget: int, seed: int) -> RunSpec:
-    """CPLUS with this anchor weight; with weight 0 it is the method of probes alone."""
-    if weight == 0:
-        return scale.at(method="cplus-probes", num_anchors=budget, seed=seed)
-    return scale.at(anchor_weight=weight, num_anchors=budget, seed=seed)
 
 
 def summary(mine: Sequence[RunResult]) -> Summary:
@@ -77,11 +66,20 @@ def summary(mine: Sequence[RunResult]) -> Summary:
         "cplus-no-ema": ("smoothing keeps more than the binary mask", "Sec. 4.4; Table 1"),
         "cplus-gradient": ("masking the update keeps more than masking the gradient", None),
     }
+    many = pick(mine, num_anchors=64, anchor_weight=0.5, beta=0.9)
+    reductions = {
+        "cplus-no-ema": "smoothing keeps more than the binary mask",
+        "cplus-cvar": "the mean keeps more than CVaR",
+    }
     claims = (
         *(above(words, whole, pick(here, method=name), paper=paper) for name, (words, paper) in says.items()),
         *_blends(mine, budget),
         *_generation(mine),
-        *_reductions(mine),
+        *(
+            above(f"{words}, A=64", pick(many, method="cplus"), pick(many, method=m), paper="App. E.2; Table 3")
+            for m, words in reductions.items()
+            if many
+        ),
     )
     gains = {name: shown(margin(whole, pick(here, method=name)), sign=True) for name in COMPONENTS if name != "cplus"}
     answer = (
@@ -100,20 +98,19 @@ def _blends(results: Sequence[RunResult], table_budget: int) -> list[Claim]:
     """
     mine = pick(results, num_anchors=BUDGETS, beta=0.9, shots=2, temperature=0.8)
     budgets = sorted({result.spec.num_anchors for result in pick(mine, method="cplus-probes")})
-    equal, probes = pick(mine, method="cplus", anchor_weight=0.5), pick(mine, method="cplus-probes")
-    claims = []
+    claims, both = [], "both sources keep more than probes alone"
     for budget in budgets:
-        ours = pick(equal, num_anchors=budget)
+        here = pick(mine, num_anchors=budget)
+        ours = pick(here, method="cplus", anchor_weight=0.5)
         if budget != table_budget:
-            words = f"both sources keep more than probes alone, A={budget}"
-            claims.append(above(words, ours, pick(probes, num_anchors=budget), paper=FIG_11))
+            claims.append(above(f"{both}, A={budget}", ours, pick(here, method="cplus-probes"), paper=FIG_11))
         for weight, paper in ((0.25, FIG_11), (0.75, None)):
             words = f"equal weights keep more than {1 - weight:.0%} probes, A={budget}"
-            other = pick(mine, method="cplus", num_anchors=budget, anchor_weight=weight)
-            claims.append(above(words, ours, other, paper=paper))
+            claims.append(above(words, ours, pick(here, method="cplus", anchor_weight=weight), paper=paper))
     if budgets:
-        words = f"both sources keep more than probes alone, mean over A = {', '.join(map(str, budgets))}"
-        claims.append(above(words, pick(equal, num_anchors=tuple(budgets)), probes))
+        equal, words = pick(mine, method="cplus", anchor_weight=0.5), ", ".join(map(str, budgets))
+        probes = pick(mine, method="cplus-probes")
+        claims.append(above(f"{both}, mean over A = {words}", pick(equal, num_anchors=tuple(budgets)), probes))
     return claims
 
 
@@ -132,19 +129,6 @@ def _generation(results: Sequence[RunResult]) -> list[Claim]:
         )
         for shots, temperature in tried
     ]
-
-
-def _reductions(results: Sequence[RunResult]) -> list[Claim]:
-    """Mean reduction with smoothing against the mean without it and against the worst examples, with many anchors."""
-    here = pick(results, num_anchors=64, anchor_weight=0.5, beta=0.9)
-    if not here:
-        return []
-    says = {
-        "cplus-no-ema": "smoothing keeps more than the binary mask, A=64",
-        "cplus-cvar": "the mean keeps more than CVaR, A=64",
-    }
-    ours = pick(here, method="cplus")
-    return [above(words, ours, pick(here, method=name), paper="App. E.2; Table 3") for name, words in says.items()]
 
 
 # E4, components and settings: hyperparameters (Fig. 11), components (Table 1), reduction and smoothing (Table 3).
@@ -170,7 +154,12 @@ def fig_hyperparameters(found: Collected) -> Picture:
         drawing.line(middle, drawing.points_by(own, "num_anchors"), name, colour, marker)
     drawing.budget_axis(middle, (a for a in BUDGETS if a in found.scale.budgets))
     middle.set_title("weight of the anchors")
-    _betas(right, pick(runs, num_anchors=found.scale.anchors, anchor_weight=0.5))
+    here = pick(runs, num_anchors=found.scale.anchors, anchor_weight=0.5)
+    binary = over_seeds(pick(here, method="cplus-no-ema"), retained)
+    smooth = drawing.points_by(pick(here, method="cplus", shots=2, temperature=0.8), "beta")
+    points = [*([(0.0, binary)] if binary else []), *smooth]
+    drawing.lines(right, {"cplus": [(float(x), value) for x, (_, value) in enumerate(points)]})
+    right.set_xticks(range(len(points)), [f"{beta:g}" for beta, _ in points])
     right.set(title=f"smoothing, A = {found.scale.anchors}", xlabel="beta of the mask's average")
     for axis in (left, middle, right):
         axis.set_ylabel("Retention (%)")
@@ -181,14 +170,6 @@ def fig_hyperparameters(found: Collected) -> Picture:
         "gradient in the blend; 0 is probes alone. Right: smoothing of the mask; 0 is the binary mask."
     )
     return drawing.picture(figure, "fig:hyperparameters", "Fig. 11", caption)
-
-
-def _betas(axis: Any, here: Sequence[RunResult]) -> None:
-    binary = over_seeds(pick(here, method="cplus-no-ema"), retained)
-    smooth = drawing.points_by(pick(here, method="cplus", shots=2, temperature=0.8), "beta")
-    points = [*([(0.0, binary)] if binary else []), *smooth]
-    drawing.lines(axis, {"cplus": [(float(x), found) for x, (_, found) in enumerate(points)]})
-    axis.set_xticks(range(len(points)), [f"{beta:g}" for beta, _ in points])
 
 
 def tab_cplus_ablation(found: Collected) -> Table:

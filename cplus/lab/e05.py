@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from itertools import product
 from typing import Any
 
-from cplus.evaluation.statistics import Estimate, estimate
+from cplus.evaluation.statistics import estimate
 from cplus.lab import drawing
 from cplus.lab.records import SequenceResult
 from cplus.lab.scales import Scale, seedless
@@ -42,14 +43,13 @@ METHODS = ("sft", "replay", "cpl", "cplus")
 
 def runs(scale: Scale) -> list[SequenceSpec]:
     """All tasks in order with every method, from one shared checkpoint after the first task."""
-    return [_spec(scale, method, seed) for method in METHODS for seed in range(scale.seeds_where_three)]
-
-
-def _spec(scale: Scale, method: str, seed: int) -> SequenceSpec:
-    run = scale.at(method=method, seed=seed)
-    shared = {field.name: getattr(run, field.name) for field in fields(Recipe)}
-    spec = SequenceSpec(**{**shared, "seed": seed}, tasks=scale.tasks, num_rows=scale.sequence_rows)
-    return replace(spec, seed=0) if seedless(spec) else spec
+    found = []
+    for method, seed in product(METHODS, range(scale.seeds_where_three)):
+        run = scale.at(method=method, seed=seed)
+        shared = {field.name: getattr(run, field.name) for field in fields(Recipe)} | {"seed": seed}
+        spec = SequenceSpec(**shared, tasks=scale.tasks, num_rows=scale.sequence_rows)
+        found.append(replace(spec, seed=0) if seedless(spec) else spec)
+    return found
 
 
 def average(result: SequenceResult, stage: int) -> float:
@@ -71,15 +71,11 @@ def summary(mine: Sequence[SequenceResult]) -> Summary:
     ends = {m: {seed_of(r): average(r, len(r.spec.tasks)) for r in own} for m, own in by_method.items()}
     stays = {m: {seed_of(r): kept(r) for r in own} for m, own in by_method.items()}
     rows = tuple(_row(method, own) for method, own in by_method.items() if own)
+    above = "CPLUS's average accuracy at the end is above {}'s"
+    more = "CPLUS keeps more of the earlier tasks' right rows than {}, mean over stages"
     claims = (
-        *(
-            Claim(says.format(name), difference(by["cplus"], by[name]), paper=paper)
-            for says, by, paper in (
-                ("CPLUS's average accuracy at the end is above {}'s", ends, "Sec. 4.5; Table 7"),
-                ("CPLUS keeps more of the earlier tasks' right rows than {}, mean over stages", stays, None),
-            )
-            for name in METHODS[:-1]
-        ),
+        *(Claim(above.format(m), difference(ends["cplus"], ends[m]), "Sec. 4.5; Table 7") for m in METHODS[:-1]),
+        *(Claim(more.format(m), difference(stays["cplus"], stays[m])) for m in METHODS[:-1]),
         *_each_task(mine),
     )
     finals = {method: estimate(list(own.values())) for method, own in ends.items() if own}
@@ -109,14 +105,11 @@ def _each_task(results: Sequence[SequenceResult]) -> list[Claim]:
 
 def _row(method: str, own: Sequence[SequenceResult]) -> SummaryRow:
     tasks = own[0].spec.tasks
-    figures: dict[str, Estimate] = {
-        f"average after {task}": estimate([average(result, stage) for result in own])
-        for stage, task in enumerate(tasks, start=1)
-    }
-    figures |= {f"{task} at the end": estimate([r.accuracy[-1][i] for r in own]) for i, task in enumerate(tasks)}
-    learned = [statistics.fmean(stage["acquisition"] for stage in result.stages) for result in own]
-    figures |= {"acquisition": estimate(learned), "kept by a stage": estimate([kept(result) for result in own])}
-    return SummaryRow(at={"method": method}, figures=figures)
+    figures = {f"average after {task}": [average(r, stage) for r in own] for stage, task in enumerate(tasks, start=1)}
+    figures |= {f"{task} at the end": [r.accuracy[-1][i] for r in own] for i, task in enumerate(tasks)}
+    figures["acquisition"] = [statistics.fmean(stage["acquisition"] for stage in r.stages) for r in own]
+    figures["kept by a stage"] = [kept(result) for result in own]
+    return SummaryRow(at={"method": method}, figures={name: estimate(values) for name, values in figures.items()})
 
 
 # E5, a sequence of tasks: accuracy stage by stage (Fig. 6, Table 7) and at the end (Table 8).

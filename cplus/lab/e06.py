@@ -11,7 +11,19 @@ from cplus.lab import drawing
 from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
 from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Summary, SummaryRow, judged
-from cplus.lab.summaries import above, flops, grouped, leads, margin, over_seeds, pick, retained, seed_of, shown, table
+from cplus.lab.summaries import (
+    above,
+    flops,
+    grouped,
+    leads,
+    margin,
+    over_seeds,
+    pick,
+    retained,
+    seed_of,
+    shown,
+    table,
+)
 from cplus.training.settings import RunSpec
 
 TITLE = "Dynamics and cost"
@@ -30,19 +42,12 @@ def runs(scale: Scale) -> list[RunSpec]:
     """
     task = scale.base.task
     sizes = [cell for cell in scale.grid if cell.task == task][:3]
-    return [
-        *(
-            scale.at(method=m, evaluate_every=1, external=(), compute_dtype=scale.curve_dtype, seed=s)
-            for m in CURVES
-            for s in range(scale.seeds_where_one)
-        ),
-        *(
-            scale.at(model=cell.model, lr=cell.lr, method=method, num_probes=scale.small_bank, seed=seed)
-            for cell in sizes
-            for method in COMPARED
-            for seed in range(scale.seeds_where_one)
-        ),
-    ]
+    seeds, bank = range(scale.seeds_where_one), scale.small_bank
+    each_epoch = {"evaluate_every": 1, "external": (), "compute_dtype": scale.curve_dtype}
+    found = scale.each({"method": CURVES, "seed": seeds}, **each_epoch)
+    for cell in sizes:
+        found += scale.each({"method": COMPARED, "seed": seeds}, **cell.place, num_probes=bank)
+    return found
 
 
 def first_full(result: RunResult) -> float | None:
@@ -59,11 +64,8 @@ def summary(results: Sequence[RunResult]) -> Summary:
     """Full Acquisition, lowest and final Retention by method; gain and cost relative to SFT by model and method."""
     curves = [result for result in results if result.curve]
     ends = [result for result in results if not result.curve]
-    points = table(
-        curves,
-        ("method",),
-        {"first full epoch": first_full, "lowest retention": lowest, "final retention": retained},
-    )
+    figures = {"first full epoch": first_full, "lowest retention": lowest, "final retention": retained}
+    points = table(curves, ("method",), figures)
     costs = tuple(row for own in grouped(ends, lambda r: r.spec.model).values() for row in _costs(own))
     words = "with the small bank CPLUS keeps more than {}"
     claims = leads(words, ends, COMPARED[:-1], paper="Sec. 4.6; Fig. 7") + _dynamics(curves)
@@ -86,18 +88,18 @@ def _dynamics(curves: Sequence[RunResult]) -> list[Claim]:
     return [
         above(words, own["cpl"], own["cplus"], first_full, paper=both),
         *(Claim(lead.format(name), least_lead(own["cplus"], own[name]), both) for name in CURVES[:-1]),
-        above("after the first epoch replay has kept more than sft", replay, sft, after_one, paper="Sec. 4.6; Fig. 8"),
+        above(
+            "after the first epoch replay has kept more than sft",
+            *(replay, sft),
+            lambda result: result.curve[0]["retention"],
+            paper="Sec. 4.6; Fig. 8",
+        ),
         above("at the end replay keeps more than sft", replay, sft, paper="Sec. 4.6; Fig. 8"),
         *(
             Claim(f"{name}: {rises} Acquisition", over_seeds(own[name], recovered), "Sec. 4.6; App. E.3; Figs. 8, 12")
             for name in CURVES
         ),
     ]
-
-
-def after_one(result: RunResult) -> float:
-    """Retention after the first epoch."""
-    return result.curve[0]["retention"]
 
 
 def recovered(result: RunResult) -> float | None:
@@ -152,30 +154,19 @@ def fig_retention_compute(found: Collected) -> Picture:
         here = [row for row in rows if row.at["model"] == model]
         for row in here:
             points, method = [(row.figures["cost"].mean, row.figures["gain over SFT"])], row.at["method"]
-            drawing.line(
-                axis,
-                points,
-                drawing.method_name(method),
-                *drawing.colour_and_marker(method),
-                linestyle="none",
-                markersize=6,
-            )
-        _cost_axis(axis, [row.figures["cost"].mean for row in here])
+            name, style = drawing.method_name(method), drawing.colour_and_marker(method)
+            drawing.line(axis, points, name, *style, linestyle="none", markersize=6)
+        most = max((row.figures["cost"].mean for row in here), default=1.0)
+        ticks = [mark for mark in (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64) if mark <= 1.3 * most]
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, [f"{mark:g}×" for mark in ticks])
+        axis.set_xticks([], minor=True)
         axis.set(title=model, xlabel="training FLOPs (times SFT's, log scale)")
     caption = (
         f"Retention gained over SFT against training FLOPs relative to SFT, A = {found.scale.anchors}, "
         f"N = {found.scale.small_bank} probes; one-time preparation is left out. Vertical scales differ."
     )
     return drawing.picture(figure, "fig:retention-compute", "Fig. 7", caption)
-
-
-def _cost_axis(axis: Any, values: Sequence[float]) -> None:
-    """A logarithmic axis of factors with plain numbers."""
-    axis.set_xscale("log", base=2)
-    marks = [1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64]
-    ticks = [mark for mark in marks if mark <= 1.3 * max(values, default=1.0)]
-    axis.set_xticks(ticks, [f"{mark:g}×" for mark in ticks])
-    axis.set_xticks([], minor=True)
 
 
 def fig_learning_dynamics(found: Collected) -> Picture:

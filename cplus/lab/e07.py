@@ -31,12 +31,8 @@ WHERE = "App. E.4; Table 4"
 def runs(scale: Scale) -> list[RunSpec]:
     """CPLUS learns a new task with anchors of another one, of which 0, 25, ... 100 % were answered incorrectly."""
     new, kept = scale.new_and_anchor_task
-    shares = (0.0, 0.25, 0.5, 0.75, 1.0)
-    return [
-        scale.at(task=new, anchor_task=kept, wrong_anchors=round(share * scale.anchors), seed=seed)
-        for share in shares
-        for seed in range(scale.seeds_where_one)
-    ]
+    wrong = [round(share * scale.anchors) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    return scale.each({"wrong_anchors": wrong, "seed": range(scale.seeds_where_one)}, task=new, anchor_task=kept)
 
 
 def overall(result: RunResult) -> float | None:

@@ -31,7 +31,7 @@ WHERE = "App. E.5; Table 5"
 def runs(scale: Scale) -> list[RunSpec]:
     """One large learning rate for a fixed number of epochs, evaluated after the last one."""
     lr, epochs = scale.aggressive_schedule
-    return [scale.at(method=m, lr=lr, epochs=epochs, seed=s) for m in METHODS for s in range(scale.seeds_where_one)]
+    return scale.each({"method": METHODS, "seed": range(scale.seeds_where_one)}, lr=lr, epochs=epochs)
 
 
 def overall(result: RunResult) -> float:

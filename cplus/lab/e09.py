@@ -28,13 +28,10 @@ TAPS = ("admission", "reference", "geometry")
 
 def runs(scale: Scale) -> list[RunSpec]:
     """CPLUS, CPL and the two controls; CPL and CPLUS once more with diagnostics of their masks."""
+    few, seeds = range(min(scale.seeds_where_one, 3)), range(scale.seeds_where_five)
     return [
-        *(scale.at(method=m, seed=s) for m in (*CONTROLS, "cpl", "cplus") for s in range(scale.seeds_where_five)),
-        *(
-            scale.at(method=method, external=(), diagnose=TAPS, seed=seed)
-            for method in ("cpl", "cplus")
-            for seed in range(min(scale.seeds_where_one, 3))
-        ),
+        *scale.each({"method": (*CONTROLS, "cpl", "cplus"), "seed": seeds}),
+        *scale.each({"method": ("cpl", "cplus"), "seed": few}, external=(), diagnose=TAPS),
     ]
 
 
@@ -78,22 +75,17 @@ def summary(results: Sequence[RunResult]) -> Summary:
     """Retention of CPLUS and its controls; what the masks of CPL and CPLUS admit."""
     mine = pick(results, diagnose=())
     observed = [result for result in results if result.spec.diagnose]
-    ours = pick(mine, method="cplus")
+    ours, sides = pick(mine, method="cplus"), [pick(observed, method=method) for method in ("cpl", "cplus")]
+    admits = "in the first states CPL's mask admits more {} than CPLUS's, in percent"
     claims = (
         *summaries.leads("CPLUS keeps more than {}", mine, CONTROLS, paper="Sec. 4.4; Table 6"),
         *(
-            summaries.above(
-                f"in the first states CPL's mask admits more {words} than CPLUS's, in percent",
-                pick(observed, method="cpl"),
-                pick(observed, method="cplus"),
-                early(kind),
-                paper="App. E.7; Fig. 13",
-            )
+            summaries.above(admits.format(words), *sides, early(kind), paper="App. E.7; Fig. 13")
             for kind, words in (("coordinates", "coordinates"), ("energy", "update energy"))
         ),
     )
     lost = {name: shown(summaries.margin(ours, pick(mine, method=name)), sign=True) for name in CONTROLS}
-    harm = [over_seeds(pick(observed, method=name), GEOMETRY["harmful admitted"]) for name in ("cpl", "cplus")]
+    harm = [over_seeds(own, GEOMETRY["harmful admitted"]) for own in sides]
     shares = [f"{100 * found.mean:.0f} %" if found else "not run" for found in harm]
     answer = (
         f"CPLUS keeps {lost['norm-matched']} points more than an update of the same size without its mask and "
@@ -115,7 +107,11 @@ def fig_gradient_source_dynamics(found: Collected) -> Picture:
     observed = pick(found.studies["e09"].results, diagnose=TAPS)
     figure, axes = drawing.panels(2, width=3.8, height=2.7, share=True, ylabel="share admitted")
     for axis, kind in zip(axes, ("coordinates", "energy"), strict=True):
-        drawing.lines(axis, {method: _admitted(pick(observed, method=method), kind) for method in ("cpl", "cplus")})
+        for method in ("cpl", "cplus"):
+            states = [state for run in pick(observed, method=method) for state in run.diagnostics["geometry"]]
+            epochs = sorted(summaries.grouped(states, lambda state: state["completed_epochs"]).items())
+            points = [(epoch, estimate([state["mask"][kind] for state in own])) for epoch, own in epochs]
+            drawing.lines(axis, {method: points})
         axis.locator_params(axis="x", integer=True)
         axis.set(title=f"admitted {kind}", xlabel="epochs completed")
     caption = (
@@ -123,13 +119,6 @@ def fig_gradient_source_dynamics(found: Collected) -> Picture:
         "coordinates. Right: share of squared update size."
     )
     return drawing.picture(figure, "fig:gradient-source-dynamics", "Fig. 13", caption)
-
-
-def _admitted(results: Sequence[RunResult], kind: str) -> drawing.Points:
-    states = summaries.grouped(
-        (s for r in results for s in r.diagnostics["geometry"]), lambda state: state["completed_epochs"]
-    )
-    return [(epoch, estimate([state["mask"][kind] for state in own])) for epoch, own in sorted(states.items())]
 
 
 def tab_matched_update_controls(found: Collected) -> Table:

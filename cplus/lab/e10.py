@@ -26,15 +26,9 @@ KINDS = {"cpl": "CPL with full-data CPL", "cplus": "CPLUS with full-data CPLUS",
 def runs(scale: Scale) -> list[RunSpec]:
     """One audit per seed, over all budgets and layers; the Retention is from E1's runs."""
     first = scale.grid[0]
-    return [
-        *(scale.at(external=(), diagnose=("audit", "coordinates"), seed=seed) for seed in range(scale.seeds_where_one)),
-        *(
-            scale.at(model=first.model, task=first.task, lr=first.lr, method=method, num_anchors=budget, seed=seed)
-            for budget in first.budgets
-            for method in ("cpl", "cplus")
-            for seed in range(scale.seeds_where_five)
-        ),
-    ]
+    axes = {"num_anchors": first.budgets, "method": ("cpl", "cplus"), "seed": range(scale.seeds_where_five)}
+    audits = scale.each({"seed": range(scale.seeds_where_one)}, external=(), diagnose=("audit", "coordinates"))
+    return audits + scale.each(axes, **first.place)
 
 
 def summary(results: Sequence[RunResult]) -> Summary:
@@ -42,35 +36,25 @@ def summary(results: Sequence[RunResult]) -> Summary:
     audits = {run.spec.seed: run.diagnostics["audit"] for run in results if "audit" in run.diagnostics}
     plain = pick(results, diagnose=())
     agrees: dict[str, dict[Seed, float]] = {k: {s: _percent(a[k]) for s, a in audits.items()} for k in KINDS}
-    claims = (
-        Claim(
-            "CPL agrees more with its full-data mask than CPLUS with its own, in percent of update energy",
-            difference(agrees["cpl"], agrees["cplus"]),
-            paper="App. E.8; Fig. 14",
-        ),
-        above(
-            "nevertheless CPLUS keeps more than CPL, mean over budgets",
-            pick(plain, method="cplus"),
-            pick(plain, method="cpl"),
-            paper="App. E.8; Fig. 14",
-        ),
-        *(
-            Claim(
-                f"{name} agrees more with its full-data mask at the most anchors than at the fewest, in percent",
-                mean_of({seed: _percent([a[kind][-1]]) - _percent([a[kind][0]]) for seed, a in audits.items()}),
-                paper="App. E.11; Fig. 17",
-            )
-            for kind, name in (("cpl", "CPL"), ("cplus", "CPLUS"))
-        ),
-    )
+    kept, energy = {m: pick(plain, method=m) for m in ("cpl", "cplus")}, difference(agrees["cpl"], agrees["cplus"])
+    words = "CPL agrees more with its full-data mask than CPLUS with its own, in percent of update energy"
+    nevertheless = "nevertheless CPLUS keeps more than CPL, mean over budgets"
+    claims = [
+        Claim(words, energy, "App. E.8; Fig. 14"),
+        above(nevertheless, kept["cplus"], kept["cpl"], paper="App. E.8; Fig. 14"),
+    ]
+    for kind, name in (("cpl", "CPL"), ("cplus", "CPLUS")):
+        words = f"{name} agrees more with its full-data mask at the most anchors than at the fewest, in percent"
+        more = {seed: _percent([audit[kind][-1]]) - _percent([audit[kind][0]]) for seed, audit in audits.items()}
+        claims.append(Claim(words, mean_of(more), "App. E.11; Fig. 17"))
     means = {kind: shown(mean_of(own)) for kind, own in agrees.items()}
     answer = (
         f"Over all budgets CPL's mask agrees with its full-data mask on {means['cpl']} % of the update energy "
-        f"and CPLUS's with its own on {means['cplus']} %, a difference of {shown(claims[0].margin, sign=True)} "
+        f"and CPLUS's with its own on {means['cplus']} %, a difference of {shown(energy, sign=True)} "
         f"points; CPLUS's agrees with full-data CPL's on {means['cross']} %."
     )
     rows = (*_rows(list(audits.values())), *table(plain, ("method", "num_anchors"), KEPT_AND_LEARNED))
-    return Summary(rows=rows, answer=answer, claims=claims)
+    return Summary(rows=rows, answer=answer, claims=tuple(claims))
 
 
 def _percent(values: Sequence[float | None]) -> float:
@@ -227,11 +211,6 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     last = max(rows, key=lambda row: int(row.at["num_anchors"]), default=None)
     at = f"at A = {last.at['num_anchors']}" if last else "at the largest budget"
     over = f"over {max((audit['updates'] for audit in _audits(found)), default=0)} updates (the paper: 678)"
-    paper = APP_E_8.numbers
-    return [
-        ComparisonLine(
-            f"agreement with the own full-data mask {at}, {over}, CPL / CPLUS (% of update energy)",
-            joined([last.figures[KINDS[kind]] if last else None for kind in ("cpl", "cplus")]),
-            " / ".join(f"{100 * paper[kind]:.0f}" for kind in ("cpl", "cplus")),
-        )
-    ]
+    what = f"agreement with the own full-data mask {at}, {over}, CPL / CPLUS (% of update energy)"
+    measured = joined([last.figures[KINDS[kind]] if last else None for kind in ("cpl", "cplus")])
+    return [ComparisonLine(what, measured, " / ".join(f"{100 * APP_E_8.numbers[k]:.0f}" for k in ("cpl", "cplus")))]

@@ -21,9 +21,7 @@ METHODS = ("sft", "replay", "cpl", "constant-label", "balanced-label", "cplus")
 def runs(scale: Scale) -> list[RunSpec]:
     """Methods and label controls with Retention by answer; with lettered options also with permuted options."""
     taps = ("prior", "permuted") if scale.base.interface == "letter" else ("prior",)
-    return [
-        scale.at(method=m, external=(), diagnose=taps, seed=s) for m in METHODS for s in range(scale.seeds_where_one)
-    ]
+    return scale.each({"method": METHODS, "seed": range(scale.seeds_where_one)}, external=(), diagnose=taps)
 
 
 def explained(result: RunResult) -> float | None:

@@ -76,37 +76,22 @@ def summary(mine: Sequence[RunResult]) -> Summary:
     if not fixed:
         return Summary(rows=rows, answer="The fixed bank was not run.", claims=())
     budget = TOLERANCE * max(by_seed(fixed, cost).values())
-    within = {
-        label: own
-        for label, own in summaries.grouped(mine, setting_name).items()
-        if max(by_seed(own, cost).values()) <= budget
-    }
-    first, fresh = halves(fixed)
-    best = summaries.strongest({label: of_seeds(own, first) for label, own in within.items()}) or setting_name(fixed[0])
-    claims = tuple(
-        summaries.above(
-            f"{label} keeps more than the fixed bank, on fresh seeds", of_seeds(own, fresh), of_seeds(fixed, fresh)
-        )
-        for label, own in within.items()
-        if label != setting_name(fixed[0])
-    )
-    gain = shown(summaries.margin(of_seeds(within[best], fresh), of_seeds(fixed, fresh)), sign=True)
+    groups = summaries.grouped(mine, setting_name)
+    within = {label: own for label, own in groups.items() if max(by_seed(own, cost).values()) <= budget}
+    # Half of the seeds select the best use, and the fresh ones confirm it.
+    seeds = sorted({result.spec.seed for result in fixed})
+    first, fresh = tuple(seeds[: (len(seeds) + 1) // 2]), tuple(seeds[(len(seeds) + 1) // 2 :])
+    best = summaries.strongest({label: pick(own, seed=first) for label, own in within.items()})
+    best, anew = best or setting_name(fixed[0]), {label: pick(own, seed=fresh) for label, own in within.items()}
+    words, plain = "{} keeps more than the fixed bank, on fresh seeds", pick(fixed, seed=fresh)
+    others = [label for label in within if label != setting_name(fixed[0])]
+    claims = tuple(summaries.above(words.format(label), anew[label], plain) for label in others)
+    gain = shown(summaries.margin(anew[best], plain), sign=True)
     answer = (
         f"Of {len(within)} uses at the cost of {few} probes per epoch the best on {len(first)} seeds is {best}; on "
         f"{len(fresh)} fresh seeds it keeps {gain} points more than the fixed bank."
     )
     return Summary(rows=rows, answer=answer, claims=claims)
-
-
-def halves(results: Sequence[RunResult]) -> tuple[set[int], set[int]]:
-    """The seeds for selection and the fresh ones for confirmation."""
-    seeds = sorted({result.spec.seed for result in results})
-    return set(seeds[: (len(seeds) + 1) // 2]), set(seeds[(len(seeds) + 1) // 2 :])
-
-
-def of_seeds(results: Sequence[RunResult], seeds: set[int]) -> list[RunResult]:
-    """The results of these seeds."""
-    return [result for result in results if result.spec.seed in seeds]
 
 
 # E12, rotating evidence: Retention of every use of a refresh budget; not in the paper.
@@ -140,10 +125,6 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     groups = summaries.grouped(found.studies["e12"].results, setting_name)
     few, large = found.scale.base.num_probes, found.scale.large_bank
     names = (f"all {few} every epoch", f"1/{large // few} of {large} every epoch", f"all {large} every epoch")
-    return [
-        ComparisonLine(
-            f"Retention, {few} probes / {large} in {large // few} parts by turns / all {large} (%)",
-            joined([over_seeds(groups.get(name, ()), retained) for name in names]),
-            ADDED_HERE,
-        )
-    ]
+    what = f"Retention, {few} probes / {large} in {large // few} parts by turns / all {large} (%)"
+    kept = joined([over_seeds(groups.get(name, ()), retained) for name in names])
+    return [ComparisonLine(what, kept, ADDED_HERE)]

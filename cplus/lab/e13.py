@@ -18,17 +18,14 @@ QUESTION = "How much forgetting does a warm-up avoid, and what does CPLUS add to
 
 METHODS = ("sft", "replay", "cpl", "cplus")
 SHARE = 0.5
+SCHEDULES = {"constant rate": 0.0, "gentle start": SHARE}
 LEARNED = 99.0
 
 
 def runs(scale: Scale) -> list[RunSpec]:
     """Four methods, evaluated after every epoch, at a constant rate and at one that rises over half of the updates."""
-    return [
-        scale.at(method=method, warmup=warmup, evaluate_every=1, external=(), seed=seed)
-        for warmup in (0.0, SHARE)
-        for method in METHODS
-        for seed in range(scale.seeds_where_three)
-    ]
+    axes = {"warmup": SCHEDULES.values(), "method": METHODS, "seed": range(scale.seeds_where_three)}
+    return scale.each(axes, evaluate_every=1, external=())
 
 
 def path(result: RunResult) -> list[LossPoint]:
@@ -58,36 +55,25 @@ def summary(results: Sequence[RunResult]) -> Summary:
     gentle, constant = pick(mine, warmup=SHARE), pick(mine, warmup=0.0)
     common = level(mine)
     kept, ours = kept_at(common), pick(gentle, method="cplus")
-    columns: dict[str, Metric] = {
-        "retention when learned": kept,
-        "epochs to learn": epochs_to_learn,
-        "final retention": retained,
-    }
+    columns = {"retention when learned": kept, "epochs to learn": epochs_to_learn, "final retention": retained}
+    pairs = {method: (pick(gentle, method=method), pick(constant, method=method)) for method in METHODS}
     claims = (
-        *(
-            above(f"{m}: a gentle start keeps more", pick(gentle, method=m), pick(constant, method=m), kept)
-            for m in METHODS
-        ),
+        *(above(f"{method}: a gentle start keeps more", *own, kept) for method, own in pairs.items()),
         *leads("with a gentle start CPLUS keeps more than {}", gentle, METHODS[:-1], kept),
     )
-    kept_by = {
-        (warm, m): shown(over_seeds(pick(own, method=m), kept))
-        for warm, own in (("gentle", gentle), ("constant", constant))
-        for m in ("sft", "cplus")
-    }
+    (sft, sft_constant), (cplus, cplus_constant) = (
+        [shown(over_seeds(own, kept)) for own in pairs[method]] for method in ("sft", "cplus")
+    )
     lead = shown(margin(ours, pick(gentle, method="sft"), kept), sign=True)
     answer = (
-        f"Where {common:.0f} % of the new rows are first known, SFT has kept {kept_by['constant', 'sft']} % at a "
-        f"constant rate and {kept_by['gentle', 'sft']} % with a gentle start, CPLUS {kept_by['constant', 'cplus']} % "
-        f"and {kept_by['gentle', 'cplus']} %: with a gentle start CPLUS still keeps {lead} points more than SFT."
+        f"Where {common:.0f} % of the new rows are first known, SFT has kept {sft_constant} % at a constant rate and "
+        f"{sft} % with a gentle start, CPLUS {cplus_constant} % and {cplus} %: with a gentle start CPLUS still keeps "
+        f"{lead} points more than SFT."
     )
     return Summary(rows=table(mine, ("warmup", "method"), columns), answer=answer, claims=claims)
 
 
 # E13, a gentle start: Acquisition and Retention at a constant rate and with a warm-up; not in the paper.
-
-
-SCHEDULES = {"constant rate": 0.0, "gentle start": SHARE}
 
 
 def fig_gentle_start(found: Collected) -> Picture:

@@ -16,15 +16,7 @@ QUESTION = "Does the topic cue matter, and what is in the banks?"
 PAPER = "App. C.1, C.2"
 APP_C_2 = Published(
     "App. C.2, three banks of 512 probes against 1,096 evaluated prompts",
-    {
-        "probes": 1536,
-        "unique": 1536,
-        "mean": 0.915,
-        "median": 0.984,
-        "p10": 0.696,
-        "exact": 1,
-        "near": 2,
-    },
+    {"probes": 1536, "unique": 1536, "mean": 0.915, "median": 0.984, "p10": 0.696, "exact": 1, "near": 2},
 )
 APP_C_1 = Published("App. C.1, one seed", {"the topic cue": "did not consistently improve Retention"})
 
@@ -79,12 +71,9 @@ def summary(mine: Sequence[RunResult]) -> Summary:
     """Retention with and without the cue by budget, and the audit of the banks."""
     budgets = sorted({result.spec.num_anchors for result in mine})
     here = [pick(mine, num_anchors=budget) for budget in budgets]
+    words = "CPLUS keeps more with the topic cue than without it, A="
     claims = tuple(
-        above(
-            f"CPLUS keeps more with the topic cue than without it, A={budget}",
-            pick(own, topics=True),
-            pick(own, topics=False),
-        )
+        above(f"{words}{budget}", pick(own, topics=True), pick(own, topics=False))
         for budget, own in zip(budgets, here, strict=True)
     )
     audited, found = "not run", pooled(banks(mine, cue=True))
@@ -93,9 +82,7 @@ def summary(mine: Sequence[RunResult]) -> Summary:
             f"{found['unique']:,.0f} of {found['probes']:,.0f} probes are unique, mean confidence {found['mean']:.3f}, "
             f"{found['exact']:.0f} exact and {found['near']:.0f} near copies of evaluated rows"
         )
-    gains = ", ".join(
-        f"{shown(claim.margin, sign=True)} at A={budget}" for claim, budget in zip(claims, budgets, strict=True)
-    )
+    gains = ", ".join(f"{shown(one.margin, sign=True)} at A={a}" for one, a in zip(claims, budgets, strict=True))
     answer = f"The topic cue changes Retention by {gains or 'not run'} points; in the banks with the cue {audited}."
     return Summary(rows=table(mine, ("topics", "num_anchors"), AUDITED), answer=answer, claims=claims)
 
@@ -119,7 +106,10 @@ def fig_topic_cue(found: Collected) -> Picture:
     """Retention and the share of valid requests by anchor budget, with the topic cue and without it."""
     runs = found.studies["e14"].results
     figure, axes = panels(2, width=3.8, height=2.7)
-    metrics = {"Retention (%)": retained, "requests that became a probe (%)": _valid}
+    metrics: dict[str, Metric] = {
+        "Retention (%)": retained,
+        "requests that became a probe (%)": lambda result: 100.0 * float(result.diagnostics["bank"]["yield"]),
+    }
     for axis, (words, metric) in zip(axes, metrics.items(), strict=True):
         for (name, cue), colour, marker in zip(CUES.items(), PALETTE, "so", strict=False):
             line(axis, points_by(pick(runs, topics=cue), "num_anchors", metric), name, colour, marker)
@@ -130,10 +120,6 @@ def fig_topic_cue(found: Collected) -> Picture:
         "requests whose text was valid, new and labelled. The paper reports no consistent gain, on one seed."
     )
     return picture(figure, "fig:topic-cue", "App. C.1", caption)
-
-
-def _valid(result: RunResult) -> float:
-    return 100.0 * float(result.diagnostics["bank"]["yield"])
 
 
 def tab_bank_audit(found: Collected) -> Table:
@@ -153,9 +139,8 @@ def tab_bank_audit(found: Collected) -> Table:
         cells = (*(Cell(measured=each) for each in others), Cell(measured=last, published=text(key, APP_C_2.numbers)))
         rows.append((words, *cells))
     caption = "Banks of the first seeds, then together; published: three banks with the cue against 1,096 prompts."
-    return Table(
-        label="tab:bank-audit", paper="App. C.2", caption=caption, columns=("figure", *columns), rows=tuple(rows)
-    )
+    about = {"label": "tab:bank-audit", "paper": "App. C.2", "caption": caption}
+    return Table(**about, columns=("figure", *columns), rows=tuple(rows))
 
 
 def comparison(found: Collected) -> list[ComparisonLine]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -39,8 +38,8 @@ from cplus.probes.bank import Bank
 from cplus.probes.build import cached_bank
 from cplus.probes.labels import own_answers
 from cplus.probes.settings import TOPICS, ProbeSettings, input_key
-from cplus.training.driver import Done, Evaluate, Training, begin, build_optimizer
-from cplus.training.loop import EpochEnded, Prepared, Schedule, build_schedule, epoch_batches
+from cplus.training.driver import Training, begin, build_optimizer
+from cplus.training.loop import EpochEnded, build_schedule, epoch_batches
 from cplus.training.measure import BaseRow, answered, base_rows, changes, divergence
 from cplus.training.rows import Group, Part, PastTask
 from cplus.training.settings import RunSpec
@@ -158,7 +157,8 @@ class Comparison:
         return {example.id for example in self.past.examples if input_key(example, options=False) in written}
 
 
-External = Callable[[Loaded, str, RunSpec], Group]
+HELD_OUT = 48
+"""New rows of the same kind whose loss is measured and that are not trained on, where there are so many."""
 
 
 def set_up(
@@ -168,14 +168,13 @@ def set_up(
     banks: Path,
     *,
     kept: TaskSplit | None = None,
-    external: External | None = None,
+    external: Callable[[Loaded, str, RunSpec], Group] | None = None,
 ) -> Comparison:
     """Draw anchors and new rows by the seed; the base model writes the bank from the anchors alone, once.
 
     `task` is the new task; `kept` is the spec's `anchor_task`, where that is another one. `external` gives an external
     task with the base model's answers, for callers that cache them.
     """
-    external = external or external_task
     if bool(spec.anchor_task) != (kept is not None):
         raise ValueError(
             f"expected the split of anchor_task {spec.anchor_task!r} if there is one; split it and pass it as kept"
@@ -184,21 +183,50 @@ def set_up(
     right = len(found.past) if spec.all_anchors else spec.num_anchors - spec.wrong_anchors
     anchors = draw_mixture(found, correct=right, wrong=spec.wrong_anchors, seed=spec.seed)
     wrong = _drawn(found.new, spec, "wrong") if kept else ()
-    anchors, probes, written = _to_keep(spec, base, interface, anchors, banks)
-    given = Comparison(
+    # A bank written from the anchors, rows written from nothing, or half of the probes from each.
+    few = {"anchors": 0, "general": spec.num_probes, "both": spec.num_probes // 2}[spec.keep]
+    sealed = None
+    if few < spec.num_probes:
+        given = replace(spec.settings.probes, num_probes=spec.num_probes - few)
+        sealed = cached_bank(base, interface, anchors, given, banks=banks)
+    probes = sealed.examples if sealed else ()
+    if spec.keep != "anchors":
+        settings = ProbeSettings(
+            num_probes=spec.num_anchors + few,
+            temperature=spec.temperature,
+            topics=TOPICS,
+            seed=spec.seed,
+            min_yield=MIN_YIELD,
+            ability=GENERAL,
+        )
+        written = cached_bank(base, interface, (), settings, banks=banks).examples
+        anchors = (*(anchors if spec.keep == "both" else ()), *written[: spec.num_anchors])
+        probes, sealed = (*probes, *written[spec.num_anchors :]), None
+    new = new_rows(task[1], spec)
+    comparison = Comparison(
         base=base,
-        new=_known("new", "acquisition", task, new_rows(task[1], spec)),
+        new=_known("new", "acquisition", task, new),
         past=_known("past", "retention", (interface, found), _drawn(found.past, spec, "past")),
         split=found,
         anchors=anchors,
         probes=probes,
         wrong=_known("wrong", "retention", (interface, found), wrong) if wrong else None,
-        external=tuple(external(base, name, spec) for name in spec.external),
+        external=tuple((external or external_task)(base, name, spec) for name in spec.external),
         other_task=kept is not None,
-        bank=written,
+        bank=sealed,
         compute_dtype=spec.compute_dtype,
     )
-    return with_yardstick(given, spec, task)
+    if spec.interface != "freeform":
+        return comparison
+    # The rows that show whether free text generalises, and how far the model moves elsewhere.
+    trained, known = ({example.id for example in rows} for rows in (new, anchors))
+    rest = [example for example in task[1].new if example.id not in trained]
+    drawn = random.Random(f"{spec.seed}/held").sample(rest, min(HELD_OUT, len(rest)))
+    known |= comparison.covered
+    past = [interface.encode(example) for example in comparison.past.examples if example.id not in known]
+    with comparison.computing():
+        bases = tuple(base_rows(base.model, past))
+    return replace(comparison, held=_known("held", "validation", task, drawn) if drawn else None, bases=bases)
 
 
 def _known(name: str, part: Part, task: TaskSplit, examples: Sequence[Example]) -> Group:
@@ -207,49 +235,6 @@ def _known(name: str, part: Part, task: TaskSplit, examples: Sequence[Example]) 
     answers = {prediction.id: prediction for prediction in found.predictions}
     known = tuple(answers[example.id] for example in examples)
     return Group(name=name, part=part, interface=interface, examples=tuple(examples), known=known)
-
-
-def _to_keep(
-    spec: RunSpec, base: Loaded, interface: Interface, anchors: tuple[Example, ...], banks: Path
-) -> tuple[tuple[Example, ...], tuple[Example, ...], Bank | None]:
-    """Anchors and probes: given ones and a bank written from them, rows written from nothing, or both."""
-    few = {"anchors": 0, "general": spec.num_probes, "both": spec.num_probes // 2}[spec.keep]
-    sealed = None
-    if few < spec.num_probes:
-        given = replace(spec.settings.probes, num_probes=spec.num_probes - few)
-        sealed = cached_bank(base, interface, anchors, given, banks=banks)
-    probes = sealed.examples if sealed else ()
-    if spec.keep == "anchors":
-        return anchors, probes, sealed
-    settings = ProbeSettings(
-        num_probes=spec.num_anchors + few,
-        temperature=spec.temperature,
-        topics=TOPICS,
-        seed=spec.seed,
-        min_yield=MIN_YIELD,
-        ability=GENERAL,
-    )
-    written = cached_bank(base, interface, (), settings, banks=banks).examples
-    own, more = written[: spec.num_anchors], written[spec.num_anchors :]
-    return (*(anchors if spec.keep == "both" else ()), *own), (*probes, *more), None
-
-
-HELD_OUT = 48
-"""New rows of the same kind whose loss is measured and that are not trained on, where there are so many."""
-
-
-def with_yardstick(given: Comparison, spec: RunSpec, task: TaskSplit) -> Comparison:
-    """The comparison with the rows that show whether free text generalises, and how far the model moves elsewhere."""
-    if spec.interface != "freeform":
-        return given
-    trained = {example.id for example in given.new.examples}
-    rest = [example for example in task[1].new if example.id not in trained]
-    drawn = random.Random(f"{spec.seed}/held").sample(rest, min(HELD_OUT, len(rest)))
-    known = given.covered | {example.id for example in given.anchors}
-    past = [given.past.interface.encode(example) for example in given.past.examples if example.id not in known]
-    with given.computing():
-        bases = tuple(base_rows(given.base.model, past))
-    return replace(given, held=_known("held", "validation", task, drawn) if drawn else None, bases=bases)
 
 
 def new_rows(found: Split, spec: RunSpec) -> tuple[Example, ...]:
@@ -297,7 +282,7 @@ def begun(spec: RunSpec, given: Comparison) -> Training:
     """A copy of the base model, prepared for training by the spec's method; each process has its part of it."""
     if processes.size() > 1 and (spec.diagnose or needs_whole(spec.settings.row, spec.seed)):
         raise ValueError(f"{spec.method} with diagnostics {spec.diagnose} needs whole weights; use a larger device")
-    base = dataclasses.replace(given.base, model=copy.deepcopy(given.base.model))
+    base = replace(given.base, model=copy.deepcopy(given.base.model))
     # Where memory is short, gradient checkpointing is slower and gives the same numbers.
     numbers = sum(p.numel() for p in base.model.parameters()) // processes.size()
     short = free_bytes(next(base.model.parameters()).device) < TRAINING_BYTES * numbers
@@ -319,14 +304,32 @@ def run(spec: RunSpec, given: Comparison) -> RunResult:
 def _trained(spec: RunSpec, given: Comparison, training: Training) -> RunResult:
     model, prepared, log = training.model, training.prepared, training.log
     parameters = sum(p.numel() for p in model.parameters())
+    if unknown := [name for name in spec.diagnose if name not in DIAGNOSTICS]:
+        raise ValueError(f"unknown diagnostic {unknown[0]!r}; expected some of {', '.join(DIAGNOSTICS)}")
     audited = _audited(spec, given, prepared.material, model)
-    observation = _observation(spec, given, prepared, build_schedule(training.settings))
+    taps, full = [name for name in spec.diagnose if name in OBSERVED], prepared.material
+    if taps:  # their full-data reference takes every past row as an anchor
+        rows = [given.past.interface.encode(example) for example in given.split.past]
+        full = replace(full, past=tuple(replace(each, anchors=rows) for each in full.past))
+    schedule = build_schedule(training.settings)
+    observation = Observation(taps, prepared, full=full, schedule=schedule, seed=spec.seed)
+    learned: list[float] = []
+
+    def evaluate(epoch: int) -> dict[str, float]:
+        """Whether training ends with this epoch, where that depends on what was learned."""
+        if spec.stop_at is None:
+            return {}
+        with training.whole() as whole, given.computing():
+            found = acquisition(changes(given.new.known, answered(whole, given.new))).percent
+        if learned or found >= spec.stop_at:
+            learned.append(found)
+        return {"acquisition": found}
+
     curve: list[dict[str, float]] = []
     if spec.evaluate_every and not given.past.closed:  # in free text the losses do not start at a known value
-        base = _figures(given, given.past.known, given.new.known)
-        held = {} if given.held is None else {"held_nll": _loss(given.held.known)}
-        curve.append({"epoch": 0.0, **base, **held, **({"divergence": 0.0} if given.bases else {})})
-    for event in training.run(*_until_learned(spec, given, training)):
+        begun = _figures(given, given.past.known, given.new.known, given.held.known if given.held else ())
+        curve.append({"epoch": 0.0, **begun, **({"divergence": 0.0} if given.bases else {})})
+    for event in training.run(evaluate, lambda point: "learned" if len(learned) > spec.beyond else None):
         if isinstance(event, EpochEnded) and spec.evaluate_every and event.epoch % spec.evaluate_every == 0:
             with training.whole() as whole:
                 curve.append({"epoch": float(event.epoch), **measure(given, whole)})
@@ -335,9 +338,15 @@ def _trained(spec: RunSpec, given: Comparison, training: Training) -> RunResult:
         observation(event)
     recurring = log.preservation.flops(parameters)
     model = training.finish()
-    changed = prepared.method.adapter is not None or prepared.method.after is not None
-    seen = bool(curve) and curve[-1]["epoch"] == log.cursor.epoch - 1 and not changed
+    after = prepared.method.after
+    seen = bool(curve) and curve[-1]["epoch"] == log.cursor.epoch - 1 and not (prepared.method.adapter or after)
     figures = {k: v for k, v in curve[-1].items() if k != "epoch"} if seen else measure(given, model)
+    machine = environment(threads=torch.get_num_threads(), device=str(given.base.device))
+    if known := paper_sets().get(task := spec.anchor_task or spec.task):
+        same = given.split.data_fingerprint == known.sha256
+        machine["rows"] = (
+            f"the paper's {task}" if same else f"not the paper's {task}; 'cplus study data verify' tells more"
+        )
     return RunResult(
         spec=spec,
         **figures,
@@ -347,10 +356,20 @@ def _trained(spec: RunSpec, given: Comparison, training: Training) -> RunResult:
             **audited,
             **observation.report(),
             **_after_training(spec, given, model),
-            **({} if prepared.method.after is None else {"seconds_after_training": training.finishing}),
+            **({} if after is None else {"seconds_after_training": training.finishing}),
         },
         external={group.name: _external(given, model, group) for group in given.external},
-        counts={"parameters": parameters, "updates": log.cursor.step, **_counts(given)},
+        counts={
+            "parameters": parameters,
+            "updates": log.cursor.step,
+            "past": len(given.split.past),
+            "asked": len(given.past.examples),
+            "wrong": len(given.wrong.examples) if given.wrong else 0,
+            "new": len(given.new.examples),
+            "anchors": len(given.anchors),
+            "probes": len(given.probes),
+            "overlap": len(given.covered),
+        },
         cost=cost_row(parameters, training=log.training, preservation=log.preservation),
         once={
             "before_flops": log.once.flops(parameters),
@@ -359,69 +378,27 @@ def _trained(spec: RunSpec, given: Comparison, training: Training) -> RunResult:
         seconds=log.seconds - observation.seconds,
         extra_bytes=log.extra_bytes,
         curve=curve,
-        environment={
-            **environment(threads=torch.get_num_threads(), device=str(given.base.device)),
-            **_whose_rows(spec, given),
-        },
+        environment=machine,
     )
-
-
-def _whose_rows(spec: RunSpec, given: Comparison) -> dict[str, str]:
-    """For one of the paper's tasks, whether its rows are the paper's."""
-    task = spec.anchor_task or spec.task
-    known = paper_sets().get(task)
-    if known is None:
-        return {}
-    same = given.split.data_fingerprint == known.sha256
-    return {"rows": f"the paper's {task}" if same else f"not the paper's {task}; 'cplus study data verify' tells more"}
-
-
-def _until_learned(spec: RunSpec, given: Comparison, training: Training) -> tuple[Evaluate, Done]:
-    """The evaluation after each epoch that `stop_at` needs, and whether training ends with it."""
-    learned: list[float] = []
-
-    def evaluate(epoch: int) -> dict[str, float]:
-        if spec.stop_at is None:
-            return {}
-        with training.whole() as model, given.computing():
-            found = acquisition(changes(given.new.known, answered(model, given.new))).percent
-        if learned or found >= spec.stop_at:
-            learned.append(found)
-        return {"acquisition": found}
-
-    return evaluate, lambda point: "learned" if len(learned) > spec.beyond else None
-
-
-def _counts(given: Comparison) -> dict[str, int]:
-    return {
-        "past": len(given.split.past),
-        "asked": len(given.past.examples),
-        "wrong": 0 if given.wrong is None else len(given.wrong.examples),
-        "new": len(given.new.examples),
-        "anchors": len(given.anchors),
-        "probes": len(given.probes),
-        "overlap": len(given.covered),
-    }
 
 
 def measure(given: Comparison, model: nn.Module) -> dict[str, float]:
     """Retention over the past rows, the same without those the bank covers, and Acquisition over the new rows.
 
+    For free text also the losses, and how far the model has moved from its base on uncovered past rows.
+
     Paper: Sec. 4.1, Evaluation. Anchors of another task are left out of Retention, as in App. E.4.
     """
     model.eval()
     with given.computing():
-        found = _figures(given, answered(model, given.past), answered(model, given.new))
-        return found | _elsewhere(given, model)
+        past, new = answered(model, given.past), answered(model, given.new)
+        found = _figures(given, past, new, answered(model, given.held) if given.held else ())
+        return found | ({"divergence": divergence(model, given.bases)} if given.bases else {})
 
 
-def _elsewhere(given: Comparison, model: nn.Module) -> dict[str, float]:
-    """The loss of new rows that are not trained on, and the divergence from the base model on uncovered past rows."""
-    found = {} if given.held is None else {"held_nll": _loss(answered(model, given.held))}
-    return found | ({"divergence": divergence(model, given.bases)} if given.bases else {})
-
-
-def _figures(given: Comparison, past: Sequence[Prediction], new: Sequence[Prediction]) -> dict[str, float]:
+def _figures(
+    given: Comparison, past: Sequence[Prediction], new: Sequence[Prediction], held: Sequence[Prediction]
+) -> dict[str, float]:
     """Retention and Acquisition by these answers; for free text also the losses of the responses."""
     anchors = {example.id for example in given.anchors} if given.other_task else set()
     kept = without(changes(given.past.known, past), anchors)
@@ -431,14 +408,12 @@ def _figures(given: Comparison, past: Sequence[Prediction], new: Sequence[Predic
         "acquisition": acquisition(changes(given.new.known, new)).percent,
     }
     if not given.past.closed:
-        found["past_nll"] = _loss([answer for answer in past if answer.id not in anchors])
-        found["new_nll"] = _loss(new)
+        past = [answer for answer in past if answer.id not in anchors]
+        for name, answers in (("past_nll", past), ("new_nll", new), ("held_nll", held)):
+            if answers:
+                pairs = [pair for answer in answers for pair in zip(answer.scores, answer.num_tokens, strict=True)]
+                found[name] = token_loss((score * count, count) for score, count in pairs)
     return found
-
-
-def _loss(answers: Sequence[Prediction]) -> float:
-    pairs = [pair for answer in answers for pair in zip(answer.scores, answer.num_tokens, strict=True)]
-    return token_loss((score * count, count) for score, count in pairs)
 
 
 def _of_the_anchors_task(given: Comparison, model: nn.Module) -> dict[str, Any]:
@@ -456,19 +431,6 @@ def _of_the_anchors_task(given: Comparison, model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _observation(spec: RunSpec, given: Comparison, prepared: Prepared, schedule: Schedule) -> Observation:
-    """The taps the spec names; their full-data reference takes every past row as an anchor."""
-    if unknown := [name for name in spec.diagnose if name not in DIAGNOSTICS]:
-        raise ValueError(f"unknown diagnostic {unknown[0]!r}; expected some of {', '.join(DIAGNOSTICS)}")
-    names = [name for name in spec.diagnose if name in OBSERVED]
-    full = prepared.material
-    if names:
-        rows = [given.past.interface.encode(example) for example in given.split.past]
-        past = tuple(dataclasses.replace(each, anchors=rows) for each in full.past)
-        full = dataclasses.replace(full, past=past)
-    return Observation(names, prepared, full=full, schedule=schedule, seed=spec.seed)
-
-
 def _audited(spec: RunSpec, given: Comparison, rows: Material, model: nn.Module) -> dict[str, Any]:
     """The mask audit at the base model's weights, over one epoch of plain fine-tuning's updates."""
     if "audit" not in spec.diagnose:
@@ -482,7 +444,7 @@ def _audited(spec: RunSpec, given: Comparison, rows: Material, model: nn.Module)
         past=[encoded(example) for example in past],
         anchor_weight=spec.anchor_weight,
     )
-    once = dataclasses.replace(build_schedule(spec.settings), epochs=1)
+    once = replace(build_schedule(spec.settings), epochs=1)
     batches = epoch_batches(METHODS["sft"], rows, once, seed=spec.seed, epoch=1)
     optimizer = build_optimizer(spec.settings, model)
     with given.computing():  # the audit never changes the weights

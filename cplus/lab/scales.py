@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from cplus.lab.records import RunResult
@@ -25,6 +26,11 @@ class GridCell:
     task: str
     lr: float
     budgets: tuple[int, ...]
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """The settings of a run in this cell."""
+        return {"model": self.model, "task": self.task, "lr": self.lr}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +73,10 @@ class Scale:
         return canonical(
             replace(spec, external=tuple(t for t in spec.external if t not in (spec.task, spec.anchor_task)))
         )
+
+    def each(self, axes: Mapping[str, Iterable[Any]], **fixed: Any) -> list[RunSpec]:
+        """`at` for every combination of the values of some settings, the last of them varying fastest."""
+        return [self.at(**fixed, **dict(zip(axes, values, strict=True))) for values in product(*axes.values())]
 
 
 def canonical(spec: RunSpec) -> RunSpec:

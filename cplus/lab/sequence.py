@@ -18,13 +18,14 @@ from cplus.base.environment import environment
 from cplus.data import interfaces
 from cplus.data.examples import Example, Prediction
 from cplus.data.tasks import draw_anchors, load_task, split
-from cplus.evaluation.changes import Flip, acquisition, flips, percent, retention
+from cplus.evaluation.changes import acquisition, flips, percent
 from cplus.evaluation.statistics import survival
 from cplus.lab.records import SequenceResult
 from cplus.lab.runs import new_rows
 from cplus.methods.repair import repair_row
 from cplus.models.scoring import predict
 from cplus.probes.build import cached_bank
+from cplus.training import measure
 from cplus.training.driver import begin
 from cplus.training.rows import Group, PastTask
 from cplus.training.settings import RunSpec, SequenceSpec
@@ -45,13 +46,7 @@ class Stage:
     seconds: float
 
 
-def run_sequence(
-    spec: SequenceSpec,
-    base: models.Loaded,
-    banks: Path,
-    *,
-    first: Stage | None = None,
-) -> SequenceResult:
+def run_sequence(spec: SequenceSpec, base: models.Loaded, banks: Path, *, first: Stage | None = None) -> SequenceResult:
     """Learn the spec's tasks in order from a copy of the base model, evaluating all tasks after every stage.
 
     `first` is what `first_stage` returned for a spec that differs in the method alone; with it the first task
@@ -67,7 +62,25 @@ def run_sequence(
         last = stages[-1]
         kept.append(past_task(spec.stage(number), last, tasks[number - 2], number - 2, banks))
         stages.append(run_stage(spec, number, last.current, last.answers, tasks, kept))
-    return build_result(spec, base, tasks, before, stages)
+    evaluations = [before, *(stage.answers for stage in stages)]
+    work = {kind: sum((getattr(stage, kind) for stage in stages), Work()) for kind in ("training", "preservation")}
+    parameters = sum(p.numel() for p in base.model.parameters())
+    histories = [
+        [answers[index][row].right for answers in evaluations[index + 1 :]]
+        for index, task in enumerate(tasks)
+        for row in range(len(task.examples))
+    ]
+    return SequenceResult(
+        spec=spec,
+        accuracy=[[percent(own) for own in answers] for answers in evaluations],
+        sizes={task.name: len(task.examples) for task in tasks},
+        stages=[stage.figures for stage in stages],
+        survival=survival(histories),
+        counts={"parameters": parameters},
+        cost=cost_row(parameters, **work),
+        seconds=sum(stage.seconds for stage in stages),
+        environment=environment(threads=torch.get_num_threads(), device=str(base.device)),
+    )
 
 
 def first_stage(spec: SequenceSpec, base: models.Loaded) -> Stage:
@@ -134,17 +147,11 @@ def past_task(run: RunSpec, last: Stage, task: Group, index: int, banks: Path) -
     """
     found = split(task.examples, last.answers[index])
     anchors = draw_anchors(found, run.num_anchors, run.seed)
-    wanted = anchors and run.num_probes and run.settings.row.needs_bank
-    written = (
-        cached_bank(last.current, task.interface, anchors, run.settings.probes, banks=banks).examples if wanted else ()
-    )
-    return PastTask(
-        name=task.name,
-        interface=task.interface,
-        anchors=anchors,
-        probes=written,
-        written_by=last.current.fingerprint,
-    )
+    past = PastTask(name=task.name, interface=task.interface, anchors=anchors, written_by=last.current.fingerprint)
+    if not (anchors and run.num_probes and run.settings.row.needs_bank):
+        return past
+    bank = cached_bank(last.current, task.interface, anchors, run.settings.probes, banks=banks)
+    return dataclasses.replace(past, probes=bank.examples)
 
 
 def figures(
@@ -158,36 +165,6 @@ def figures(
         "task": task.name,
         "new": len(new),
         "acquisition": acquisition([flip for flip in tables[number - 1] if flip.id in ids]).percent,
-        "retention": _kept(earlier),
-        "own_retention": _kept(tables[number - 1]),
+        "retention": measure.kept(earlier),
+        "own_retention": measure.kept(tables[number - 1]),
     }
-
-
-def _kept(table: Sequence[Flip]) -> float | None:
-    return retention(table).percent if any(flip.kind in ("kept", "lost") for flip in table) else None
-
-
-def build_result(
-    spec: SequenceSpec, base: models.Loaded, tasks: Sequence[Group], before: TaskAnswers, stages: Sequence[Stage]
-) -> SequenceResult:
-    """The sequence's record."""
-    evaluations = [before, *(stage.answers for stage in stages)]
-    training = sum((stage.training for stage in stages), Work())
-    preservation = sum((stage.preservation for stage in stages), Work())
-    parameters = sum(p.numel() for p in base.model.parameters())
-    histories = [
-        [answers[index][row].right for answers in evaluations[index + 1 :]]
-        for index, task in enumerate(tasks)
-        for row in range(len(task.examples))
-    ]
-    return SequenceResult(
-        spec=spec,
-        accuracy=[[percent(own) for own in answers] for answers in evaluations],
-        sizes={task.name: len(task.examples) for task in tasks},
-        stages=[stage.figures for stage in stages],
-        survival=survival(histories),
-        counts={"parameters": parameters},
-        cost=cost_row(parameters, training=training, preservation=preservation),
-        seconds=sum(stage.seconds for stage in stages),
-        environment=environment(threads=torch.get_num_threads(), device=str(base.device)),
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from cplus.base.cost import Work
 from cplus.core.engine import Engine, engine_of, local
-from cplus.core.evidence import Reference, Source, borrowed_gradients, checked_norm, refuse_unreached
+from cplus.core.evidence import Reference, Source, borrowed_gradients, checked_norm, evaluating, refuse_unreached
 from cplus.core.losses import answer_losses, last_logits, left_padded
 from cplus.core.rows import batched, measured
 
@@ -142,13 +143,7 @@ class ColumnShield:
         if engine_of(self.model, params).sharded:
             raise ValueError("source-shielded updates compare whole columns, but the weights are sharded; use one rank")
         layers = shielded_layers(self.model, params)
-        squares, work = self._squares(layers, refresh)
-        found = {id(layer.weight): frozen_columns(layer.weight, squares[layer], self.strength) for layer in layers}
-        return Reference(vectors=[[found.get(id(p), torch.zeros_like(p)) for p in params]], work=work)
-
-    @torch.no_grad()
-    def _squares(self, layers: Sequence[nn.Linear], refresh: int) -> tuple[dict[nn.Linear, Tensor], Work]:
-        """The weighted mean over tokens of each layer's squared inputs, and the passes."""
+        # The weighted mean over tokens of each layer's squared inputs.
         squares = {layer: layer.weight.new_zeros(layer.in_features, dtype=torch.float32) for layer in layers}
         factor, inside = 0.0, torch.ones(1)
 
@@ -157,9 +152,10 @@ class ColumnShield:
             x = inputs[0].float().flatten(0, -2) * inside
             squares[layer] += factor * x.square().sum(0)
 
-        hooks, training, work = [layer.register_forward_pre_hook(see) for layer in layers], self.model.training, Work()
-        self.model.eval()
-        try:
+        work = Work()
+        with ExitStack() as hooks, evaluating(self.model), torch.no_grad():
+            for layer in layers:
+                hooks.callback(layer.register_forward_pre_hook(see).remove)
             for source in self.sources:
                 rows = source.at(refresh)
                 factor = source.weight / sum(map(len, rows))
@@ -169,11 +165,8 @@ class ColumnShield:
                     inside = batch["attention_mask"].flatten().unsqueeze(-1)
                     last_logits(self.model, batch, 1)
                     work += Work(rows=len(part), forward=measured(part).padded)
-        finally:
-            for hook in hooks:
-                hook.remove()
-            self.model.train(training)
-        return squares, work
+        found = {id(layer.weight): frozen_columns(layer.weight, squares[layer], self.strength) for layer in layers}
+        return Reference(vectors=[[found.get(id(p), torch.zeros_like(p)) for p in params]], work=work)
 
 
 def shielded_layers(model: nn.Module, params: Sequence[nn.Parameter]) -> list[nn.Linear]:

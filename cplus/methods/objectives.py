@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cplus.base.cost import Work
 from cplus.core.engine import Engine, engine_of
-from cplus.core.evidence import Source
+from cplus.core.evidence import Source, evaluating
 from cplus.core.losses import answer_losses, divergence_at, divergences, target_logits, token_losses
 from cplus.core.rows import MAX_TOKENS, Encoded, batched, like_length, measured
 from cplus.distributed import processes
@@ -99,11 +99,11 @@ def distillation(model: nn.Module, material: Material, strength: float) -> Backw
 
     Source: Hinton et al. 2015; the strength is ours (docs/interpretations.md).
     """
-    frozen, anchors = frozen_copy(model), material.rows("anchors")
+    moved, anchors = _from_base(model), material.rows("anchors")
 
     def backward(rows: Sequence[Encoded]) -> tuple[float, Work]:
         loss, work = mean_backward(model, rows, answer_losses)
-        extra, passed = mean_backward(model, anchors, lambda own, part: divergences(own, frozen, part), strength)
+        extra, passed = mean_backward(model, anchors, moved, strength)
         return loss + extra, work + passed + Work(forward=passed.padded)
 
     return backward
@@ -115,16 +115,7 @@ def replayed_distillation(model: nn.Module, material: Material, strength: float)
     Source: Hinton et al. 2015; the batches are those of probe replay, so that every probe is seen once per epoch. A row
     that is both new and a probe counts as new.
     """
-    frozen, new = frozen_copy(model), set(material.new)
-
-    def backward(rows: Sequence[Encoded]) -> tuple[float, Work]:
-        learned, kept = [row for row in rows if row in new], [row for row in rows if row not in new]
-        loss, work = mean_backward(model, learned, answer_losses, len(learned) / len(rows))
-        weight = strength * len(kept) / len(rows)
-        extra, passed = mean_backward(model, kept, lambda own, part: divergences(own, frozen, part), weight)
-        return loss + extra, work + passed + Work(forward=passed.padded)
-
-    return backward
+    return _beside(model, material, strength, _from_base(model), frozen=True, one_mean=True)
 
 
 def kept_answers(model: nn.Module, material: Material, strength: float) -> Backward:
@@ -140,19 +131,14 @@ def kept_divergence(model: nn.Module, material: Material, strength: float) -> Ba
     """
     rows, size = list(dict.fromkeys(material.rows("beginnings"))), sum(p.numel() for p in model.parameters())
     known: dict[Encoded, Tensor] = {}
-    training = model.training
-    model.eval()
-    for part in batched(rows):
-        with torch.no_grad():
+    with evaluating(model), torch.no_grad():
+        for part in batched(rows):
             logits, labels = target_logits(model, part)
-        if sum(row.num_scored for row in rows) * logits.shape[-1] > size:
-            known.clear()
-            break
-        known.update({row: own[where] for row, own, where in zip(part, logits, labels != -100, strict=True)})
-    model.train(training)
-    if not known:
-        frozen = frozen_copy(model)
-        return _beside(model, material, strength, lambda own, part: divergences(own, frozen, part), frozen=True)
+            if sum(row.num_scored for row in rows) * logits.shape[-1] > size:
+                break
+            known.update({row: own[where] for row, own, where in zip(part, logits, labels != -100, strict=True)})
+    if len(known) < len(rows):
+        return _beside(model, material, strength, _from_base(model), frozen=True)
 
     def losses(own: nn.Module, part: Sequence[Encoded]) -> Tensor:
         logits, labels = target_logits(own, part)
@@ -163,13 +149,33 @@ def kept_divergence(model: nn.Module, material: Material, strength: float) -> Ba
     return _beside(model, material, strength, losses)
 
 
-def _beside(model: nn.Module, material: Material, strength: float, losses: Losses, *, frozen: bool = False) -> Backward:
-    """The mean answer loss of a batch's new rows plus `strength` times the mean of these losses over its other rows."""
+def _from_base(model: nn.Module) -> Losses:
+    """The divergence from the model as it is now, which is copied."""
+    frozen = frozen_copy(model)
+    return lambda own, part: divergences(own, frozen, part)
+
+
+def _beside(
+    model: nn.Module,
+    material: Material,
+    strength: float,
+    losses: Losses,
+    *,
+    frozen: bool = False,
+    one_mean: bool = False,
+) -> Backward:
+    """The mean answer loss of a batch's new rows plus `strength` times the mean of these losses over its other rows.
+
+    With `one_mean` it is one mean over all rows. `frozen` says that the frozen model reads the other rows too.
+    """
     new = set(material.new)
 
     def backward(rows: Sequence[Encoded]) -> tuple[float, Work]:
-        loss, work = mean_backward(model, [row for row in rows if row in new], answer_losses)
-        extra, passed = mean_backward(model, [row for row in rows if row not in new], losses, strength)
+        learned, kept = [row for row in rows if row in new], [row for row in rows if row not in new]
+        weights = len(learned) / len(rows), strength * len(kept) / len(rows)
+        own, other = weights if one_mean else (1.0, strength)
+        loss, work = mean_backward(model, learned, answer_losses, own)
+        extra, passed = mean_backward(model, kept, losses, other)
         return loss + extra, work + passed + Work(forward=passed.padded * frozen)
 
     return backward
@@ -324,11 +330,9 @@ def easy_rows(model: nn.Module, material: Material, strength: float) -> Backward
 
 def base_losses(model: nn.Module, rows: Sequence[Encoded]) -> dict[Encoded, list[float]]:
     """The losses of each row's scored tokens at the model as it is, without dropout."""
-    found, training = {}, model.training
-    model.eval()
-    for part in batched(rows):
-        with torch.no_grad():
+    found = {}
+    with evaluating(model), torch.no_grad():
+        for part in batched(rows):
             _, losses, inside = token_losses(model, part)
-        found.update({row: own[where].tolist() for row, own, where in zip(part, losses, inside, strict=True)})
-    model.train(training)
+            found.update({row: own[where].tolist() for row, own, where in zip(part, losses, inside, strict=True)})
     return found

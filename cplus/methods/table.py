@@ -68,12 +68,6 @@ class Past:
                 kept.append(probe)
         return kept
 
-    def rows(self, kind: Rows) -> Sequence[Encoded]:
-        """The rows of one kind."""
-        assert kind != "new", "new rows belong to no past task"
-        rows: Sequence[Encoded] = getattr(self, kind)
-        return rows
-
 
 @dataclass(frozen=True, kw_only=True)
 class Material:
@@ -90,7 +84,7 @@ class Material:
 
     def rows(self, kind: Rows) -> list[Encoded]:
         """The rows of one kind over all past tasks."""
-        return list(self.new) if kind == "new" else [row for past in self.past for row in past.rows(kind)]
+        return list(self.new) if kind == "new" else [row for past in self.past for row in getattr(past, kind)]
 
 
 # A row states what differs from SFT, which settings the method has, and the rows and memory it needs; no other code in
@@ -146,12 +140,12 @@ REPAIR = Part("cplus.methods.after:repaired", needs=("anchors", "probes"))
 class Method:
     """One row of the table.
 
-    `beta` is the smoothing of a gate that has this setting and `ema` the type its average is kept in, `memory` the
-    weight of earlier evidence at a refresh, and `parts` the number of parts the bank is split into, one per refresh.
-    `vectors` states whether the evidence is one vector or one per anchor. `objective` and `reduction` build loss and
-    evidence of a model, `gate` builds the gate from the row itself and a seed, `adapter` gives the model as it trains,
-    and `after` changes the trained weights once, at the end. With a `share` each batch has that many kept rows for each
-    new one, at least one, drawn in turn; without, all rows of an epoch are mixed.
+    `beta` is the smoothing of a gate that has this setting, None for a binary mask, and `ema` the type its average is
+    kept in, `memory` the weight of earlier evidence at a refresh, and `parts` the number of parts the bank is split
+    into, one per refresh. `vectors` states whether the evidence is one vector or one per anchor. `objective` and
+    `reduction` build loss and evidence of a model, `gate` builds the gate from the row itself and a seed, `adapter`
+    gives the model as it trains, and `after` changes the trained weights once, at the end. With a `share` each batch
+    has that many kept rows for each new one, at least one, drawn in turn; without, all rows of an epoch are mixed.
     """
 
     name: str
@@ -185,9 +179,8 @@ class Method:
     @property
     def needs(self) -> tuple[Rows, ...]:
         """The kinds of rows that the method requires, in the order of first use."""
-        last = () if self.after is None else self.after.needs
-        kinds = (*self.train_on, *self.objective.needs, *(kind for _, kind in self.evidence), *last)
-        return tuple(dict.fromkeys(kinds))
+        kinds = (*self.train_on, *self.objective.needs, *(kind for _, kind in self.evidence))
+        return tuple(dict.fromkeys((*kinds, *(self.after.needs if self.after else ()))))
 
     @property
     def needs_bank(self) -> bool:
@@ -245,7 +238,7 @@ class Method:
             Source(
                 name=f"{past.name} {kind}" if len(material.past) > 1 else kind,
                 weight=weight / len(material.past),
-                rows=past.rows(kind),
+                rows=getattr(past, kind),
                 parts=self.parts if kind in BANK else 1,
             )
             for past in material.past
@@ -331,10 +324,8 @@ def _loss(name: str, strength: float, within: str = "[0, inf)", **more: Any) -> 
 
 
 _HELD = _loss("held_to_base", 0.05, bytes_per_parameter=4.0, read_by_base=("new",))
-_BINARY = _part("variants:binary")
-CPLUS = _row("cplus", evidence=BLEND, beta=0.9, gate=_part("variants:smoothed"))
-
-
+_SMOOTHED = _part("variants:smoothed")
+CPLUS = _row("cplus", evidence=BLEND, beta=0.9, gate=_SMOOTHED)
 _DIVERGENCE = _loss("kept_divergence", 16.0, bytes_per_parameter=4.0, read_once=("beginnings",))
 _BESIDE: tuple[Rows, ...] = ("new", "beginnings")
 
@@ -386,7 +377,7 @@ _ROWS = (
     _row("lora", adapter=_part("adapters:lora")),
     _row("osf", adapter=_part("adapters:osf")),
     _row("freeze-layers", adapter=_part("adapters:last_blocks", 0.5, "[0, 1)")),
-    _row("cpl", evidence=ANCHORS, gate=_BINARY),
+    _row("cpl", evidence=ANCHORS, gate=_SMOOTHED),
     CPLUS,
     _cplus("norm-matched", gate=_part("variants:norm_matched")),
     _cplus("shuffled", gate=_part("variants:shuffled")),
@@ -394,7 +385,7 @@ _ROWS = (
     _cplus("balanced-label", evidence=((0.5, "anchors"), (0.5, "balanced"))),
     _cplus("cplus-anchors", evidence=ANCHORS),
     _cplus("cplus-probes", evidence=((1.0, "probes"),)),
-    _cplus("cplus-no-ema", beta=None, gate=_BINARY),
+    _cplus("cplus-no-ema", beta=None),
     _cplus("cplus-norm-aligned", reduction=_part("variants:NormAligned")),
     _cplus("cplus-cvar", reduction=_part("variants:Tail")),
     _cplus("cplus-rotating", parts=4),
@@ -473,29 +464,23 @@ def configured(row: Method, **settings: Any) -> Method:
     return replace(row, **changes)
 
 
-def blends(row: Method) -> bool:
-    """Whether the evidence blends anchors with rows of the bank."""
-    kinds = [kind for _, kind in row.evidence]
-    return len(kinds) == 2 and "anchors" in kinds
-
-
-def shows_bank(row: Method) -> bool:
-    """Whether the evidence includes rows of the bank."""
-    return any(kind in BANK for _, kind in row.evidence)
-
-
-def remembers(row: Method) -> bool:
-    """Whether the evidence can be averaged over refreshes: one vector, computed more than once."""
-    return bool(row.evidence) and row.vectors == "one" and row.refresh != "once"
-
-
 USES: dict[str, tuple[Callable[[Method], bool], str]] = {
-    "anchor_weight": (blends, "it does not blend anchors with probes"),
+    "anchor_weight": (
+        lambda row: len(row.evidence) == 2 and any(kind == "anchors" for _, kind in row.evidence),
+        "it does not blend anchors with probes",
+    ),
     "beta": (lambda row: row.beta is not None, "it smooths no mask"),
     "ema": (lambda row: row.beta is not None, "it smooths no mask"),
-    "parts": (shows_bank, "its evidence has no bank to split into parts"),
+    "parts": (
+        lambda row: any(kind in BANK for _, kind in row.evidence),
+        "its evidence has no bank to split into parts",
+    ),
     "refresh": (lambda row: bool(row.evidence), "it uses no evidence"),
-    "memory": (remembers, "it does not refresh any evidence"),
+    # Evidence can be averaged over refreshes if it is one vector, computed more than once.
+    "memory": (
+        lambda row: bool(row.evidence) and row.vectors == "one" and row.refresh != "once",
+        "it does not refresh any evidence",
+    ),
     "strength": (lambda row: row.part_with_strength is not None, "it has no penalty, threshold or share to choose"),
 }
 """Which methods have a setting, and why the others have none."""

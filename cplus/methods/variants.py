@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,11 +77,8 @@ class NormAligned:
 
     def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
         """One pass per source, then the scaled sum."""
-        parts = [
-            MeanGradient(model=self.model, sources=(Source(name=s.name, weight=1.0, rows=s.rows, parts=s.parts),))
-            for s in self.sources
-        ]
-        found = [part(params, refresh) for part in parts]
+        alone = [replace(source, weight=1.0) for source in self.sources]
+        found = [MeanGradient(model=self.model, sources=(source,))(params, refresh) for source in alone]
         norms = [f.norm or 0.0 for f in found]
         scales = [s.weight * (norms[0] / n if n else 0.0) for s, n in zip(self.sources, norms, strict=True)]
         vector = [
@@ -112,7 +109,7 @@ class Tail:
             losses = engine.sums(example_losses(self.model, seen), params[0].device)
             order = sorted(range(len(seen)), key=losses.__getitem__, reverse=True)
             keep = order[: max(1, round(self.share * len(seen)))]
-            worst.append(Source(name=source.name, weight=source.weight, rows=[seen[i] for i in keep]))
+            worst.append(replace(source, rows=[seen[i] for i in keep], parts=1))
             work += Work(forward=sum(measured(batch).padded for batch in batched(seen, MAX_TOKENS)))
         found = MeanGradient(model=self.model, sources=tuple(worst))(params, refresh)
         return Reference(vectors=found.vectors, losses=found.losses, work=found.work + work, norm=found.norm)
@@ -178,17 +175,10 @@ def dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
         (
             (x.double() * y.to(x.device).double()).sum().to(a[0].device)
             for one, other in zip(a, b, strict=True)
-            for x, y in _blocks(one, other)
+            for x, y in zip(torch.split(one.reshape(-1), BLOCK), torch.split(other.reshape(-1), BLOCK), strict=True)
         ),
         torch.zeros((), dtype=torch.float64, device=a[0].device),
     )
-
-
-def _blocks(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    if one.numel() <= BLOCK:
-        yield one, other
-        return
-    yield from zip(torch.split(one.reshape(-1), BLOCK), torch.split(other.reshape(-1), BLOCK), strict=True)
 
 
 def agem(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> None:
@@ -290,14 +280,8 @@ def logit_basis(*, model: nn.Module, sources: Sequence[Source]) -> LogitBasis:
 
 
 def smoothed(row: Method, seed: int) -> Collaborative:
-    """The paper's gate with the row's smoothing."""
-    assert row.beta is not None, f"method {row.name} has no beta"
-    return Collaborative(beta=row.beta, ema=row.ema)
-
-
-def binary(row: Method, seed: int) -> Collaborative:
-    """The paper's gate without smoothing, by definition of the row."""
-    return Collaborative(beta=0.0)
+    """The paper's gate with the row's smoothing, or without any."""
+    return Collaborative(beta=row.beta or 0.0, ema=row.ema)
 
 
 def norm_matched(row: Method, seed: int) -> NormMatched:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
@@ -27,19 +28,9 @@ from cplus.methods import adapters
 from cplus.methods.repair import Repaired
 from cplus.methods.table import Material, Method
 from cplus.models import Loaded
-from cplus.training import sharding
+from cplus.training import loop, sharding
 from cplus.training.gateshares import layer_shares
-from cplus.training.loop import (
-    Cursor,
-    Event,
-    Prepared,
-    Refreshed,
-    Stepped,
-    adapt,
-    build_schedule,
-    build_scheduler,
-    prepare,
-)
+from cplus.training.loop import Cursor, Event, Prepared, Refreshed, Stepped
 from cplus.training.measure import UNIFORM, Health
 from cplus.training.rows import Group, PastTask, material
 from cplus.training.settings import OptimizerName, TrainSettings
@@ -106,19 +97,22 @@ def start(
     """Optimizer, guard and learning-rate schedule around a model that is still the base model."""
     torch.manual_seed(settings.seed)  # dropout, where a model has it
     twin = place(model)
-    optimizer, device = build_optimizer(settings, model), next(model.parameters()).device
-
-    def computing() -> AbstractContextManager[Any]:
-        return models.computing(settings.compute_dtype, device)
-
+    optimizer = build_optimizer(settings, model)
+    computing = partial(models.computing, settings.compute_dtype, next(model.parameters()).device)
     return Training(
         settings=settings,
         model=model,
         optimizer=optimizer,
-        prepared=prepare(row, optimizer, model, material, seed=settings.seed, computing=computing),
-        scheduler=build_scheduler(settings, optimizer, len(material.new)),
+        prepared=loop.prepare(row, optimizer, model, material, seed=settings.seed, computing=computing),
+        scheduler=loop.build_scheduler(settings, optimizer, len(material.new)),
         twin=twin,
     )
+
+
+def _accelerator(model: nn.Module) -> Any:
+    """torch's module for the kind of device that the model is on; None for the CPU."""
+    device = next(model.parameters()).device
+    return None if device.type == "cpu" else torch.get_device_module(device)
 
 
 @dataclass(kw_only=True)
@@ -167,21 +161,16 @@ class Training:
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next update depends on, as this process holds it; frozen weights are the base model's."""
-        guard = self.prepared.guard
+        guard, device = self.prepared.guard, _accelerator(self.model)
         return {
             "weights": self._weights(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "guard": None if guard is None else guard.state_dict(),
             "random": torch.get_rng_state(),
-            "random_cuda": [own.get_rng_state(i) for own in self._accelerators() for i in range(own.device_count())],
+            "random_cuda": [device.get_rng_state(i) for i in range(device.device_count())] if device else [],
             "log": dataclasses.asdict(self.log),
         }
-
-    def _accelerators(self) -> list[Any]:
-        """torch's module for the kind of device that the model is on; none for the CPU."""
-        device = next(self.model.parameters()).device
-        return [] if device.type == "cpu" else [torch.get_device_module(device)]
 
     def held(self) -> Held:
         """What this process holds, by the names and numbers of a saved state."""
@@ -207,9 +196,9 @@ class Training:
         if guard is not None:
             guard.load_state_dict(state["guard"])
         torch.set_rng_state(state["random"])
-        for module in self._accelerators():
-            for device, own in zip(range(module.device_count()), state["random_cuda"], strict=False):
-                module.set_rng_state(own, device)
+        if device := _accelerator(self.model):
+            for number, own in zip(range(device.device_count()), state["random_cuda"], strict=False):
+                device.set_rng_state(own, number)
         self.log = TypeAdapter(TrainingLog).validate_python(state["log"])
         self.judged = 0 if guard is None else guard.steps
 
@@ -282,16 +271,9 @@ class Training:
         if not log.cursor.step:
             log.once = self.prepared.once
         clock = time.perf_counter()
-        events = adapt(
-            self.model,
-            self.optimizer,
-            self.prepared,
-            schedule=build_schedule(self.settings),
-            seed=self.settings.seed,
-            scheduler=self.scheduler,
-            start=log.cursor,
-        )
-        for event in events:
+        schedule, seed = loop.build_schedule(self.settings), self.settings.seed
+        training = self.model, self.optimizer, self.prepared
+        for event in loop.adapt(*training, schedule=schedule, seed=seed, scheduler=self.scheduler, start=log.cursor):
             log.seconds += time.perf_counter() - clock
             if isinstance(event, Refreshed):
                 log.preservation += event.work

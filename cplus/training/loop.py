@@ -151,14 +151,10 @@ def prepare(
 
     guard = None
     if method.guarded:
-        evidence = method.build_evidence(model, material)
-        guard = Guard(
-            optimizer,
-            model,
-            evidence=None if evidence is None else _InContext(evidence, computing),
-            gate=method.build_gate(seed),
-            projection=method.projection,
-        )
+        found = method.build_evidence(model, material)
+        evidence = None if found is None else _InContext(found, computing)
+        gate = method.build_gate(seed)
+        guard = Guard(optimizer, model, evidence=evidence, gate=gate, projection=method.projection)
     read = (part for kind in method.objective.read_once for part in batched(material.rows(kind)))
     return Prepared(
         method=method,
@@ -182,9 +178,8 @@ def adapt(
     start: Cursor | None = None,
 ) -> Iterator[Event]:
     """Train and yield each event after it happened; closing the generator stops between two steps."""
-    cursor = start or Cursor()
+    cursor, method, guard = start or Cursor(), prepared.method, prepared.guard
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    method, guard = prepared.method, prepared.guard
     step = cursor.step
     model.train()
     for epoch in range(cursor.epoch, schedule.epochs + 1):
@@ -226,7 +221,8 @@ def epoch_batches(
     """One epoch's batches, a pure function of the seed and the epoch.
 
     Every method makes as many updates as SFT: the union of new and replayed rows, shuffled once per epoch, is split
-    into that many batches. Anchors are repeated to the number of probes or, without probes, of new rows.
+    into that many batches. Anchors are repeated to the number of probes or, without probes, of new rows. With a `share`
+    the batches are SFT's, each followed by kept rows: the bank in turn, over all epochs, each time in another order.
 
     Paper: App. C.3, anchors are repeated to balance their sampling weight against the probes.
     """
@@ -237,37 +233,31 @@ def epoch_batches(
         if schedule.order == "shuffled":
             shuffle(rows)
         batches = [rows[i * schedule.batch_size : (i + 1) * schedule.batch_size] for i in range(updates)]
-        return with_kept(method, material, batches, seed=seed, epoch=epoch) if method.share else batches
+        if not method.share:
+            return batches
+        kept = [row for kind in method.train_on[1:] for row in material.rows(kind)]
+        counts = [math.ceil(method.share * len(batch)) for batch in batches]
+        first, drawn = (epoch - 1) * sum(counts), []
+        for turn in range(first // len(kept), (first + sum(counts)) // len(kept) + 1):
+            drawn += _shuffled(kept, f"{seed}/{turn}/kept")
+        rest = iter(drawn[first % len(kept) :])
+        return [[*batch, *itertools.islice(rest, count)] for batch, count in zip(batches, counts, strict=True)]
     weight = len(material.rows("probes" if "probes" in method.train_on else "new"))
     for kind in method.train_on[1:]:
-        rows += (
-            repeated(material.rows(kind), weight, seed=seed, epoch=epoch) if kind == "anchors" else material.rows(kind)
-        )
+        if kind == "anchors":  # the epoch decides which of them are used once more than the others
+            order = _shuffled(material.rows(kind), f"{seed}/{epoch}/repeat")
+            rows += [order[i % len(order)] for i in range(weight)]
+        else:
+            rows += material.rows(kind)
     shuffle(rows)
     cuts = [len(rows) * i // updates for i in range(updates + 1)]
     return [rows[a:b] for a, b in itertools.pairwise(cuts)]
 
 
-def with_kept(
-    method: Method, material: Material, batches: list[list[Encoded]], *, seed: int, epoch: int
-) -> list[list[Encoded]]:
-    """SFT's batches, each followed by its kept rows: the bank in turn, over all epochs, each time in another order."""
-    kept = [row for kind in method.train_on[1:] for row in material.rows(kind)]
-    counts = [math.ceil(method.share * len(batch)) for batch in batches]
-    first, drawn = (epoch - 1) * sum(counts), []
-    for turn in range(first // len(kept), (first + sum(counts)) // len(kept) + 1):
-        order = list(kept)
-        random.Random(f"{seed}/{turn}/kept").shuffle(order)
-        drawn += order
-    rest = iter(drawn[first % len(kept) :])
-    return [[*batch, *itertools.islice(rest, count)] for batch, count in zip(batches, counts, strict=True)]
-
-
-def repeated(rows: Sequence[Encoded], count: int, *, seed: int, epoch: int) -> list[Encoded]:
-    """Exactly `count` rows, each used equally often up to one; the epoch decides which rows are used once more."""
+def _shuffled(rows: Sequence[Encoded], seed: str) -> list[Encoded]:
     order = list(rows)
-    random.Random(f"{seed}/{epoch}/repeat").shuffle(order)
-    return [order[i % len(order)] for i in range(count)]
+    random.Random(seed).shuffle(order)
+    return order
 
 
 # The learning-rate schedule, and the number of updates it covers.
@@ -283,12 +273,8 @@ def build_scheduler(settings: TrainSettings, optimizer: Optimizer, num_new: int)
 
 def build_schedule(settings: TrainSettings) -> Schedule:
     """How the rows are batched."""
-    return Schedule(
-        epochs=settings.epochs,
-        batch_size=settings.batch_size,
-        order=settings.order,
-        clip_norm=settings.clip_norm or None,
-    )
+    clip_norm = settings.clip_norm or None
+    return Schedule(epochs=settings.epochs, batch_size=settings.batch_size, order=settings.order, clip_norm=clip_norm)
 
 
 def rate_factor(step: int, *, total: int, warmup: int, kind: str) -> float:

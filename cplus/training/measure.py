@@ -39,15 +39,8 @@ def evaluate(
     model: nn.Module, group: Group, *, judge: Judge | None = None, max_new_tokens: int = 256, what: str = "evaluating"
 ) -> GroupAnswers:
     """The model's answers to every row of a group; for free text also the likelihood of the given responses."""
-    answers = predict(
-        model,
-        group.interface,
-        group.examples,
-        judge=judge,
-        max_new_tokens=max_new_tokens,
-        word_first=group.by_base,
-        what=what,
-    )
+    ask = partial(predict, judge=judge, max_new_tokens=max_new_tokens, word_first=group.by_base, what=what)
+    answers = ask(model, group.interface, group.examples)
     scores = () if group.closed else tuple(log_likelihoods(model, group.encoded(), what=f"{what}: likelihood"))
     return GroupAnswers(predictions=tuple(answers), scores=scores)
 
@@ -214,7 +207,6 @@ PATIENCE = 3
 
 _LEARNED = {"acquisition": 100.0, "new_nll": -0.05, "loss": -0.05}
 """The measures of progress, in order of preference, and the value that counts as learned; larger is better."""
-_ORDER = tuple(_LEARNED)
 
 
 class Exploded(ArithmeticError):
@@ -259,9 +251,7 @@ class Health:
 
     def refreshed(self, norm: float) -> str | None:
         """Check the norm of the evidence: zero evidence protects nothing."""
-        if norm > 0.0:
-            return None
-        return self._once(ZERO_EVIDENCE)
+        return None if norm > 0.0 else self._once(ZERO_EVIDENCE)
 
     def gated(self, admitted: float, steps: int) -> str | None:
         """Check the share of coordinates that the masks of the last `steps` updates admitted."""
@@ -281,8 +271,8 @@ class Health:
 
     def evaluated(self, point: Mapping[str, float]) -> str | None:
         """Check the results of an epoch: whether the new rows are still being learned."""
-        name = next((name for name in _LEARNED if name in point), None)
-        if name is None or (self.measure and _ORDER.index(name) > _ORDER.index(self.measure)):
+        name, order = next((name for name in _LEARNED if name in point), None), list(_LEARNED)
+        if name is None or (self.measure and order.index(name) > order.index(self.measure)):
             return None  # this epoch was not evaluated as the others were
         if name != self.measure:
             self.measure, self.seen = name, []
@@ -310,5 +300,4 @@ def explosion(first: Sequence[float]) -> float:
     >>> explosion([1.0] * WINDOW), explosion([1.0, 700.0]), explosion([9.0])
     (5.0, 15.0, 27.0)
     """
-    whole = len(first) >= WINDOW
-    return 3.0 * median(first) + 2.0 if whole else max(WORST, 3.0 * first[0])
+    return 3.0 * median(first) + 2.0 if len(first) >= WINDOW else max(WORST, 3.0 * first[0])

@@ -150,11 +150,11 @@ def material(method: Method, group: Group, kept: Sequence[PastTask], current: Lo
     share = math.ceil(len(new) / max(1, len(kept)))
     past = []
     for task in kept:
-        latest = refined(task, current, share) if "synthetic" in method.needs else ()
-        anchors, probes, synthetic = (
-            [task.interface.encode(example) for example in own] for own in (task.anchors, task.probes, latest)
-        )
-        past.append(Past(name=task.name, anchors=anchors, probes=probes, synthetic=synthetic))
+        rows = {"anchors": task.anchors, "probes": task.probes}
+        if "synthetic" in method.needs:
+            rows["synthetic"] = tuple(refined(task, current, share))
+        encoded = {kind: [task.interface.encode(example) for example in own] for kind, own in rows.items()}
+        past.append(Past(name=task.name, **encoded))
     return Material(new=new, past=tuple(past), choices=dict(zip(new, choices, strict=True)))
 
 
