@@ -182,7 +182,6 @@ def test_what_makes_no_sense_is_refused(spec: RunSpec, given: Comparison, tmp_pa
 
 
 def test_a_curve_is_read_where_it_reaches_a_level() -> None:
-    assert crossing([(5.0, 0.5), (3.0, 0.9), (1.0, 1.3)], 2.0) == pytest.approx(1.1)  # halfway from 0.9 to 1.3
     assert crossing([(1.0, 0.5), (0.5, 0.7)], 1.5) == 0.5  # it began below the level
     with pytest.raises(ValueError, match=r"a curve that falls to 0\.1, got one from 1\.0 to 0\.5"):
         crossing([(1.0, 0.5), (0.5, 0.7)], 0.1)
@@ -202,18 +201,15 @@ def test_a_repair_of_free_text_keeps_the_new_loss_or_says_why_not(
     spec: RunSpec, given: Comparison, tmp_path: Path
 ) -> None:
     given = replace(given, probes=given.past.examples[:3])
-    plain, repaired = run(replace(spec, epochs=6), given), run(replace(spec, epochs=6, method="sft-repair"), given)
-    assert plain.new_nll is not None and repaired.new_nll is not None  # noqa: PT018
-    assert plain.past_nll is not None and repaired.past_nll is not None  # noqa: PT018
-    limit = plain.new_nll + 0.05 * (plain.curve[0]["new_nll"] - plain.new_nll)
-    assert plain.new_nll < repaired.new_nll <= limit * (1 + 1e-6)
-    assert repaired.past_nll < plain.past_nll
-    assert repaired.curve[-1]["new_nll"] == plain.curve[-1]["new_nll"]  # the curve ends before the repair
-    assert 0 < repaired.diagnostics["seconds_after_training"] < repaired.seconds
-    assert "seconds_after_training" not in plain.diagnostics
-    assert plain.repair is None
-    assert repaired.repair is not None
-    assert 0 < repaired.repair["undone"] < repaired.repair["moved"]
+    plain, repaired = (vars(run(replace(spec, epochs=6, method=own), given)) for own in ("sft", "sft-repair"))
+    limit = plain["new_nll"] + 0.05 * (plain["curve"][0]["new_nll"] - plain["new_nll"])
+    assert plain["new_nll"] < repaired["new_nll"] <= limit * (1 + 1e-6)
+    assert repaired["past_nll"] < plain["past_nll"]
+    assert repaired["curve"][-1]["new_nll"] == plain["curve"][-1]["new_nll"]  # the curve ends before the repair
+    assert 0 < repaired["diagnostics"]["seconds_after_training"] < repaired["seconds"]
+    assert "seconds_after_training" not in plain["diagnostics"]
+    assert plain["repair"] is None
+    assert 0 < repaired["repair"]["undone"] < repaired["repair"]["moved"]
     refused = load_result(save_result(run(replace(spec, lr=0.0, method="sft-repair"), given), tmp_path))
     assert refused.repair == {"refused": "base and tuned model have the same weights, so there is nothing to undo"}
 

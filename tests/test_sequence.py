@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +76,16 @@ def spec(**changes: Any) -> SequenceSpec:
 
 
 def test_a_sequence_is_its_stages_and_its_record_reads_back(base: models.Loaded, tmp_path: Path) -> None:
-    first = first_stage(spec(), base)
-    result = run_sequence(spec(), base, tmp_path, first=first)
-    whole = run_sequence(spec(), base, tmp_path)
+    own = spec(tasks=TASKS[:2], num_rows=32)
+    first = first_stage(own, base)
+    result, whole = (run_sequence(own, base, tmp_path, first=shared) for shared in (first, None))
     assert result.accuracy == whole.accuracy, "the shared first stage is the sequence's own"
-    assert [len(line) for line in result.accuracy] == [3] * 4
-    assert result.sizes == dict.fromkeys(TASKS, 64)
-    assert [stage["retention"] is None for stage in result.stages] == [True, False, False]
+    assert [len(line) for line in result.accuracy] == [2] * 3
+    assert result.sizes == dict.fromkeys(own.tasks, 32)
+    assert [stage["retention"] is None for stage in result.stages] == [True, False]
     assert load_result(save_result(result, tmp_path)) == result
-    plain = run_sequence(spec(method="sft", num_anchors=0, num_probes=0), base, tmp_path, first=first)
+    without = dataclasses.replace(own, method="sft", num_anchors=0, num_probes=0)
+    plain = run_sequence(without, base, tmp_path, first=first)
     assert plain.accuracy[:2] == result.accuracy[:2]
     assert plain.cost["preservation_rows"] == 0
 
@@ -173,31 +176,24 @@ def run(*arguments: object, code: int = 0) -> Any:
     return done
 
 
-def write_tasks(folder: Path) -> None:
-    for name in TASKS:
-        write_rows(folder / f"{name}.jsonl", list(world.untaught(name)[:12]))
-    write_rows(folder / "keep.jsonl", list(world.taught("machines")[:4]))
-    write_rows(folder / "held.jsonl", list(world.taught("machines")[4:20]))
-
-
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ledger of three stages, and beside it a copy as it was after the first."""
+def made(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Path]:
+    """The working folder, with a ledger of three stages and a copy of it as it was after the first."""
     home = tmp_path_factory.mktemp("ledger")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(home)
-        patch.setenv("CPLUS_CACHE", str(home / "cache"))
-        write_tasks(home)
+    with contextlib.chdir(home):
+        for name in TASKS:
+            write_rows(home / f"{name}.jsonl", list(world.untaught(name)[:12]))
+        write_rows(home / "keep.jsonl", list(world.taught("machines")[:4]))
+        write_rows(home / "held.jsonl", list(world.taught("machines")[4:20]))
         past = ("--anchors", "keep.jsonl", "--set", "past=held.jsonl")
         run("update", "led", "--model", "toy-s", "--new", "harbours.jsonl", *past, *OPTIONS)
         shutil.copytree("led", "after-one")
         for name in TASKS[1:]:
             run("update", "led", "--new", f"{name}.jsonl", "--json")
-    return home
+        yield home
 
 
-def test_a_ledger_tells_every_task_after_every_stage(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(made)
+def test_a_ledger_tells_every_task_after_every_stage(made: Path) -> None:
     told = json.loads(run("update", "led", "--show", "--json").stdout)
     matrix = told["accuracy"]
     assert [sum(cell is not None for cell in line) for line in matrix] == [1, 2, 3, 3]
@@ -207,17 +203,15 @@ def test_a_ledger_tells_every_task_after_every_stage(made: Path, monkeypatch: py
     assert "backward transfer" in run("update", "led", "--show").stdout
 
 
-def test_free_text_in_a_ledger_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
+def test_free_text_in_a_ledger_is_judged(made: Path) -> None:
     rows = {"new": world.untaught("harbours")[:6], "keep": world.taught("harbours")[:3]}
     for name, facts in rows.items():
-        lines = [json.dumps({"prompt": row.question, "response": row.right}) for row in facts]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        lines = [json.dumps({"prompt": row.question, "response": row.right}) + "\n" for row in facts]
+        Path(f"free-{name}.jsonl").write_text("".join(lines))
     chosen = ("plain=true", "method=cpl", "epochs=1", "max_new_tokens=4", "device=cpu")
     options = [word for text in chosen for word in ("--set", text)]
-    run("update", "led", "--model", "toy-s", "--new", "new.jsonl", "--anchors", "keep.jsonl", *options)
-    record = json.loads((tmp_path / "led" / "stages" / "001" / "job" / "record.json").read_text())
+    run("update", "free", "--model", "toy-s", "--new", "free-new.jsonl", "--anchors", "free-keep.jsonl", *options)
+    record = json.loads(Path("free/stages/001/job/record.json").read_text())
     assert record["settings"]["judge"] == "exact"
     assert {own["judge"] for own in record["figures"]["sets"]} == {"exact"}
     assert all(own["after"] is not None for own in record["figures"]["sets"])
@@ -269,17 +263,13 @@ def test_a_tampered_stage_is_detected(made: Path, tmp_path: Path, damage: str, s
     told = json.loads(run("update", root, "--verify", "--json", code=2).stdout)
     assert any(line.startswith(sentence) for line in told["problems"]), told["problems"]
     if damage != "weights":
-        failed = CliRunner().invoke(app, ["update", str(root), "--new", str(made / "plants.jsonl")])
+        failed = CliRunner().invoke(app, ["update", str(root), "--new", "plants.jsonl"])
         assert isinstance(failed.exception, ValueError)
         assert "a ledger that was changed cannot be updated" in str(failed.exception)
 
 
 @pytest.mark.parametrize("damaged", [None, "bank/probes.jsonl", "model/model.safetensors"])
-def test_a_stage_that_was_damaged_before_its_seal_is_not_sealed(
-    made: Path, monkeypatch: pytest.MonkeyPatch, damaged: str | None
-) -> None:
-    monkeypatch.chdir(made)
-    monkeypatch.setenv("CPLUS_CACHE", str(made / "cache"))
+def test_a_stage_that_was_damaged_before_its_seal_is_not_sealed(made: Path, damaged: str | None) -> None:
     place = Path("unsealed") / str(damaged).partition("/")[0]
     shutil.copytree("led", place)
     for file in ("ledger.json", "stages/003"):
@@ -298,8 +288,7 @@ def test_a_stage_that_was_damaged_before_its_seal_is_not_sealed(
     assert len(read(place).entries) == 1
 
 
-def test_what_a_ledger_would_run_must_be_repeated(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(made)
+def test_what_a_ledger_would_run_must_be_repeated(made: Path) -> None:
     shutil.copytree("after-one", "received")
     ledger = read(Path("received"))
     record = read_json(ledger.place(1).record)
@@ -322,25 +311,20 @@ FIRST = ("--model", "toy-s", "--new", "harbours.jsonl")
         ("new", FIRST[:2], "expected new"),
         ("new", (*FIRST, "--set", "interface=cloze"), "needs anchors"),
         ("new", (*FIRST, "--set", "lora=r=4,merge=false"), "leave out merge=false"),
-        ("cache", FIRST, "it is not a ledger"),
+        ("unsealed", FIRST, "it is not a ledger"),
         ("led", FIRST, "leave the model out"),
         ("led", ("--show", "--new", "a.jsonl"), "--show stands alone"),
         ("led", ("--set", "new=plants", "--set", "out=b"), "an update sets 'out' itself; leave it out"),
     ],
 )
-def test_an_update_that_cannot_work_says_so(
-    made: Path, monkeypatch: pytest.MonkeyPatch, folder: str, given: tuple[str, ...], words: str
-) -> None:
-    monkeypatch.chdir(made)
+def test_an_update_that_cannot_work_says_so(made: Path, folder: str, given: tuple[str, ...], words: str) -> None:
+    Path("unsealed/other").mkdir(parents=True, exist_ok=True)
     failed = CliRunner().invoke(app, ["update", folder, *given])
     assert words in str(failed.exception)
     assert not Path("new/ledger.json").exists()
 
 
-def test_an_update_continues_the_folder_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
-    write_tasks(tmp_path)
+def test_an_update_continues_the_folder_of_a_job(made: Path) -> None:
     run("adapt", "toy-s", "--new", "harbours.jsonl", "--anchors", "keep.jsonl", "--out", "out", *OPTIONS)
     before = json.loads(Path("out/record.json").read_text())
     again = CliRunner().invoke(app, ["update", "out", "--model", "toy", "--new", "plants.jsonl"])

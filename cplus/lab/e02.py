@@ -8,7 +8,7 @@ from typing import Any
 
 from cplus.lab.drawing import INK, colour_and_marker, joined, line, method_name, panels, picture
 from cplus.lab.records import RunResult
-from cplus.lab.scales import Scale
+from cplus.lab.scales import METHODS, Scale
 from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Summary
 from cplus.lab.summaries import Metric, leads, margin, over_seeds, pick, shown, table
 from cplus.training.settings import RunSpec
@@ -19,8 +19,6 @@ PAPER = "Sec. 4.3; Figs. 1 (b), 4, 16; App. E.10"
 SEC_4_3 = Published(
     "Sec. 4.3, CPLUS's mean change on outside benchmarks, points", {"arc_c": 1.15, "mmlu": 0.88, "medqa": 0.14}
 )
-
-METHODS = ("sft", "replay", "cpl", "cplus")
 
 
 def runs(scale: Scale) -> list[RunSpec]:

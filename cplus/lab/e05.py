@@ -8,12 +8,12 @@ from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
-from cplus.evaluation.statistics import estimate
+from cplus.evaluation.statistics import Estimate, estimate
 from cplus.lab import drawing
 from cplus.lab.records import SequenceResult
-from cplus.lab.scales import Scale, seedless
+from cplus.lab.scales import METHODS, Scale, seedless
 from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Summary, SummaryRow, Table
-from cplus.lab.summaries import difference, mean_of, seed_of, shown
+from cplus.lab.summaries import Seed, difference, mean_of, seed_of, shown
 from cplus.training.settings import Recipe, SequenceSpec
 
 TITLE = "A sequence of tasks"
@@ -37,8 +37,6 @@ TABLE_8 = Published(
         "cplus": (69.34, 78.27, 83.43, 84.45),
     },
 )
-
-METHODS = ("sft", "replay", "cpl", "cplus")
 
 
 def runs(scale: Scale) -> list[SequenceSpec]:
@@ -73,34 +71,32 @@ def summary(mine: Sequence[SequenceResult]) -> Summary:
     rows = tuple(_row(method, own) for method, own in by_method.items() if own)
     above = "CPLUS's average accuracy at the end is above {}'s"
     more = "CPLUS keeps more of the earlier tasks' right rows than {}, mean over stages"
+    each = "CPLUS's accuracy on {} at the end is above the best other method's"
+    last = {
+        task: {m: {seed_of(r): r.accuracy[-1][i] for r in own} for m, own in by_method.items()}
+        for i, task in enumerate(mine[0].spec.tasks if mine else ())
+    }
     claims = (
         *(Claim(above.format(m), difference(ends["cplus"], ends[m]), "Sec. 4.5; Table 7") for m in METHODS[:-1]),
         *(Claim(more.format(m), difference(stays["cplus"], stays[m])) for m in METHODS[:-1]),
-        *_each_task(mine),
+        *(Claim(each.format(task), lead_over_best(own)[1], "Sec. 4.5; Table 8") for task, own in last.items()),
     )
-    finals = {method: estimate(list(own.values())) for method, own in ends.items() if own}
-    best = max((m for m in finals if m != "cplus"), key=lambda m: finals[m].mean, default=None)
-    gain = None if best is None else difference(ends["cplus"], ends[best])
+    best, gain = lead_over_best(ends)
     answer = (
-        f"After the last task CPLUS answers {shown(finals.get('cplus'))} % of all tasks' rows correctly, the best "
-        f"other method ({best}) {shown(finals.get(best or ''))} %: a difference of {shown(gain, sign=True)} points; "
+        f"After the last task CPLUS answers {shown(mean_of(ends['cplus']))} % of all tasks' rows correctly, the best "
+        f"other method ({best}) {shown(mean_of(ends.get(best or '', {})))} %: a difference of "
+        f"{shown(gain, sign=True)} points; "
         f"each stage keeps {shown(mean_of(stays['cplus']))} % of the correct answers to earlier tasks under CPLUS, "
         f"{shown(mean_of(stays['cpl']))} % under CPL."
     )
     return Summary(rows=rows, answer=answer, claims=claims)
 
 
-def _each_task(results: Sequence[SequenceResult]) -> list[Claim]:
-    """At the end CPLUS is above the best other method on every task of the sequence."""
-    claims = []
-    for index, task in enumerate(results[0].spec.tasks if results else ()):
-        last = {m: {seed_of(r): r.accuracy[-1][index] for r in results if r.spec.method == m} for m in METHODS}
-        others = {name: statistics.fmean(own.values()) for name, own in last.items() if own and name != "cplus"}
-        best = max(others, key=others.__getitem__, default=None)
-        lead = None if best is None else difference(last["cplus"], last[best])
-        words = f"CPLUS's accuracy on {task} at the end is above the best other method's"
-        claims.append(Claim(words, lead, paper="Sec. 4.5; Table 8"))
-    return claims
+def lead_over_best(values: Mapping[str, Mapping[Seed, float]]) -> tuple[str | None, Estimate | None]:
+    """The best of the other methods, and how far CPLUS is above it."""
+    others = {name: statistics.fmean(own.values()) for name, own in values.items() if own and name != "cplus"}
+    best = max(others, key=others.__getitem__, default=None)
+    return best, None if best is None else difference(values["cplus"], values[best])
 
 
 def _row(method: str, own: Sequence[SequenceResult]) -> SummaryRow:

@@ -9,7 +9,7 @@ from typing import Any
 from cplus.evaluation.statistics import Estimate, estimate
 from cplus.lab import drawing
 from cplus.lab.records import RunResult
-from cplus.lab.scales import Scale
+from cplus.lab.scales import METHODS, Scale
 from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Summary, SummaryRow, judged
 from cplus.lab.summaries import (
     above,
@@ -31,7 +31,6 @@ QUESTION = "How do Acquisition, Retention and computational cost evolve during a
 PAPER = "Sec. 4.6; Figs. 7, 8, 12; App. E.3, E.12"
 FULL_AT = Published("Sec. 4.6, first epoch at 100 % Acquisition", {"cplus": 5, "replay": 5, "cpl": 10})
 
-CURVES = ("sft", "replay", "cpl", "cplus")
 COMPARED = ("sft", "replay", "distillation", "ssr", "agem", "ogd", "cpl", "cplus")
 
 
@@ -44,7 +43,7 @@ def runs(scale: Scale) -> list[RunSpec]:
     sizes = [cell for cell in scale.grid if cell.task == task][:3]
     seeds, bank = range(scale.seeds_where_one), scale.small_bank
     each_epoch = {"evaluate_every": 1, "external": (), "compute_dtype": scale.curve_dtype}
-    found = scale.each({"method": CURVES, "seed": seeds}, **each_epoch)
+    found = scale.each({"method": METHODS, "seed": seeds}, **each_epoch)
     for cell in sizes:
         found += scale.each({"method": COMPARED, "seed": seeds}, **cell.place, num_probes=bank)
     return found
@@ -81,13 +80,13 @@ def summary(results: Sequence[RunResult]) -> Summary:
 
 def _dynamics(curves: Sequence[RunResult]) -> list[Claim]:
     """The paper's claims on the curves: speed, the lead after full Acquisition, replay's lead, late recovery."""
-    own = {name: pick(curves, method=name) for name in CURVES}
+    own = {name: pick(curves, method=name) for name in METHODS}
     replay, sft, both = own["replay"], own["sft"], "Sec. 4.6; Figs. 8, 12"
     words = "CPLUS reaches full Acquisition in fewer epochs than cpl"
     lead, rises = "from its full Acquisition on CPLUS is above {} at every epoch", "Retention rises again after full"
     return [
         above(words, own["cpl"], own["cplus"], first_full, paper=both),
-        *(Claim(lead.format(name), least_lead(own["cplus"], own[name]), both) for name in CURVES[:-1]),
+        *(Claim(lead.format(name), least_lead(own["cplus"], own[name]), both) for name in METHODS[:-1]),
         above(
             "after the first epoch replay has kept more than sft",
             *(replay, sft),
@@ -97,7 +96,7 @@ def _dynamics(curves: Sequence[RunResult]) -> list[Claim]:
         above("at the end replay keeps more than sft", replay, sft, paper="Sec. 4.6; Fig. 8"),
         *(
             Claim(f"{name}: {rises} Acquisition", over_seeds(own[name], recovered), "Sec. 4.6; App. E.3; Figs. 8, 12")
-            for name in CURVES
+            for name in METHODS
         ),
     ]
 
@@ -208,7 +207,7 @@ def draw_curves(axis: Any, results: Sequence[RunResult], x: str, y: str) -> None
 
     A large marker is the first epoch whose mean Acquisition is full.
     """
-    for method in CURVES:
+    for method in METHODS:
         own = [result for result in pick(results, method=method) if result.curve]
         if not own:
             continue

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cplus.lab.drawing import compare_methods, joined_names, measured_table, method_name, rows_by_method
 from cplus.lab.records import RunResult
-from cplus.lab.scales import Scale
+from cplus.lab.scales import METHODS, Scale
 from cplus.lab.study import Collected, ComparisonLine, Published, Summary, Table
 from cplus.lab.summaries import leads, learned, margin, over_seeds, pick, retained, shown, table
 from cplus.training.settings import RunSpec
@@ -24,7 +24,6 @@ TABLE_5 = Published(
     },
 )
 
-METHODS = ("sft", "replay", "cpl", "cplus")
 WHERE = "App. E.5; Table 5"
 
 

@@ -8,7 +8,7 @@ from cplus.evaluation.statistics import LossPoint, common_level, crossing
 from cplus.lab.drawing import joined, panels, picture
 from cplus.lab.e06 import draw_curves
 from cplus.lab.records import RunResult
-from cplus.lab.scales import Scale
+from cplus.lab.scales import METHODS, Scale
 from cplus.lab.study import ADDED_HERE, Collected, ComparisonLine, Picture, Summary
 from cplus.lab.summaries import Metric, above, leads, margin, over_seeds, pick, retained, shown, table
 from cplus.training.settings import RunSpec
@@ -16,7 +16,6 @@ from cplus.training.settings import RunSpec
 TITLE = "A gentle start"
 QUESTION = "How much forgetting does a warm-up avoid, and what does CPLUS add to it?"
 
-METHODS = ("sft", "replay", "cpl", "cplus")
 SHARE = 0.5
 SCHEDULES = {"constant rate": 0.0, "gentle start": SHARE}
 LEARNED = 99.0

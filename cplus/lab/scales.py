@@ -16,6 +16,8 @@ BUDGETS = (4, 8, 16, 32, 64, 128)
 SCARCE = (4, 8)
 BASELINES = ("sft", "replay", "probe-replay", "cpl")
 MAIN = (*BASELINES, "cplus")
+METHODS = ("sft", "replay", "cpl", "cplus")
+"""The methods of comparisons that have no room for all."""
 
 
 @dataclass(frozen=True, kw_only=True)

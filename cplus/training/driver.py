@@ -30,7 +30,7 @@ from cplus.methods.table import Material, Method
 from cplus.models import Loaded
 from cplus.training import loop, sharding
 from cplus.training.gateshares import layer_shares
-from cplus.training.loop import Cursor, Event, Prepared, Refreshed, Stepped
+from cplus.training.loop import Cursor, Event, Prepared, Refreshed, Stepped, adapt, build_scheduler
 from cplus.training.measure import UNIFORM, Health
 from cplus.training.rows import Group, PastTask, material
 from cplus.training.settings import OptimizerName, TrainSettings
@@ -104,7 +104,7 @@ def start(
         model=model,
         optimizer=optimizer,
         prepared=loop.prepare(row, optimizer, model, material, seed=settings.seed, computing=computing),
-        scheduler=loop.build_scheduler(settings, optimizer, len(material.new)),
+        scheduler=build_scheduler(settings, optimizer, len(material.new)),
         twin=twin,
     )
 
@@ -273,7 +273,7 @@ class Training:
         clock = time.perf_counter()
         schedule, seed = loop.build_schedule(self.settings), self.settings.seed
         training = self.model, self.optimizer, self.prepared
-        for event in loop.adapt(*training, schedule=schedule, seed=seed, scheduler=self.scheduler, start=log.cursor):
+        for event in adapt(*training, schedule=schedule, seed=seed, scheduler=self.scheduler, start=log.cursor):
             log.seconds += time.perf_counter() - clock
             if isinstance(event, Refreshed):
                 log.preservation += event.work
