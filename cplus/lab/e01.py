@@ -63,28 +63,19 @@ def summary(results: Sequence[RunResult]) -> Summary:
         *summaries.table(pick(results, all_anchors=True), ("model", "task", "method", "all_anchors"), KEPT_AND_LEARNED),
     )
     lead, (won, total), scales = gain(family(mine)), wins(mine), recovered(family(mine))
-    claims = (
-        Claim(f"CPLUS keeps more than each setting's strongest baseline, mean over A = {listed}", lead, "Sec. 4.2"),
-        *(
-            claim
-            for budget in SCARCE
-            for claim in leads(
-                f"CPLUS keeps more than {{}}, A={budget}",
-                pick(mine, num_anchors=(0, budget)),  # SFT has no budget
-                BASELINES,
-                paper="Sec. 4.2; Fig. 3",
-            )
-        ),
-        *_scarcity(results),
-        *_by_size(family(mine)),
-    )
+    strongest = f"CPLUS keeps more than each setting's strongest baseline, mean over A = {listed}"
+    claims = [Claim(strongest, lead, "Sec. 4.2")]
+    for budget in SCARCE:
+        few = pick(mine, num_anchors=(0, budget))  # SFT has no budget
+        claims += leads(f"CPLUS keeps more than {{}}, A={budget}", few, BASELINES, paper="Sec. 4.2; Fig. 3")
+    claims += [*_scarcity(results), *_by_size(family(mine))]
     shares = ", ".join(f"{row.at['model']} {shown(row.figures['recovery'])} %" for row in scales)
     answer = (
         f"With {listed} anchors CPLUS keeps {shown(lead, sign=True)} points more than "
         f"the strongest baseline of each setting, and it leads in {won} of {total} settings; share of SFT's "
         f"forgetting recovered there: {shares or 'not run'}."
     )
-    return Summary(rows=(*rows, *scales), answer=answer, claims=claims)
+    return Summary(rows=(*rows, *scales), answer=answer, claims=tuple(claims))
 
 
 def gain(results: Sequence[RunResult]) -> Estimate | None:
@@ -105,13 +96,11 @@ def gain(results: Sequence[RunResult]) -> Estimate | None:
 def _settings(results: Sequence[RunResult]) -> list[dict[str, list[RunResult]]]:
     """The runs of each method by setting: a model, a task and a budget of CPLUS. SFT has no budget."""
     places = dict.fromkeys((r.spec.model, r.spec.task, r.spec.num_anchors) for r in pick(results, method="cplus"))
-    return [
-        {
-            method: pick(results, model=model, task=task, method=method, num_anchors=0 if method == "sft" else budget)
-            for method in MAIN
-        }
-        for model, task, budget in places
-    ]
+    found = []
+    for model, task, budget in places:
+        here, budgets = pick(results, model=model, task=task), dict.fromkeys(MAIN, budget) | {"sft": 0}
+        found.append({method: pick(here, method=method, num_anchors=few) for method, few in budgets.items()})
+    return found
 
 
 def wins(results: Sequence[RunResult]) -> tuple[int, int]:
@@ -132,20 +121,13 @@ def _scarcity(results: Sequence[RunResult]) -> list[Claim]:
     if len(budgets) < 2:
         return []
     few, many = budgets[0], budgets[-1]
-    steps = {f"A={many}": pick(limited, num_anchors=many), "all past rows as anchors": whole}
-    return [
-        *(
-            above(
-                f"{name} keeps more with {words} than with A={few}",
-                pick(more, method=name),
-                pick(limited, method=name, num_anchors=few),
-                paper="Sec. 3.1; Fig. 1 (a)",
-            )
-            for words, more in steps.items()
-            for name in ("replay", "cpl")
-        ),
-        *leads("CPLUS keeps more than {} with all past rows as anchors", whole, ("replay", "cpl"), paper="Fig. 1 (a)"),
-    ]
+    claims, both = [], ("replay", "cpl")
+    for words, more in {f"A={many}": pick(limited, num_anchors=many), "all past rows as anchors": whole}.items():
+        for name in both:
+            says = f"{name} keeps more with {words} than with A={few}"
+            least = pick(limited, method=name, num_anchors=few)
+            claims.append(above(says, pick(more, method=name), least, paper="Sec. 3.1; Fig. 1 (a)"))
+    return claims + leads("CPLUS keeps more than {} with all past rows as anchors", whole, both, paper="Fig. 1 (a)")
 
 
 def _by_size(results: Sequence[RunResult]) -> list[Claim]:
@@ -153,7 +135,7 @@ def _by_size(results: Sequence[RunResult]) -> list[Claim]:
     shares, tasks = _shares(results), tuple(shared(results))
     few = pick(results, task=tasks, num_anchors=min(SCARCE))
     claims = []
-    for small, large in pairwise(sorted(shares, key=drawing.model_size)):
+    for small, large in pairwise(shares):
         words = f"CPLUS recovers a larger share of SFT's forgetting for {large} than for {small}"
         lead = summaries.difference(shares[large], shares[small])
         claims.append(Claim(words, lead, paper="Sec. 4.2; Fig. 10"))
@@ -170,20 +152,21 @@ def recovered(results: Sequence[RunResult]) -> tuple[SummaryRow, ...]:
 
     Paper: App. E.1, Fig. 10: the macro average of the tasks' lines.
     """
-    shares = _shares(results)
     return tuple(
-        SummaryRow(at={"model": model}, figures={"recovery": estimate(list(shares[model].values()))})
-        for model in sorted(shares, key=drawing.model_size)
+        SummaryRow(at={"model": model}, figures={"recovery": estimate(list(own.values()))})
+        for model, own in _shares(results).items()
     )
 
 
 def _shares(results: Sequence[RunResult]) -> dict[str, dict[Seed, float]]:
-    """By model and seed, the mean share recovered over the tasks that all models have; only seeds with all of them.
+    """By model, smallest first, and seed, the mean share recovered over the tasks that all models have.
+
+    Only seeds with all of them count.
 
     Paper: App. E.1.    100 (R_CPLUS - R_SFT) / (100 - R_SFT)
     """
     found = {}
-    for model in dict.fromkeys(result.spec.model for result in results):
+    for model in sorted(dict.fromkeys(result.spec.model for result in results), key=drawing.model_size):
         tasks = []
         for task in shared(results):
             here = pick(results, model=model, task=task)
@@ -351,25 +334,17 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     won, total = wins(runs)
     shares = {row.at["model"]: row.figures["recovery"] for row in recovered(family(runs))}
     paper = SEC_4_2.numbers
+    led = f"{paper['settings led, Qwen3']} and {paper['settings led, Gemma and Phi']}"
+    recovered_here = ", ".join(f"{model} {shown(each)}" for model, each in shares.items()) or "not run"
+    recovered_there = ", ".join(f"{model} {value}" for model, value in FIG_10.numbers.items())
+    learned = shown(over_seeds(pick(runs, method="cplus"), summaries.learned))
     return [
         ComparisonLine(
             "CPLUS minus each setting's strongest baseline at A = 4 and 8 (points of Retention)",
             shown(gain(family(runs)), sign=True),
             f"+{paper['mean gain at A in {4, 8}, Qwen3']:.2f}",
         ),
-        ComparisonLine(
-            "settings in which CPLUS keeps most",
-            f"{won} of {total}" if total else "not run",
-            f"{paper['settings led, Qwen3']} and {paper['settings led, Gemma and Phi']}",
-        ),
-        ComparisonLine(
-            "SFT's forgetting recovered at A = 4 and 8 (%)",
-            ", ".join(f"{model} {shown(each)}" for model, each in shares.items()) or "not run",
-            ", ".join(f"{model} {value}" for model, value in FIG_10.numbers.items()),
-        ),
-        ComparisonLine(
-            "Acquisition of CPLUS (%)",
-            shown(over_seeds(pick(runs, method="cplus"), summaries.learned)),
-            f"{paper['acquisition']:g}",
-        ),
+        ComparisonLine("settings in which CPLUS keeps most", f"{won} of {total}" if total else "not run", led),
+        ComparisonLine("SFT's forgetting recovered at A = 4 and 8 (%)", recovered_here, recovered_there),
+        ComparisonLine("Acquisition of CPLUS (%)", learned, f"{paper['acquisition']:g}"),
     ]

@@ -60,34 +60,26 @@ def summary(mine: Sequence[RunResult]) -> Summary:
     budget = next((r.spec.num_anchors for r in mine if r.spec.method == "cplus-norm-aligned"), 8)
     here = pick(mine, num_anchors=budget, anchor_weight=0.5, beta=0.9, shots=2, temperature=0.8)
     whole = pick(here, method="cplus")
-    says = {
-        "cplus-anchors": ("both sources keep more than anchors alone", "Sec. 4.4; Table 1"),
-        "cplus-probes": ("both sources keep more than probes alone", "Sec. 4.4; Table 1"),
-        "cplus-no-ema": ("smoothing keeps more than the binary mask", "Sec. 4.4; Table 1"),
-        "cplus-gradient": ("masking the update keeps more than masking the gradient", None),
-    }
     many = pick(mine, num_anchors=64, anchor_weight=0.5, beta=0.9)
-    reductions = {
-        "cplus-no-ema": "smoothing keeps more than the binary mask",
-        "cplus-cvar": "the mean keeps more than CVaR",
-    }
-    claims = (
-        *(above(words, whole, pick(here, method=name), paper=paper) for name, (words, paper) in says.items()),
-        *_blends(mine, budget),
-        *_generation(mine),
-        *(
-            above(f"{words}, A=64", pick(many, method="cplus"), pick(many, method=m), paper="App. E.2; Table 3")
-            for m, words in reductions.items()
-            if many
-        ),
-    )
+    smooth, claims = "smoothing keeps more than the binary mask", []
+    for name, words, paper in (
+        ("cplus-anchors", "both sources keep more than anchors alone", "Sec. 4.4; Table 1"),
+        ("cplus-probes", "both sources keep more than probes alone", "Sec. 4.4; Table 1"),
+        ("cplus-no-ema", smooth, "Sec. 4.4; Table 1"),
+        ("cplus-gradient", "masking the update keeps more than masking the gradient", None),
+    ):
+        claims.append(above(words, whole, pick(here, method=name), paper=paper))
+    claims += [*_blends(mine, budget), *_generation(mine)]
+    for name, words in (("cplus-no-ema", smooth), ("cplus-cvar", "the mean keeps more than CVaR")) if many else ():
+        other = pick(many, method=name)
+        claims.append(above(f"{words}, A=64", pick(many, method="cplus"), other, paper="App. E.2; Table 3"))
     gains = {name: shown(margin(whole, pick(here, method=name)), sign=True) for name in COMPONENTS if name != "cplus"}
     answer = (
         f"At A={budget} both sources together keep {gains['cplus-anchors']} points more than anchors alone and "
         f"{gains['cplus-probes']} more than probes alone; smoothing adds {gains['cplus-no-ema']}, "
         f"and CPLUS minus its norm-aligned variant is {gains['cplus-norm-aligned']}."
     )
-    return Summary(rows=table(mine, FIELDS, KEPT_AND_LEARNED), answer=answer, claims=claims)
+    return Summary(rows=table(mine, FIELDS, KEPT_AND_LEARNED), answer=answer, claims=tuple(claims))
 
 
 def _blends(results: Sequence[RunResult], table_budget: int) -> list[Claim]:
@@ -120,15 +112,9 @@ def _generation(results: Sequence[RunResult]) -> list[Claim]:
     few = min((result.spec.num_anchors for result in mine), default=0)
     tried = sorted({(r.spec.shots, r.spec.temperature) for r in mine} - {(2, 0.8)})
     chosen = pick(mine, num_anchors=few, shots=2, temperature=0.8)
-    return [
-        above(
-            f"2 examples in context at T=0.8 keep more than {shots} at T={temperature:g}, A={few}",
-            chosen,
-            pick(mine, num_anchors=few, shots=shots, temperature=temperature),
-            paper=FIG_11,
-        )
-        for shots, temperature in tried
-    ]
+    words = "2 examples in context at T=0.8 keep more than {} at T={:g}, A={}"
+    others = {(s, t): pick(mine, num_anchors=few, shots=s, temperature=t) for s, t in tried}
+    return [above(words.format(*at, few), chosen, own, paper=FIG_11) for at, own in others.items()]
 
 
 # E4, components and settings: hyperparameters (Fig. 11), components (Table 1), reduction and smoothing (Table 3).
@@ -143,9 +129,8 @@ def fig_hyperparameters(found: Collected) -> Picture:
     figure, (left, middle, right) = drawing.panels(3, width=3.2, height=2.7)
     here = pick(runs, method="cplus", anchor_weight=0.5, beta=0.9, num_anchors=few)
     for colour, marker, shots in zip(drawing.PALETTE, "os", sorted({run.spec.shots for run in here}), strict=False):
-        drawing.line(
-            left, drawing.points_by(pick(here, shots=shots), "temperature"), f"{shots} examples", colour, marker
-        )
+        points = drawing.points_by(pick(here, shots=shots), "temperature")
+        drawing.line(left, points, f"{shots} examples", colour, marker)
     left.set(title=f"generation, A = {few}", xlabel="sampling temperature")
     here = pick(runs, beta=0.9, shots=2, temperature=0.8, num_anchors=BUDGETS)
     for colour, marker, weight in zip(drawing.PALETTE, "v^os", WEIGHTS, strict=False):

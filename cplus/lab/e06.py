@@ -7,23 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from cplus.evaluation.statistics import Estimate, estimate
-from cplus.lab import drawing
+from cplus.lab import drawing, summaries
 from cplus.lab.records import RunResult
 from cplus.lab.scales import METHODS, Scale
 from cplus.lab.study import Claim, Collected, ComparisonLine, Picture, Published, Summary, SummaryRow, judged
-from cplus.lab.summaries import (
-    above,
-    flops,
-    grouped,
-    leads,
-    margin,
-    over_seeds,
-    pick,
-    retained,
-    seed_of,
-    shown,
-    table,
-)
+from cplus.lab.summaries import above, leads, margin, over_seeds, pick, retained, shown, table
 from cplus.training.settings import RunSpec
 
 TITLE = "Dynamics and cost"
@@ -65,7 +53,7 @@ def summary(results: Sequence[RunResult]) -> Summary:
     ends = [result for result in results if not result.curve]
     figures = {"first full epoch": first_full, "lowest retention": lowest, "final retention": retained}
     points = table(curves, ("method",), figures)
-    costs = tuple(row for own in grouped(ends, lambda r: r.spec.model).values() for row in _costs(own))
+    costs = tuple(row for own in summaries.grouped(ends, lambda r: r.spec.model).values() for row in _costs(own))
     words = "with the small bank CPLUS keeps more than {}"
     claims = leads(words, ends, COMPARED[:-1], paper="Sec. 4.6; Fig. 7") + _dynamics(curves)
     full = {name: over_seeds(pick(curves, method=name), first_full) for name in ("cpl", "cplus")}
@@ -83,16 +71,12 @@ def _dynamics(curves: Sequence[RunResult]) -> list[Claim]:
     own = {name: pick(curves, method=name) for name in METHODS}
     replay, sft, both = own["replay"], own["sft"], "Sec. 4.6; Figs. 8, 12"
     words = "CPLUS reaches full Acquisition in fewer epochs than cpl"
+    early = "after the first epoch replay has kept more than sft"
     lead, rises = "from its full Acquisition on CPLUS is above {} at every epoch", "Retention rises again after full"
     return [
         above(words, own["cpl"], own["cplus"], first_full, paper=both),
         *(Claim(lead.format(name), least_lead(own["cplus"], own[name]), both) for name in METHODS[:-1]),
-        above(
-            "after the first epoch replay has kept more than sft",
-            *(replay, sft),
-            lambda result: result.curve[0]["retention"],
-            paper="Sec. 4.6; Fig. 8",
-        ),
+        above(early, replay, sft, lambda result: result.curve[0]["retention"], paper="Sec. 4.6; Fig. 8"),
         above("at the end replay keeps more than sft", replay, sft, paper="Sec. 4.6; Fig. 8"),
         *(
             Claim(f"{name}: {rises} Acquisition", over_seeds(own[name], recovered), "Sec. 4.6; App. E.3; Figs. 8, 12")
@@ -113,7 +97,7 @@ def recovered(result: RunResult) -> float | None:
 
 def least_lead(ours: Sequence[RunResult], others: Sequence[RunResult]) -> Estimate | None:
     """The smallest lead in Retention from our first epoch at full Acquisition on, paired by seed."""
-    mine, theirs = ({seed_of(result): result for result in group} for group in (ours, others))
+    mine, theirs = ({summaries.seed_of(result): result for result in group} for group in (ours, others))
     leads = []
     for seed, result in mine.items():
         other, full = theirs.get(seed, theirs.get(None)), first_full(result)
@@ -128,13 +112,10 @@ def _costs(here: Sequence[RunResult]) -> list[SummaryRow]:
     plain, rows = pick(here, method="sft"), []
     for method in COMPARED if plain else ():
         own = pick(here, method=method)
-        figures = {
-            "gain over SFT": margin(own, plain),
-            "cost": over_seeds(own, lambda result: flops(result) / flops(plain[0])),
-        }
-        known = {name: value for name, value in figures.items() if value is not None}
-        if len(known) == 2:
-            rows.append(SummaryRow(at={"model": here[0].spec.model, "method": method}, figures=known))
+        cost = over_seeds(own, lambda result: summaries.flops(result) / summaries.flops(plain[0]))
+        if (gain := margin(own, plain)) is not None and cost is not None:
+            at = {"model": here[0].spec.model, "method": method}
+            rows.append(SummaryRow(at=at, figures={"gain over SFT": gain, "cost": cost}))
     return rows
 
 
