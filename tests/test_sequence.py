@@ -76,12 +76,12 @@ def spec(**changes: Any) -> SequenceSpec:
 
 
 def test_a_sequence_is_its_stages_and_its_record_reads_back(base: models.Loaded, tmp_path: Path) -> None:
-    own = spec(tasks=TASKS[:2], num_rows=32)
+    own = spec(tasks=TASKS[:2])
     first = first_stage(own, base)
     result, whole = (run_sequence(own, base, tmp_path, first=shared) for shared in (first, None))
     assert result.accuracy == whole.accuracy, "the shared first stage is the sequence's own"
     assert [len(line) for line in result.accuracy] == [2] * 3
-    assert result.sizes == dict.fromkeys(own.tasks, 32)
+    assert result.sizes == dict.fromkeys(own.tasks, 64)
     assert [stage["retention"] is None for stage in result.stages] == [True, False]
     assert load_result(save_result(result, tmp_path)) == result
     without = dataclasses.replace(own, method="sft", num_anchors=0, num_probes=0)

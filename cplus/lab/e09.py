@@ -75,17 +75,17 @@ def summary(results: Sequence[RunResult]) -> Summary:
     """Retention of CPLUS and its controls; what the masks of CPL and CPLUS admit."""
     mine = pick(results, diagnose=())
     observed = [result for result in results if result.spec.diagnose]
-    ours, sides = pick(mine, method="cplus"), [pick(observed, method=method) for method in ("cpl", "cplus")]
+    ours, (cpl, cplus) = pick(mine, method="cplus"), (pick(observed, method=method) for method in ("cpl", "cplus"))
     admits = "in the first states CPL's mask admits more {} than CPLUS's, in percent"
     claims = (
         *summaries.leads("CPLUS keeps more than {}", mine, CONTROLS, paper="Sec. 4.4; Table 6"),
         *(
-            summaries.above(admits.format(words), *sides, early(kind), paper="App. E.7; Fig. 13")
+            summaries.above(admits.format(words), cpl, cplus, early(kind), paper="App. E.7; Fig. 13")
             for kind, words in (("coordinates", "coordinates"), ("energy", "update energy"))
         ),
     )
     lost = {name: shown(summaries.margin(ours, pick(mine, method=name)), sign=True) for name in CONTROLS}
-    harm = [over_seeds(own, GEOMETRY["harmful admitted"]) for own in sides]
+    harm = [over_seeds(own, GEOMETRY["harmful admitted"]) for own in (cpl, cplus)]
     shares = [f"{100 * found.mean:.0f} %" if found else "not run" for found in harm]
     answer = (
         f"CPLUS keeps {lost['norm-matched']} points more than an update of the same size without its mask and "
