@@ -171,14 +171,10 @@ def tab_cplus_ablation(found: Collected) -> Table:
         "cplus-gradient": ("mask on the gradient (added here)",),
     }
     paper = {method: (TABLE_1.numbers.get(method), None) for method in names}
-    return drawing.measured_table(
-        "tab:cplus-ablation",
-        "Table 1",
-        ("Variant", "Retention (%)", "Acquisition (%)"),
-        drawing.rows_by_method(_at_default_settings(found), names, (retained, learned), paper),
-        f"Component ablation at A = {found.scale.anchors}",
-        "Published: one seed.",
-    )
+    columns = ("Variant", "Retention (%)", "Acquisition (%)")
+    caption = f"Component ablation at A = {found.scale.anchors}"
+    rows = drawing.rows_by_method(_at_default_settings(found), names, (retained, learned), paper)
+    return drawing.measured_table("tab:cplus-ablation", "Table 1", columns, rows, caption, "Published: one seed.")
 
 
 def tab_ema_selection(found: Collected) -> Table:
@@ -189,14 +185,10 @@ def tab_ema_selection(found: Collected) -> Table:
     names = {"cplus-no-ema": ("Mean", "None"), "cplus": ("Mean", "0.9"), "cplus-cvar": ("CVaR", "0.9")}
     paper = {method: (TABLE_3.numbers[method], 100.0) for method in names}
     own = pick(found.studies["e04"].results, num_anchors=64, anchor_weight=0.5, beta=0.9)
-    return drawing.measured_table(
-        "tab:ema-selection",
-        "Table 3",
-        ("Reduction", "EMA", "Retention (%)", "Acquisition (%)"),
-        drawing.rows_by_method(own, names, (retained, learned), paper),
-        "Reference reduction and mask smoothing at A = 64",
-        "Published: three runs.",
-    )
+    rows = drawing.rows_by_method(own, names, (retained, learned), paper)
+    columns = ("Reduction", "EMA", "Retention (%)", "Acquisition (%)")
+    caption = "Reference reduction and mask smoothing at A = 64"
+    return drawing.measured_table("tab:ema-selection", "Table 3", columns, rows, caption, "Published: three runs.")
 
 
 def _at_default_settings(found: Collected) -> list[RunResult]:

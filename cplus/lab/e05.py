@@ -147,14 +147,10 @@ def tab_sequential_stage_summary(found: Collected) -> Table:
     Paper: Table 7.
     """
     tasks = found.scale.tasks[1:]
-    return drawing.measured_table(
-        "tab:sequential-stage-summary",
-        "Table 7",
-        ("Method", *(f"After {task}" for task in tasks)),
-        _rows(found, [f"average after {task}" for task in tasks], TABLE_7.numbers),
-        "Average Task Accuracy (%)",
-        "Published: after arc_c, mmlu, medqa, three seeds.",
-    )
+    columns = ("Method", *(f"After {task}" for task in tasks))
+    rows = _rows(found, [f"average after {task}" for task in tasks], TABLE_7.numbers)
+    words = "Average Task Accuracy (%)", "Published: after arc_c, mmlu, medqa, three seeds."
+    return drawing.measured_table("tab:sequential-stage-summary", "Table 7", columns, rows, *words)
 
 
 def tab_sequential_final(found: Collected) -> Table:
@@ -163,15 +159,11 @@ def tab_sequential_final(found: Collected) -> Table:
     Paper: Table 8.
     """
     tasks, averages, final = found.scale.tasks, TABLE_7.numbers, TABLE_8.numbers
-    columns = [*(f"{task} at the end" for task in tasks), f"average after {tasks[-1]}"]
-    return drawing.measured_table(
-        "tab:sequential-final",
-        "Table 8",
-        ("Method", *tasks, "Average"),
-        _rows(found, columns, {method: (*final[method], averages[method][-1]) for method in METHODS}),
-        "Accuracy (%) at the end",
-        "Published: csqa, arc_c, mmlu, medqa, three seeds.",
-    )
+    figures = [*(f"{task} at the end" for task in tasks), f"average after {tasks[-1]}"]
+    rows = _rows(found, figures, {method: (*final[method], averages[method][-1]) for method in METHODS})
+    columns = ("Method", *tasks, "Average")
+    words = "Accuracy (%) at the end", "Published: csqa, arc_c, mmlu, medqa, three seeds."
+    return drawing.measured_table("tab:sequential-final", "Table 8", columns, rows, *words)
 
 
 def _rows(found: Collected, figures: Sequence[str], published: Mapping[str, Sequence[float]]) -> list[drawing.Row]:
@@ -188,10 +180,6 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     """The average accuracy after the last task, with the paper's."""
     last, numbers = f"average after {found.scale.tasks[-1]}", TABLE_7.numbers
     rows = _rows(found, [last], {method: numbers[method][-1:] for method in METHODS})
-    return [
-        ComparisonLine(
-            f"average accuracy at the end, {drawing.joined_names(METHODS)} (%)",
-            drawing.joined([found[0] for _, found, _ in rows]),
-            drawing.joined_numbers([numbers[method][-1] for method in METHODS]),
-        )
-    ]
+    what = f"average accuracy at the end, {drawing.joined_names(METHODS)} (%)"
+    published = drawing.joined_numbers([numbers[method][-1] for method in METHODS])
+    return [ComparisonLine(what, drawing.joined([found[0] for _, found, _ in rows]), published)]

@@ -89,14 +89,9 @@ def tab_anchor_composition(found: Collected) -> Table:
         measured = [over_seeds(pick(own.results, wrong_anchors=wrong), metric) for metric in metrics]
         rows.append(((str(anchors - wrong), str(wrong)), measured, published.get(str(wrong), (None,) * len(metrics))))
     new, kept = found.scale.new_and_anchor_task
-    return measured_table(
-        "tab:anchor-composition",
-        "Table 4",
-        ("Base-correct", "Base-wrong", "Retention (%)", "Correction (%)", "Overall (%)", "Anchors (%)"),
-        rows,
-        f"Anchors of {kept} while {new} is learned",
-        "Published: CSQA and MedQA, one seed.",
-    )
+    columns = ("Base-correct", "Base-wrong", "Retention (%)", "Correction (%)", "Overall (%)", "Anchors (%)")
+    words = f"Anchors of {kept} while {new} is learned", "Published: CSQA and MedQA, one seed."
+    return measured_table("tab:anchor-composition", "Table 4", columns, rows, *words)
 
 
 def comparison(found: Collected) -> list[ComparisonLine]:

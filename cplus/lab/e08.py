@@ -67,14 +67,10 @@ def tab_fixed_aggressive_update(found: Collected) -> Table:
     lr, epochs = found.scale.aggressive_schedule
     names = {method: (method_name(method),) for method in METHODS}
     own, paper = found.studies["e08"].results, TABLE_5.numbers
-    return measured_table(
-        "tab:fixed-aggressive-update",
-        "Table 5",
-        ("Method", "Acquisition (%)", "Retention (%)", "Overall accuracy (%)"),
-        rows_by_method(own, names, (learned, retained, overall), paper),
-        f"Learning rate {lr:g} for {epochs} epochs",
-        "Published: 1e-05 for 10 epochs, seed 0.",
-    )
+    rows = rows_by_method(own, names, (learned, retained, overall), paper)
+    columns = ("Method", "Acquisition (%)", "Retention (%)", "Overall accuracy (%)")
+    words = f"Learning rate {lr:g} for {epochs} epochs", "Published: 1e-05 for 10 epochs, seed 0."
+    return measured_table("tab:fixed-aggressive-update", "Table 5", columns, rows, *words)
 
 
 def comparison(found: Collected) -> list[ComparisonLine]:

@@ -133,13 +133,12 @@ def tab_matched_update_controls(found: Collected) -> Table:
         "cpl": ("CPL", "none (App. E.7)"),
     }
     paper = {method: (TABLE_6.numbers[method], 100.0) for method in names}
+    own = pick(found.studies["e09"].results, diagnose=())
+    rows = drawing.rows_by_method(own, names, (retained, learned), paper)
+    columns = ("Method", "Matched property", "Retention (%)", "Acquisition (%)")
+    caption = f"Matched update controls at A = {found.scale.anchors}"
     return drawing.measured_table(
-        "tab:matched-update-controls",
-        "Table 6",
-        ("Method", "Matched property", "Retention (%)", "Acquisition (%)"),
-        drawing.rows_by_method(pick(found.studies["e09"].results, diagnose=()), names, (retained, learned), paper),
-        f"Matched update controls at A = {found.scale.anchors}",
-        "Published: seed 0.",
+        "tab:matched-update-controls", "Table 6", columns, rows, caption, "Published: seed 0."
     )
 
 
