@@ -60,7 +60,7 @@ def test_any_model_and_loss_equals_algorithm_1_bitwise(kind: str) -> None:
     trained = [p for p in case.model.parameters() if p.requires_grad]
     start = copies(trained)
     optimizer = AdamW(trained, lr=1e-2)
-    guard = protect(optimizer, case.model, evidence=[(0.5, first, case.loss), (0.5, second, case.loss)])
+    guard = protect(optimizer, case.model, evidence=[(0.5, first, case.loss), (0.5, second, case.loss)], ema="float32")
     case.model.train()
     for _ in range(EPOCHS):
         assert set(guard.refresh().losses) == {"evidence1", "evidence2"}

@@ -67,21 +67,15 @@ def test_a_model_without_logits_to_keep_gives_the_same_losses() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=tiny.VOCABULARY, n_positions=64, n_embd=16, n_layer=2, n_head=2))
     rows = tiny.rows(6)
 
-    class Bare(nn.Module):
+    class Bare(nn.Sequential):
         """Hides the keyword."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
-
-        def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, use_cache: bool) -> object:
-            return self.inner(
-                input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=use_cache
-            )
+        def forward(self, **batch: Any) -> object:
+            return self[0](**batch)
 
     model.eval()
     batch = left_padded([row.prompt for row in rows], torch.device("cpu"))
-    torch.testing.assert_close(last_logits(Bare(), batch, 2), last_logits(model, batch, 2))
+    torch.testing.assert_close(last_logits(Bare(model), batch, 2), last_logits(model, batch, 2))
     expected = torch.stack([one_at_a_time(model, row) for row in rows])
     torch.testing.assert_close(answer_losses(model, rows), expected, rtol=1e-4, atol=1e-5)
 
@@ -98,35 +92,28 @@ def test_refreshing_leaves_gradients_mode_and_weights_alone() -> None:
         assert torch.equal(p.grad, grad)
 
 
-def test_a_parameter_without_evidence_is_named() -> None:
+def test_evidence_that_is_missing_or_not_finite_is_refused() -> None:
+    for given, sentence in (
+        ({"weight": 0.5, "rows": []}, "source 'anchors' is empty"),
+        ({"weight": 1.5, "rows": tiny.rows(1)}, r"must lie in \[0, 1\], got 1.5"),
+        ({"weight": 0.5, "rows": tiny.rows(2), "parts": 3}, "too few for 3 parts"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            Source(name="anchors", **given)
     model = tiny.lm()
     model.extra = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"2 of \d+ protected parameters get no evidence \(first: extra.weight"):
         MeanGradient(model=model, sources=SOURCES)(list(model.parameters()), 0)
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_evidence_that_is_not_finite_is_refused() -> None:
-    model = tiny.lm()
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="the loss of the anchors is nan"):
         MeanGradient(model=model, sources=SOURCES)(list(model.parameters()), 0)
 
 
-def test_empty_and_out_of_range_sources() -> None:
-    with pytest.raises(ValueError, match="source 'anchors' is empty"):
-        Source(name="anchors", weight=0.5, rows=[])
-    with pytest.raises(ValueError, match=r"must lie in \[0, 1\], got 1.5"):
-        Source(name="anchors", weight=1.5, rows=tiny.rows(1))
-    with pytest.raises(ValueError, match="too few for 3 parts"):
-        Source(name="probes", weight=0.5, rows=tiny.rows(2), parts=3)
-
-
 def test_rotating_parts_cover_the_bank_in_turn() -> None:
     source = Source(name="probes", weight=1.0, rows=tiny.rows(10), parts=4)
-    seen = [row for refresh in range(4) for row in source.at(refresh)]
-    assert sorted(map(id, seen)) == sorted(map(id, source.rows))
+    assert sorted(id(row) for refresh in range(4) for row in source.at(refresh)) == sorted(map(id, source.rows))
     assert source.at(4) == source.at(0)
 
 

@@ -101,6 +101,7 @@ def weights() -> dict[str, Any]:
     found = {}
     for name, row in cplus.METHODS.items():
         values = {**same, **own.get(name, {}), **({"num_probes": 8} if row.needs_bank else {})}
+        values |= {"ema": "float32"} if row.beta else {}
         cplus.adapt(cplus.AdaptConfig(**values, method=name, out=Path("weights", name)))
         found[name] = change(Path("weights", name, "model"), Path("toy-s-base"))
     return found
@@ -144,11 +145,12 @@ def scores() -> dict[str, Any]:
 def figures() -> dict[str, Any]:
     """The README's job, a chat model's, a repair, two checks, two updates and two small studies."""
     files = ("--new", "new.jsonl", "--anchors", "keep.jsonl", "--past", "past.jsonl")
+    exact = ("--set", "ema=float32")
     toy, study = (*files, "--interface", "cloze"), ("--scale", "smoke", "--workers", 1, "--out", "results", "--only")
-    command("adapt", "toy", *toy, "--lr", 1e-3, "--out", "adapt")
-    command("adapt", "chatty", "--new", "free-new.jsonl", "--lr", 1e-3, "--epochs", 2, "--out", "chat")
+    command("adapt", "toy", *toy, *exact, "--lr", 1e-3, "--out", "adapt")
+    command("adapt", "chatty", "--new", "free-new.jsonl", "--lr", 1e-3, "--epochs", 2, *exact, "--out", "chat")
     command("repair", "toy", "adapt/model", *toy, "--out", "repair")
-    own = ("--set", "past=past.jsonl", "--set", "interface=cloze", "--set", "lr=1e-3", "--set", "epochs=2")
+    own = ("--set", "past=past.jsonl", "--set", "interface=cloze", "--set", "lr=1e-3", "--set", "epochs=2", *exact)
     command("update", "ledger", "--model", "toy", *files[:4], *own)
     found = {
         "update": command("update", "ledger", "--new", "few-past.jsonl", "--set", "epochs=1"),

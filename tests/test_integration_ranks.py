@@ -178,10 +178,10 @@ def trainers(folder: Path) -> dict[str, Any]:
         with posing_as_a_gpu() if engine else nullcontext():
             run = trained.trainer(folder / name, per_device_train_batch_size=2, save_strategy="steps", **engine)
             run.args.save_steps = 4
-            callback = preserve(run, anchors=trained.ANCHORS, probes=trained.PROBES)
+            callback = preserve(run, anchors=trained.ANCHORS, probes=trained.PROBES, ema="float32")
             run.train()
             again = trained.trainer(folder / name, per_device_train_batch_size=2, **engine)
-            preserve(again, anchors=trained.ANCHORS, probes=trained.PROBES)
+            preserve(again, anchors=trained.ANCHORS, probes=trained.PROBES, ema="float32")
             again.train(resume_from_checkpoint=str(folder / name / "checkpoint-4"))
         assert callback.guard is not None
         found[f"trainer {name}"] = (callback.guard.engine.sharded, whole(run.model), whole(again.model))

@@ -6,6 +6,7 @@ import copy
 import importlib
 import re
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from datasets import Dataset
 from packaging.version import Version
 from quadratic import ConstantEvidence
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.optim import SGD, AdamW
 from trained import ANCHORS, NEW, PROBES, Stop, arguments, check_same, features, flat, ours, same, trainer
 from transformers import Trainer, TrainerCallback
@@ -60,7 +62,7 @@ def test_trainer_gives_the_weights_of_our_loop(
     changes: dict[str, Any], reference: dict[str, Any], tmp_path: Path
 ) -> None:
     run = trainer(tmp_path, **changes)
-    callback = preserve(run, anchors=ANCHORS, probes=PROBES)
+    callback = preserve(run, anchors=ANCHORS, probes=PROBES, ema="float32")
     run.train()
     divisor = run.accelerator.gradient_accumulation_steps  # not 1 where Trainer divides twice: transformers #45305
     assert divisor == 1 or Version(version("transformers")) < Version("5.5.4")
@@ -72,7 +74,7 @@ def test_trainer_gives_the_weights_of_our_loop(
 def test_sft_trainer_gives_the_weights_of_our_loop(tmp_path: Path, make_tiny: Callable[[str], Any]) -> None:
     rows = [{name: features(row)[name] for name in ("input_ids", "labels")} for row in NEW]
     run = sft_trainer(tmp_path, make_tiny("qwen3").tokenizer, tiny.lm(), Dataset.from_list(rows))
-    preserve(run, anchors=ANCHORS, probes=PROBES)
+    preserve(run, anchors=ANCHORS, probes=PROBES, ema="float32")
     run.train()
     check_same(run.model, ours())
 
@@ -97,15 +99,9 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 9
     assert same(resumed.model, whole.model)
-
-
-def test_a_second_train_call_does_not_gate_twice(tmp_path: Path) -> None:
-    run = trainer(tmp_path, callbacks=[Stop(5)])
-    callback = preserve(run, anchors=ANCHORS, probes=PROBES)
-    with pytest.raises(InterruptedError):
-        run.train()
-    run.remove_callback(Stop)
-    run.train()
+    dying.remove_callback(Stop)
+    dying.train()  # from the beginning, and gated once
+    [callback] = (own for own in dying.callback_handler.callbacks if isinstance(own, PreservationCallback))
     assert callback.guard is not None
     assert callback.guard.steps == 9
 
@@ -133,12 +129,10 @@ def test_every_tracker_sees_the_figures(tmp_path: Path) -> None:
 
 
 def test_a_gate_that_does_not_count_gives_its_averages_mean() -> None:
-    gate = Collaborative(beta=0.9)
     model = tiny.lm()
     optimizer = SGD(model.parameters(), lr=0.1)
-    guard = Guard(
-        optimizer, model, evidence=ConstantEvidence([torch.ones_like(p) for p in model.parameters()]), gate=gate
-    )
+    evidence = ConstantEvidence([torch.ones_like(p) for p in model.parameters()])
+    guard = Guard(optimizer, model, evidence=evidence, gate=Collaborative(beta=0.9))
     guard.refresh()
     for sign in (1.0, -1.0, 1.0):
         for p in model.parameters():
@@ -170,7 +164,7 @@ def test_a_loop_under_accelerate_is_our_loop() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     plain = tiny.lm()
     model, optimizer = accelerator.prepare(plain, AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0))
-    guard = protect(optimizer, model, anchors=ANCHORS, probes=PROBES)
+    guard = protect(optimizer, model, anchors=ANCHORS, probes=PROBES, ema="float32")
     for _ in range(3):
         guard.refresh()
         for first in range(0, len(NEW), 2):  # two passes make one batch of four
@@ -201,16 +195,6 @@ def test_a_step_the_gradient_scaler_skips_is_not_a_step(fused: bool) -> None:
     assert guard.gate.average.step == 2
 
 
-def test_deepspeed_is_refused_before_any_work(tmp_path: Path) -> None:
-    """Without its engine: a callback that `preserve` did not add has only the optimizer."""
-    model = tiny.lm()
-    wrapped = engine("DeepSpeedOptimizerWrapper", "accelerate.utils.deepspeed")(model.parameters(), lr=0.1)
-    callback = PreservationCallback(anchors=ANCHORS)
-    with pytest.raises(TypeError, match=r"only its engine can map to the model; .* or preserve\(trainer, ...\)"):
-        callback.on_train_begin(None, None, None, model=model, optimizer=wrapped)
-    assert callback.guard is None
-
-
 TURNS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
@@ -230,25 +214,11 @@ def test_assistant_only_loss_and_packing(packing: bool, tmp_path: Path, make_tin
     tokenizer = made.tokenizer
     tokenizer.chat_template = TURNS
     talks = [conversation(f"Where do {i} fish live?", "in water") for i in range(8)]
-    run = sft_trainer(
-        tmp_path,
-        tokenizer,
-        made.model,
-        Dataset.from_list(talks),
-        assistant_only_loss=True,
-        packing=packing,
-        max_length=64,
-    )
+    build = partial(sft_trainer, tmp_path, tokenizer, made.model, Dataset.from_list(talks), assistant_only_loss=True)
+    run = build(packing=packing, max_length=64)
     tokens = tokenizer.apply_chat_template(talks[0]["messages"], return_dict=True, return_assistant_tokens_mask=True)
     row = {"input_ids": tokens["input_ids"], "assistant_masks": tokens["assistant_masks"]}
-    collator = (
-        run.data_collator
-        if not packing
-        else sft_trainer(
-            tmp_path, tokenizer, made.model, Dataset.from_list(talks), assistant_only_loss=True
-        ).data_collator
-    )
-    anchors = encoded([row], collator)
+    anchors = encoded([row], build().data_collator)
     said = [t for t, scored in zip(anchors[0].target, anchors[0].scored, strict=True) if scored]
     assert tokenizer.decode(said).replace("<|im_end|>", "|") == "in water|Where do 0 fish live?|"
     before = copy.deepcopy(made.model)
@@ -260,28 +230,19 @@ def test_assistant_only_loss_and_packing(packing: bool, tmp_path: Path, make_tin
 
 
 def test_collated_labels_are_checked() -> None:
-    def collate(labels: list[int]) -> Callable[[list[Any]], dict[str, Tensor]]:
-        return lambda rows: {"input_ids": torch.tensor([[5, 6, 7, 8]]), "labels": torch.tensor([labels])}
+    def collated(labels: list[int], ids: tuple[int, ...] = (5, 6, 7, 8), **more: Any) -> list[Encoded]:
+        batch = {"input_ids": torch.tensor([ids]), "labels": torch.tensor([labels]), **more}
+        return encoded([{}], lambda rows: batch)
 
-    assert encoded([{}], collate([5, 6, 7, 8])) == [Encoded((5,), (6, 7, 8))]
-    assert encoded([{}], collate([-100, -100, 7, -100])) == [Encoded((5, 6), (7,))]
-    with pytest.raises(ValueError, match="labels that repeat some of the row's tokens"):
-        encoded([{}], collate([-100] * 4))
-    with pytest.raises(ValueError, match="labels that repeat some of the row's tokens"):
-        encoded([{}], collate([5, 6, 9, 8]))
+    assert collated([5, 6, 7, 8]) == [Encoded((5,), (6, 7, 8))]
+    assert collated([-100, -100, 7, -100]) == [Encoded((5, 6), (7,))]
+    padded = {"attention_mask": torch.tensor([[0, 0, 1, 1]])}
+    assert collated([-100, -100, -100, 6], (0, 0, 5, 6), **padded) == [Encoded((5,), (6,))]
+    for labels in ([-100] * 4, [5, 6, 9, 8]):
+        with pytest.raises(ValueError, match="labels that repeat some of the row's tokens"):
+            collated(labels)
     with pytest.raises(ValueError, match="got input_ids"):
         encoded([{}], lambda rows: {"input_ids": torch.ones(1, 2)})
-    padded = {"input_ids": torch.tensor([[0, 0, 5, 6]]), "labels": torch.tensor([[-100, -100, -100, 6]])}
-    assert encoded([{}], lambda rows: padded | {"attention_mask": torch.tensor([[0, 0, 1, 1]])}) == [
-        Encoded((5,), (6,))
-    ]
-
-
-def test_a_callback_without_evidence_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="give anchors, probes or both; got neither"):
-        PreservationCallback()
-    with pytest.raises(ValueError, match="refresh must be 'epoch' or a number of steps"):
-        PreservationCallback(anchors=ANCHORS, refresh=0)
 
 
 def test_resuming_without_the_guards_state_is_refused(tmp_path: Path) -> None:
@@ -323,49 +284,21 @@ def test_a_state_kept_whole_is_refused_by_a_sharded_run(tmp_path: Path) -> None:
         load_guard(guard, tmp_path)
 
 
-def engine(name: str, module: str) -> type[Any]:
-    return type(name, (SGD,), {"__module__": module})
-
-
-@pytest.mark.parametrize(
-    ("name", "module", "reason"),
-    [
-        ("DeepSpeedZeroOptimizer", "deepspeed.runtime.zero.stage_1_and_2", "with the engine that deepspeed.initialize"),
-        ("DeepSpeedOptimizerWrapper", "accelerate.utils.deepspeed", "with the engine that deepspeed.initialize"),
-        ("AdaLomo", "lomo_optim.adalomo", "updates inside the backward pass"),
-        ("LayerWiseDummyOptimizer", "transformers.trainer_pt_utils", "updates inside the backward pass"),
-    ],
-)
-def test_engines_that_hide_the_step_are_refused(name: str, module: str, reason: str) -> None:
+def test_optimizers_that_hide_their_step_are_refused() -> None:
+    engine, backward = "with the engine that deepspeed.initialize", "updates inside the backward pass"
     model = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match=f"{name} cannot be protected: .*{reason}"):
-        protect(engine(name, module)(model.parameters(), lr=0.1), model, anchors=ANCHORS)
-
-
-def test_optimizers_in_the_backward_pass_are_refused() -> None:
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    model = nn.Linear(2, 2)
+    for name, module, reason in (
+        ("DeepSpeedZeroOptimizer", "deepspeed.runtime.zero.stage_1_and_2", engine),
+        ("DeepSpeedOptimizerWrapper", "accelerate.utils.deepspeed", engine),
+        ("AdaLomo", "lomo_optim.adalomo", backward),
+        ("LayerWiseDummyOptimizer", "transformers.trainer_pt_utils", backward),
+    ):
+        optimizer = type(name, (SGD,), {"__module__": module})(model.parameters(), lr=0.1)
+        with pytest.raises(TypeError, match=f"{name} cannot be protected: .*{reason}"):
+            protect(optimizer, model, anchors=ANCHORS)
     _apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 0.1})
-    with pytest.raises(TypeError, match="updates inside the backward pass"):
+    with pytest.raises(TypeError, match=backward):
         protect(SGD(model.parameters(), lr=0.1), model, anchors=ANCHORS)
-
-
-@pytest.mark.parametrize(
-    ("optim", "reason"),
-    [
-        ("schedule_free_adamw", "keep a second iterate"),
-        ("adalomo", "updates inside the backward pass"),
-        ("galore_adamw_layerwise", "updates inside the backward pass"),
-    ],
-)
-def test_a_trainer_whose_optimizer_hides_its_step_is_refused_by_preserve(
-    optim: str, reason: str, tmp_path: Path
-) -> None:
-    run = trainer(tmp_path, optim=optim, optim_target_modules=["mlp"])
-    with pytest.raises(TypeError, match=f"optim='{optim}' cannot be protected: .*{reason}"):
-        preserve(run, anchors=ANCHORS)
-    assert not any(isinstance(callback, PreservationCallback) for callback in run.callback_handler.callbacks)
 
 
 def written(model: nn.Module, ids: Tensor) -> Tensor:
@@ -384,12 +317,19 @@ BAD: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BAD)
-def test_bad_evidence_is_named_by_preserve_itself(kind: str, tmp_path: Path) -> None:
+def test_preserve_refuses_bad_evidence_and_optimizers_that_hide_their_step(tmp_path: Path) -> None:
+    for optim, reason in (
+        ("schedule_free_adamw", "keep a second iterate"),
+        ("adalomo", "updates inside the backward pass"),
+        ("galore_adamw_layerwise", "updates inside the backward pass"),
+    ):
+        run = trainer(tmp_path, optim=optim, optim_target_modules=["mlp"])
+        with pytest.raises(TypeError, match=f"optim='{optim}' cannot be protected: .*{reason}"):
+            preserve(run, anchors=ANCHORS)
     run = trainer(tmp_path)
-    batches, loss, sentence = BAD[kind]
-    with pytest.raises((TypeError, ValueError), match=sentence):
-        preserve(run, evidence=[(1.0, batches, loss)], anchors=ANCHORS if kind == "rows too" else ())
+    for kind, (batches, loss, sentence) in BAD.items():
+        with pytest.raises((TypeError, ValueError), match=sentence):
+            preserve(run, evidence=[(1.0, batches, loss)], anchors=ANCHORS if kind == "rows too" else ())
     assert not any(isinstance(callback, PreservationCallback) for callback in run.callback_handler.callbacks)
 
 
@@ -402,7 +342,11 @@ def test_preserve_asks_no_evidence_for_what_the_trainers_own_optimizer_leaves_al
     assert not torch.equal(run.model.model.norm.weight, before)
 
 
-def test_what_owns_no_optimizer_is_named_before_the_first_step() -> None:
+def test_what_cannot_be_gated_is_named_before_the_first_step() -> None:
+    with pytest.raises(ValueError, match="give anchors, probes or both; got neither"):
+        PreservationCallback()
+    with pytest.raises(ValueError, match="refresh must be 'epoch' or a number of steps"):
+        PreservationCallback(anchors=ANCHORS, refresh=0)
     with pytest.raises(TypeError, match=r"preserve needs a transformers\.Trainer or a subclass of it, got object"):
         preserve(object(), anchors=ANCHORS)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"protect needs a torch\.optim\.Optimizer, got NoneType"):

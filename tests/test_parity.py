@@ -67,6 +67,7 @@ def settings(method: str, files: Path, out: Path, **changes: Any) -> Any:
         "model": "toy-s", "seed": SPEC.seed, "lr": SPEC.lr, "weight_decay": SPEC.weight_decay, "epochs": SPEC.epochs,
         "batch_size": SPEC.batch_size, "order": SPEC.order, "clip_norm": 0.0, "lr_schedule": "constant",
         "warmup_steps": 0, "evaluate_every": 0, "out": out, "method": method,
+        **({"ema": "float32"} if METHODS[method].beta else {}),
     }  # fmt: skip
     return toyjob.asked(files, **same, **changes)
 

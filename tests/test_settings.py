@@ -90,7 +90,8 @@ def test_a_jobs_settings_act_or_are_refused(name: str, tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=f"'{name}' has no use for {setting}"):
                 row_of(config)
         elif setting in own:
-            assert row_of(config) == configured(METHODS[name], **{setting: value})
+            small = {"ema": "uint8"} if METHODS[name].beta or setting == "beta" else {}
+            assert row_of(config) == configured(METHODS[name], **{setting: value}, **small)
         else:
             assert row_of(config).needs_bank
 
@@ -109,10 +110,10 @@ def test_weights_of_the_blend_are_the_settings() -> None:
     assert row.evidence == ((0.75, "anchors"), (0.25, "constant"))
 
 
-def test_a_jobs_average_may_take_less_memory(tmp_path: Path) -> None:
+def test_a_jobs_average_takes_a_byte_per_parameter_and_may_take_more(tmp_path: Path) -> None:
     toyjob.write_files(tmp_path)
-    for kind in ("bfloat16", "uint8"):
-        gate: Any = row_of(toyjob.asked(tmp_path, method="cplus", ema=kind)).build_gate(0)
+    for given, kind in (("bfloat16", "bfloat16"), ("float32", "float32"), (None, "uint8")):
+        gate: Any = row_of(toyjob.asked(tmp_path, method="cplus", ema=given)).build_gate(0)
         assert gate.average.kind == kind
     with pytest.raises(ValueError, match="'sft' has no use for ema: it smooths no mask"):
         row_of(toyjob.asked(tmp_path, method="sft", ema=kind))

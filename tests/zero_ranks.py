@@ -26,7 +26,12 @@ from cplus.integrations.transformers import preserve
 Masks = dict[str, dict[int, Tensor]]
 """By the name of a parameter and the first of the coordinates: the masks of all steps."""
 STEPS, HALF, EPOCH, MICRO, ACCUMULATION, CLIP, LR = 50, 25, 10, 4, 2, 0.5, 1e-3
-PAST: dict[str, Any] = {"anchors": tiny.rows(5, seed=1), "probes": tiny.rows(17, seed=2), "anchor_weight": 0.3}
+PAST: dict[str, Any] = {
+    "anchors": tiny.rows(5, seed=1),
+    "probes": tiny.rows(17, seed=2),
+    "anchor_weight": 0.3,
+    "ema": "float32",
+}
 NEW = tiny.rows(EPOCH * MICRO * ACCUMULATION, seed=4)
 EMBEDDING = "model.embed_tokens.weight"
 ONLY = {EMBEDDING: [3, 19, 20, 38, 39]}
@@ -107,7 +112,7 @@ def plain_for_trainer(epochs: int) -> tuple[list[Tensor], Masks]:
     """What Trainer should do with the rows of `trained`, batches of four and clipping."""
     model = tiny.lm()
     optimizer = AdamW(model.parameters(), lr=LR, weight_decay=0.0)
-    guard = protect(optimizer, model, anchors=trained.ANCHORS, probes=trained.PROBES)
+    guard = protect(optimizer, model, anchors=trained.ANCHORS, probes=trained.PROBES, ema="float32")
     masks = watched(guard)
     for _ in range(epochs):
         guard.refresh()
@@ -177,6 +182,6 @@ def trainer(stage: int, folder: Path, epochs: int, **changes: Any) -> tuple[Any,
         ),
     }
     run = trained.trainer(folder, **settings | changes)
-    watch = Watch(preserve(run, anchors=trained.ANCHORS, probes=trained.PROBES))
+    watch = Watch(preserve(run, anchors=trained.ANCHORS, probes=trained.PROBES, ema="float32"))
     run.add_callback(watch)
     return run, watch

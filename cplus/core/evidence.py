@@ -316,7 +316,7 @@ def undisturbed(engine: Engine, params: Sequence[nn.Parameter]) -> Iterator[Pass
         finally:
             for full, copy in copies.items():
                 buffers, name, buffer = owners[full]._buffers, full.rpartition(".")[2], held[full]
-                if not unchanged(buffers.get(name), copy):
+                if not same(buffers.get(name), copy):
                     changed.append(f"the buffer {full!r}")
                     if buffer is not None and copy is not None:
                         buffer.copy_(copy)
@@ -329,10 +329,8 @@ def undisturbed(engine: Engine, params: Sequence[nn.Parameter]) -> Iterator[Pass
         )
 
 
-def unchanged(now: Tensor | None, before: Tensor | None) -> bool:
+def same(now: Tensor | None, before: Tensor | None) -> bool:
     """Whether a buffer has its old values; NaN equals NaN."""
-    if now is None or before is None:
+    if now is None or before is None or now.shape != before.shape or now.dtype != before.dtype:
         return now is before
-    if now.shape != before.shape or now.dtype != before.dtype:
-        return False
-    return bool(((now == before) | ((now != now) & (before != before))).all())
+    return torch.allclose(now, before, rtol=0.0, atol=0.0, equal_nan=True)

@@ -13,7 +13,7 @@ import subprocess
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType
@@ -90,16 +90,6 @@ def _whole(path: Path) -> bool:
     return len(content) > 32 and hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
-def huge(memory: Tensor) -> Tensor:
-    """The same memory on huge pages where the system has them; must be called before the first write."""
-    page, advice = mmap.PAGESIZE, getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is not None:
-        begin = -(-memory.data_ptr() // page) * page
-        size = max(0, memory.data_ptr() + memory.nbytes - begin)
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), advice)
-    return memory
-
-
 def run(kernel: str, tensors: Sequence[Tensor], packed: Tensor, ema: Tensor | None, numbers: tuple[float, ...]) -> None:
     """One in-place pass over tensors of equal size, on as many threads as torch uses."""
     count = tensors[0].numel()
@@ -112,7 +102,7 @@ def run(kernel: str, tensors: Sequence[Tensor], packed: Tensor, ema: Tensor | No
     addresses = [tensor.data_ptr() for tensor in tensors]
     average = None if ema is None else ema.data_ptr()
     threads = torch.get_num_threads() if count >= PARALLEL_FROM else 1
-    function(count, *addresses, packed.data_ptr(), average, _floats(numbers), threads)
+    function(count, *addresses, packed.data_ptr(), average, (ctypes.c_float * len(numbers))(*numbers), threads)
     # Autograd did not see this write and would otherwise allow a backward pass through a graph with the old value.
     torch.autograd.graph.increment_version(tensors[PARAMETER[kernel]])
 
@@ -124,11 +114,6 @@ def _function(kernel: str, tensors: int, ema: torch.dtype | None) -> Any:
     found.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * (tensors + 3), ctypes.c_int]
     found.restype = None
     return found
-
-
-@lru_cache(maxsize=8)
-def _floats(numbers: tuple[float, ...]) -> Any:
-    return (ctypes.c_float * len(numbers))(*numbers)
 
 
 def _check(tensor: Tensor, count: int, dtype: torch.dtype) -> None:
@@ -284,7 +269,11 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     if not all(fits(tensor) and tensor.is_cpu for tensor in tensors):
         return [tensor.clone() for tensor in tensors]
     sizes = [-(-tensor.numel() // 16) * 16 for tensor in tensors]  # each starts on a cache line
-    buffer = huge(torch.empty(sum(sizes)))
+    buffer = torch.empty(sum(sizes))
+    if (advice := getattr(mmap, "MADV_HUGEPAGE", None)) is not None:  # before the first write
+        begin = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = max(0, buffer.data_ptr() + buffer.nbytes - begin)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), advice)
     parts = [part[: t.numel()].view(t.shape) for part, t in zip(torch.split(buffer, sizes), tensors, strict=True)]
     for part, tensor in zip(parts, tensors, strict=True):
         part.copy_(tensor)

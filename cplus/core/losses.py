@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from cplus.core.engine import inside
 from cplus.core.rows import Encoded, shared_prefix
@@ -20,23 +20,14 @@ def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> dict[str
     >>> left_padded([(5, 6), (7,)], torch.device("cpu"))["position_ids"].tolist()
     [[0, 1], [0, 0]]
     """
-    width = max(map(len, rows))
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    mask = torch.zeros(len(rows), width, dtype=torch.long)
-    for i, row in enumerate(rows):
-        ids[i, width - len(row) :] = torch.tensor(row)
-        mask[i, width - len(row) :] = 1
-    positions = (mask.cumsum(1) - 1).clamp_(min=0)
-    return {
-        "input_ids": ids.to(device),
-        "attention_mask": mask.to(device),
-        "position_ids": positions.to(device),
-    }
+    ids, mask = _padded(rows, 0), _padded([[1] * len(row) for row in rows], 0)
+    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_(min=0)}
+    return {name: own.to(device) for name, own in batch.items()}
 
 
-@cache
-def _accepts_logits_to_keep(forward: Callable[..., object]) -> bool:
-    return "logits_to_keep" in inspect.signature(forward).parameters
+def _padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side="left")
 
 
 def last_logits(model: nn.Module, batch: dict[str, Tensor], keep: int) -> Tensor:
@@ -44,7 +35,7 @@ def last_logits(model: nn.Module, batch: dict[str, Tensor], keep: int) -> Tensor
     # The wrappers of PEFT and DeepSpeed hide the keyword behind **kwargs and forward it.
     base = inside(model)
     base = getattr(base, "get_base_model", lambda: base)()
-    if _accepts_logits_to_keep(type(base).forward):
+    if "logits_to_keep" in inspect.signature(type(base).forward).parameters:
         return model(**batch, use_cache=False, logits_to_keep=keep).logits.float()  # type: ignore[no-any-return]
     return model(**batch, use_cache=False).logits[:, -keep:].float()  # type: ignore[no-any-return]
 
@@ -60,11 +51,7 @@ def _targets(model: nn.Module, rows: Sequence[Encoded]) -> tuple[dict[str, Tenso
     device = next(model.parameters()).device
     # The last target token is only predicted, so it is not an input.
     batch = left_padded([(*row.prompt, *row.target[:-1]) for row in rows], device)
-    keep = max(len(row.target) for row in rows)
-    labels = torch.full((len(rows), keep), -100, dtype=torch.long)
-    for i, row in enumerate(rows):
-        labels[i, keep - len(row.target) :] = torch.tensor(row.labels)
-    return batch, labels.to(device)
+    return batch, _padded([row.labels for row in rows], -100).to(device)
 
 
 def answer_losses(model: nn.Module, rows: Sequence[Encoded]) -> Tensor:
@@ -76,15 +63,19 @@ def answer_losses(model: nn.Module, rows: Sequence[Encoded]) -> Tensor:
 
 
 def _mean_over_targets(logits: Tensor, labels: Tensor) -> Tensor:
+    return at_targets(logits, labels).sum(1) / (labels != -100).sum(1)
+
+
+def at_targets(logits: Tensor, labels: Tensor) -> Tensor:
+    """Each target token's cross-entropy, 0 where no token is scored."""
     token = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
-    return token.view_as(labels).sum(1) / (labels != -100).sum(1)
+    return token.view_as(labels)
 
 
 def token_losses(model: nn.Module, rows: Sequence[Encoded]) -> tuple[Tensor, Tensor, Tensor]:
     """The logits, each target token's cross-entropy, and where there is a token that is scored."""
     logits, labels = target_logits(model, rows)
-    token = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
-    return logits, token.view_as(labels), labels != -100
+    return logits, at_targets(logits, labels), labels != -100
 
 
 def shared_losses(model: nn.Module, rows: Sequence[Encoded]) -> Tensor:

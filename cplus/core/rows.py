@@ -85,30 +85,22 @@ def shared_prefix(prompts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return common if len(common) >= _SHORTEST_PREFIX else ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fitted:
-    """Which rows, by position, the model's window holds and which it does not."""
-
-    kept: tuple[int, ...]
-    excluded: tuple[int, ...]
-
-
-def fit(rows: Sequence[Encoded], window: int, policy: Literal["refuse", "exclude"] = "refuse") -> Fitted:
-    """Count the rows longer than the window; refuse them, or list which to leave out.
+def fit(rows: Sequence[Encoded], window: int, policy: Literal["refuse", "exclude"] = "refuse") -> list[int]:
+    """The positions of the rows that the model's window holds; others are refused, or left out.
 
     >>> fit([Encoded((1, 2), (3,)), Encoded((1, 2, 3), (4,))], window=2, policy="exclude")
-    Fitted(kept=(0,), excluded=(1,))
+    [0]
     """
     # The last target token is predicted, never read, so it needs no place.
     lengths = [len(row) - 1 for row in rows]
-    excluded = tuple(i for i, length in enumerate(lengths) if length > window)
+    excluded = [i for i, length in enumerate(lengths) if length > window]
     if excluded and policy == "refuse":
         raise ValueError(
             f"{len(excluded)} of {len(rows)} rows are longer than the limit of {window} tokens "
             f"(the longest has {max(lengths)}; the first is row {excluded[0] + 1}); "
             "shorten them, or choose with too_long what is done with them"
         )
-    return Fitted(kept=tuple(i for i in range(len(rows)) if lengths[i] <= window), excluded=excluded)
+    return [i for i, length in enumerate(lengths) if length <= window]
 
 
 # Batches of rows of similar length, bounded in memory; the bounds never change a gradient.

@@ -157,7 +157,8 @@ class Loop:
                 values.append(float(value))
             if not values:
                 raise ValueError(f"evidence {number} has no batch; give at least one")
-            g_hat = add_scaled(g_hat, total, weight / len(values))
+            share = weight / len(values)
+            g_hat = jax.tree.map(lambda held, part, share=share: held + share * part, g_hat, total)
             losses[f"evidence{number}"] = sum(values) / len(values)
         check_finite(g_hat, losses)
         signs = jax.tree.map(lambda g: jnp.sign(g).astype(jnp.int8), g_hat)
@@ -210,11 +211,6 @@ class Loop:
 
     def _copy(self, theta: Any) -> Any:
         return theta if self.compute is None else jax.tree.map(lambda p: p.astype(self.compute), theta)
-
-
-def add_scaled(held: Any, part: Any, scale: float) -> Any:
-    """held + scale * part."""
-    return jax.tree.map(lambda a, b: a + scale * b, held, part)
 
 
 def check_finite(g_hat: Any, losses: Mapping[str, float]) -> None:

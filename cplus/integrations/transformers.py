@@ -10,17 +10,16 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import Trainer, TrainerCallback
 
 from cplus.base.environment import check_versions
 from cplus.base.files import read_json, write_json, write_state
 from cplus.base.terminal import console
 from cplus.core.engine import REFUSED, bare, shape_of, trainable
-from cplus.core.evidence import Entry, LossFunction, LossGradient, LossSource, MeanGradient, evaluating
+from cplus.core.evidence import Entry, LossFunction, LossGradient, LossSource, evaluating
 from cplus.core.guard import Guard, OnlyRows, past_behaviour, protect, rows_that_train
 from cplus.core.kernels import EmaType, read
-from cplus.core.losses import target_logits
+from cplus.core.losses import at_targets, target_logits
 from cplus.core.rows import MAX_TOKENS, Encoded, like_length
 
 # Adapters under the gate: trained parameters are gated, frozen or quantised ones are left unchanged.
@@ -111,8 +110,7 @@ def measured(model: nn.Module, rows: Sequence[Encoded]) -> tuple[list[float], li
         for batch in like_length(rows, MAX_TOKENS):
             logits, labels = target_logits(model, [rows[i] for i in batch])
             inside = labels != -100
-            token = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
-            means = token.view_as(labels).sum(1) / inside.sum(1)
+            means = at_targets(logits, labels).sum(1) / inside.sum(1)
             hits = ((logits.argmax(-1) == labels) | ~inside).all(1)
             for i, loss, hit in zip(batch, means.tolist(), hits.tolist(), strict=True):
                 losses[i], right[i] = loss, hit
@@ -188,7 +186,7 @@ def preserve(
     evidence: Sequence[Entry] = (),
     past: Past | None = None,
     beta: float = 0.9,
-    ema: EmaType = "float32",
+    ema: EmaType = "uint8",
     refresh: Refresh = "epoch",
     only_rows: OnlyRows | None = None,
     resume_from: Path | str | None = None,
@@ -205,10 +203,14 @@ def preserve(
             f"preserve needs a transformers.Trainer or a subclass of it, got {type(trainer).__name__}; with your own "
             "loop, call cplus.protect(optimizer, model, ...)"
         )
-    refuse_optim(str(getattr(trainer.args.optim, "value", trainer.args.optim)))
+    optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    for part, kind in (("schedule_free", "schedulefree"), ("lomo", "lomo"), ("layerwise", "LayerWiseDummyOptimizer")):
+        if part in optim:  # before the trainer builds it
+            raise TypeError(f"optim={optim!r} cannot be protected: {REFUSED[kind]}")
     if past is not None and trainer.args.eval_strategy == "no":
         warnings.warn("past is measured at each evaluation, and eval_strategy is 'no'", stacklevel=2)
-    rows_that_train(only_rows or {}, trainer.model, [p for p in trainer.model.parameters() if p.requires_grad])
+    params = [p for p in trainer.model.parameters() if p.requires_grad]
+    rows_that_train(only_rows or {}, trainer.model, params)
     callback = PreservationCallback(
         anchors=anchors,
         probes=probes,
@@ -221,24 +223,13 @@ def preserve(
         only_rows=only_rows,
         resume_from=resume_from,
     )
-    check_evidence(trainer, past_behaviour(trainer.model, anchors, probes, anchor_weight, evidence))
+    found = past_behaviour(trainer.model, anchors, probes, anchor_weight, evidence)
+    if isinstance(found, LossGradient) and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        built = trainer.optimizer  # the user's own, which may train fewer parameters
+        found(trainable(built) if built else params, 0)  # refuses now what a refresh would
     callback.trainer = trainer
     trainer.callback_handler.callbacks.insert(0, callback)
     return callback
-
-
-def check_evidence(trainer: Trainer, evidence: LossGradient | MeanGradient) -> None:
-    """Try any loss on the trainer's model now; one that FSDP or DeepSpeed will shard is tried when training begins."""
-    if isinstance(evidence, LossGradient) and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-        built = trainer.optimizer  # the user's own, which may train fewer parameters
-        evidence(trainable(built) if built else [p for p in trainer.model.parameters() if p.requires_grad], 0)
-
-
-def refuse_optim(name: str) -> None:
-    """Refuse a trainer whose optimizer the gate could not act on, before the trainer builds it."""
-    for part, kind in (("schedule_free", "schedulefree"), ("lomo", "lomo"), ("layerwise", "LayerWiseDummyOptimizer")):
-        if part in name:
-            raise TypeError(f"optim={name!r} cannot be protected: {REFUSED[kind]}")
 
 
 class PreservationCallback(TrainerCallback):  # type: ignore[misc]
@@ -257,7 +248,7 @@ class PreservationCallback(TrainerCallback):  # type: ignore[misc]
         evidence: Sequence[Entry] = (),
         past: Past | None = None,
         beta: float = 0.9,
-        ema: EmaType = "float32",
+        ema: EmaType = "uint8",
         refresh: Refresh = "epoch",
         only_rows: OnlyRows | None = None,
         resume_from: Path | str | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -237,10 +237,8 @@ def lighter(config: AdaptConfig) -> Iterator[dict[str, Any]]:
     light = {"gradient_checkpointing": True}
     if not config.gradient_checkpointing:
         yield light
-    if config.row.beta is not None and config.ema is None:
-        yield (small := {**light, "ema": "uint8"})
-        if config.optimizer == "adamw" and find_spec("bitsandbytes") is not None:
-            yield {**small, "optimizer": "adamw8bit"}
+    if config.optimizer == "adamw" and find_spec("bitsandbytes") is not None:
+        yield {**light, "optimizer": "adamw8bit"}
     if config.lora is None and find_spec("peft") is not None:
         yield (few := {**light, "lora": Lora(r=16)})
         if config.load != loading.NAME:
@@ -254,9 +252,8 @@ def size_plan(config: AdaptConfig, method: Method, where: Path | str, reason: st
         own = {"lora": "--lora r=16", "gradient_checkpointing": "--set gradient_checkpointing=true"}
         text = " ".join(own.get(name, f"--set {name}={value}") for name, value in changes.items()) or "as chosen"
         changed = config.model_copy(update=changes)
-        own_row = replace(method, ema=changed.ema or method.ema)
         new = model_size(changed, method, where) if {"lora", "load"} & changes.keys() else size
-        needs[text] = job_bytes(changed, own_row, new, config.num_anchors, copies=True)
+        needs[text] = job_bytes(changed, method, new, config.num_anchors, copies=True)
     first = asdict(needs["as chosen"])
     each = ", ".join(f"{name} {value / size.parameters:.2f}" for name, value in first.items())
     lines = [

@@ -309,7 +309,7 @@ def fitting(interface: Interface, examples: Sequence[Example], window: int, poli
     """The examples that fit the window with their longest answer; longer ones are refused, excluded or truncated."""
     rows = [longest_row(interface, example) for example in examples]
     if policy != "truncate":
-        return [examples[i] for i in fit(rows, window, policy).kept]
+        return [examples[i] for i in fit(rows, window, policy)]
     cut = [shortened(interface, example, window) for example in examples]
     for example, row, short in zip(examples, rows, cut, strict=True):
         if short is None:

@@ -71,7 +71,9 @@ class TrainSettings(BaseModel):
         None, ge=0, lt=1, description="Smoothing of the mask over steps; default: the method's own, 0.9."
     )
     ema: Literal["float32", "bfloat16", "uint8"] | None = Field(
-        None, description="Type of the gate's average: 4, 2 or 1 bytes per parameter; default: float32, the exact one."
+        None,
+        description="Type of the gate's average: 4, 2 or 1 bytes per parameter; default: uint8 in a job, "
+        "float32, the paper's, in a study and with preset=paper.",
     )
     strength: float | None = Field(
         None, description="Weight, threshold or share of a method that has one; default: the method's own."
