@@ -68,10 +68,10 @@ def traced(model: Any, gate: Any, devices: int) -> int:
     return live.peak
 
 
-def measured(shape: tuple[int, ...], devices: int, **changes: Any) -> dict[str, float]:
+def measured(shape: tuple[int, ...], devices: int, vocabulary: int = 151936, **changes: Any) -> dict[str, float]:
     """Bytes per parameter, as traced and as planned."""
     sizes: Any = dict(zip(NAMES, shape, strict=True))
-    config = Qwen3Config(num_key_value_heads=8, head_dim=128, vocab_size=151936, **sizes)
+    config = Qwen3Config(num_key_value_heads=8, head_dim=128, vocab_size=vocabulary, **sizes)
     with tempfile.TemporaryDirectory() as folder, torch.device("meta"):
         config.save_pretrained(folder)
         job = AdaptConfig(model=folder, new="new.jsonl", device="cpu", **changes)

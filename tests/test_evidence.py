@@ -105,6 +105,7 @@ def test_evidence_that_is_missing_or_not_finite_is_refused() -> None:
     with pytest.raises(ValueError, match=r"2 of \d+ protected parameters get no evidence \(first: extra.weight"):
         MeanGradient(model=model, sources=SOURCES)(list(model.parameters()), 0)
     assert all(p.grad is None for p in model.parameters())
+    model = tiny.lm()
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="the loss of the anchors is nan"):

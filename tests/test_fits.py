@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,3 +97,10 @@ def test_the_plan_of_a_model_without_weights_says_what_it_needs(tmp_path: Path) 
     for own in found["bytes"].values():
         assert own["total"] == sum(value for name, value in own.items() if name != "total")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_plan_is_within_a_tenth_of_what_fake_tensors_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    script: Any = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "memory.py"))
+    found = script["measured"]((1024, 3072, 4, 16, True), 1, 4096)
+    assert found["traced"] == pytest.approx(found["planned"], rel=0.1)

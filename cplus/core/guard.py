@@ -176,10 +176,7 @@ def no_copy(protocol: int) -> Any:
 
 
 class Guard(AbstractContextManager["Guard"]):
-    """Evidence, projection and gate around one optimizer's step; owns all of its state.
-
-    Evidence is required by a projection and by every gate that reads it.
-    """
+    """Evidence, projection and gate around one optimizer's step; owns all of its state."""
 
     gating: Gating
 
@@ -234,9 +231,8 @@ class Guard(AbstractContextManager["Guard"]):
         self.names |= {id(p): self.names[id(q)] for p in params if id(q := in_model(p)) in self.names}
         for p in params:
             check_supported(p, self.names.get(id(p), "a parameter outside the model"), allow_16bit=self.allow_16bit)
-        whole = self.projection is not None or (self.gate is not None and self.gate.whole)
-        whole = whole or memory_of(self.evidence) is not None
-        self.engine.check(params, whole=whole, refresh_every=self.refresh_every)
+        whole = self.projection or memory_of(self.evidence) or (self.gate is not None and self.gate.whole)
+        self.engine.check(params, whole=bool(whole), refresh_every=self.refresh_every)
         trained = self.engine.trained(params)
         self.training_rows = rows_that_train(self.only_rows, self.engine.module, trained)
         listed = {id(p) for p in [*params, *trained]}
@@ -313,12 +309,11 @@ class Guard(AbstractContextManager["Guard"]):
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs besides the state of the model and of the optimizer."""
         self.engine.check_earlier_gradients(gated=self.gate is not None)
-        memory = memory_of(self.evidence)
         return {
             "ranks": self.engine.shards,
             "gate": None if self.gate is None else self.gate.state_dict(),
             "vectors": [[g.clone() for g in vector] for vector in self.vectors],
-            "memory": None if memory is None else memory.state_dict(),
+            "memory": None if (memory := memory_of(self.evidence)) is None else memory.state_dict(),
             "refreshes": self.refreshes,
             "steps": self.steps,
         }
