@@ -28,11 +28,10 @@ from cplus.jobs import outputs
 from cplus.jobs.checkpoint import Checkpoints, KeptWeights
 from cplus.jobs.compare import compare, compared
 from cplus.jobs.folder import FinishedJob, Folder, check_free, check_seen, claimed, read_finished, read_settings
-from cplus.jobs.keep import earlier_bank, job_bank
-from cplus.jobs.prepare import Job, prepare, stored, uses_bank, with_own_rows
+from cplus.jobs.prepare import Job, prepare, stored, with_own_rows
 from cplus.jobs.progress import TrainingView, record, recorded, recorded_seconds, say, tracker
 from cplus.jobs.repair import repair_groups
-from cplus.jobs.rows import check_requirements, located
+from cplus.jobs.rows import check_requirements
 from cplus.jobs.settings import AdaptConfig
 from cplus.methods.repair import Unrepairable, repair_row
 from cplus.models import loading
@@ -47,7 +46,6 @@ from cplus.training.driver import Ending, Training, TrainingLog, begin
 from cplus.training.gateshares import layer_shares
 from cplus.training.loop import EpochEnded, Event, Refreshed, Stepped, updates_per_epoch
 from cplus.training.measure import Exploded, GroupAnswers
-from cplus.training.rows import PastTask
 from cplus.training.sharding import PLACES
 
 
@@ -115,7 +113,7 @@ def work(job: Job, interruption: Interruption, *, train_on: bool = True) -> Fini
             if config.written and job.rows.past is not None and config.past is None:
                 files.write_text(folder.past, lines(job.rows.past.examples))
         with recorded(folder.seconds, "writing probes"):
-            bank = processes.in_turn(lambda: _bank(job))
+            bank = processes.in_turn(job.bank)
         processes.agree("their bank", None if bank is None else bank.manifest["probes_sha256"])
         training = train(job, before, bank, interruption, tracked, train_on=train_on)
         outcome = _finish(job, before, bank, training)
@@ -126,38 +124,6 @@ def work(job: Job, interruption: Interruption, *, train_on: bool = True) -> Fini
     if config.compare is not None:
         outcome = compared(replace(job, base=job.base_again()), outcome, interruption)
     return FinishedJob(folder=folder.root, record=outcome)
-
-
-# The bank, and what is protected.
-
-
-def _bank(job: Job) -> Bank | None:
-    """The sealed probes of a job that uses them: given, from the cache, or written now."""
-    if not uses_bank(job.config, job.method) or job.rows.anchors is None:
-        return None
-    given = None if job.config.bank is None else Path(located(str(job.config.bank), job.home))
-    return job_bank(job.folder.bank, job.settings.probes, job.base, job.rows.anchors, given, job.written)
-
-
-def past_tasks(job: Job, bank: Bank | None) -> list[PastTask]:
-    """The job's own anchors and bank, and those of the earlier jobs it protects."""
-    places = [Path(located(str(place), job.home)) for place in job.config.kept]
-    wanted = uses_bank(job.config, job.method)
-    found = [(job.rows.anchors, bank)] if job.rows.anchors is not None else []
-    found += [
-        (group, earlier_bank(place, group) if wanted else None)
-        for place, group in zip(places, job.rows.kept, strict=True)
-    ]
-    return [
-        PastTask(
-            name=anchors.name,
-            interface=anchors.interface,
-            anchors=anchors.examples,
-            probes=() if own is None else own.examples,
-            written_by="" if own is None else str(own.manifest["model"]["fingerprint"]),
-        )
-        for anchors, own in found
-    ]
 
 
 # The training: started or restored from a checkpoint, evaluated, saved and stopped.
@@ -174,7 +140,7 @@ def train(
 ) -> Training:
     """Train from the last checkpoint, or the beginning, to the end; an interrupted training can be resumed."""
     config, folder = job.config, job.folder
-    past, moved = past_tasks(job, bank), []
+    past, moved = job.past_tasks(bank), []
     if config.evaluate_every > 0:  # while it is still the base model
         few = job.rows.new.drawn(measure.ROWS, config.seed).encoded()
         with models.computing(config.compute_dtype, job.base.device), recorded(folder.seconds, "evaluating"):
@@ -330,7 +296,7 @@ def _finish(job: Job, before: Mapping[str, GroupAnswers], bank: Bank | None, tra
         new = [group for group in (rows.new, rows.validation) if group is not None]
         with recorded(folder.seconds, "repairing"):
             try:
-                repaired = repair_groups(model, job.base_again(), new, before, past_tasks(job, bank), config)
+                repaired = repair_groups(model, job.base_again(), new, before, job.past_tasks(bank), config)
             except Unrepairable as error:
                 repaired = str(error)
     if isinstance(repaired, str):

@@ -16,6 +16,7 @@ from cplus.data.examples import fingerprint
 from cplus.distributed import processes
 from cplus.jobs.settings import AdaptConfig, RepairConfig, check_repeated, settings
 from cplus.receipts.page import current
+from cplus.receipts.verdict import headline, of_figures
 from cplus.training.rows import Group
 
 FORMAT = "cplus-job/1"
@@ -174,14 +175,10 @@ class FinishedJob:
     record: Mapping[str, Any]
 
     def __repr__(self) -> str:
-        from cplus.receipts.verdict import headline
-
         return f"FinishedJob({str(self.folder)!r}: {headline(self.record['figures'])})"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the verdict, each set of rows before and after, and the receipt's path."""
-        from cplus.receipts.verdict import headline, of_figures
-
         links = {"receipt": str(self.folder / "receipt.html"), "model": str(self.folder / "model")}
         return of_figures(headline(self.record["figures"]), self.record["figures"], links)
 

@@ -17,7 +17,7 @@ from cplus.base.environment import versions
 from cplus.data.examples import Choice, Example, fingerprint
 from cplus.distributed import processes as world
 from cplus.jobs.folder import Folder
-from cplus.jobs.keep import Written, with_written
+from cplus.jobs.keep import Written, earlier_bank, job_bank, with_written
 from cplus.jobs.memory import CHECKPOINTED, Footprint, ModelSize, check_packed, footprint, giga, model_size
 from cplus.jobs.progress import PeakMemory, say
 from cplus.jobs.rows import Tasks, bind_rows, evaluated, load, located, read, template
@@ -26,7 +26,7 @@ from cplus.methods.table import REPAIR, Method
 from cplus.models import Loaded, loading
 from cplus.probes.bank import Bank
 from cplus.training.loop import updates_per_epoch
-from cplus.training.rows import Group, Rows
+from cplus.training.rows import Group, PastTask, Rows
 from cplus.training.sharding import needs_whole
 
 # Settings that choose themselves, each with its reason.
@@ -288,6 +288,31 @@ class Job:
     def groups(self) -> tuple[Group, ...]:
         """The rows evaluated before and after training."""
         return evaluated(self.config, self.rows)
+
+    def bank(self) -> Bank | None:
+        """The sealed probes of a job that uses them: given, from the cache, or written now."""
+        config, anchors = self.config, self.rows.anchors
+        if not uses_bank(config, self.method) or anchors is None:
+            return None
+        given = None if config.bank is None else Path(located(str(config.bank), self.home))
+        return job_bank(self.folder.bank, self.settings.probes, self.base, anchors, given, self.written)
+
+    def past_tasks(self, bank: Bank | None) -> list[PastTask]:
+        """The job's own anchors and bank, and those of the earlier jobs it protects."""
+        found = [] if self.rows.anchors is None else [(self.rows.anchors, bank)]
+        wanted = uses_bank(self.config, self.method)
+        for place, group in zip(self.config.kept, self.rows.kept, strict=True):
+            found.append((group, earlier_bank(Path(located(str(place), self.home)), group) if wanted else None))
+        return [
+            PastTask(
+                name=anchors.name,
+                interface=anchors.interface,
+                anchors=anchors.examples,
+                probes=() if own is None else own.examples,
+                written_by="" if own is None else str(own.manifest["model"]["fingerprint"]),
+            )
+            for anchors, own in found
+        ]
 
     def seen(self, bank: Bank | None) -> list[Example]:
         """Every row that is trained on, protected or measured as a row of the job, and every probe."""

@@ -145,7 +145,8 @@ def read(config: AdaptConfig, method: Method, home: Path) -> Tasks:
         return load_task(place, config.data_dir, columns=columns, requests=requests)
 
     own = config.own_answers
-    given = [weighted(text, home) for text in config.new_files]
+    new = (config.new,) if isinstance(config.new, str) else config.new or ()
+    given = [weighted(text, home) for text in new]
     mixture = mix([(name, weight, load(name)) for name, weight in given], config.seed) if given else None
     split = None if config.split is None else load(config.split)
     anchors = None if config.anchors is None else load(config.anchors, requests=own)
@@ -159,8 +160,8 @@ def read(config: AdaptConfig, method: Method, home: Path) -> Tasks:
     for folder in folders:
         if not folder.anchors.is_file():
             raise ValueError(f"{folder.root}: expected the folder of a job with anchors; it holds no anchors.jsonl")
-    new = () if mixture is None else mixture.files
-    named = [(f"new: {task.name}" if len(new) > 1 else "new", task) for _, _, task in new]
+    learned = () if mixture is None else mixture.files
+    named = [(f"new: {task.name}" if len(learned) > 1 else "new", task) for _, _, task in learned]
     for name, task in (*named, ("validation", validation), ("anchors", anchors), ("past", past)):
         if task is not None and task.detected:
             say(f"{name}: {task.detected}")

@@ -139,15 +139,14 @@ CHOSEN = ("lr", "epochs", "evaluate_every", "compute_dtype", "gradient_checkpoin
 """Settings that choose themselves where they are not given."""
 
 
-def _checked(reader: Callable[[str], object]) -> BeforeValidator:
-    """A text that this reader accepts."""
+def _checked(reader: Callable[[Any], object]) -> AfterValidator:
+    """A value that this reader accepts."""
 
-    def check(text: object) -> object:
-        if isinstance(text, str):
-            reader(text)
-        return text
+    def check(value: Any) -> Any:
+        reader(value)
+        return value
 
-    return BeforeValidator(check)
+    return AfterValidator(check)
 
 
 def _stop(value: str) -> None:
@@ -155,11 +154,6 @@ def _stop(value: str) -> None:
     number = re.fullmatch(r"lost:(\d*\.?\d+(?:e-?\d+)?)", value)
     if value not in ("learned", "never") and (number is None or float(number[1]) == 0):
         raise ValueError(f"expected learned, never or lost:LIMIT with a limit above 0, like lost:0.02, got {value!r}")
-
-
-def _abilities(value: tuple[str, ...]) -> tuple[str, ...]:
-    measured_abilities(value)
-    return value
 
 
 def _new(value: object) -> object:
@@ -287,7 +281,7 @@ class AdaptConfig(TrainSettings):
         description="Write the weights of the epoch with the lowest loss of held-out new rows, not the last; default: "
         "in free text with held-out rows. Without such rows: of the best figures on past and new rows.",
     )
-    abilities: Annotated[tuple[str, ...], AfterValidator(_abilities)] = Field(
+    abilities: Annotated[tuple[str, ...], _checked(measured_abilities)] = Field(
         tuple(ABILITY_ROWS),
         description=f"What to measure before and after on short built-in requests: {', '.join(ABILITY_ROWS)}; none for "
         "nothing. They are never trained on.",
@@ -395,11 +389,6 @@ class AdaptConfig(TrainSettings):
     def measured(self) -> tuple[str, ...]:
         """The abilities to measure."""
         return measured_abilities(self.abilities)
-
-    @property
-    def new_files(self) -> tuple[str, ...]:
-        """The files of new rows, each with its weight if it has one."""
-        return () if self.new is None else (self.new,) if isinstance(self.new, str) else self.new
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:

@@ -148,7 +148,7 @@ def _beside(found: Figures) -> list[str]:
     """What plain fine-tuning learned and kept on the same rows."""
     if (other := found["beside"]) is None:
         return []
-    parts = [f"{_given(other['given'])}"] if other["given"] and other["given"]["how"] != "loss" else []
+    parts = [_given(other["given"])] if other["given"] and other["given"]["how"] != "loss" else []
     if other["acquisition"]:
         parts.append(f"{_counts(other['acquisition'])} new answers learned")
     parts += [_still(one) for one in other["lines"] if one["kept"]]
