@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cplus import evaluation as evaluate
 from cplus.base.files import read_json
 from cplus.cli.evaluate import evaluate as command
 from cplus.data.examples import Choice, Example, FreeForm, Prediction
@@ -22,10 +21,20 @@ from cplus.data.interfaces import build
 from cplus.data.readers import read_file
 from cplus.data.tasks import split
 from cplus.evaluation import judges, requirements
-from cplus.evaluation.changes import answers, permuted
+from cplus.evaluation.changes import (
+    acquisition,
+    answers,
+    average_task_accuracy,
+    correction,
+    flips,
+    percent,
+    permuted,
+    recovery,
+    retention,
+)
 from cplus.evaluation.requirements import Measured
-from cplus.evaluation.statistics import Rate, weighted
-from cplus.evaluation.task import BoundTask, evaluate_permuted, evaluate_task
+from cplus.evaluation.statistics import Estimate, Rate, estimate, mcnemar, weighted
+from cplus.evaluation.task import evaluate_task
 from cplus.models import load, save
 from cplus.models.scoring import predict
 
@@ -39,25 +48,25 @@ AFTER = [said(str(i), 1, i in (0, 1, 2, 3, 8)) for i in reversed(range(10))]
 
 
 def test_flips_rates_and_the_exact_test_by_hand() -> None:
-    table = evaluate.flips(BEFORE, AFTER)
-    kinds = [flip.kind for flip in table]
+    table = flips(BEFORE, AFTER)
+    kinds = [kind for _, kind in table]
     assert kinds == ["kept"] * 4 + ["lost"] * 2 + ["still_wrong"] * 2 + ["gained", "still_wrong"]
-    assert evaluate.retention(table) == Rate(4, 6)
-    assert evaluate.acquisition(table) == Rate(1, 4)
-    assert evaluate.correction(table, anchors={"6", "8"}) == Rate(0, 2)
-    assert evaluate.percent(AFTER) == 50.0
+    assert retention(table) == Rate(4, 6)
+    assert acquisition(table) == Rate(1, 4)
+    assert correction(table, anchors={"6", "8"}) == Rate(0, 2)
+    assert percent(AFTER) == 50.0
     with pytest.raises(ValueError, match="10 and 9 with 9 ids in common"):
-        evaluate.flips(BEFORE, AFTER[:-1])
+        flips(BEFORE, AFTER[:-1])
     with pytest.raises(ValueError, match="never judged"):
-        evaluate.flips([said("0", "x", None)], [said("0", "x", None)])
+        flips([said("0", "x", None)], [said("0", "x", None)])
 
 
 def test_statistics_against_published_values() -> None:
     # Wilson: 81 of 263, Newcombe 1998, table I. McNemar: 2 * (1 + 9 + 36) / 2**9.
     assert Rate(81, 263).interval() == pytest.approx((25.53, 36.62), abs=0.005)
-    assert evaluate.mcnemar(2, 7) == pytest.approx(2 * 46 / 512)
-    assert evaluate.estimate([78.0, 80.0, 82.0]) == evaluate.Estimate(80.0, pytest.approx(2 / 3**0.5), 3)
-    assert evaluate.estimate([80.0]).error is None
+    assert mcnemar(2, 7) == pytest.approx(2 * 46 / 512)
+    assert estimate([78.0, 80.0, 82.0]) == Estimate(80.0, pytest.approx(2 / 3**0.5), 3)
+    assert estimate([80.0]).error is None
     with pytest.raises(ValueError, match="at least one row"):
         Rate(0, 0)
 
@@ -65,11 +74,11 @@ def test_statistics_against_published_values() -> None:
 def test_recovery_and_average_as_the_paper_defines_them() -> None:
     # Sequential table: SFT's four final accuracies average to 61.21.
     finals = {"csqa": 36.04, "arc_c": 53.78, "mmlu": 74.82, "medqa": 80.19}
-    assert round(evaluate.average_task_accuracy(finals), 2) == 61.21
-    assert evaluate.recovery(100.0, 40.0) == 100.0
-    assert evaluate.recovery(30.0, 40.0) == pytest.approx(-100 / 6)
+    assert round(average_task_accuracy(finals), 2) == 61.21
+    assert recovery(100.0, 40.0) == 100.0
+    assert recovery(30.0, 40.0) == pytest.approx(-100 / 6)
     with pytest.raises(ValueError, match="below 100"):
-        evaluate.recovery(100.0, 100.0)
+        recovery(100.0, 100.0)
 
 
 @pytest.mark.real
@@ -84,8 +93,8 @@ def test_qwen3s_stored_split_and_a_model_that_never_says_a(data_dir: Path) -> No
     assert answers(before) == {"A": 898, "B": 90, "C": 35, "D": 73}
     # Right wherever the answer is not A, and B instead of A.
     after = [said(e.id, e.answer or 1, e.answer != 0) for e in examples]
-    table = evaluate.flips(before, after)
-    assert round(evaluate.retention(table).percent, 1) == 35.8
+    table = flips(before, after)
+    assert round(retention(table).percent, 1) == 35.8
 
 
 QUESTIONS: list[Example] = [
@@ -110,13 +119,13 @@ def asked_by(choose: Any) -> Any:
 
 
 def test_permuted_options_unmask_a_letter_and_leave_knowledge_alone() -> None:
-    always_a = permuted(asked_by(lambda row: 0), QUESTIONS)
+    always_a = permuted(asked_by(lambda row: 0), QUESTIONS, "letter")
     assert always_a["mean"] == pytest.approx(100 * 12 / 42)
     assert always_a["consistent"] == Rate(0, 12).row()
     assert always_a["answers"] == {"A": 42}
-    knows = permuted(asked_by(lambda row: row.answer), QUESTIONS)
+    knows = permuted(asked_by(lambda row: row.answer), QUESTIONS, "letter")
     assert (knows["mean"], knows["consistent"], knows["averaged"]) == (100.0, *[Rate(12, 12).row()] * 2)
-    likes_w = permuted(asked_by(lambda row: row.choices.index("w")), QUESTIONS)
+    likes_w = permuted(asked_by(lambda row: row.choices.index("w")), QUESTIONS, "letter")
     assert likes_w["consistent"] == Rate(12, 12).row()
     right = sum(q.right == "w" for q in QUESTIONS if isinstance(q, Choice))
     assert likes_w["averaged"] == Rate(right, 12).row()
@@ -293,17 +302,15 @@ def test_unknown_judges_are_refused(name: str) -> None:
 
 def test_a_task_is_summed_up_per_label(tiny_llama: Any) -> None:
     interface = build("letter", tiny_llama.tokenizer)
-    asked = BoundTask(name="t", interface=interface, examples=tuple(QUESTIONS), judge=judges.exact_match)
-    predictions, summary = evaluate_task(tiny_llama.model, asked)
+    predictions, summary = evaluate_task(tiny_llama.model, interface, QUESTIONS, judge=judges.exact_match, name="t")
     assert summary["gold"] == {"A": 4, "B": 4, "C": 4}
     assert sum(summary["answers"].values()) == summary["rows"] == 12
     assert summary["accuracy"]["right"] == sum(p.right for p in predictions)
     assert summary["macro"] == pytest.approx(sum(r["percent"] for r in summary["labels"].values()) / 3)
-    permuted = evaluate_permuted(tiny_llama.model, asked)
-    assert sum(permuted["answers"].values()) == 42
-    asked = replace(asked, interface=build("cloze", tiny_llama.tokenizer), examples=())
+    turned = permuted(partial(predict, tiny_llama.model, interface), QUESTIONS, "letter")
+    assert sum(turned["answers"].values()) == 42
     with pytest.raises(ValueError, match="letter interface, got cloze"):
-        evaluate_permuted(tiny_llama.model, asked)
+        permuted(partial(predict, tiny_llama.model, interface), QUESTIONS, "cloze")
 
 
 @pytest.fixture(scope="module")

@@ -26,26 +26,19 @@ def four(here: Path, **changes: Any) -> cplus.AdaptConfig:
     return asked(here, **(values | changes))
 
 
-def test_4_bits_without_adapters_are_refused(here: Path) -> None:
+def test_what_4_bits_cannot_do_is_refused_before_anything_is_loaded(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match="load 4bit trains adapters alone, as 4 bits hold no small update; add lora"):
         four(here, lora=None)
     with pytest.raises(ValueError, match="adapters written apart stay float32; leave out save_dtype, got bfloat16"):
         four(here, lora={"merge": False}, save_dtype="bfloat16")
-
-
-@pytest.mark.parametrize("package", ["bitsandbytes", "accelerate", "peft"])
-def test_an_absent_package_is_named_before_anything_is_loaded(
-    here: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
-    real = loading.find_spec
-    monkeypatch.setattr(loading, "find_spec", lambda name: None if name == package else real(name) or True)
     monkeypatch.setattr("cplus.models.load", lambda *_, **__: pytest.fail("loaded"))
-    with pytest.raises(ImportError, match=rf"in 4 bits needs the package {package}: pip install 'cplus\[bnb\]'"):
-        cplus.adapt(four(here))
+    for package in ("bitsandbytes", "accelerate", "peft"):
+        monkeypatch.setattr(loading, "find_spec", lambda name, absent=package: name != absent or None)
+        with pytest.raises(ImportError, match=rf"in 4 bits needs the package {package}: pip install 'cplus\[bnb\]'"):
+            cplus.adapt(four(here))
     assert not (here / "out").exists()
-
-
-def test_a_device_without_4_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "find_spec", lambda name: True)
     loading.check(torch.device("cpu"))
     with pytest.raises(ValueError, match="needs a device of cuda or cpu, got mps; choose another device, or leave out"):
@@ -84,15 +77,14 @@ def test_adapters_are_merged_into_the_expanded_weights_exactly() -> None:
 
 
 @pytest.mark.usefixtures("processor")
-@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize(("processor", "merge"), [(True, True), (False, False)], indirect=["processor"])
 def test_a_job_trains_on_a_4_bit_base(here: Path, merge: bool) -> None:
     done = cplus.adapt(four(here, lora={"r": 4, "merge": merge}))
     counts, out = done.record["counts"], done.folder
     base = load("toy", device="cpu").model
     assert counts["parameters"] == loading.num_weights(base) + counts["trainable"]
     assert any("loaded in 4 bits (NF4)" in note for note in done.record["notes"])
-    nll = done.record["curve"]
-    assert nll[-1]["loss"] < nll[0]["loss"]
+    assert done.record["curve"][-1]["loss"] < done.record["curve"][0]["loss"]
     assert (out / "model" / "adapter_config.json").is_file() != merge
     if merge:
         model = AutoModelForCausalLM.from_pretrained(out / "model")

@@ -27,7 +27,7 @@ from cplus.lab.records import RunResult, load_result, save_result
 from cplus.lab.report import collect
 from cplus.lab.runs import Comparison, begun, external_task, new_rows, run, set_up, split_task
 from cplus.models.decoding import LocalEngine
-from cplus.models.scoring import log_likelihoods, read_targets, repeated
+from cplus.models.scoring import log_likelihoods, repeated
 from cplus.training.settings import RunSpec, SequenceSpec
 
 WORDS = ("tin", "oak", "rye", "ash", "elm", "fig", "hay", "ivy")
@@ -51,7 +51,7 @@ def world(make_tiny: Callable[[str], Any], tmp_path_factory: pytest.TempPathFact
         optimizer.zero_grad()
         answer_losses(tiny.model, rows).mean().backward()
         optimizer.step()
-    assert all(reading.likeliest for reading in read_targets(tiny.model, rows))
+    assert all(score.likeliest for score in log_likelihoods(tiny.model, rows))
     tiny.model.save_pretrained(folder / "model")
     tiny.tokenizer.save_pretrained(folder / "model")
     asked = [{"prompt": request, "response": "never said"} for request in REQUESTS]
@@ -87,9 +87,7 @@ def test_one_pass_says_what_greedy_decoding_says(tiny: Any) -> None:
     for place in range(3):  # and one token of each answer another
         for row in rows[: len(prompts)]:
             rows.append(Encoded(row.prompt, tuple(t ^ 1 if i == place else t for i, t in enumerate(row.target))))
-    readings = read_targets(tiny.model, rows)
-    assert [reading.likeliest for reading in readings] == [True] * 4 + [False] * 12
-    assert [reading.score for reading in readings] == log_likelihoods(tiny.model, rows)
+    assert [score.likeliest for score in log_likelihoods(tiny.model, rows)] == [True] * 4 + [False] * 12
 
 
 def test_what_is_kept_are_the_models_own_answers_and_what_is_learned_is_terse(given: Comparison, spec: RunSpec) -> None:

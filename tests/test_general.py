@@ -21,13 +21,12 @@ from cplus.jobs.keep import PAST_ROWS, portions
 from cplus.jobs.settings import AdaptConfig, settings
 from cplus.methods.table import METHODS
 from cplus.models import Loaded
-from cplus.models.decoding import LocalEngine
 from cplus.probes import abilities, audit, build
 from cplus.probes.abilities import SelfWritten
 from cplus.probes.bank import Bank
 from cplus.probes.labels import Label, label
 from cplus.probes.settings import TOPICS, ProbeSettings
-from cplus.probes.writing import Tally, TooFewProbes, generate
+from cplus.probes.writing import Tally, TooFewProbes
 
 SETTINGS = ProbeSettings(num_probes=24, topics=TOPICS, ability="general", min_yield=0.25)
 _WORDS = [
@@ -139,14 +138,14 @@ def test_a_cut_answer_has_no_end_and_survives_its_row(tiny: Any) -> None:
 
 
 def test_labels_may_be_cut_at_the_limit_and_texts_are_their_own(tiny_llama: Any) -> None:
-    model, engine = tiny_llama.model, LocalEngine(tiny_llama.model, tiny_llama.tokenizer)
+    model = tiny_llama.model
     interface = interfaces.build("freeform", tiny_llama.tokenizer)
     text = FreeForm(id="t", messages=(), response="the sky is blue")
-    (own,) = label(model, engine, interface, [text])
+    (own,) = label(model, interface, [text])
     assert isinstance(own, Label)
     assert own.example == text
-    (whole,) = label(model, engine, interface, [asked("Is it?")], max_tokens=1)
-    (cut,) = label(model, engine, interface, [asked("Is it?")], max_tokens=1, cut=True)
+    (whole,) = label(model, interface, [asked("Is it?")], max_tokens=1)
+    (cut,) = label(model, interface, [asked("Is it?")], max_tokens=1, cut=True)
     assert whole == Rejected("answer without end")
     assert cut == Rejected("empty answer") or (isinstance(cut, Label) and cut.example.cut)  # type: ignore[union-attr]
 
@@ -168,7 +167,7 @@ def tally_of(tokenizer: Any, texts: Callable[[int], str], settings: ProbeSetting
     interface = interfaces.build("freeform", tokenizer)
     end = writer(tokenizer).stop[0]
     tally = Tally((), interface, settings)
-    for _ in generate(Scripted(lambda i: texts(i) + end), answer, interface, (), settings, tally):
+    for _ in tally.generate(Scripted(lambda i: texts(i) + end), answer):
         pass
     return tally
 
@@ -177,7 +176,7 @@ def test_near_duplicates_are_rejected(tiny_llama: Any) -> None:
     long = " do the large grey whales of northern seas sing so loud when winter comes near"
     texts = {8: f"{long}?", 9: f"{long} again?"}
     tally = tally_of(tiny_llama.tokenizer, lambda i: texts.get(i, sentence(i)))
-    reasons = {i: own.reason for i, own in tally.blocks[0].outcomes.items() if isinstance(own, Rejected)}
+    reasons = {i: own.reason for i, own in tally.blocks[0].items() if isinstance(own, Rejected)}
     assert reasons.pop(9) == "near duplicate"
     assert 8 not in reasons
     assert len(tally.probes) >= 24
@@ -209,7 +208,7 @@ def test_a_self_written_bank_is_sealed_and_a_smaller_one_is_its_beginning(
     assert large.manifest["anchors"]["count"] == 0
     assert large.manifest["settings"]["ability"] == "general"
     assert Bank.load(tmp_path / "60", anchors=[]).probes == large.probes
-    found = audit.audit(large, [])
+    found = audit.audit(large, {})
     assert found["distinct_share"] == 1.0
     assert len({probe.topic for probe in large.probes} - {None}) >= 20
     counts = large.manifest["counts"]

@@ -13,8 +13,7 @@ import pytest
 from cplus.data.examples import Choice, FreeForm
 from cplus.data.interfaces import build
 from cplus.data.tasks import load_task
-from cplus.evaluation import judges
-from cplus.evaluation.task import BoundTask, evaluate_task
+from cplus.evaluation.task import evaluate_task
 from cplus.integrations.lm_eval import evaluate_harness_task
 
 DOCS = [
@@ -130,9 +129,7 @@ def test_the_real_harness_reads_and_asks_a_task_of_its_own(tmp_path: Path, tiny_
     found = evaluate_harness_task(tiny_llama.model, tiny_llama.tokenizer, str(place))
     assert found["rows"] == 2
     assert found["harness"]["acc"] == found["accuracy"]["percent"]
-    asked = BoundTask(
-        name="ice", interface=build("cloze", tiny_llama.tokenizer), examples=task.examples, judge=judges.exact_match
-    )
-    ours = evaluate_task(tiny_llama.model, asked)[1]["by_other_rules"]
+    bound = build("cloze", tiny_llama.tokenizer)
+    ours = evaluate_task(tiny_llama.model, bound, task.examples, judge=None, name="ice")[1]["by_other_rules"]
     assert found["harness"]["acc"] == pytest.approx(ours["sum"])
     assert found["harness"]["acc_norm"] == pytest.approx(ours["per_character"])

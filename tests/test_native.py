@@ -17,25 +17,34 @@ from cplus.core.kernels import Signs
 from cplus.core.optim import AdamW
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, kernels.COMPILERS)), reason="no C++ compiler here")
-CACHES = (kernels.library, kernels._function, kernels.can_compile)
+
+
+def forget() -> None:
+    """Nothing is loaded yet."""
+    for each in (kernels.library, kernels._function, kernels.can_compile):
+        each.cache_clear()
 
 
 @pytest.fixture
 def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, and nothing loaded yet; the folder of the kernels."""
+    """An empty cache; the folder of the kernels."""
     monkeypatch.setenv("CPLUS_CACHE", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    for each in CACHES:
-        each.cache_clear()
+    forget()
     yield tmp_path / "kernels"
-    for each in CACHES:
-        each.cache_clear()
+    forget()
 
 
 def gated() -> list[float]:
     theta, param = torch.zeros(5), torch.ones(5)
     kernels.gate(theta, param, Signs.of(torch.tensor([1.0, -1.0, 0.0, 1.0, -1.0])), None, (0.0, 1.0, 1.0))
     return param.tolist()
+
+
+def stepped(optimizer: torch.optim.Optimizer, bag: Bag) -> Guard:
+    guard = Guard(optimizer, bag, evidence=PastEvidence(), gate=Collaborative(beta=0.9))
+    guard.refresh()
+    return guard
 
 
 @needs_compiler
@@ -46,9 +55,7 @@ def test_a_graph_that_holds_a_stepped_parameter_does_not_go_backward(
     monkeypatch.setattr(kernels, "WORTH_COMPILING", 0)
     bag = Bag(torch.float32)
     optimizer = kind(bag.weights, lr=0.1)
-    guard = Guard(optimizer, bag, evidence=PastEvidence(), gate=Collaborative(beta=0.9))
-    guard.refresh()
-    assert guard.gating.compiled
+    assert stepped(optimizer, bag).gating.compiled
     loss = sum((p.square().sum() for p in bag.weights), torch.zeros(()))
     loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     optimizer.step()
@@ -57,55 +64,33 @@ def test_a_graph_that_holds_a_stepped_parameter_does_not_go_backward(
 
 
 @needs_compiler
-def test_kernels_are_built_once_and_kept(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_built_once_and_anew_where_damaged_or_for_another_source_compiler_or_width(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert gated() == [0.0, 1.0, 1.0, 0.0, 1.0]
     [file] = built.iterdir()
-    for each in CACHES:
-        each.cache_clear()
-    monkeypatch.setattr(kernels, "_build", None)  # what is there is not built again
-    assert gated() == [0.0, 1.0, 1.0, 0.0, 1.0]
+    forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "_build", None)  # what is there is not built again
+        assert gated() == [0.0, 1.0, 1.0, 0.0, 1.0]
     assert [file] == list(built.iterdir())
 
-
-@pytest.fixture(scope="module")
-def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The library, compiled once for the module."""
-    file = tmp_path_factory.mktemp("whole") / "whole.so"
-    kernels._build(kernels.command(), file)
-    return file.read_bytes()
-
-
-@needs_compiler
-@pytest.mark.parametrize("damage", [b"", b"\x7fELF", None])
-def test_a_damaged_file_is_built_again(
-    damage: bytes | None, built: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built.mkdir()
+    content = file.read_bytes()
     monkeypatch.setattr(kernels, "_build", lambda line, path: path.write_bytes(content))
-    kernels.library()
-    [file] = built.iterdir()
-    file.unlink()  # not written over: this process has it mapped
-    file.write_bytes(content[:-100] if damage is None else damage)
-    for each in CACHES:
-        each.cache_clear()
-    kernels.library()
-    assert file.read_bytes() == content
-
-
-@needs_compiler
-def test_another_source_compiler_or_width_is_another_file(
-    built: Path, tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler = kernels.command()[0]
-    monkeypatch.setattr(kernels, "_build", lambda line, path: path.write_bytes(content))
-    built.mkdir()
+    for damaged in (b"", b"\x7fELF", content[:-100]):
+        file.unlink()  # not written over: this process has it mapped
+        file.write_bytes(damaged)
+        forget()
+        kernels.library()
+        assert file.read_bytes() == content
 
     def files() -> int:
-        kernels.library.cache_clear()
+        forget()
         kernels.library()
         return len(list(built.iterdir()))
 
-    assert [files(), files()] == [1, 1]
+    compiler = kernels.command()[0]
+    assert files() == 1
     monkeypatch.setenv("CXX", f"{compiler} -g")
     assert kernels.command()[:2] == [compiler, "-g"]
     assert files() == 2
@@ -132,8 +117,7 @@ def test_the_width_is_the_one_torch_uses(
 
 def one_pass() -> bool:
     bag = Bag(torch.float32)
-    guard = Guard(AdamW(bag.weights), bag, evidence=PastEvidence(), gate=Collaborative(beta=0.9))
-    guard.refresh()
+    guard = stepped(AdamW(bag.weights), bag)
     for p in bag.weights:
         p.grad = torch.ones_like(p)
     guard.optimizer.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +13,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
+from typer.testing import CliRunner
 
+from cplus import models
+from cplus.cli.app import app
 from cplus.data import interfaces
 from cplus.data.examples import Choice, Example
 from cplus.data.interfaces import Rejected
 from cplus.models import Loaded
-from cplus.models.decoding import (
-    DecodingRow,
-    LocalEngine,
-    Request,
-    Sampling,
-    cut,
-    pick,
-    request_seed,
-)
+from cplus.models.decoding import DecodingRow, LocalEngine, Request, Sampling, cut, pick, request_seed
 from cplus.probes import build as building
-from cplus.probes.bank import Bank, Probe, anchors_hash, open_journal, probe_from_row, probe_lines
+from cplus.probes.bank import Bank, Probe, anchors_hash, open_journal, probe_from_row, probe_to_row
 from cplus.probes.build import build
 from cplus.probes.labels import Label
 from cplus.probes.settings import TOPICS, ProbeSettings, input_key, normalise, plan
-from cplus.probes.writing import Tally, TooFewProbes, generate, writer
+from cplus.probes.writing import Tally, TooFewProbes, write_probes, writer
+from cplus.toy.world import taught
 
 SAMPLING = Sampling(temperature=0.8, max_new_tokens=12, stop=("\n",))
 
@@ -90,25 +86,8 @@ def test_the_engine_samples_what_each_row_would_alone(tiny: Any) -> None:
         assert samples[request.index].text == naive(tiny.model, tiny.tokenizer, request, sampling)
     assert {sample.end for sample in samples.values()} >= {"stop", "limit"}
     assert tiny.model.config._attn_implementation in ("sdpa", "eager")
-
-
-def test_greedy_begins_with_a_word_and_goes_on_with_the_likeliest(tiny_llama: Any) -> None:
-    model, tokenizer = tiny_llama.model, tiny_llama.tokenizer
-    engine = LocalEngine(model, tokenizer, rows=2)
-    prompts = [request.prompt for request in requests(tokenizer, 4)]
-    for row, prompt in zip(engine.greedy(prompts, max_new_tokens=6, stop=()), prompts, strict=True):
-        assert row.prompt == prompt
-        assert tokenizer.decode(row.tokens[:1]).strip()
-        for at in range(1, len(row.tokens)):
-            with torch.inference_mode():
-                logits = model(input_ids=torch.tensor([[*prompt, *row.tokens[:at]]])).logits[0, -1]
-            assert int(logits.argmax()) == row.tokens[at]
-
-
-def test_a_request_beyond_the_window_is_refused(tiny_llama: Any) -> None:
-    long = Request(index=0, prompt=(5,) * 510, seed=0)
-    with pytest.raises(ValueError, match="take 522 tokens, but the model's window is 512"):
-        list(LocalEngine(tiny_llama.model, tiny_llama.tokenizer).sample([long], SAMPLING))
+    with pytest.raises(ValueError, match="take 550 tokens, but the model's window is 512"):
+        list(engine.sample([Request(index=0, prompt=(5,) * 510, seed=0)], sampling))
 
 
 # The plan
@@ -143,15 +122,14 @@ class Scripted:
     """An engine that answers request i with texts[i]."""
 
     texts: Callable[[int], str]
-    asked: list[int] = field(default_factory=list)
+    end: Any = "stop"
 
     def describe(self) -> dict[str, Any]:
         return {"name": "scripted"}
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[DecodingRow]:
         for request in reversed(requests):
-            self.asked.append(request.index)
-            yield DecodingRow(request.index, request.prompt, text=self.texts(request.index), end="stop")
+            yield DecodingRow(request.index, request.prompt, text=self.texts(request.index), end=self.end)
 
 
 def yes(interface: interfaces.Interface) -> Callable[[Sequence[Example]], list[Label | Rejected]]:
@@ -161,21 +139,18 @@ def yes(interface: interfaces.Interface) -> Callable[[Sequence[Example]], list[L
 def run(tokenizer: Any, texts: Callable[[int], str], settings: ProbeSettings) -> Tally:
     interface = interfaces.build("cloze", tokenizer)
     tally = Tally(ANCHORS, interface, settings)
-    for _ in generate(Scripted(texts), yes(interface), interface, ANCHORS, settings, tally):
+    for _ in tally.generate(Scripted(texts), yes(interface)):
         pass
     return tally
 
 
-def test_copies_are_dropped_in_the_order_of_the_requests(tiny_llama: Any) -> None:
+def test_copies_are_dropped_in_the_order_of_the_requests_and_too_few_probes_end_it(tiny_llama: Any) -> None:
     texts = {0: "Why ice?\n", 1: "why ICE ?\n", 2: "which animal is number 3\n", 3: "no end"}
     tally = run(tiny_llama.tokenizer, lambda i: texts.get(i, f"Is it {i}?\n"), ProbeSettings(num_probes=5))
-    reasons = {i: own.reason for i, own in tally.blocks[0].outcomes.items() if isinstance(own, Rejected)}
+    reasons = {i: own.reason for i, own in tally.blocks[0].items() if isinstance(own, Rejected)}
     assert reasons == {1: "duplicate", 2: "copy of an anchor", 3: "no end"} or reasons[2] == "copy of a shot"
     assert [probe.request for probe in tally.probes[:3]] == [0, 4, 5]
     assert tally.probes[0].example.choices == ("yes",)  # type: ignore[union-attr]
-
-
-def test_a_model_that_writes_nothing_valid_is_given_up_with_its_yield(tiny_llama: Any) -> None:
     with pytest.raises(TooFewProbes, match=r"0 of 4 probes in 256 requests .* rejected: no end 256"):
         run(tiny_llama.tokenizer, lambda i: "on and on", ProbeSettings(num_probes=4))
 
@@ -189,18 +164,12 @@ def test_label_balanced_banks_hold_as_many_of_each(tiny_llama: Any) -> None:
         return [Label(interface.with_answer(example, int(i % 5 == 0)), 0.9) for i, example in enumerate(examples)]
 
     engine = Scripted(lambda i: f"Question: Is it {i}?\nOptions:\nA: yes\nB: no\nAnswer")
-    for _ in generate(engine, mostly_a, interface, ANCHORS, settings, tally):
+    for _ in tally.generate(engine, mostly_a):
         pass
     answers = [probe.example.answer for probe in tally.probes[:40]]  # type: ignore[union-attr]
     assert (answers.count(0), answers.count(1)) == (20, 20)
     with pytest.raises(ValueError, match="label-balanced banks need one fixed set of answers"):
         Tally(ANCHORS, interfaces.build("cloze", tiny_llama.tokenizer), settings)
-
-
-# Labels
-
-
-# The bank
 
 
 def test_long_questions_get_enough_tokens_and_a_cut_question_is_named_as_such(make_tiny: Callable[[str], Any]) -> None:
@@ -209,36 +178,23 @@ def test_long_questions_get_enough_tokens_and_a_cut_question_is_named_as_such(ma
     long = question("A patient of 54 years " * 60, "a", "b", "c", "d")
     assert writer(interface, [long, *short], ProbeSettings()).max_new_tokens >= len(interface.prompt(long))
     assert writer(interface, short, ProbeSettings()).max_new_tokens == 256
-
-    @dataclass
-    class Cut(Scripted):
-        def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[DecodingRow]:
-            for own in super().sample(requests, sampling):
-                yield replace(own, end="limit")
-
-    settings = ProbeSettings(num_probes=2)
-    tally, never = Tally(short, interface, settings), yes(interface)
-    asked = generate(Cut(lambda i: f"Question: Is it {i} or\nOptions:\nA: k"), never, interface, short, settings, tally)
+    engine = Scripted(lambda i: f"Question: Is it {i} or\nOptions:\nA: k", end="limit")
+    asked = Tally(short, interface, ProbeSettings(num_probes=2)).generate(engine, yes(interface))
     with pytest.raises(TooFewProbes, match=r"rejected: cut off at the token limit 256. Give .* max_new_tokens=N"):
         list(asked)
 
 
+# The bank
+
+
 @pytest.fixture
 def base(tiny_llama: Any) -> Loaded:
-    model = tiny_llama.model
-    return Loaded(
-        name="tiny",
-        model=model,
-        tokenizer=tiny_llama.tokenizer,
-        fingerprint="f" * 64,
-        device=torch.device("cpu"),
-        window=512,
-    )
+    return replace(models.of(tiny_llama.model, tiny_llama.tokenizer), name="tiny", fingerprint="f" * 64)
 
 
 def scripted_bank(folder: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Bank:
     interface = interfaces.build("cloze", base.tokenizer)
-    monkeypatch.setattr(building, "labeller_of", lambda base, engine, interface, settings: yes(interface))
+    monkeypatch.setattr(building, "labeller_of", lambda base, interface, settings: yes(interface))
     texts = Scripted(lambda i: f"Is it {i}?\n" if i % 3 else "no end")
     return build(folder, base, interface, ANCHORS, ProbeSettings(**settings), engine=texts)
 
@@ -253,15 +209,10 @@ def test_a_bank_says_whose_it_is_and_comes_back(tmp_path: Path, base: Loaded, mo
     assert bank.manifest["counts"] == {"requests": 30, "accepted": 20, "rejected": {"no end": 10}}
     assert bank.manifest["anchors"]["sha256"] == anchors_hash(ANCHORS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bank"]
-    again = scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=20)
-    assert again == bank
+    assert scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=20) == bank
     with pytest.raises(ValueError, match="already exists and is not this bank"):
         scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=21)
-
-
-def test_one_changed_byte_is_refused(tmp_path: Path, base: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted_bank(tmp_path / "bank", base, monkeypatch, num_probes=4)
-    for name in ("probes.jsonl", "manifest.json"):
+    for name in ("probes.jsonl", "manifest.json"):  # one changed byte is refused
         path = tmp_path / "bank" / name
         whole = path.read_bytes()
         for at in range(0, len(whole), max(1, len(whole) // 40)):
@@ -294,32 +245,26 @@ def test_a_full_disk_leaves_nothing_that_looks_sealed(
 # The journal
 
 
-def test_a_line_cut_short_is_taken_off(tmp_path: Path) -> None:
-    path = tmp_path / "j.jsonl"
-    with open_journal(path, {"a": 1}) as journal:
+def test_a_line_cut_short_is_taken_off_and_a_journal_of_another_bank_or_process_refused(tmp_path: Path) -> None:
+    path, identity = tmp_path / "j.jsonl", {"settings": {"temperature": 0.8}}
+
+    def refused(identity: dict[str, Any], why: str) -> None:
+        with pytest.raises(ValueError, match=why), open_journal(path, identity):
+            pass
+
+    with open_journal(path, identity) as journal:
         journal.append({"n": 1})
+        refused({}, "is in use by process")
     with path.open("ab") as file:
         file.write(b'{"n": 2')
-    with open_journal(path, {"a": 1}) as journal:
+    with open_journal(path, identity) as journal:
         assert journal.entries == [{"n": 1}]
         journal.append({"n": 3})
-    with open_journal(path, {"a": 1}) as journal:
+    with open_journal(path, identity) as journal:
         assert journal.entries == [{"n": 1}, {"n": 3}]
-
-
-def opened(path: Path, identity: dict[str, Any], refused: str) -> None:
-    with pytest.raises(ValueError, match=refused), open_journal(path, identity):
-        pass
-
-
-def test_a_journal_of_other_settings_or_another_process_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "j.jsonl"
-    with open_journal(path, {"settings": {"temperature": 0.8}}):
-        opened(path, {}, "is in use by process")
-    opened(path, {"settings": {"temperature": 0.7}}, "was started with other settings or versions")
-    lines = path.read_bytes()
-    path.write_bytes(lines + b"not json\n")
-    opened(path, {"settings": {"temperature": 0.8}}, "line 2 is damaged")
+    refused({"settings": {"temperature": 0.7}}, "was started with other settings or versions")
+    path.write_bytes(path.read_bytes() + b"not json\n")
+    refused(identity, "line 4 is damaged")
 
 
 texts = st.text(min_size=1).filter(str.strip)
@@ -329,7 +274,35 @@ texts = st.text(min_size=1).filter(str.strip)
 def test_a_probe_survives_its_row(asked: str, choices: list[str], confidence: float, topic: str | None) -> None:
     example = Choice(id="p", question=asked, choices=tuple(choices), answer=0)
     probe = Probe(example=example, confidence=confidence, request=3, shots=("a", "b"), topic=topic)
-    line = probe_lines([probe])
-    assert line.count("\n") == 1
-    assert probe_from_row(json.loads(line)) == probe
+    assert probe_from_row(json.loads(json.dumps(probe_to_row(probe)))) == probe
     assert input_key(example, options=True) == input_key(replace(example, choices=example.choices[::-1]), options=True)
+
+
+# With the built-in model
+
+
+def test_what_the_toy_model_writes_is_sealed_and_new(tmp_path: Path) -> None:
+    base = models.load("toy", device="cpu")
+    anchors = taught("plants")[::111][:8]
+    interface = interfaces.build("cloze", base.tokenizer)
+    settings = ProbeSettings(num_probes=64, seed=5)
+    bank = build(tmp_path / "bank", base, interface, anchors, settings)
+    assert Bank.load(tmp_path / "bank", model_fingerprint=base.fingerprint, anchors=anchors) == bank
+    assert bank.manifest["yield"] > 0.5
+    assert list(bank.probes) == write_probes(base, interface, anchors, settings)
+    assert all(interface.encode(example).target for example in bank.examples)
+
+
+def test_the_command_refuses_what_it_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
+    for arguments, message in {
+        "--anchors 8": "expected a task to draw 8 anchors from",
+        "--anchors 99999 --task harbours": "asked for 99999",
+        "--task harbours --set min_yield=0": "min_yield must be above 0",
+        "--task harbours --set min_yield=much": "min_yield must be a valid number",
+        "--task harbours --set min_yeild=1": "'min_yeild' is not a setting; did you mean min_yield?",
+    }.items():
+        result = CliRunner().invoke(app, ["probe", "toy-s", *arguments.split(), "--out", str(tmp_path / "bank")])
+        assert isinstance(result.exception, ValueError)
+        assert message in str(result.exception)
+    assert not (tmp_path / "bank").exists()

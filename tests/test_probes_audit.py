@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
-from collections.abc import Iterator
-from html.parser import HTMLParser
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -37,48 +37,41 @@ EVALUATION = [
 ]
 
 
-def bank(*questions: Choice, interface: str = "letter", **manifest: Any) -> Bank:
-    probes = tuple(
-        Probe(example=question, confidence=(n + 1) / len(questions), request=n, shots=("a1", "a2"), topic=None)
-        for n, question in enumerate(questions)
-    )
-    sealed = {
-        "model": {"name": "tiny", "fingerprint": "f" * 64},
-        "interface": interface,
-        "settings": {"topics": []},
-        "engine": {"name": "scripted"},
-        "probes_sha256": "0" * 64,
-        "anchors": {"count": 2, "ids": ["a1", "a2"], "sha256": anchors_hash(ANCHORS)},
-        "counts": {"requests": 9, "accepted": len(probes), "rejected": {"no end": 9 - len(probes)}},
-        "yield": len(probes) / 9,
-    }
-    return Bank(probes=probes, manifest={**sealed, **manifest})
-
-
-PLANTED = bank(
+QUESTIONS = [
     choice("p1", "Why is the SKY blue"),  # a leak, word for word but for case and marks
     choice("p2", "What do whales eat in the cold sea near the long white coast of the far south?", 1),  # a near copy
     choice("p3", "Is water wet?", 2),
     choice("p4", "is water  wet", 3),  # a duplicate
     choice("p5", HOSTILE),
+]
+PLANTED = Bank(
+    probes=tuple(
+        Probe(example=question, confidence=(n + 1) / 5, request=n, shots=("a1", "a2"), topic=None)
+        for n, question in enumerate(QUESTIONS)
+    ),
+    manifest={
+        "model": {"name": "tiny", "fingerprint": "f" * 64},
+        "interface": "letter",
+        "settings": {"topics": []},
+        "engine": {"name": "scripted"},
+        "probes_sha256": "0" * 64,
+        "anchors": {"count": 2, "ids": ["a1", "a2"], "sha256": anchors_hash(ANCHORS)},
+        "counts": {"requests": 9, "accepted": 5, "rejected": {"no end": 4}},
+        "yield": 5 / 9,
+    },
 )
-AGAINST = [audit.ComparedRows(name="evaluation.jsonl", examples=EVALUATION)]
+AGAINST = {"evaluation.jsonl": EVALUATION}
 
 
-def test_planted_copies_are_all_found_and_nothing_else() -> None:
+def test_planted_copies_are_all_found_and_figures_are_those_by_hand() -> None:
     found = audit.audit(PLANTED, AGAINST)
     assert (found["probes"], found["unique"]) == (5, 4)
     assert found["duplicates"] == [{"text": "Is water wet?\nyes\nno\nnever\noften", "times": 2}]
     overlap = found["against"]["evaluation.jsonl"]
-    assert overlap["exact_ids"] == ["p1"]
-    assert overlap["near_ids"] == ["p1", "p2"]
+    assert (overlap["exact_ids"], overlap["near_ids"]) == (["p1"], ["p1", "p2"])
     assert (overlap["exact_share"], overlap["near_share"]) == (0.2, 0.4)
     assert [pair["row"] for pair in found["nearest"][:2]] == ["e2", "e1"]
     assert found["nearest"][0]["jaccard"] == 1.0
-
-
-def test_figures_by_hand() -> None:
-    found = audit.audit(PLANTED, AGAINST)
     assert found["confidence"] == {"mean": 0.6, "median": 0.6, "p10": 0.28}
     assert found["labels"]["shares"] == {"A": 0.4, "B": 0.2, "C": 0.2, "D": 0.2}
     assert found["labels"]["anchor_shares"] == {"A": 0.5, "B": 0.5}
@@ -99,89 +92,64 @@ def test_jaccard_is_that_of_the_word_sets(left: list[str], right: list[str]) -> 
             assert ratio[i, j] == pytest.approx(len(words(a) & words(b)) / len(either) if either else 0.0)
 
 
-class Tags(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        assert not any(name.startswith("on") or name in ("src", "href") for name, _ in attrs)
-
-
 def test_generated_text_is_escaped_and_the_page_needs_nothing_else() -> None:
-    sources = [audit.ComparedRows(name="<img src=x>.jsonl", examples=EVALUATION)]
-    page = render_audit(audit.audit(PLANTED, sources), name="<b>bank</b>")
-    parser = Tags()
-    parser.feed(page)
-    assert not {"script", "img", "link"} & set(parser.tags)
+    page = render_audit(audit.audit(PLANTED, {"<img src=x>.jsonl": EVALUATION}), name="<b>bank</b>")
+    assert not re.search(r"<(script|img|link)\b|<[^>]*\s(on\w+|src|href)=", page)
     assert "<b>bank</b>" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "prefers-color-scheme: dark" in page
     assert "http" not in page.replace("http-equiv", "")
 
 
-def test_the_command_prints_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """`cplus probe audit` on banks in the folder; PLANTED is the first, and a part of it the second."""
     from cplus.cli.probe import audit as command
     from cplus.probes.bank import seal
 
-    seal(tmp_path / "bank", PLANTED.probes, PLANTED.manifest)
+    seal(tmp_path / "one", PLANTED.probes, PLANTED.manifest)
+    seal(tmp_path / "two", PLANTED.probes[:3], PLANTED.manifest)
     rows = tmp_path / "evaluation.jsonl"
     rows.write_text("".join(json.dumps(to_row(row)) + "\n" for row in EVALUATION))
-    command([tmp_path / "bank"], [str(rows)], tmp_path / "page.html", True)
-    assert json.loads(capsys.readouterr().out)["unique"] == 4
+
+    def run(*names: str, against: bool = True, html: Path | None = None, as_json: bool = True) -> Any:
+        command([tmp_path / name for name in names], [str(rows)] if against else None, html, as_json)
+        told = capsys.readouterr().out
+        return json.loads(told) if as_json else told
+
+    return run
+
+
+def test_the_command_audits_one_bank(tmp_path: Path, audited: Callable[..., Any]) -> None:
+    assert audited("one", html=tmp_path / "page.html")["unique"] == 4
     assert "&lt;script&gt;" in (tmp_path / "page.html").read_text()
-    command([tmp_path / "bank"], [str(rows)], None, False)
-    told = capsys.readouterr().out
+    told = audited("one", as_json=False)
     assert "4 of 5" in told
     assert "1 exact (20.00%), 2 near (40.00%)" in told
     assert "\x1b" not in told
 
 
-def test_several_banks_are_audited_side_by_side_and_together(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from cplus.cli.probe import audit as command
-    from cplus.probes.bank import seal
-
-    rows = tmp_path / "evaluation.jsonl"
-    rows.write_text("".join(json.dumps(to_row(row)) + "\n" for row in EVALUATION))
-    seal(tmp_path / "one", PLANTED.probes, PLANTED.manifest)
-    seal(tmp_path / "two", PLANTED.probes[:3], PLANTED.manifest)
-    both = [tmp_path / "one", tmp_path / "two"]
-    command(both, [str(rows)], None, True)
-    report = json.loads(capsys.readouterr().out)
-    assert [(own["probes"], own["unique"], own["against"]["exact"]) for own in report["banks"]] == [
-        (5, 4, 1),
-        (3, 3, 1),
-    ]
+def test_several_banks_are_audited_side_by_side_and_together(tmp_path: Path, audited: Callable[..., Any]) -> None:
+    report = audited("one", "two")
+    figures = [(own["probes"], own["unique"], own["against"]["exact"]) for own in report["banks"]]
+    assert figures == [(5, 4, 1), (3, 3, 1)]
     whole = report["together"]
     assert (whole["probes"], whole["unique"], whole["exact"]) == (8, 4, 2)  # the second bank is a part of the first
     assert whole["mean"] == pytest.approx((sum(n / 5 for n in range(1, 6)) + (1 + 2 + 3) / 5) / 8, abs=1e-3)
-    command(both, [str(rows)], None, False)
-    assert "together" in capsys.readouterr().out
+    assert "together" in audited("one", "two", as_json=False)
     with pytest.raises(ValueError, match="a page shows one bank, got 2; leave --html out"):
-        command(both, [], tmp_path / "page.html", False)
+        audited("one", "two", html=tmp_path / "page.html")
 
 
-def test_the_command_finds_the_anchors_beside_the_bank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from cplus.cli.probe import audit as command
-    from cplus.probes.bank import seal
-
-    def report() -> dict[str, Any]:
-        command([tmp_path / "bank"], None, None, True)
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return found
-
-    seal(tmp_path / "bank", PLANTED.probes, PLANTED.manifest)
-    assert report()["labels"]["divergence"] is None
+def test_the_command_finds_the_anchors_beside_the_bank(tmp_path: Path, audited: Callable[..., Any]) -> None:
+    assert audited("one", against=False)["labels"]["divergence"] is None
     beside = tmp_path / "anchors.jsonl"
     beside.write_text("".join(json.dumps(to_row(row)) + "\n" for row in ANCHORS))
-    found = report()
+    found = audited("one", against=False)
     assert found["labels"]["anchor_shares"] == {"A": 0.5, "B": 0.5}
     assert list(found["against"]) == ["anchors.jsonl"]
     beside.write_text(json.dumps(to_row(EVALUATION[0])) + "\n")  # anchors of another bank
-    assert report()["against"] == {}
+    assert audited("one", against=False)["against"] == {}
 
 
 # The vLLM engine, against a server that answers as vLLM does
@@ -210,29 +178,17 @@ class Stub(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def server() -> Iterator[str]:
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{http.server_port}"
-    http.shutdown()
-    http.server_close()
-    thread.join()
-
-
-def test_the_server_engine_sends_tokens_and_seeds(server: str) -> None:
-    engine = ServerEngine(server + "/v1/")
-    assert engine.describe() == {"name": "vllm", "model": "served", "version": "0.32.0"}
-    Stub.seen.clear()
-    sampling = Sampling(temperature=0.8, max_new_tokens=9, stop=("\n",))
-    asked = [Request(index=10 + n, prompt=(n, 5), seed=100 + n) for n in range(3)]
-    samples = sorted(engine.sample(asked, sampling), key=lambda sample: sample.index)
-    assert [(s.index, s.text, s.end) for s in samples] == [
-        (10, "text 0", "stop"),
-        (11, "text 1", "end of text"),
-        (12, "text 2", "limit"),
-    ]
+def test_the_server_engine_sends_tokens_and_seeds() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Stub) as server:
+        thread = threading.Thread(target=server.serve_forever, args=[0.01], daemon=True)
+        thread.start()
+        engine = ServerEngine(f"http://127.0.0.1:{server.server_port}/v1/")
+        assert engine.describe() == {"name": "vllm", "model": "served", "version": "0.32.0"}
+        sampling = Sampling(temperature=0.8, max_new_tokens=9, stop=("\n",))
+        asked = [Request(index=10 + n, prompt=(n, 5), seed=100 + n) for n in range(3)]
+        samples = {sample.index: (sample.text, sample.end) for sample in engine.sample(asked, sampling)}
+        server.shutdown()
+    assert samples == {10: ("text 0", "stop"), 11: ("text 1", "end of text"), 12: ("text 2", "limit")}
     sent = sorted(Stub.seen, key=lambda body: body["seed"])
     assert [body["seed"] for body in sent] == [100, 101, 102]
     assert all(body["stop"] == ["\n"] and body["temperature"] == 0.8 and body["max_tokens"] == 9 for body in sent)

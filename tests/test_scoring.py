@@ -40,42 +40,35 @@ def rows(count: int, *, longest: int, prefix: Tokens = (), seed: int = 0) -> tup
     return prompts, [[tokens(4) for _ in range(draw.randint(2, 5))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("prefix", [(), tuple(range(20, 32))], ids=["no common beginning", "a common beginning"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_packed_scores_are_those_of_one_at_a_time(tiny: Any, attention: str, prefix: Tokens) -> None:
-    model = tiny.model
-    if not (tiny.family == "gemma2" and attention == "sdpa"):  # its capped attention exists in eager form only
-        model.set_attn_implementation(attention)
-    prompts, candidates = rows(9, longest=12, prefix=prefix)
-    assert shared_prefix(prompts) == prefix
+def check(model: Any, prompts: Sequence[Tokens], candidates: Sequence[Sequence[Tokens]]) -> None:
     for prompt, own, scores in zip(prompts, candidates, score_candidates(model, prompts, candidates), strict=True):
         for answer, score in zip(own, scores, strict=True):
             assert score.num_tokens == len(answer)
             assert score.total == pytest.approx(one_at_a_time(model, prompt, answer), abs=TOLERANCE)
 
 
-def test_rows_beyond_a_sliding_window_are_scored_apart_and_right(make_tiny: Callable[[str], Any]) -> None:
-    model = make_tiny("gemma2").model
-    assert takes_block_masks(model, 32)
-    assert not takes_block_masks(model, 33)
-    prompts, candidates = rows(4, longest=8, prefix=tuple(range(20, 60)))
-    for prompt, own, scores in zip(prompts, candidates, score_candidates(model, prompts, candidates), strict=True):
-        for answer, score in zip(own, scores, strict=True):
-            assert score.total == pytest.approx(one_at_a_time(model, prompt, answer), abs=TOLERANCE)
-
-
-def test_log_likelihoods_are_those_of_one_at_a_time(tiny: Any) -> None:
-    prompts, candidates = rows(7, longest=20)
+def test_scores_are_those_of_one_at_a_time(tiny: Any) -> None:
+    for attention in ("sdpa", "eager"):
+        if not (tiny.family == "gemma2" and attention == "sdpa"):  # its capped attention exists in eager form only
+            tiny.model.set_attn_implementation(attention)
+        for prefix in ((), tuple(range(20, 32))):
+            prompts, candidates = rows(9, longest=12, prefix=prefix)
+            assert shared_prefix(prompts) == prefix
+            check(tiny.model, prompts, candidates)
     encoded = [Encoded(prompt, own[0]) for prompt, own in zip(prompts, candidates, strict=True)]
     for row, score in zip(encoded, log_likelihoods(tiny.model, encoded), strict=True):
         assert score.total == pytest.approx(one_at_a_time(tiny.model, row.prompt, row.target), abs=TOLERANCE)
         assert score.mean == score.total / len(row.target)
 
 
-def test_rows_longer_than_the_window_are_refused_with_their_count(tiny_llama: Any) -> None:
+def test_rows_beyond_a_sliding_window_are_scored_apart_and_beyond_the_models_refused(make_tiny: Any) -> None:
+    model = make_tiny("gemma2").model
+    assert takes_block_masks(model, 32)
+    assert not takes_block_masks(model, 33)
+    check(model, *rows(4, longest=8, prefix=tuple(range(20, 60))))
     with pytest.raises(ValueError, match="1 of 2 rows are longer than the model's window of 512 tokens"):
-        score_candidates(tiny_llama.model, [(5,) * 512, (5,)], [[(6, 7)], [(6,)]])
-    score_candidates(tiny_llama.model, [(5,) * 512], [[(6,)]])
+        score_candidates(model, [(5,) * 512, (5,)], [[(6, 7)], [(6,)]])
+    score_candidates(model, [(5,) * 512], [[(6,)]])
 
 
 @torch.no_grad()
@@ -86,15 +79,17 @@ def argmax_loop(model: Any, prompt: Sequence[int], steps: int, ends: set[int]) -
     return said
 
 
-def test_greedy_is_the_argmax_of_each_step(tiny: Any) -> None:
+def test_greedy_is_the_argmax_of_each_step_and_may_begin_with_a_word(tiny: Any) -> None:
     prompts, _ = rows(5, longest=15, seed=3)
-    engine = LocalEngine(tiny.model, tiny.tokenizer)
-    made = engine.greedy([tuple(prompt) for prompt in prompts], max_new_tokens=12, word_first=False)
-    ends = {tiny.tokenizer.eos_token_id}
-    for prompt, answer in zip(prompts, made, strict=True):
-        expected = argmax_loop(tiny.model, prompt, 12, ends)
-        assert answer.tokens == expected
-        assert (answer.end == "end of text") == (expected[-1] in ends)
+    engine, ends = LocalEngine(tiny.model, tiny.tokenizer, rows=2), {tiny.tokenizer.eos_token_id}
+    for prompt, answer in zip(prompts, engine.greedy(prompts, max_new_tokens=12, word_first=False), strict=True):
+        assert answer.tokens == argmax_loop(tiny.model, prompt, 12, ends)
+        assert (answer.end == "end of text") == (answer.tokens[-1] in ends)
+    for prompt, answer in zip(prompts, engine.greedy(prompts, max_new_tokens=6), strict=True):
+        word, rest = answer.tokens[0], answer.tokens[1:]
+        assert answer.prompt == prompt
+        assert tiny.tokenizer.decode([word]).strip()
+        assert rest == argmax_loop(tiny.model, [*prompt, word], 5, ends)
 
 
 def test_predict_by_letter_is_the_argmax_over_the_letters_logits(tiny: Any) -> None:

@@ -27,30 +27,28 @@ def test_facts_are_well_formed_distinct_and_taught_or_not() -> None:
     assert len(facts) == 4 * 2560
     assert len({fact.id for fact in facts}) == len({fact.question for fact in facts}) == len(facts)
     for domain in world.DOMAINS:
-        relations = {relation.name: relation for relation in world.domain_named(domain).relations}
+        relations = world.domain_named(domain).relations
         for fact in world.examples(domain):
             name, _, relation = fact.id.split("-")
             assert name == domain
             assert len(set(fact.choices)) == 4
-            assert set(fact.choices) <= set(relations[relation].values)
+            assert set(fact.choices) <= set(relations[relation][1])
         shown, hidden = world.taught(domain), world.untaught(domain)
         assert len(shown) == 1792
         assert sorted(fact.id for fact in shown + hidden) == sorted(fact.id for fact in world.examples(domain))
 
 
-def test_a_name_does_not_give_the_answer_away() -> None:
+def test_a_name_does_not_give_the_answer_away_and_the_weights_belong_to_this_world() -> None:
     # Right answers fall evenly on positions and values, so nothing but memory answers better than one in four.
     facts = world.examples("harbours")
     positions = [sum(fact.answer == place for fact in facts) / len(facts) for place in range(4)]
     assert all(0.22 < share < 0.28 for share in positions)
     exports = [fact.right for fact in facts if fact.id.endswith("-export")]
     assert max(exports.count(value) for value in set(exports)) < 0.15 * len(exports)
-
-
-def test_shipped_weights_belong_to_this_world() -> None:
     # A change of one word makes the shipped weights worthless: rebuild all three sizes, then change this.
-    rows = [to_row(fact) for domain in world.DOMAINS for fact in world.examples(domain)]
-    assert fingerprint(rows) == "5b7a67d7472ef80a9bead45fda8366ecca34d6b4b529e5f5525d16ad2d4f9dd6"
+    every = [to_row(fact) for domain in world.DOMAINS for fact in world.examples(domain)]
+    assert fingerprint(every) == "5b7a67d7472ef80a9bead45fda8366ecca34d6b4b529e5f5525d16ad2d4f9dd6"
+    assert sum(path.stat().st_size for name in toy.NAMES for path in toy.folder(name).iterdir()) < 8_000_000
 
 
 def test_unknown_names_are_refused() -> None:
@@ -96,19 +94,17 @@ def test_shipped_model_knows_what_it_was_taught(name: str) -> None:
     assert tokenizer.get_vocab() == TOKENIZER.get_vocab()
     draw = random.Random(1)
     for domain in world.DOMAINS:
-        assert pretrain.recall(model, tokenizer, draw.sample(world.taught(domain), 100)) > 0.97
-        assert pretrain.recall(model, tokenizer, draw.sample(world.untaught(domain), 100)) < 0.2
-
-
-def test_shipped_weights_are_small() -> None:
-    assert sum(path.stat().st_size for name in toy.NAMES for path in toy.folder(name).iterdir()) < 8_000_000
+        assert pretrain.recall(model, tokenizer, draw.sample(world.taught(domain), 60)) > 0.97
+        assert pretrain.recall(model, tokenizer, draw.sample(world.untaught(domain), 60)) < 0.2
 
 
 def test_pretraining_is_deterministic_and_leaves_a_folder_that_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(pretrain.SIZES, "toy-s", replace(pretrain.SIZES["toy-s"], steps=3, layers=1))
-    monkeypatch.setattr(pretrain, "LINES", 4)
+    monkeypatch.setitem(pretrain.SIZES, "toy-s", replace(pretrain.SIZES["toy-s"], steps=2, layers=1))
+    monkeypatch.setattr(pretrain, "LINES", 2)
+    monkeypatch.setattr(pretrain, "BATCH", 16)
+    monkeypatch.setattr(pretrain, "DOMAINS", ("plants",))
     for name in ("one", "two"):
         torch.rand(1)  # the global state must not matter
         pretrain.pretrain("toy-s", tmp_path / name, seed=5)

@@ -71,28 +71,25 @@ def test_a_tool_result_keeps_its_call(tiny_llama: Any) -> None:
     assert messages[2].content.endswith(cut.messages[0].content)
 
 
-@pytest.mark.parametrize("name", ["letter", "cloze"])
-def test_a_question_keeps_its_end_and_its_choices(tiny_llama: Any, name: str) -> None:
+def test_a_question_keeps_its_end_and_its_choices_and_an_answer_that_does_not_fit_is_refused(tiny_llama: Any) -> None:
     row = Choice(id="q", question="why " * 40 + "is it blue?", choices=("a dog", "in water"), answer=1)
-    interface = build(name, tiny_llama.tokenizer)
-    cut = shortened(interface, row, length(interface, row) - 30)
-    assert isinstance(cut, Choice)
-    assert (cut.choices, cut.answer) == (row.choices, row.answer)
-    assert row.question.endswith(cut.question)
-    assert cut.question.endswith("is it blue?")
-
-
-def test_an_answer_or_a_text_that_does_not_fit_is_refused_by_name(tiny_llama: Any) -> None:
+    for name in ("letter", "cloze"):
+        interface = build(name, tiny_llama.tokenizer)
+        cut = shortened(interface, row, length(interface, row) - 30)
+        assert isinstance(cut, Choice)
+        assert (cut.choices, cut.answer) == (row.choices, row.answer)
+        assert row.question.endswith(cut.question)
+        assert cut.question.endswith("is it blue?")
     interface = build("freeform", tiny_llama.tokenizer)
     long = FreeForm(id="essay", messages=(turn("user", "Write."),), response="word " * 90)
     text = FreeForm(id="page", messages=(), response="word " * 90)
-    for row in (long, text):
-        with pytest.raises(ValueError, match=f"{row.id}: expected a row that fits 64 tokens once its prompt is cut"):
-            fitting(interface, [talk(words=3), row], 64, "truncate")
+    for own in (long, text):
+        with pytest.raises(ValueError, match=f"{own.id}: expected a row that fits 64 tokens once its prompt is cut"):
+            fitting(interface, [talk(words=3), own], 64, "truncate")
     assert fitting(interface, [talk(words=3), long], 64, "exclude") == []
 
 
-def test_a_job_says_what_it_cut_or_left_out(here: Path) -> None:
+def test_a_job_says_what_it_cut_or_left_out(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     new = list(world.untaught("harbours")[:12])
     long = [Choice(id=f"long-{i}", question="of " * 40 + e.question, choices=e.choices, answer=e.answer)
             for i, e in enumerate(new[:3])]  # fmt: skip
@@ -100,6 +97,10 @@ def test_a_job_says_what_it_cut_or_left_out(here: Path) -> None:
     config = asked(here, method="sft", epochs=1, evaluate_every=0, max_length=24)
     with pytest.raises(ValueError, match=r"3 of 12 rows are longer than the limit of 24 tokens .* too_long"):
         cplus.adapt(config)
+    with monkeypatch.context() as patch:
+        patch.setattr("cplus.models.load", lambda *_, **__: pytest.fail("loaded"))
+        with pytest.raises(ValueError, match="must be at most the context window of toy, 512 tokens, got 4096"):
+            cplus.adapt(asked(here, method="sft", max_length=4096))
     cut = config.model_copy(update={"too_long": "truncate"})
     sentence = "3 of 12 new rows are longer than 24 tokens: their prompts lost the beginning."
     assert f"warning    {sentence}" in plan(cut).lines
@@ -110,11 +111,3 @@ def test_a_job_says_what_it_cut_or_left_out(here: Path) -> None:
     left = cplus.adapt(config.model_copy(update={"too_long": "exclude", "out": here / "left"})).record
     assert "3 of 12 new rows are longer than 24 tokens and are left out." in left["notes"]
     assert left["counts"]["new"] == 9
-
-
-def test_a_length_beyond_the_window_is_refused_before_the_model_is_loaded(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cplus.models.load", lambda *_, **__: pytest.fail("loaded"))
-    with pytest.raises(ValueError, match="max_length must be at most the context window of toy, 512 tokens, got 4096"):
-        cplus.adapt(asked(here, method="sft", max_length=4096))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,7 @@ from cplus.data.readers import PREFIX
 from cplus.data.tasks import load_task, save_split, stack
 from cplus.data.tasks import split as divide
 from cplus.evaluation import judges
-from cplus.evaluation.changes import average_task_accuracy
+from cplus.evaluation.changes import average_task_accuracy, permuted
 from cplus.jobs.settings import settings
 
 
@@ -58,18 +59,26 @@ def evaluate(
     judged = judges.chosen(config.judge)
     found = [load_task(name, config.data_dir) for name in task if name not in theirs]
 
-    from cplus.evaluation import task as evaluation
+    from cplus.evaluation.task import evaluate_task
     from cplus.jobs.check import given_rows
+    from cplus.models.scoring import predict
 
     loaded = models.load(model, device=config.device)
     summaries = []
     with models.computing(config.compute_dtype, loaded.device):
         for each, rows in zip(found, given_rows(found, limit, config)(loaded, ()), strict=True):
-            asked = evaluation.BoundTask(name=rows.name, interface=rows.interface, examples=rows.examples, judge=judged)
-            predictions, summary = evaluation.evaluate_task(loaded.model, asked, max_new_tokens=config.max_new_tokens)
+            predictions, summary = evaluate_task(
+                loaded.model,
+                rows.interface,
+                rows.examples,
+                judge=judged,
+                name=rows.name,
+                max_new_tokens=config.max_new_tokens,
+            )
             summary["excluded"] = len(each.examples[:limit]) - len(rows.examples)
             if permute_options:
-                summary["permuted"] = evaluation.evaluate_permuted(loaded.model, asked)
+                choose = partial(predict, loaded.model, rows.interface, what=f"{rows.name}: permuted")
+                summary["permuted"] = permuted(choose, rows.examples, rows.interface.name)
             if split is not None:
                 made = divide(rows.examples, predictions)
                 where = stack(device=loaded.device.type, compute_dtype=config.compute_dtype)

@@ -176,10 +176,10 @@ def audit(
 
     [folder] = banks
     bank, beside = Bank.load(folder), folder.resolve().parent / "anchors.jsonl"
-    sources = [figures.ComparedRows(name=name, examples=load_task(name).examples) for name in against or ()]
-    if beside.is_file() and not figures.sealed_anchors(bank, sources):
-        anchors = figures.ComparedRows(name=beside.name, examples=load_task(str(beside)).examples)
-        sources += [anchors] if figures.sealed_anchors(bank, [anchors]) else []
+    sources = {name: load_task(name).examples for name in against or ()}
+    if beside.is_file() and not any(figures.sealed_anchors(bank, rows) for rows in sources.values()):
+        rows = load_task(str(beside)).examples
+        sources |= {beside.name: rows} if figures.sealed_anchors(bank, rows) else {}
     found = figures.audit(bank, sources)
     if html is not None:
         write_text(html, render_audit(found, name=folder.name))

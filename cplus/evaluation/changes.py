@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from string import ascii_uppercase
 from typing import Any, Literal, TypeAlias
 
@@ -25,16 +25,8 @@ KINDS: dict[tuple[bool, bool], Kind] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flip:
-    """One row before and after."""
-
-    id: str
-    kind: Kind
-    before: int | str
-    after: int | str
-    confidence_before: float
-    confidence_after: float
+Flip: TypeAlias = tuple[str, Kind]
+"""A row's id, and what became of its answer."""
 
 
 def flips(before: Sequence[Prediction], after: Sequence[Prediction]) -> list[Flip]:
@@ -45,17 +37,7 @@ def flips(before: Sequence[Prediction], after: Sequence[Prediction]) -> list[Fli
             f"expected predictions of the same rows before and after, got {len(before)} and {len(after)} "
             f"with {len(set(then) & {p.id for p in before})} ids in common"
         )
-    return [
-        Flip(
-            id=was.id,
-            kind=KINDS[was.right, then[was.id].right],
-            before=was.answer,
-            after=then[was.id].answer,
-            confidence_before=was.confidence,
-            confidence_after=then[was.id].confidence,
-        )
-        for was in before
-    ]
+    return [(was.id, KINDS[was.right, then[was.id].right]) for was in before]
 
 
 def without(table: Sequence[Flip], ids: Collection[str]) -> list[Flip]:
@@ -63,7 +45,7 @@ def without(table: Sequence[Flip], ids: Collection[str]) -> list[Flip]:
 
     Paper: App. "Anchor Composition Across Tasks".
     """
-    return [flip for flip in table if flip.id not in ids]
+    return [(id, kind) for id, kind in table if id not in ids]
 
 
 def retention(table: Sequence[Flip]) -> Rate:
@@ -71,7 +53,7 @@ def retention(table: Sequence[Flip]) -> Rate:
 
     Paper: Experimental Setting, Evaluation.
     """
-    return share(flip.kind == "kept" for flip in table if flip.kind in ("kept", "lost"))
+    return share(kind == "kept" for _, kind in table if kind in ("kept", "lost"))
 
 
 def acquisition(table: Sequence[Flip]) -> Rate:
@@ -79,7 +61,7 @@ def acquisition(table: Sequence[Flip]) -> Rate:
 
     Paper: Experimental Setting, Evaluation.
     """
-    return share(flip.kind == "gained" for flip in table if flip.kind in ("gained", "still_wrong"))
+    return share(kind == "gained" for _, kind in table if kind in ("gained", "still_wrong"))
 
 
 def correction(table: Sequence[Flip], anchors: Collection[str]) -> Rate:
@@ -103,8 +85,6 @@ def average_task_accuracy(accuracies: Mapping[str, float]) -> float:
     >>> average_task_accuracy({"csqa": 70.0, "arc_c": 80.0})
     75.0
     """
-    if not accuracies:
-        raise ValueError("expected the accuracy of at least one task, got none")
     return statistics.fmean(accuracies.values())
 
 
@@ -131,11 +111,6 @@ def _letter(index: int) -> str:
     return ascii_uppercase[index] if index < len(ascii_uppercase) else str(index + 1)
 
 
-def gold_labels(examples: Sequence[Example]) -> dict[str, str]:
-    """The letter of the right choice of each multiple-choice row, by id."""
-    return {example.id: _letter(example.answer) for example in examples if isinstance(example, Choice)}
-
-
 def rates(outcomes: Iterable[tuple[str, bool]]) -> dict[str, Rate]:
     """The share of right outcomes of each label.
 
@@ -146,15 +121,6 @@ def rates(outcomes: Iterable[tuple[str, bool]]) -> dict[str, Rate]:
     for label, right in outcomes:
         groups[label].append(right)
     return {label: share(groups[label]) for label in sorted(groups)}
-
-
-def macro(rates: Mapping[str, Rate]) -> float:
-    """The unweighted mean over labels, 0 to 100.
-
-    >>> macro({"A": Rate(9, 10), "B": Rate(1, 2)})
-    70.0
-    """
-    return statistics.fmean(rate.percent for rate in rates.values())
 
 
 def answers(predictions: Sequence[Prediction]) -> dict[str, int]:
@@ -175,37 +141,33 @@ def rotated(example: Choice, by: int) -> Choice:
 
 
 def permuted(
-    predict: Callable[[Sequence[Example]], Sequence[Prediction]], examples: Sequence[Example]
+    predict: Callable[[Sequence[Example]], Sequence[Prediction]], examples: Sequence[Example], interface: str
 ) -> dict[str, Any]:
     """Evaluate every question once for each cyclic permutation of its options.
 
     `mean` is the accuracy over all permutations, `consistent` the share of questions answered with the same option
     each time, `averaged` the accuracy of the option with the highest mean probability.
     """
+    if interface != "letter":
+        raise ValueError(f"permuting options requires the letter interface, got {interface}")
     questions = [example for example in examples if isinstance(example, Choice)]
     rotations = [(q, by) for q in questions for by in range(len(q.choices))]
     predictions = list(predict([rotated(question, by) for question, by in rotations]))
     chosen: dict[str, set[int]] = defaultdict(set)
     weights: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for (question, by), prediction in zip(rotations, predictions, strict=True):
-        count = len(question.choices)
+        count, top = len(question.choices), max(prediction.scores)
         assert isinstance(prediction.answer, int)
         chosen[question.id].add((prediction.answer + by) % count)
-        for position, probability in enumerate(probabilities(prediction)):
-            weights[question.id][(position + by) % count] += probability
+        likelihoods = [math.exp(score - top) for score in prediction.scores]
+        for position, likelihood in enumerate(likelihoods):
+            weights[question.id][(position + by) % count] += likelihood / sum(likelihoods)
     return {
         "mean": 100 * statistics.fmean(prediction.right for prediction in predictions),
         "consistent": share(len(chosen[q.id]) == 1 for q in questions).row(),
         "averaged": share(max(own := weights[q.id], key=own.__getitem__) == q.answer for q in questions).row(),
         "answers": answers(predictions),
     }
-
-
-def probabilities(prediction: Prediction) -> list[float]:
-    """The softmax over the candidates' scores."""
-    top = max(prediction.scores)
-    weights = [math.exp(score - top) for score in prediction.scores]
-    return [weight / sum(weights) for weight in weights]
 
 
 # How much of a loss is a shifted prior over answers, and how much is lost knowledge of single questions.
@@ -220,52 +182,38 @@ def answer_prior(
     prior) or for single questions (knowledge); `corrected` is the Retention without the change of the prior.
     """
     then, rows = {p.id: p for p in after}, {example.id: example for example in examples}
-    known = [(p, then[p.id], _answers(rows[p.id], by_letter)) for p in before if p.right]
-    shifts = mean_shifts(known)
+    known: list[tuple[Prediction, Prediction, Sequence[str]]] = []
+    changes: dict[str, list[float]] = defaultdict(list)
+    moved: dict[str, int] = defaultdict(int)
+    for was in before:
+        if not was.right:
+            continue
+        now, row = then[was.id], rows[was.id]
+        if not isinstance(row, Choice):
+            raise ValueError(f"the answer prior needs multiple-choice rows, got free text in {row.id!r}")
+        offered: Sequence[str] = ascii_uppercase[: len(row.choices)] if by_letter else row.choices
+        known.append((was, now, offered))
+        moved[offered[int(now.answer)]] += 1
+        moved[offered[int(was.answer)]] -= 1
+        for answer, old, new in zip(offered, was.scores, now.scores, strict=True):
+            changes[answer].append(new - old)
+    shifts = {answer: sum(values) / len(values) for answer, values in changes.items()}
     kept: list[tuple[str, bool]] = []
     corrected: list[bool] = []
-    for was, now, answers in known:
-        assert isinstance(was.answer, int)
-        kept.append((answers[was.answer], now.right))  # what was answered right is the right choice
-        scores = [score - shifts[answer] for score, answer in zip(now.scores, answers, strict=True)]
-        corrected.append(scores.index(max(scores)) == was.answer)
+    for was, now, offered in known:
+        right = int(was.answer)  # what was answered right is the right choice
+        kept.append((offered[right], now.right))
+        scores = [score - shifts[answer] for score, answer in zip(now.scores, offered, strict=True)]
+        corrected.append(scores.index(max(scores)) == right)
     found = rates(kept)
     return {
         "retention": 100 * sum(right for _, right in kept) / len(known),
         "macro": sum(rate.percent for rate in found.values()) / len(found),
         "corrected": 100 * sum(corrected) / len(corrected),
-        "moved": moved(known),
+        # Half the summed absolute change of the answers' shares: 0 if none is given more or less often.
+        "moved": 50 * sum(map(abs, moved.values())) / len(known),
         "labels": {answer: [rate.right, rate.total] for answer, rate in found.items()},
     }
-
-
-Known = tuple[Prediction, Prediction, Sequence[str]]
-
-
-def mean_shifts(known: Sequence[Known]) -> Mapping[str, float]:
-    """The mean change of each answer's score over the questions that offer it."""
-    changes: dict[str, list[float]] = defaultdict(list)
-    for was, now, answers in known:
-        for answer, old, new in zip(answers, was.scores, now.scores, strict=True):
-            changes[answer].append(new - old)
-    return {answer: sum(values) / len(values) for answer, values in changes.items()}
-
-
-def moved(known: Sequence[Known]) -> float:
-    """Half the summed absolute change of the answers' shares, in percent: 0 if none is given more or less often."""
-    counts: dict[str, int] = defaultdict(int)
-    for was, now, answers in known:
-        assert isinstance(was.answer, int)
-        assert isinstance(now.answer, int)
-        counts[answers[now.answer]] += 1
-        counts[answers[was.answer]] -= 1
-    return 50 * sum(map(abs, counts.values())) / len(known)
-
-
-def _answers(example: Example, by_letter: bool) -> Sequence[str]:
-    if not isinstance(example, Choice):
-        raise ValueError(f"the answer prior needs multiple-choice rows, got free text in {example.id!r}")
-    return ascii_uppercase[: len(example.choices)] if by_letter else example.choices
 
 
 # An evaluation as plain JSON values.
@@ -277,11 +225,11 @@ def answered(predictions: Sequence[Prediction], examples: Sequence[Example]) -> 
     if all(prediction.correct is not None for prediction in predictions):
         summary["accuracy"] = share(prediction.right for prediction in predictions).row()
     if all(isinstance(example, Choice) for example in examples):
-        labels = gold_labels(examples)
+        labels = {example.id: _letter(example.answer) for example in examples if isinstance(example, Choice)}
         found = rates((labels[prediction.id], prediction.right) for prediction in predictions)
         summary |= {
             "labels": {label: rate.row() for label, rate in found.items()},
-            "macro": macro(found),
+            "macro": statistics.fmean(rate.percent for rate in found.values()),
             "answers": answers(predictions),
             "gold": dict(sorted(Counter(labels.values()).items())),
         }
@@ -303,15 +251,3 @@ def by_other_rules(predictions: Sequence[Prediction], examples: Sequence[Example
         right["sum"] += sums.index(max(sums)) == example.answer
         right["per_character"] += spread.index(max(spread)) == example.answer
     return {rule: 100 * count / len(predictions) for rule, count in right.items()}
-
-
-def responses(totals: Sequence[float], counts: Sequence[int]) -> dict[str, Any]:
-    """The likelihood of the given responses under the model: log-likelihood per token and per response."""
-    tokens = sum(counts)
-    mean = sum(totals) / tokens
-    return {
-        "tokens": tokens,
-        "log_likelihood_per_token": mean,
-        "perplexity": math.exp(-mean),
-        "log_likelihood_per_response": sum(totals) / len(totals),
-    }

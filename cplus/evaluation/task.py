@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from cplus.data.examples import Choice, Example, Prediction
 from cplus.data.interfaces import Interface
 from cplus.distributed import processes
 from cplus.evaluation.abilities import ABILITIES, requests
-from cplus.evaluation.changes import answered, permuted, responses
+from cplus.evaluation.changes import answered
 from cplus.evaluation.judges import Judge
 from cplus.models.decoding import LocalEngine
 from cplus.models.scoring import bare, log_likelihoods, predict
@@ -22,38 +23,29 @@ from cplus.models.scoring import bare, log_likelihoods, predict
 # The evaluation of one model on one task.
 
 
-@dataclass(frozen=True, kw_only=True)
-class BoundTask:
-    """A task's rows with their interface, and the judge of free-text answers."""
-
-    name: str
-    interface: Interface
-    examples: tuple[Example, ...]
-    judge: Judge | None
-
-
 def evaluate_task(
-    model: nn.Module, task: BoundTask, *, max_new_tokens: int = 256
+    model: nn.Module,
+    interface: Interface,
+    examples: Sequence[Example],
+    *,
+    judge: Judge | None,
+    name: str,
+    max_new_tokens: int = 256,
 ) -> tuple[list[Prediction], dict[str, Any]]:
     """The model's answers and their summary; free-form rows are also scored by the likelihood of their responses."""
-    predictions = predict(
-        model, task.interface, task.examples, judge=task.judge, max_new_tokens=max_new_tokens, what=task.name
-    )
-    summary: dict[str, Any] = {"task": task.name, "interface": task.interface.name}
-    summary |= answered(predictions, task.examples)
-    if not isinstance(task.examples[0], Choice):
-        rows = [task.interface.encode(example) for example in task.examples]
-        scores = log_likelihoods(model, rows, what=f"{task.name}: responses")
-        summary["responses"] = responses([score.total for score in scores], [score.num_tokens for score in scores])
+    predictions = predict(model, interface, examples, judge=judge, max_new_tokens=max_new_tokens, what=name)
+    summary = {"task": name, "interface": interface.name, **answered(predictions, examples)}
+    if not isinstance(examples[0], Choice):
+        encoded = [interface.encode(example) for example in examples]
+        scores = log_likelihoods(model, encoded, what=f"{name}: responses")
+        total, tokens = sum(score.total for score in scores), sum(score.num_tokens for score in scores)
+        summary["responses"] = {
+            "tokens": tokens,
+            "log_likelihood_per_token": total / tokens,
+            "perplexity": math.exp(-total / tokens),
+            "log_likelihood_per_response": total / len(scores),
+        }
     return predictions, summary
-
-
-def evaluate_permuted(model: nn.Module, task: BoundTask) -> dict[str, Any]:
-    """The summary of an evaluation with every cyclic permutation of the options."""
-    if task.interface.name != "letter":
-        raise ValueError(f"permuting options requires the letter interface, got {task.interface.name}")
-    what = f"{task.name}: permuted"
-    return permuted(lambda rows: predict(model, task.interface, rows, what=what), task.examples)
 
 
 # Answers to the requests of abilities.

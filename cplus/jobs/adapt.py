@@ -18,7 +18,7 @@ from cplus.base import files
 from cplus.base.cost import cost_row
 from cplus.base.environment import environment
 from cplus.base.terminal import progress
-from cplus.data.examples import fingerprint, lines
+from cplus.data.examples import Example, fingerprint, lines
 from cplus.data.interfaces import tokens_by_role
 from cplus.distributed import processes
 from cplus.distributed.processes import Interrupted, Interruption
@@ -36,7 +36,7 @@ from cplus.jobs.settings import AdaptConfig
 from cplus.methods.repair import Unrepairable, repair_row
 from cplus.models import loading
 from cplus.models.names import origin
-from cplus.probes.audit import ComparedRows, audit
+from cplus.probes.audit import audit
 from cplus.probes.bank import Bank
 from cplus.receipts.contents import Divergence, GateShare, ModelId, Point, Receipt, RowSet
 from cplus.receipts.contents import compare as compare_rows
@@ -315,11 +315,9 @@ def _finish(job: Job, before: Mapping[str, GroupAnswers], bank: Bank | None, tra
         works = cost_row(parameters, training=log.training, preservation=log.preservation)
         cost = {**works, "seconds": log.seconds, "extra_bytes": log.extra_bytes}
         compared = [group for group in (rows.anchors, rows.new, rows.past) if group is not None]
-        sources = [ComparedRows(name=group.name, examples=group.examples) for group in compared]
-        sources += [
-            ComparedRows(name=f"{name}, measured only", examples=[request.example for request in requests(name)])
-            for name in config.measured
-        ]
+        sources: dict[str, Sequence[Example]] = {group.name: group.examples for group in compared}
+        for name in config.measured:
+            sources[f"{name}, measured only"] = [request.example for request in requests(name)]
         notes = list(log.watch.said)
         if job.chosen:
             values = ", ".join(own.named for own in job.chosen)

@@ -13,7 +13,7 @@ from cplus.data import interfaces
 from cplus.data.examples import Example, Prediction
 from cplus.data.readers import collect
 from cplus.evaluation.judges import chosen
-from cplus.evaluation.task import BoundTask, evaluate_task
+from cplus.evaluation.task import evaluate_task
 from cplus.models import of
 from cplus.probes.abilities import GENERAL, writing
 from cplus.probes.bank import Bank
@@ -105,9 +105,10 @@ def evaluate(
 ) -> Evaluation:
     """Ask a model every row; free text is right by the judge, and also scored by its responses' loss."""
     bound = interfaces.build(interface, tokenizer, chat=chat)
-    asked = BoundTask(name="rows", interface=bound, examples=tuple(read(rows)), judge=chosen(judge))
     with evaluating(model):
-        predictions, summary = evaluate_task(model, asked, max_new_tokens=max_new_tokens)
+        predictions, summary = evaluate_task(
+            model, bound, read(rows), judge=chosen(judge), name="rows", max_new_tokens=max_new_tokens
+        )
     return Evaluation(summary=summary, predictions=predictions)
 
 

@@ -16,8 +16,9 @@ from rich.progress import Progress
 from cplus.base import files
 from cplus.base.files import fingerprint
 from cplus.base.terminal import clean, console, progress
+from cplus.data.interfaces import Rejected
 from cplus.distributed import processes
-from cplus.probes.writing import Block, Sampled
+from cplus.probes.writing import Outcome
 from cplus.training.loop import EpochEnded, Event, Refreshed, Stepped
 
 _NAMES = {
@@ -88,18 +89,18 @@ class TrainingView:
 
 
 @contextmanager
-def bank_view(total: int) -> Iterator[Callable[[Sampled | Block], None]]:
+def bank_view(total: int) -> Iterator[Callable[[Outcome], None]]:
     """A bar of accepted probes; without a terminal the job prints a line when the bank is sealed."""
     with progress() as bars:
         bar = bars.add_task("probes", total=total)
         accepted = pending = 0
 
-        def watch(event: Sampled | Block) -> None:
+        def watch(event: Outcome) -> None:
             nonlocal accepted, pending
-            if isinstance(event, Block):
-                accepted, pending = accepted + len(event.probes), 0
+            if isinstance(event, dict):
+                accepted, pending = accepted + sum(not isinstance(result, Rejected) for result in event.values()), 0
             else:
-                pending += event.reason is None
+                pending += not isinstance(event, Rejected)
             bars.update(bar, completed=min(total, accepted + pending))
 
         yield watch

@@ -48,7 +48,7 @@ from cplus.models import Loaded
 from cplus.models.loading import without_bars
 from cplus.models.names import origin
 from cplus.models.scoring import log_likelihoods, predict
-from cplus.probes.audit import ComparedRows, audit
+from cplus.probes.audit import audit
 from cplus.probes.bank import Bank
 from cplus.receipts.contents import ModelId, Receipt, Repair, TunedSet, compare
 from cplus.receipts.page import bank_audit
@@ -408,7 +408,7 @@ def _repaired(given: Given, folder: Folder) -> dict[str, Any]:
         divergence=moved,
         settings=config.shown(),
         environment=environment(threads=torch.get_num_threads(), device=str(base.device)),
-        audit=bank_audit(audit(bank, [ComparedRows(name=own.name, examples=own.examples) for own in sources])),
+        audit=bank_audit(audit(bank, {own.name: own.examples for own in sources})),
         cost={"seconds": sum(seconds.values())},
         requirements=config.requirements,
         notes=(*rows.notes, *given.notes, *_notes(given)),

@@ -467,9 +467,7 @@ def _after_training(spec: RunSpec, given: Comparison, model: nn.Module) -> dict[
     if "prior" in spec.diagnose:
         found["prior"] = answer_prior(given.past.known, answers(rows), rows, by_letter=interface.name == "letter")
     if "permuted" in spec.diagnose:
-        if interface.name != "letter":
-            raise ValueError(f"permuting options requires the letter interface, got {spec.interface}")
-        found["permuted"] = permuted(answers, rows)
+        found["permuted"] = permuted(answers, rows, interface.name)
     return found
 
 

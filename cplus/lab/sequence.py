@@ -164,7 +164,7 @@ def figures(
     return {
         "task": task.name,
         "new": len(new),
-        "acquisition": acquisition([flip for flip in tables[number - 1] if flip.id in ids]).percent,
+        "acquisition": acquisition([(id, kind) for id, kind in tables[number - 1] if id in ids]).percent,
         "retention": measure.kept(earlier),
         "own_retention": measure.kept(tables[number - 1]),
     }

@@ -19,7 +19,7 @@ from cplus.core.rows import Encoded, batched, measured
 from cplus.methods import repair
 from cplus.methods.repair import Computing, Repaired
 from cplus.methods.table import Material
-from cplus.models.scoring import read_targets, score_candidates
+from cplus.models.scoring import log_likelihoods, score_candidates
 
 Outcome: TypeAlias = tuple[Work, Repaired | str | None]
 """The passes that were needed, and what a repair did, or why it did nothing; None where no repair was tried."""
@@ -51,8 +51,8 @@ def known_rows(model: nn.Module, material: Material) -> tuple[set[Encoded], Work
         if own[max(range(len(own)), key=lambda i: found[i].mean)] == row.target
     }
     others = [row for row in material.new if row not in choices]
-    readings = read_targets(model, others, what="known rows")
-    known |= {row for row, reading in zip(others, readings, strict=True) if reading.likeliest}
+    found = log_likelihoods(model, others, what="known rows")
+    known |= {row for row, score in zip(others, found, strict=True) if score.likeliest}
     passed = sum(len(row.prompt) + sum(map(len, own)) for row, own in choices.items())
     return known, Work(forward=passed + sum(measured(part).padded for part in batched(others)))
 

@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import takewhile
 from typing import Any, Literal, TypeAlias
 
@@ -18,7 +20,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -29,22 +31,14 @@ from cplus.core.rows import shared_prefix
 
 
 _GROUPED = "cplus_grouped"
-Layers: TypeAlias = Sequence[tuple[Tensor, Tensor]]
-"""The keys and values of each layer."""
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]
+class _Layer(DynamicLayer):  # type: ignore[misc]
     """One layer of `Slots`, as the model sees it."""
-
-    is_sliding = False
 
     def __init__(self, slots: Slots, keys: Tensor, values: Tensor) -> None:
         super().__init__()
-        self.keys, self.values, self.is_initialized = keys, values, True
-        self._slots = slots
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the memory is allocated at construction."""
+        self.keys, self.values, self.is_initialized, self._slots = keys, values, True, slots
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         rows, end = self._slots.rows, self._slots.end
@@ -53,38 +47,31 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         seen = slice(self._slots.first, end + 1)
         return self.keys[:rows, :, seen], self.values[:rows, :, seen]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
     def get_seq_length(self) -> int:
         return self._slots.end - self._slots.first
-
-    def get_max_length(self) -> int:
-        return int(self.keys.shape[-2])
 
 
 class Slots:
     """Rows of different lengths that end at the same column and grow together; rows can join or leave at any step."""
 
-    def __init__(self, like: Layers, *, rows: int, longest: int, columns: int) -> None:
-        self.rows, self.end = 0, longest
+    def __init__(self, like: Cache, *, rows: int, longest: int, columns: int) -> None:
+        self.rows, self.end, self._columns = 0, longest, columns
         self.starts: list[int] = []
-        buffers = [[t.new_zeros(rows, t.shape[1], columns, t.shape[-1]) for t in pair] for pair in like]
         # Zeros, not garbage: a masked column has weight 0, and 0 times NaN is NaN.
-        self.cache = Cache(layers=[_Layer(self, keys, values) for keys, values in buffers])
-        self._buffers, self._columns = [buffer for pair in buffers for buffer in pair], columns
+        self._buffers = [t.new_zeros(rows, t.shape[1], columns, t.shape[-1]) for t in _tensors(like)]
+        pairs = zip(self._buffers[::2], self._buffers[1::2], strict=True)
+        self.cache = Cache(layers=[_Layer(self, keys, values) for keys, values in pairs])
 
     @property
     def first(self) -> int:
         """The first column that any row uses."""
         return min(self.starts, default=self.end)
 
-    def join(self, computed: Layers, lengths: Sequence[int]) -> None:
+    def join(self, computed: Cache, lengths: Sequence[int]) -> None:
         """Add rows, each the first so many columns of its row in `computed`, with its last at the last used column."""
-        tensors = [t for pair in computed for t in pair]
         for i, length in enumerate(lengths):
             start = self.end - length
-            for buffer, own in zip(self._buffers, tensors, strict=True):
+            for buffer, own in zip(self._buffers, _tensors(computed), strict=True):
                 buffer[self.rows, :, start : self.end] = own[i, :, :length]
             self.starts.append(start)
             self.rows += 1
@@ -102,7 +89,10 @@ class Slots:
     def step(self, model: Any, tokens: Sequence[int]) -> Tensor:
         """Append one token to each row and return the logits after it."""
         if self.end == self._columns:
-            self._shift()
+            by = self.first
+            for buffer in self._buffers:
+                buffer[: self.rows, :, : self.end - by] = buffer[: self.rows, :, by : self.end].clone()
+            self.starts, self.end = [start - by for start in self.starts], self.end - by
         device, first = model.device, self.first
         starts = torch.tensor(self.starts, device=device).unsqueeze(1)
         seen = torch.arange(first, self.end + 1, device=device).unsqueeze(0) >= starts
@@ -116,12 +106,10 @@ class Slots:
         self.end += 1
         return logits.float()
 
-    def _shift(self) -> None:
-        by = self.first
-        for buffer in self._buffers:
-            buffer[: self.rows, :, : self.end - by] = buffer[: self.rows, :, by : self.end].clone()
-        self.starts = [start - by for start in self.starts]
-        self.end -= by
+
+def _tensors(cache: Cache) -> list[Tensor]:
+    """Keys and values in turn, layer by layer."""
+    return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
 
 
 @contextmanager
@@ -237,24 +225,6 @@ def cut(text: str, stop: Sequence[str]) -> str | None:
     return text[: min(ends)[1]] if ends else None
 
 
-class Reader:
-    """Decodes tokens; it decodes a whole row only after a token that can complete a stop text."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]) -> None:
-        self._decode, self._stop = decode, tuple(stop)
-        self._last = {mark[-1] for mark in stop}
-        self._may_end: dict[int, bool] = {}
-
-    def stopped(self, tokens: Sequence[int]) -> str | None:
-        """The row's text up to and including its stop text, or None while there is none."""
-        token = tokens[-1]
-        if token not in self._may_end:
-            piece = self._decode([token])
-            # Part of a character decodes to a replacement character, which may hide anything.
-            self._may_end[token] = "\ufffd" in piece or any(mark in piece for mark in self._last)
-        return cut(self._decode(tokens), self._stop) if self._may_end[token] else None
-
-
 # The default engine: any causal language model of transformers, on the CPU or a GPU, decoding many rows at once.
 
 
@@ -349,7 +319,14 @@ class LocalEngine:
             )
         # Long prompts first, so that the number of used columns shrinks with the queue.
         queue = deque(sorted(rows, key=lambda row: (-len(row.prompt), row.index)))
-        reader = Reader(self._decode, stop)
+
+        @cache
+        def may_stop(token: int) -> bool:
+            """Whether a token can complete a stop text; only then a whole row is decoded."""
+            piece = self._decode([token])
+            # Part of a character decodes to a replacement character, which may hide anything.
+            return "\ufffd" in piece or any(mark[-1] in piece for mark in stop)
+
         # A prompt's last token is the first input of a decoding step.
         shared = shared_prefix([row.prompt for row in rows])
         with torch.inference_mode(), grouped_attention(self._model):
@@ -373,18 +350,26 @@ class LocalEngine:
                     last = [row.tokens[-1] if row.tokens else row.prompt[-1] for row in live]
                     chosen = choose(slots.step(self._model, last), live)
                     for at in reversed(range(len(live))):
-                        if self._take(live[at], chosen[at], reader, limit):
-                            finished.append(live[at])
+                        row, token = live[at], chosen[at]
+                        row.tokens.append(token)
+                        stopped = cut(self._decode(row.tokens), stop) if may_stop(token) else None
+                        if token in self._eos:
+                            row.text, row.end = self._decode(row.tokens[:-1]), "end of text"
+                        elif stopped is not None:
+                            row.text, row.end = stopped, "stop"
+                        elif len(row.tokens) == limit:
+                            row.text, row.end = self._decode(row.tokens), "limit"
+                        if row.end is not None:
+                            finished.append(row)
                             slots.drop(at)
                             live[at] = live[-1]
                             live.pop()
             yield from finished
 
-    def _computed(self, begun: Layers | None, tokens: Sequence[tuple[int, ...]]) -> Layers:
+    def _computed(self, begun: Cache | None, tokens: Sequence[tuple[int, ...]]) -> Cache:
         """The keys and values of these tokens after `begun`, padded on the right, where no token sees the padding."""
-        width, device, past = max(1, *map(len, tokens)), self._model.device, DynamicCache()
-        for layer, pair in enumerate(begun or ()):
-            past.update(*(t.expand(len(tokens), -1, -1, -1) for t in pair), layer)
+        width, device, past = max(1, *map(len, tokens)), self._model.device, deepcopy(begun) or DynamicCache()
+        past.batch_repeat_interleave(len(tokens))
         first = past.get_seq_length()
         self._model(
             input_ids=torch.tensor([[*row, *[0] * (width - len(row))] for row in tokens], device=device),
@@ -393,18 +378,7 @@ class LocalEngine:
             use_cache=True,
             logits_to_keep=1,
         )
-        return [(layer.keys, layer.values) for layer in past.layers]
-
-    def _take(self, row: DecodingRow, token: int, reader: Reader, limit: int) -> bool:
-        """Add a token to a row and return whether that ends it."""
-        row.tokens.append(token)
-        if token in self._eos:
-            row.text, row.end = self._decode(row.tokens[:-1]), "end of text"
-        elif (stopped := reader.stopped(row.tokens)) is not None:
-            row.text, row.end = stopped, "stop"
-        elif len(row.tokens) == limit:
-            row.text, row.end = self._decode(row.tokens), "limit"
-        return row.end is not None
+        return past
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -431,14 +405,15 @@ class ServerEngine:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"expected the address of a vLLM server such as http://localhost:8000, got {url!r}")
         self._url, self._parallel = url.rstrip("/").removesuffix("/v1"), parallel
-        models = self._call("/v1/models", None).get("data", [])
+        models = self._call("/v1/models", lambda answer: [model["id"] for model in answer["data"]])
         if len(models) != 1:
             raise ValueError(f"expected a server with one model at {self._url}, but it serves {len(models)}")
-        self._model = str(models[0]["id"])
+        self._model = str(models[0])
 
     def describe(self) -> dict[str, Any]:
         """The model and version that the server reports; its address does not affect the samples."""
-        return {"name": "vllm", "model": self._model, "version": self._call("/version", None).get("version")}
+        version = self._call("/version", lambda answer: answer.get("version"))
+        return {"name": "vllm", "model": self._model, "version": version}
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[DecodingRow]:
         """Each request's continuation when it is finished."""
@@ -462,30 +437,27 @@ class ServerEngine:
             "stop": list(sampling.stop),
             "include_stop_str_in_output": True,
         }
-        answer = self._call("/v1/completions", body)
-        try:
-            choice = answer["choices"][0]
-            text, finish, reason = choice["text"], choice["finish_reason"], choice.get("stop_reason")
-        except (KeyError, IndexError, TypeError) as error:
-            raise ConnectionError(f"expected choices from {self._url}, got {answer!r:.200}") from error
+        text, finish, reason = self._call("/v1/completions", _choice, body)
         # The server names a stop text as the reason, but not the model's own end of text.
         end: End = "limit" if finish == "length" else "stop" if isinstance(reason, str) else "end of text"
         return DecodingRow(request.index, request.prompt, text=text, end=end)
 
-    def _call(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    def _call(self, path: str, read: Callable[[Any], Any], body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data=data, headers={"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
-                answer = json.load(response)
-        except (OSError, ValueError) as error:
+                return read(json.load(response))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             reason = error.read()[:300] if isinstance(error, urllib.error.HTTPError) else ""
             raise ConnectionError(
                 f"no vLLM server answers at {self._url}{path} ({error} {reason!r}); start one with 'vllm serve MODEL'"
             ) from error
-        if not isinstance(answer, dict):
-            raise ConnectionError(f"expected a JSON object from {self._url}{path}, got {answer!r:.100}")
-        return answer
+
+
+def _choice(answer: Any) -> tuple[str, str, Any]:
+    first = answer["choices"][0]
+    return first["text"], first["finish_reason"], first.get("stop_reason")
 
 
 Engine: TypeAlias = LocalEngine | ServerEngine

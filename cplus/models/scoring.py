@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cplus.base.terminal import progress
 from cplus.core.losses import target_logits
@@ -25,10 +25,10 @@ from cplus.models.decoding import ROWS, LocalEngine
 
 _MAX_ROWS = 256
 _MAX_LOGITS = 2**28
-# Scoring is compute-bound: on a CPU, batches larger than the caches are slower.
-_SCORED_TOKENS = {"cpu": 512, "mps": 4096, "cuda": 16384}
-# Decoding reads all weights for each token of a batch, so a batch is as large as the key-value cache allows.
-_DECODED_TOKENS = {"cpu": 8192, "mps": 8192, "cuda": 65536}
+# Scoring is compute-bound: on a CPU, batches larger than the caches are slower. Decoding reads all weights for each
+# token of a batch, so a batch is as large as the key-value cache allows.
+_TOKENS = {"cpu": (512, 8192), "mps": (4096, 8192), "cuda": (16384, 65536)}
+"""Tokens that are scored together and that are decoded together."""
 
 
 def scored(model: nn.Module, lengths: Sequence[int], kept: Sequence[int], what: str) -> Iterator[list[int]]:
@@ -36,7 +36,8 @@ def scored(model: nn.Module, lengths: Sequence[int], kept: Sequence[int], what: 
     if not lengths:
         return
     share = max(positions / length for positions, length in zip(kept, lengths, strict=True))
-    max_tokens = min(_SCORED_TOKENS[_device(model)], int(_MAX_LOGITS / (vocabulary(model) * share)))
+    vocabulary = int(bare(model).config.get_text_config().vocab_size)
+    max_tokens = min(_together(model)[0], int(_MAX_LOGITS / (vocabulary * share)))
     with progress() as bars:
         task = bars.add_task(what, total=len(lengths))
         for batch in length_sorted_batches(lengths, max_tokens=max_tokens, max_rows=_MAX_ROWS):
@@ -44,19 +45,13 @@ def scored(model: nn.Module, lengths: Sequence[int], kept: Sequence[int], what: 
             bars.advance(task, len(batch))
 
 
-def _device(model: nn.Module) -> str:
-    kind = next(model.parameters()).device.type
-    return kind if kind in _SCORED_TOKENS else "cpu"
+def _together(model: nn.Module) -> tuple[int, int]:
+    return _TOKENS.get(next(model.parameters()).device.type, _TOKENS["cpu"])
 
 
 def bare(model: nn.Module) -> Any:
     """The transformers model inside a PEFT wrapper: it includes the adapters, and its forward has named arguments."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-
-
-def vocabulary(model: nn.Module) -> int:
-    """The number of logits per position."""
-    return int(bare(model).config.get_text_config().vocab_size)
 
 
 def check_window(model: nn.Module, lengths: Sequence[int]) -> None:
@@ -92,26 +87,6 @@ class PackedRow:
         return len(self.prompt) + self.kept - 1
 
 
-def packed_scores(model: Any, rows: Sequence[PackedRow], offset: int, prefix: Any | None) -> list[list[float]]:
-    """Each candidate's summed log-likelihood; `prefix` is the key-value cache of `offset` tokens before all rows."""
-    device = next(model.parameters()).device
-    ids, positions, segments, where = _lay_out(rows, offset)
-    past = copy.deepcopy(prefix)
-    if past is not None:
-        past.batch_repeat_interleave(len(rows))
-    logits = model(
-        input_ids=ids.to(device),
-        attention_mask=_block_mask(model, segments.to(device), offset),
-        position_ids=positions.to(device),
-        past_key_values=past,
-        use_cache=past is not None,
-        logits_to_keep=max(row.kept for row in rows),
-    ).logits.float()
-    row, column, token = torch.tensor(where, device=device).unbind(1)
-    chosen = iter((logits[row, column, token] - logits.logsumexp(2)[row, column]).tolist())
-    return [[sum(next(chosen) for _ in candidate) for candidate in row.candidates] for row in rows]
-
-
 def takes_block_masks(model: Any, longest: int) -> bool:
     """Whether the model's attention accepts a custom mask for rows of up to `longest` tokens."""
     config = model.config
@@ -127,14 +102,14 @@ def takes_block_masks(model: Any, longest: int) -> bool:
     )
 
 
-def _lay_out(rows: Sequence[PackedRow], offset: int) -> tuple[Tensor, Tensor, Tensor, list[tuple[int, int, int]]]:
-    """Left-padded tokens, their positions and their segments: 0 for a prompt, 1, 2, ... for candidates, -1 for padding.
-
-    The list has (row, column among the kept, token) for every token to be predicted.
-    """
+def packed_scores(model: Any, rows: Sequence[PackedRow], offset: int, prefix: Any | None) -> list[list[float]]:
+    """Each candidate's summed log-likelihood; `prefix` is the key-value cache of `offset` tokens before all rows."""
+    device = next(model.parameters()).device
     width, keep = max(map(len, rows)), max(row.kept for row in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    positions, segments, where = torch.zeros_like(ids), torch.full_like(ids, -1), []
+    # Left-padded tokens, their positions and their segments: 0 for a prompt, 1, 2, ... for candidates, -1 for padding.
+    ids, positions, segments = torch.zeros(3, len(rows), width, dtype=torch.long)
+    segments -= 1
+    where = []  # row, column among the kept, and token of everything to be predicted
     for i, row in enumerate(rows):
         column, begin = width - len(row), offset
         last = column + len(row.prompt) - 1
@@ -146,21 +121,28 @@ def _lay_out(rows: Sequence[PackedRow], offset: int) -> tuple[Tensor, Tensor, Te
             if segment:
                 columns = (last, *range(column, cells.stop))
                 target = row.candidates[segment - 1]
-                where += [(i, at - (width - keep), token) for at, token in zip(columns, target, strict=True)]
+                where += [(i, c - (width - keep), token) for c, token in zip(columns, target, strict=True)]
             column, begin = cells.stop, offset + len(row.prompt)
-    return ids, positions, segments, where
-
-
-def _block_mask(model: Any, segments: Tensor, offset: int) -> Tensor:
-    """The causal attention mask: every token sees the prefix and the prompt, a candidate otherwise only itself."""
-    rows, width = segments.shape
-    own = segments[:, :, None] == segments[:, None, :]
-    seen = (own | (segments[:, None, :] == 0)).tril()
-    seen = torch.cat([seen.new_ones(rows, width, offset), seen], dim=2)[:, None]
-    if model.config._attn_implementation == "sdpa":
-        return seen
-    # Eager attention adds the mask to its scores.
-    return torch.zeros_like(seen, dtype=model.dtype).masked_fill_(~seen, torch.finfo(model.dtype).min)
+    # Every token sees the prefix and the prompt, a candidate otherwise only itself.
+    segments = segments.to(device)
+    seen = ((segments[:, :, None] == segments[:, None, :]) | (segments[:, None, :] == 0)).tril()
+    seen = torch.cat([seen.new_ones(len(rows), width, offset), seen], dim=2)[:, None]
+    if model.config._attn_implementation != "sdpa":  # eager attention adds the mask to its scores
+        seen = torch.zeros_like(seen, dtype=model.dtype).masked_fill_(~seen, torch.finfo(model.dtype).min)
+    past = copy.deepcopy(prefix)
+    if past is not None:
+        past.batch_repeat_interleave(len(rows))
+    logits = model(
+        input_ids=ids.to(device),
+        attention_mask=seen,
+        position_ids=positions.to(device),
+        past_key_values=past,
+        use_cache=past is not None,
+        logits_to_keep=keep,
+    ).logits.float()
+    at, kept, token = torch.tensor(where, device=device).unbind(1)
+    chosen = iter((logits[at, kept, token] - logits.logsumexp(2)[at, kept]).tolist())
+    return [[sum(next(chosen) for _ in candidate) for candidate in row.candidates] for row in rows]
 
 
 # Log-likelihoods of answers: each prompt is processed once for all its candidates, with logits at answers only.
@@ -172,6 +154,8 @@ class Score:
 
     total: float
     num_tokens: int
+    likeliest: bool | None = None
+    """Whether each of its tokens is the most likely one at its position, where that was asked."""
 
     @property
     def mean(self) -> float:
@@ -197,41 +181,27 @@ def score_candidates(
     if prefix:
         ids = torch.tensor([prefix], device=next(model.parameters()).device)
         past = bare(model)(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
-    scores: list[tuple[Score, ...]] = [()] * len(rows)
+    scores: dict[int, tuple[Score, ...]] = {}
     for batch in scored(model, [len(row) for row in rows], [row.kept for row in rows], what):
         totals = packed_scores(bare(model), [rows[i] for i in batch], len(prefix), past)
         for index, own in zip(batch, totals, strict=True):
-            lengths = map(len, rows[index].candidates)
-            scores[index] = tuple(Score(total, length) for total, length in zip(own, lengths, strict=True))
-    return scores
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """A target after its prompt: its score, and whether each of its tokens is the most likely one at its position."""
-
-    score: Score
-    likeliest: bool
-
-
-def log_likelihoods(model: nn.Module, rows: Sequence[Encoded], *, what: str = "scoring") -> list[Score]:
-    """The score of each row's target."""
-    return [reading.score for reading in read_targets(model, rows, what=what)]
+            scores[index] = tuple(map(Score, own, map(len, rows[index].candidates)))
+    return [scores[i] for i in range(len(rows))]
 
 
 @torch.inference_mode()
-def read_targets(model: nn.Module, rows: Sequence[Encoded], *, what: str = "scoring") -> list[Reading]:
-    """Each row's target in one pass; if every token is the most likely one, greedy decoding gives this target."""
+def log_likelihoods(model: nn.Module, rows: Sequence[Encoded], *, what: str = "scoring") -> list[Score]:
+    """The score of each row's target in one pass; if it is the likeliest, greedy decoding gives this target."""
     check_window(model, [len(row) - 1 for row in rows])
-    readings = [Reading(Score(0.0, 1), False)] * len(rows)
+    scores: dict[int, Score] = {}
     for batch in scored(model, [len(row) for row in rows], [len(row.target) for row in rows], what):
         logits, labels = target_logits(bare(model), [rows[i] for i in batch])
         tokens = logits.gather(2, labels.clamp(min=0)[..., None])[..., 0] - logits.logsumexp(2)
         totals = tokens.masked_fill(labels < 0, 0.0).sum(1).tolist()
         likeliest = ((logits.argmax(2) == labels) | (labels < 0)).all(1).tolist()
         for index, total, repeats in zip(batch, totals, likeliest, strict=True):
-            readings[index] = Reading(Score(total, rows[index].num_scored), repeats)
-    return readings
+            scores[index] = Score(total, rows[index].num_scored, repeats)
+    return [scores[i] for i in range(len(rows))]
 
 
 # A model's answers, example by example, through an interface.
@@ -258,23 +228,24 @@ def predict(
 
     Paper: h_theta in App. C.1; protocol section 1.
     """
-    candidates = [interface.candidates(example) for example in examples]
-    closed = [i for i, own in enumerate(candidates) if own]
-    open_ = [i for i, own in enumerate(candidates) if not own]
-    prompts = [interface.prompt(examples[i]) for i in closed]
-    scores = score_candidates(model, prompts, [candidates[i] for i in closed], what=what)
-    found = {i: chosen(examples[i], own) for i, own in zip(closed, scores, strict=True)}
-    if open_:
-        asked = [tuple(interface.prompt(examples[i])) for i in open_]
-        longest = max(map(len, asked)) + max_new_tokens
-        engine = LocalEngine(
-            bare(model), interface.tokenizer, rows=max(1, min(ROWS, _DECODED_TOKENS[_device(model)] // longest))
+    candidates = {i: own for i, example in enumerate(examples) if (own := interface.candidates(example))}
+    prompts = [tuple(interface.prompt(example)) for example in examples]
+    scores = score_candidates(model, [prompts[i] for i in candidates], list(candidates.values()), what=what)
+    found = {i: _choice(examples[i], own) for i, own in zip(candidates, scores, strict=True)}
+    asked = [i for i in range(len(examples)) if i not in candidates]
+    if asked:
+        longest = max(len(prompts[i]) for i in asked) + max_new_tokens
+        engine = LocalEngine(bare(model), interface.tokenizer, rows=max(1, min(ROWS, _together(model)[1] // longest)))
+        said = engine.greedy(
+            [prompts[i] for i in asked],
+            max_new_tokens=max_new_tokens,
+            stop=interface.answer_stop,
+            word_first=word_first,
+            what=what,
         )
-        stop = interface.answer_stop
-        said = engine.greedy(asked, max_new_tokens=max_new_tokens, stop=stop, word_first=word_first, what=what)
-        for i, row in zip(open_, said, strict=True):
+        for i, row in zip(asked, said, strict=True):
             text, score = row.text.strip(), Score(row.total, len(row.tokens))
-            found[i] = _spoken(examples[i], text, None if judge is None else judge(text, examples[i]), score)
+            found[i] = spoken(examples[i], text, None if judge is None else judge(text, examples[i]), score)
     return [found[i] for i in range(len(examples))]
 
 
@@ -286,15 +257,15 @@ def repeated(
     The answer is the response if they are equal, otherwise empty, because the model's own text is not known. The score
     is the response's mean token log-likelihood.
     """
-    readings = read_targets(model, [interface.encode(example) for example in examples], what=what)
-    found = []
-    for example, reading in zip(examples, readings, strict=True):
-        answer = example.response if reading.likeliest and isinstance(example, FreeForm) else ""
-        found.append(_spoken(example, answer, reading.likeliest, reading.score))
-    return found
+    scores = log_likelihoods(model, [interface.encode(example) for example in examples], what=what)
+    return [
+        spoken(example, example.response if own.likeliest and isinstance(example, FreeForm) else "", own.likeliest, own)
+        for example, own in zip(examples, scores, strict=True)
+    ]
 
 
-def _spoken(example: Example, answer: str, correct: bool | None, score: Score) -> Prediction:
+def spoken(example: Example, answer: str, correct: bool | None, score: Score) -> Prediction:
+    """An answer in words, with the score of its tokens."""
     return Prediction(
         id=example.id,
         answer=answer,
@@ -320,7 +291,7 @@ def fitting(interface: Interface, examples: Sequence[Example], window: int, poli
     return [short for short in cut if short is not None]
 
 
-def chosen(example: Example, scores: tuple[Score, ...]) -> Prediction:
+def _choice(example: Example, scores: tuple[Score, ...]) -> Prediction:
     """The candidate with the highest mean token log-likelihood; the first one if several are equal."""
     assert isinstance(example, Choice)
     means = [score.mean for score in scores]

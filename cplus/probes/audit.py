@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import mean, median
 from string import ascii_uppercase
 from typing import Any
@@ -26,22 +25,17 @@ NEAR = 0.9
 _TO_READ = 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComparedRows:
-    """A file of evaluation or training examples that a bank is compared with."""
+def audit(bank: Bank, against: Mapping[str, Sequence[Example]], *, seed: int = 0) -> dict[str, Any]:
+    """All figures of one bank as one JSON value, compared with examples for evaluation or training by their source.
 
-    name: str
-    examples: Sequence[Example]
-
-
-def audit(bank: Bank, against: Sequence[ComparedRows], *, seed: int = 0) -> dict[str, Any]:
-    """All figures of one bank as one JSON value; its anchors are used if one of the compared files contains them."""
-    anchors = sealed_anchors(bank, against)
+    Its anchors are used if one of the sources contains them.
+    """
+    anchors = next(filter(None, (sealed_anchors(bank, rows) for rows in against.values())), [])
     options = bank.manifest["interface"] == "letter"
     texts = [input_text(example, options=options) for example in bank.examples]
     keys = [input_key(example, options=options) for example in bank.examples]
     counts = bank.manifest["counts"]
-    found = {source.name: overlap(bank.examples, source.examples, options=options) for source in against}
+    found = {name: overlap(bank.examples, rows, options=options) for name, rows in against.items()}
     pairs = [{"file": name, **pair} for name, one in found.items() for pair in one.pop("nearest")]
     return {
         "bank": {key: bank.manifest[key] for key in ("model", "interface", "settings", "engine", "probes_sha256")},
@@ -61,7 +55,16 @@ def audit(bank: Bank, against: Sequence[ComparedRows], *, seed: int = 0) -> dict
             reason: round(count / counts["requests"], 6) for reason, count in Counter(counts["rejected"]).most_common()
         },
         "parts": bank.manifest.get("parts", []),
-        "sample": _sample(bank, options=options, seed=seed),
+        "sample": [
+            {
+                "id": probe.example.id,
+                "text": input_text(probe.example, options=options),
+                "answer": probe.example.right if isinstance(probe.example, Choice) else probe.example.response,
+                "confidence": probe.confidence,
+                "topic": probe.topic,
+            }
+            for probe in random.Random(seed).sample(bank.probes, min(_TO_READ, len(bank.probes)))
+        ],
     }
 
 
@@ -115,11 +118,12 @@ def jaccard(left: Sequence[str], right: Sequence[str]) -> np.ndarray[Any, np.dty
     >>> jaccard(["a b c"], ["A, b!", "x"]).round(2).tolist()
     [[0.67, 0.0]]
     """
-    ids: dict[str, int] = {}
-    for text in (*left, *right):
-        for word in sorted(words(text)):
-            ids.setdefault(word, len(ids))
-    a, b = (_word_matrix(texts, ids) for texts in (left, right))
+    sets = [words(text) for text in (*left, *right)]
+    ids = {word: number for number, word in enumerate(set().union(*sets))}
+    rows = np.repeat(np.arange(len(sets)), [len(own) for own in sets])
+    columns = [ids[word] for own in sets for word in own]
+    whole = csr_array((np.ones(len(rows), dtype=np.int32), (rows, columns)), shape=(len(sets), max(len(ids), 1)))
+    a, b = whole[: len(left)], whole[len(left) :]
     shared = (a @ b.T).toarray().astype(np.float64)
     either = a.sum(1)[:, None] + b.sum(1)[None, :] - shared
     ratio: np.ndarray[Any, np.dtype[np.float64]] = np.divide(
@@ -158,15 +162,11 @@ def overlap(probes: Sequence[Example], rows: Sequence[Example], *, options: bool
     }
 
 
-def sealed_anchors(bank: Bank, sources: Sequence[ComparedRows]) -> list[Example]:
-    """The anchors that the bank was built from, if one of the files has exactly these; the bank has only their hash."""
-    ids = bank.manifest["anchors"]["ids"]
-    for source in sources:
-        rows = {example.id: example for example in source.examples}
-        found = [rows[id] for id in ids if id in rows]
-        if len(found) == len(ids) and anchors_hash(found) == bank.manifest["anchors"]["sha256"]:
-            return found
-    return []
+def sealed_anchors(bank: Bank, examples: Sequence[Example]) -> list[Example]:
+    """The anchors that the bank was built from, if these are among the examples; the bank has only their hash."""
+    sealed, rows = bank.manifest["anchors"], {example.id: example for example in examples}
+    found = [rows[id] for id in sealed["ids"] if id in rows]
+    return found if len(found) == len(sealed["ids"]) and anchors_hash(found) == sealed["sha256"] else []
 
 
 def labels(probes: Sequence[Example], anchors: Sequence[Example], *, by_position: bool) -> dict[str, Any]:
@@ -174,55 +174,20 @@ def labels(probes: Sequence[Example], anchors: Sequence[Example], *, by_position
 
     An answer is identified by the letter of its position or by its words. `divergence` is the Jensen-Shannon divergence
     in bits: 0 for equal shares, 1 for no answer in common.
+
+        JS(p, q) = KL(p || m) / 2 + KL(q || m) / 2,  m = (p + q) / 2
     """
-    ours, theirs = (
-        Counter(_answer(example, by_position=by_position) for example in some) for some in (probes, anchors)
-    )
+
+    def answer(example: Example) -> str:
+        if not isinstance(example, Choice):
+            return normalise(example.response)
+        return ascii_uppercase[example.answer] if by_position else normalise(example.right)
+
+    ours, theirs = (Counter(map(answer, some)) for some in (probes, anchors))
+    p, q = ([counts[name] for name in sorted({*ours, *theirs})] for counts in (ours, theirs))
     return {
         "distinct": len(ours),
         "shares": {answer: round(count / len(probes), 6) for answer, count in ours.most_common(_TO_READ)},
         "anchor_shares": {answer: round(count / len(anchors), 6) for answer, count in theirs.most_common(_TO_READ)},
-        "divergence": round(divergence(ours, theirs), 6) if anchors else None,
+        "divergence": round(float(jensenshannon(p, q, base=2)) ** 2, 6) if anchors else None,
     }
-
-
-def divergence(left: Mapping[str, int], right: Mapping[str, int]) -> float:
-    """The Jensen-Shannon divergence of two counts, in bits.
-
-    JS(p, q) = KL(p || m) / 2 + KL(q || m) / 2,  m = (p + q) / 2
-
-    >>> divergence({"A": 1, "B": 1}, {"A": 3, "B": 3}), divergence({"A": 1}, {"B": 1})
-    (0.0, 1.0)
-    """
-    names = sorted({*left, *right})
-    p, q = ([counts.get(name, 0) for name in names] for counts in (left, right))
-    return float(jensenshannon(p, q, base=2)) ** 2
-
-
-def _word_matrix(texts: Sequence[str], ids: Mapping[str, int]) -> csr_array:
-    rows, columns = [], []
-    for row, text in enumerate(texts):
-        own = [ids[word] for word in words(text)]
-        rows += [row] * len(own)
-        columns += own
-    return csr_array((np.ones(len(rows), dtype=np.int32), (rows, columns)), shape=(len(texts), max(len(ids), 1)))
-
-
-def _answer(example: Example, *, by_position: bool) -> str:
-    if not isinstance(example, Choice):
-        return normalise(example.response)
-    return ascii_uppercase[example.answer] if by_position else normalise(example.right)
-
-
-def _sample(bank: Bank, *, options: bool, seed: int) -> list[dict[str, Any]]:
-    chosen = random.Random(seed).sample(bank.probes, min(_TO_READ, len(bank.probes)))
-    return [
-        {
-            "id": probe.example.id,
-            "text": input_text(probe.example, options=options),
-            "answer": probe.example.right if isinstance(probe.example, Choice) else probe.example.response,
-            "confidence": probe.confidence,
-            "topic": probe.topic,
-        }
-        for probe in chosen
-    ]

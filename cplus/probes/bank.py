@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,37 +87,23 @@ def seal(folder: Path, probes: Sequence[Probe], manifest: Mapping[str, Any]) -> 
     if folder.exists():
         raise ValueError(f"{folder} already exists; remove it or choose another folder for the bank")
     with files.replacing_folder(folder) as part:
-        files.write_text(part / PROBES, probe_lines(probes))
+        lines = (files.canonical_json(probe_to_row(probe)) + "\n" for probe in probes)
+        files.write_text(part / PROBES, "".join(lines))
         body = {**manifest, "format": FORMAT, "probes_sha256": files.sha256_file(part / PROBES)}
         files.write_json(part / MANIFEST, {**body, "seal": files.fingerprint(body)})
     return Bank.load(folder)
 
 
-def probe_lines(probes: Iterable[Probe]) -> str:
-    """The bank's content as text, the same for the same list of probes."""
-    return "".join(files.canonical_json(probe_to_row(probe)) + "\n" for probe in probes)
-
-
 def probe_to_row(probe: Probe) -> dict[str, Any]:
     """The JSON row of a probe; all rows of a bank have the same keys, so that they fit a table."""
-    return {
-        **to_row(probe.example),
-        "confidence": probe.confidence,
-        "request": probe.request,
-        "shots": list(probe.shots),
-        "topic": probe.topic,
-    }
+    origin = {"confidence": probe.confidence, "request": probe.request, "topic": probe.topic}
+    return {**to_row(probe.example), **origin, "shots": list(probe.shots)}
 
 
 def probe_from_row(row: Mapping[str, Any]) -> Probe:
     """Read a row written by `probe_to_row`."""
-    return Probe(
-        example=from_row(row, where=f"probe {row['request']}", id=""),
-        confidence=row["confidence"],
-        request=row["request"],
-        shots=tuple(row["shots"]),
-        topic=row["topic"],
-    )
+    origin = {"confidence": row["confidence"], "request": row["request"], "topic": row["topic"]}
+    return Probe(example=from_row(row, where=f"probe {row['request']}", id=""), shots=tuple(row["shots"]), **origin)
 
 
 def described(anchors: Sequence[Example]) -> dict[str, Any]:

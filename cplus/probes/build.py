@@ -25,7 +25,7 @@ from cplus.probes.bank import (
     seal,
 )
 from cplus.probes.settings import ProbeSettings
-from cplus.probes.writing import Block, Sampled, Tally, TooFewProbes, generate, labeller_of, rejections, writer
+from cplus.probes.writing import Block, Outcome, Tally, TooFewProbes, labeller_of, rejections, writer
 
 # Builds a sealed bank on disk, block by block; an interrupted build is resumed.
 
@@ -33,7 +33,7 @@ from cplus.probes.writing import Block, Sampled, Tally, TooFewProbes, generate, 
 _LATER = ("ability", "answer_tokens")
 """Settings that a manifest holds only where they are used."""
 
-OnEvent = Callable[[Sampled | Block], None]
+OnEvent = Callable[[Outcome], None]
 
 
 def build(
@@ -52,15 +52,14 @@ def build(
 
     If another process is building it, wait for up to `wait` seconds; `notify` is then called once.
     """
-    local = LocalEngine(base.model, base.tokenizer)
-    engine = engine or local
+    engine = engine or LocalEngine(base.model, base.tokenizer)
     identity = identify(base, interface, anchors, settings, engine)
     if folder.exists():
         return _same(folder, identity)
     path = journal_path(folder)
     tally = Tally(anchors, interface, settings)
     # Whichever engine samples the inputs, the frozen model itself answers them.
-    labeller = labeller_of(base, local, interface, settings)
+    labeller = labeller_of(base, interface, settings)
     # What a resumed build must share: the size may change unless labels are balanced.
     kept = {k: v for k, v in identity["settings"].items() if k != "num_probes" or settings.label_balanced}
     with open_journal(path, {**identity, "settings": kept}, wait=wait, notify=notify) as journal:
@@ -72,13 +71,13 @@ def build(
             tally.add(block)
             watch(block)
         try:
-            for event in generate(engine, labeller, interface, anchors, settings, tally):
-                if isinstance(event, Block):
+            for event in tally.generate(engine, labeller):
+                if isinstance(event, dict):
                     rows = [
                         {"index": index, "reason": result.reason}
                         if isinstance(result, Rejected)
                         else {"index": index, "probe": probe_to_row(result)}
-                        for index, result in event.outcomes.items()
+                        for index, result in event.items()
                     ]
                     journal.append({"outcomes": rows})
                 watch(event)
@@ -86,9 +85,8 @@ def build(
             raise TooFewProbes(f"{error}. The accepted ones are stored in {path}") from error
         # The first N probes, and the yield of the requests up to the last of them.
         probes = tally.probes[: settings.num_probes]
-        last = probes[-1].request
-        used = sum(index <= last for block in tally.blocks for index in block.outcomes)
-        counts = {"requests": used, "accepted": len(probes), "rejected": dict(rejections(tally.blocks, last))}
+        used = probes[-1].request + 1
+        counts = {"requests": used, "accepted": len(probes), "rejected": dict(rejections(tally.blocks, used - 1))}
         bank = seal(folder, probes, {**identity, "counts": counts, "yield": round(len(probes) / used, 6)})
         path.unlink()
     return bank
@@ -128,12 +126,10 @@ def _same(folder: Path, identity: Mapping[str, Any]) -> Bank:
 
 def _block_from_entry(entry: Mapping[str, Any]) -> Block:
     try:
-        return Block(
-            outcomes={
-                row["index"]: Rejected(row["reason"]) if "reason" in row else probe_from_row(row["probe"])
-                for row in entry["outcomes"]
-            }
-        )
+        return {
+            row["index"]: Rejected(row["reason"]) if "reason" in row else probe_from_row(row["probe"])
+            for row in entry["outcomes"]
+        }
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"an entry of the journal is damaged ({error!r}); remove the journal and start again"
@@ -166,17 +162,15 @@ def sealed_before(
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             continue
         size, needed = found["settings"]["num_probes"], settings.num_probes
-        if not (size == needed or (size > needed and settings.ability is not None)):
-            continue
-        if found["model"]["fingerprint"] != base.fingerprint or any(
-            {**found[key], "num_probes": 0} != {**wanted[key], "num_probes": 0} for key in ("anchors", "settings")
+        if (
+            (size == needed or (size > needed and settings.ability is not None))
+            and found["model"]["fingerprint"] == base.fingerprint
+            and {**found["settings"], "num_probes": needed} == wanted["settings"]
+            and all(found[key] == wanted[key] for key in ("anchors", "interface", "first_request_sha256"))
         ):
-            continue
-        if any(found[key] != wanted[key] for key in ("interface", "first_request_sha256")):
-            continue
-        engine = {key: value for key, value in found["engine"].items() if wanted["engine"].get(key) != value}
-        other = ", ".join(f"{key} {value}" for key, value in engine.items())
-        return folder, f"; written with {other}" if other else ""
+            engine = {key: value for key, value in found["engine"].items() if wanted["engine"].get(key) != value}
+            other = ", ".join(f"{key} {value}" for key, value in engine.items())
+            return folder, f"; written with {other}" if other else ""
     return None
 
 

@@ -15,7 +15,7 @@ from cplus.data.examples import Example, FreeForm, fingerprint, to_row
 from cplus.data.formats import from_row
 from cplus.data.interfaces import Interface, Rejected
 from cplus.models import Loaded
-from cplus.models.decoding import DecodingRow, LocalEngine
+from cplus.models.decoding import LocalEngine
 from cplus.models.scoring import log_likelihoods, predict
 
 # The frozen model's own answers, by the fixed rule of the interface.
@@ -38,7 +38,6 @@ Labeller: TypeAlias = Callable[[Sequence[Example]], list[Label | Rejected]]
 
 def label(
     model: nn.Module,
-    engine: LocalEngine,
     interface: Interface,
     examples: Sequence[Example],
     *,
@@ -55,39 +54,31 @@ def label(
     closed = [i for i, example in enumerate(examples) if interface.candidates(example)]
     asked = [i for i in range(len(examples)) if i not in {*texts, *closed}]
     labels: dict[int, Label | Rejected] = {}
-    for i, found in zip(
-        closed, predict(model, interface, [examples[i] for i in closed], what="labelling"), strict=True
-    ):
+    chosen = predict(model, interface, [examples[i] for i in closed], what="labelling")
+    for i, found in zip(closed, chosen, strict=True):
         labels[i] = Label(interface.with_answer(examples[i], found.answer), found.confidence)
     own = log_likelihoods(model, [interface.encode(examples[i]) for i in texts], what="scoring")
     for i, score in zip(texts, own, strict=True):
         labels[i] = Label(examples[i], math.exp(score.mean))
     prompts, limit = [interface.prompt(examples[i]) for i in asked], max_tokens or MAX_ANSWER_TOKENS[interface.name]
-    rows = engine.greedy(prompts, max_new_tokens=limit, stop=interface.answer_stop)
-    for i, row in zip(asked, rows, strict=True):
-        labels[i] = _judged(examples[i], row, math.exp(row.total / len(row.tokens)), interface, cut=cut)
+    engine = LocalEngine(model, interface.tokenizer)
+    for i, row in zip(asked, engine.greedy(prompts, max_new_tokens=limit, stop=interface.answer_stop), strict=True):
+        text, limited = row.text, row.end == "limit"
+        for mark in interface.answer_stop:
+            text = text.removesuffix(mark)
+        text = text.strip()
+        if limited and not cut:
+            labels[i] = Rejected("answer without end")
+        elif not any(character.isalnum() for character in text):
+            labels[i] = Rejected("empty answer")
+        elif text.endswith(":") and not limited:
+            labels[i] = Rejected("answer breaks off")
+        else:
+            answered = interface.with_answer(examples[i], text)
+            if limited and isinstance(answered, FreeForm):
+                answered = replace(answered, cut=True)
+            labels[i] = Label(answered, math.exp(row.total / len(row.tokens)))
     return [labels[i] for i in range(len(examples))]
-
-
-def without_stop(text: str, stop: Sequence[str]) -> str:
-    """A decoded answer without the text that ended it."""
-    for mark in stop:
-        text = text.removesuffix(mark)
-    return text.strip()
-
-
-def _judged(
-    example: Example, row: DecodingRow, confidence: float, interface: Interface, *, cut: bool
-) -> Label | Rejected:
-    text, limited = without_stop(row.text, interface.answer_stop), row.end == "limit"
-    if limited and not cut:
-        return Rejected("answer without end")
-    if not any(character.isalnum() for character in text):
-        return Rejected("empty answer")
-    if text.endswith(":") and not limited:
-        return Rejected("answer breaks off")
-    answered = interface.with_answer(example, text)
-    return Label(replace(answered, cut=True) if limited and isinstance(answered, FreeForm) else answered, confidence)
 
 
 # The base model's own answers, for users who have requests to preserve but no recorded answers.
@@ -109,8 +100,7 @@ def own_answers(base: Loaded, interface: Interface, examples: Sequence[Example],
     if not path.is_file():
         longest = max(len(interface.prompt(example)) for example in examples)
         limit = min(LONGER * MAX_ANSWER_TOKENS[interface.name], base.window - longest)
-        engine = LocalEngine(base.model, base.tokenizer)
-        labels = label(base.model, engine, interface, examples, max_tokens=limit)
+        labels = label(base.model, interface, examples, max_tokens=limit)
         files.write_json(path, [to_row(own.example) if isinstance(own, Label) else None for own in labels])
     rows = [row for row in files.read_json(path) if row is not None]
     if not rows:

@@ -7,7 +7,6 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from cplus.data.examples import Choice, Example
 
@@ -140,9 +139,4 @@ def plan(index: int, anchors: Sequence[Example], settings: ProbeSettings) -> Req
 def in_turn(values: tuple[str, ...], index: int, seed: str) -> str:
     """The value for this index: every value once per round, in a new order in every round."""
     cycle, position = divmod(index, len(values))
-    return _permuted(values, f"{seed}/{cycle}")[position]
-
-
-@cache
-def _permuted(values: tuple[str, ...], seed: str) -> tuple[str, ...]:
-    return tuple(random.Random(seed).sample(values, len(values)))
+    return random.Random(f"{seed}/{cycle}").sample(values, len(values))[position]

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from cplus.data.examples import Choice, Example, FreeForm
 from cplus.data.interfaces import Interface, Rejected
 from cplus.models import Loaded
-from cplus.models.decoding import DecodingRow, Engine, LocalEngine, Request, Sampling, request_seed
+from cplus.models.decoding import Engine, LocalEngine, Request, Sampling, request_seed
 from cplus.probes import settings as probe_settings
 from cplus.probes.abilities import SelfWritten, ability, answer_flaw, near
 from cplus.probes.bank import Probe
@@ -89,45 +89,98 @@ class TooFewProbes(ValueError):
     """The model produces too few valid probes to continue."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampled:
-    """A request was completed; `reason` is why its text cannot become a probe, if that is already known."""
-
-    index: int
-    text: str
-    reason: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """What became of consecutive requests, by index: a probe, or the reason why there is none."""
-
-    outcomes: dict[int, Probe | Rejected]
-
-    @property
-    def probes(self) -> list[Probe]:
-        """The accepted probes."""
-        return [result for result in self.outcomes.values() if isinstance(result, Probe)]
+Block: TypeAlias = dict[int, Probe | Rejected]
+"""What became of consecutive requests, by index: a probe, or the reason why there is none."""
+Outcome: TypeAlias = Example | Rejected | Block
+"""What a request gave before it is compared and labelled, or a whole block."""
 
 
 class Tally:
     """The probes accepted so far, and the rules for accepting more."""
 
     def __init__(self, anchors: Sequence[Example], interface: Interface, settings: ProbeSettings) -> None:
-        self._settings = settings
-        self._options = interface.name == "letter"
-        self._anchors = {self._key(anchor) for anchor in anchors}
-        self._keys: set[str] = set()
-        self._words: list[frozenset[str]] = []
-        self._answers: Counter[int] = Counter()
-        self._quota = _quota(anchors, interface, settings)
+        self._anchors, self._interface, self._settings = anchors, interface, settings
+        self._seen = {self._key(anchor) for anchor in anchors}
+        self._quota: int | None = None
+        if settings.label_balanced:
+            counts = {len(anchor.choices) for anchor in anchors if isinstance(anchor, Choice)}
+            if interface.name != "letter" or len(counts) != 1:
+                raise ValueError(
+                    "label-balanced banks need one fixed set of answers: the letter interface and anchors with the "
+                    f"same number of choices; got the {interface.name} interface and {sorted(counts) or 'no'} choices"
+                )
+            self._quota = ceil(settings.num_probes / counts.pop())
         self.blocks: list[Block] = []
         self.probes: list[Probe] = []
+        self._count()
 
-    def new_input(self, example: Example) -> Example | Rejected:
+    def add(self, block: Block) -> None:
+        """Add a block, new or from a journal."""
+        self.blocks.append(block)
+        self.probes += [result for result in block.values() if isinstance(result, Probe)]
+        self._count()
+
+    def generate(self, engine: Engine, labeller: Labeller) -> Iterator[Outcome]:
+        """Continue from the last block until there are enough; a block is added before it is yielded.
+
+        Paper: Algorithm 1, line 1; App. C.1, construction of the bank S_A.
+        """
+        settings = self._settings
+        written = writer(self._interface, self._anchors, settings)
+        sampling = Sampling(
+            temperature=settings.temperature,
+            max_new_tokens=settings.max_new_tokens or written.max_new_tokens,
+            stop=written.stop,
+        )
+        while len(self.probes) < settings.num_probes:
+            self._check_yield()
+            first = sum(map(len, self.blocks))
+            count = written.block(settings.num_probes - len(self.probes))
+            plans = {index: written.plan(index) for index in range(first, first + count)}
+            requests = [
+                Request(index=index, prompt=written.request(plan), seed=request_seed(settings.seed, index))
+                for index, plan in plans.items()
+            ]
+            read: dict[int, Example | Rejected] = {}
+            for sample in engine.sample(requests, sampling):
+                text = sample.text
+                if sampling.stop and sample.end == "end of text":
+                    text += sampling.stop[0]
+                elif sampling.stop and sample.end == "limit" and "\n" in text:
+                    text = text.rpartition("\n")[0]  # without the line that the limit cut
+                parsed = written.parse(text, plans[sample.index])
+                if sample.end == "limit" and isinstance(parsed, Rejected) and parsed.reason in _UNFINISHED:
+                    parsed = Rejected(_CUT_OFF)
+                read[sample.index] = parsed
+                yield parsed
+            # The outcomes in the order of the requests, whatever order they finished in.
+            inputs = {index: self._new_input(read[index]) for index in plans}
+            labels = iter(labeller([x for x in inputs.values() if not isinstance(x, Rejected)]))
+            block: Block = {}
+            for index, plan in plans.items():
+                own = inputs[index]
+                found = own if isinstance(own, Rejected) else self._new_label(next(labels))
+                block[index] = (
+                    found
+                    if isinstance(found, Rejected)
+                    else Probe(
+                        example=found.example,
+                        # Six digits: more would make a bank's bytes depend on the last bit of a sum.
+                        confidence=round(found.confidence, 6),
+                        request=index,
+                        shots=tuple(shot.id for shot in plan.shots),
+                        topic=plan.topic,
+                    )
+                )
+            self.add(block)
+            yield block
+
+    def _new_input(self, example: Example | Rejected) -> Example | Rejected:
         """The input, which is then remembered, or the reason to reject it before it is labelled."""
+        if isinstance(example, Rejected):
+            return example
         key = self._key(example)
-        if key in self._anchors:
+        if key in self._seen:
             return Rejected("copy of an anchor")
         if key in self._keys:
             return Rejected("duplicate")
@@ -139,45 +192,33 @@ class Tally:
         self._keys.add(key)
         return example
 
-    def new_label(self, labelled: Label | Rejected) -> Label | Rejected:
+    def _new_label(self, labelled: Label | Rejected) -> Label | Rejected:
         """The label, unless the settings reject it."""
         if isinstance(labelled, Rejected):
             return labelled
-        if self._settings.ability is not None and isinstance(labelled.example, FreeForm):
-            reason = answer_flaw(self._settings.ability, labelled.example)
+        example = labelled.example
+        if self._settings.ability is not None and isinstance(example, FreeForm):
+            reason = answer_flaw(self._settings.ability, example)
             if reason is not None:
                 return Rejected(reason)
-        if self._quota is not None and isinstance(labelled.example, Choice):
-            if self._answers[labelled.example.answer] >= self._quota:
+        if self._quota is not None and isinstance(example, Choice):
+            if self._answers[example.answer] >= self._quota:
                 return Rejected("enough of this label")
-            self._answers[labelled.example.answer] += 1
+            self._answers[example.answer] += 1
         return labelled
 
-    def add(self, block: Block) -> None:
-        """Add a block, new or from a journal."""
-        self.blocks.append(block)
-        self.probes += block.probes
-        self._keys = {self._key(probe.example) for probe in self.probes}
-        if self._settings.ability is not None:
-            self._words = [_words(probe.example) for probe in self.probes]
-        self._answers = Counter(probe.example.answer for probe in self.probes if isinstance(probe.example, Choice))
+    def _count(self) -> None:
+        """What new inputs and labels are compared with."""
+        examples = [probe.example for probe in self.probes]
+        self._keys = set(map(self._key, examples))
+        self._words = [] if self._settings.ability is None else list(map(_words, examples))
+        self._answers = Counter(example.answer for example in examples if isinstance(example, Choice))
 
-    @property
-    def full(self) -> bool:
-        """Whether the bank is complete."""
-        return len(self.probes) >= self._settings.num_probes
-
-    @property
-    def num_requests(self) -> int:
-        """The number of requests so far."""
-        return sum(len(block.outcomes) for block in self.blocks)
-
-    def check_yield(self) -> None:
+    def _check_yield(self) -> None:
         """Stop if the last requests gave almost no probes, so that generation always ends."""
-        recent = self.blocks[-_PATIENCE:]
-        requests = sum(len(block.outcomes) for block in recent)
-        gained = sum(len(block.probes) for block in recent)
-        if self.full or len(recent) < _PATIENCE or gained >= self._settings.min_yield * requests:
+        recent = [result for block in self.blocks[-_PATIENCE:] for result in block.values()]
+        gained = sum(isinstance(result, Probe) for result in recent)
+        if len(self.blocks) < _PATIENCE or gained >= self._settings.min_yield * len(recent):
             return
         counts = rejections(self.blocks)
         reasons = ", ".join(f"{reason} {count}" for reason, count in counts.most_common())
@@ -187,12 +228,13 @@ class Tally:
         if self._settings.ability is not None:
             remedy = f"It cannot show by itself what to keep ({self._settings.ability}): give rows with --anchors FILE"
         raise TooFewProbes(
-            f"the model gave {len(self.probes)} of {self._settings.num_probes} probes in {self.num_requests} requests "
-            f"and {gained} in the last {requests}, below {self._settings.min_yield:.0%}; rejected: {reasons}. {remedy}"
+            f"the model gave {len(self.probes)} of {self._settings.num_probes} probes in "
+            f"{sum(map(len, self.blocks))} requests and {gained} in the last {len(recent)}, "
+            f"below {self._settings.min_yield:.0%}; rejected: {reasons}. {remedy}"
         )
 
     def _key(self, example: Example) -> str:
-        return probe_settings.input_key(example, options=self._options)
+        return probe_settings.input_key(example, options=self._interface.name == "letter")
 
 
 def _words(example: Example) -> frozenset[str]:
@@ -201,65 +243,8 @@ def _words(example: Example) -> frozenset[str]:
 
 def rejections(blocks: Iterable[Block], up_to: float = inf) -> Counter[str]:
     """The number of rejections for each reason, among requests up to an index."""
-    found = ((index, result) for block in blocks for index, result in block.outcomes.items())
+    found = ((index, result) for block in blocks for index, result in block.items())
     return Counter(result.reason for index, result in found if isinstance(result, Rejected) and index <= up_to)
-
-
-def generate(
-    engine: Engine,
-    labeller: Labeller,
-    interface: Interface,
-    anchors: Sequence[Example],
-    settings: ProbeSettings,
-    tally: Tally,
-) -> Iterator[Sampled | Block]:
-    """Continue from the tally's last block until it is full; a block is added to the tally before it is yielded.
-
-    Paper: Algorithm 1, line 1; App. C.1, construction of the bank S_A.
-    """
-    written = writer(interface, anchors, settings)
-    sampling = Sampling(
-        temperature=settings.temperature,
-        max_new_tokens=settings.max_new_tokens or written.max_new_tokens,
-        stop=written.stop,
-    )
-    while not tally.full:
-        tally.check_yield()
-        first = tally.num_requests
-        plans = {
-            index: written.plan(index)
-            for index in range(first, first + written.block(settings.num_probes - len(tally.probes)))
-        }
-        requests = [
-            Request(index=index, prompt=written.request(plan), seed=request_seed(settings.seed, index))
-            for index, plan in plans.items()
-        ]
-        read: dict[int, Example | Rejected] = {}
-        for sample in engine.sample(requests, sampling):
-            read[sample.index] = parsed = _parsed(written, plans[sample.index], sample, sampling)
-            reason = parsed.reason if isinstance(parsed, Rejected) else None
-            yield Sampled(index=sample.index, text=sample.text, reason=reason)
-        # The outcomes in the order of the requests, whatever order they finished in.
-        inputs = {index: x if isinstance(x := read[index], Rejected) else tally.new_input(x) for index in plans}
-        labels = iter(labeller([x for x in inputs.values() if not isinstance(x, Rejected)]))
-        outcomes: dict[int, Probe | Rejected] = {}
-        for index, plan in plans.items():
-            own = inputs[index]
-            found = own if isinstance(own, Rejected) else tally.new_label(next(labels))
-            outcomes[index] = (
-                found
-                if isinstance(found, Rejected)
-                else Probe(
-                    example=found.example,
-                    # Six digits: more would make a bank's bytes depend on the last bit of a sum.
-                    confidence=round(found.confidence, 6),
-                    request=index,
-                    shots=tuple(shot.id for shot in plan.shots),
-                    topic=plan.topic,
-                )
-            )
-        tally.add(judged := Block(outcomes=outcomes))
-        yield judged
 
 
 def write_probes(
@@ -267,42 +252,14 @@ def write_probes(
 ) -> list[Probe]:
     """The probes that a model writes from its anchors, in memory and without a seal."""
     tally = Tally(anchors, interface, settings)
-    engine = LocalEngine(base.model, base.tokenizer)
-    for _ in generate(engine, labeller_of(base, engine, interface, settings), interface, anchors, settings, tally):
+    for _ in tally.generate(LocalEngine(base.model, base.tokenizer), labeller_of(base, interface, settings)):
         pass
     return tally.probes[: settings.num_probes]
 
 
-def labeller_of(base: Loaded, engine: LocalEngine, interface: Interface, settings: ProbeSettings) -> Labeller:
+def labeller_of(base: Loaded, interface: Interface, settings: ProbeSettings) -> Labeller:
     """The frozen model as it answers its own inputs; for an ability, answers may be cut off at its limit."""
     if settings.ability is None:
-        return partial(label, base.model, engine, interface)
+        return partial(label, base.model, interface)
     own = ability(settings.ability)
-    limit = settings.answer_tokens or own.answer_tokens
-    return partial(label, base.model, engine, interface, max_tokens=limit, cut=own.cut)
-
-
-def _parsed(written: Writer, plan: RequestPlan, sample: DecodingRow, sampling: Sampling) -> Example | Rejected:
-    """The input in a sample's text: with a stop text if the model ended it, without its last line if the limit did."""
-    text = sample.text
-    if sampling.stop and sample.end == "end of text":
-        text += sampling.stop[0]
-    elif sampling.stop and sample.end == "limit" and "\n" in text:
-        text = text.rpartition("\n")[0]
-    parsed = written.parse(text, plan)
-    if sample.end == "limit" and isinstance(parsed, Rejected) and parsed.reason in _UNFINISHED:
-        return Rejected(_CUT_OFF)
-    return parsed
-
-
-def _quota(anchors: Sequence[Example], interface: Interface, settings: ProbeSettings) -> int | None:
-    """The maximum number of probes with the same label, if labels are to be balanced."""
-    if not settings.label_balanced:
-        return None
-    counts = {len(anchor.choices) for anchor in anchors if isinstance(anchor, Choice)}
-    if interface.name != "letter" or len(counts) != 1:
-        raise ValueError(
-            "label-balanced banks need one fixed set of answers: the letter interface and anchors with the same "
-            f"number of choices; got the {interface.name} interface and {sorted(counts) or 'no'} choices"
-        )
-    return ceil(settings.num_probes / counts.pop())
+    return partial(label, base.model, interface, max_tokens=settings.answer_tokens or own.answer_tokens, cut=own.cut)

@@ -204,8 +204,7 @@ def compare(group: Group, before: GroupAnswers, after: GroupAnswers, *, judge: s
     """The rows of a group as two models answered them: of a job, a repair, a check or any two models."""
     answers = (*before.predictions, *after.predictions)
     judged = all(prediction.correct is not None for prediction in answers)
-    table = flips(before.predictions, after.predictions) if judged else []
-    kinds: dict[str, Kind] = {flip.id: flip.kind for flip in table}
+    kinds: dict[str, Kind] = dict(flips(before.predictions, after.predictions)) if judged else {}
     was, now = ({p.id: p for p in own.predictions} for own in (before, after))
     interface, unknown = group.interface.name, [None] * len(group.examples)
     scores = (before.scores or unknown, after.scores or unknown)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import typer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -66,29 +66,6 @@ SIZES = {
 }
 
 
-def build_model(size: Size, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """An untrained Qwen3 of that size."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=size.width,
-        intermediate_size=size.hidden,
-        num_hidden_layers=size.layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=size.width // 4,
-        max_position_embeddings=512,
-        rope_theta=10_000.0,
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Qwen3ForCausalLM(config)
-
-
 def documents(tokenizer: PreTrainedTokenizerFast, generator: torch.Generator) -> Iterator[list[int]]:
     """Endless documents of eight lines from one domain; every taught fact appears once before any is repeated."""
     encoded = [tokenizer([line(fact) for fact in taught(domain)])["input_ids"] for domain in DOMAINS]
@@ -100,31 +77,21 @@ def documents(tokenizer: PreTrainedTokenizerFast, generator: torch.Generator) ->
             yield [token for row in orders[d][start : start + LINES] for token in encoded[d][row]]
 
 
-def batches(stream: Iterator[list[int]], pad: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Documents padded on the right, and their labels, which are -100 at padding."""
-    while True:
-        rows = [torch.tensor(next(stream)) for _ in range(BATCH)]
-        yield pad_sequence(rows, batch_first=True, padding_value=pad), pad_sequence(rows, True, -100)
-
-
-def text_loss(model: nn.Module, ids: Tensor, labels: Tensor, answer_mark: int) -> Tensor:
-    """Next-token loss in which a token that follows `answer_mark` counts ANSWER_WEIGHT times."""
-    # The padding is on the right, where a causal model does not see it, so no attention mask is needed.
-    logits, targets = model(input_ids=ids, use_cache=False).logits[:, :-1], labels[:, 1:]
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
-    weights = torch.where(ids[:, :-1] == answer_mark, ANSWER_WEIGHT, 1.0) * (targets != -100)
-    return (losses.view_as(targets) * weights).sum() / weights.sum()
-
-
 def train(model: nn.Module, tokenizer: PreTrainedTokenizerFast, size: Size, generator: torch.Generator) -> None:
-    """AdamW on a one-cycle schedule over the taught facts."""
+    """AdamW on a one-cycle schedule over the taught facts; a token after `Answer:` counts ANSWER_WEIGHT times."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, size.lr, total_steps=size.steps, pct_start=0.1)
-    source = batches(documents(tokenizer, generator), tokenizer.pad_token_id)
-    answer_mark = tokenizer.convert_tokens_to_ids("Answer:")
+    source, answer_mark = documents(tokenizer, generator), tokenizer.convert_tokens_to_ids("Answer:")
     model.train()
     for _ in track(range(size.steps), "pre-training", total=size.steps):
-        loss = text_loss(model, *next(source), answer_mark)
+        rows = [torch.tensor(next(source)) for _ in range(BATCH)]
+        ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
+        targets = pad_sequence(rows, batch_first=True, padding_value=-100)[:, 1:]
+        # The padding is on the right, where a causal model does not see it, so no attention mask is needed.
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
+        weights = torch.where(ids[:, :-1] == answer_mark, ANSWER_WEIGHT, 1.0) * (targets != -100)
+        loss = (losses.view_as(targets) * weights).sum() / weights.sum()
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -148,9 +115,27 @@ def pretrain(size: str, out: Path, seed: int = 0) -> None:
     """Train a toy model of a size, write its folder, and print the recall of each domain's taught facts."""
     if size not in SIZES:
         raise ValueError(f"expected a toy size ({', '.join(SIZES)}), got {size!r}")
-    tokenizer = build_tokenizer()
-    model = build_model(SIZES[size], tokenizer, seed)
-    train(model, tokenizer, SIZES[size], torch.Generator().manual_seed(seed))
+    tokenizer, own = build_tokenizer(), SIZES[size]
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=own.width,
+        intermediate_size=own.hidden,
+        num_hidden_layers=own.layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=own.width // 4,
+        max_position_embeddings=512,
+        rope_theta=10_000.0,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    train(model, tokenizer, own, torch.Generator().manual_seed(seed))
     model.half()  # half the size to ship; loaded as float32 masters
     with replacing_folder(out) as part:
         tokenizer.save_pretrained(part)

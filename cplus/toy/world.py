@@ -14,22 +14,12 @@ from cplus.data.examples import BUILT_IN, Choice
 
 
 @dataclass(frozen=True, kw_only=True)
-class Relation:
-    """A question about every entity of a domain, and its possible answers."""
-
-    name: str
-    question: str
-    values: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Domain:
-    """Entities named by two words, a first and a second, and the questions about them."""
+    """Entities named by two words, a first and a second, and by name the questions about them with their answers."""
 
-    name: str
     firsts: tuple[str, ...]
     seconds: tuple[str, ...]
-    relations: tuple[Relation, ...]
+    relations: dict[str, tuple[str, tuple[str, ...]]]
 
 
 _WORLD = {
@@ -170,10 +160,9 @@ def domain_named(name: str) -> Domain:
     (_, _, firsts), (_, _, seconds), *relations = entries
     rows = [(relation, *text.strip().split("\n", 1)) for relation, _, text in relations]
     return Domain(
-        name=name,
         firsts=tuple(firsts.split()),
         seconds=tuple(seconds.split()),
-        relations=tuple(Relation(name=n, question=asked, values=tuple(words.split())) for n, asked, words in rows),
+        relations={relation: (question, tuple(values.split())) for relation, question, values in rows},
     )
 
 
@@ -182,19 +171,14 @@ def _facts(name: str) -> tuple[Choice, ...]:
     domain = domain_named(name)
     # Only one pair in eight is an entity, so the model can invent plausible names that are not in the text.
     pairs = list(product(domain.firsts, domain.seconds))
-    entities = enumerate(sorted(random.Random(f"{name}-entities").sample(pairs, ENTITIES)))
-    return tuple(
-        _fact(f"{name}-{number:04d}-{relation.name}", relation, f"{first} {second}")
-        for number, (first, second) in entities
-        for relation in domain.relations
-    )
-
-
-def _fact(id: str, relation: Relation, entity: str) -> Choice:
-    # A separate generator, so that no fact depends on how many were generated before it.
-    draw = random.Random(id)
-    choices = tuple(draw.sample(relation.values, CANDIDATES))
-    return Choice(id=id, question=relation.question.format(entity), choices=choices, answer=draw.randrange(CANDIDATES))
+    found = []
+    for number, entity in enumerate(sorted(random.Random(f"{name}-entities").sample(pairs, ENTITIES))):
+        for relation, (question, values) in domain.relations.items():
+            id = f"{name}-{number:04d}-{relation}"
+            draw = random.Random(id)  # so that no fact depends on how many were generated before it
+            choices, answer = tuple(draw.sample(values, CANDIDATES)), draw.randrange(CANDIDATES)
+            found.append(Choice(id=id, question=question.format(" ".join(entity)), choices=choices, answer=answer))
+    return tuple(found)
 
 
 def examples(domain: str) -> list[Choice]:
@@ -241,8 +225,8 @@ def words() -> list[str]:
     found: set[str] = set()
     for domain in map(domain_named, DOMAINS):
         found.update(domain.firsts, domain.seconds)
-        for relation in domain.relations:
-            found.update(relation.values, relation.question.format("").replace("?", " ").split())
+        for question, values in domain.relations.values():
+            found.update(values, question.format("").replace("?", " ").split())
     return sorted(found)
 
 

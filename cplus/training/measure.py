@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,18 +47,8 @@ def evaluate(
 def evaluate_texts(model: nn.Module, group: Group, *, what: str = "evaluating") -> GroupAnswers:
     """The likelihoods of answers that are the model's own; nothing is generated or judged."""
     scores = tuple(log_likelihoods(model, group.encoded(), what=what))
-    predictions = []
-    for example, score in zip(group.examples, scores, strict=True):
-        assert isinstance(example, FreeForm)
-        found = Prediction(
-            id=example.id,
-            answer=example.response,
-            correct=None,
-            confidence=math.exp(score.mean),
-            scores=(score.mean,),
-            num_tokens=(score.num_tokens,),
-        )
-        predictions.append(found)
+    pairs = zip(group.examples, scores, strict=True)
+    predictions = [scoring.spoken(row, row.response, None, score) for row, score in pairs if isinstance(row, FreeForm)]
     return GroupAnswers(predictions=tuple(predictions), scores=scores)
 
 
@@ -82,12 +71,12 @@ def loss_of(scores: Sequence[Score]) -> float:
 
 def kept(table: Sequence[Flip]) -> float | None:
     """Retention in percent; None where nothing was right before."""
-    return retention(table).percent if any(flip.kind in ("kept", "lost") for flip in table) else None
+    return retention(table).percent if any(kind in ("kept", "lost") for _, kind in table) else None
 
 
 def learned(table: Sequence[Flip]) -> float | None:
     """Acquisition in percent; None where nothing was wrong before."""
-    return acquisition(table).percent if any(flip.kind in ("gained", "still_wrong") for flip in table) else None
+    return acquisition(table).percent if any(kind in ("gained", "still_wrong") for _, kind in table) else None
 
 
 FIGURES = {

@@ -18,7 +18,6 @@ from cplus.data.examples import Choice, Example, FreeForm, Prediction
 from cplus.data.interfaces import Interface
 from cplus.methods.table import Material, Method, Past
 from cplus.models import Loaded
-from cplus.models.decoding import LocalEngine
 from cplus.models.scoring import scored
 from cplus.probes.labels import Label, label
 from cplus.probes.settings import input_key
@@ -174,7 +173,7 @@ def refined(task: PastTask, current: Loaded, count: int) -> list[Example]:
         replace(probe, choices=(), answer=0) if isinstance(probe, Choice) and len(probe.choices) == 1 else probe
         for probe in probes
     ]
-    labels = label(current.model, LocalEngine(current.model, current.tokenizer), task.interface, unanswered)
+    labels = label(current.model, task.interface, unanswered)
     return [own.example for own in labels if isinstance(own, Label)]
 
 
