@@ -240,7 +240,7 @@ def smollm() -> Any:
 @pytest.fixture(scope="session")
 def packaged_folder() -> Callable[[str], Path]:
     """The converted folder of a packaged model that is in the cache, or a skip: fetching one takes minutes."""
-    from cplus.models.gguf import place
+    from cplus.models.loading import place
     from cplus.models.names import PACKAGED
 
     def found(alias: str) -> Path:

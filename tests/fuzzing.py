@@ -28,7 +28,7 @@ from cplus.jobs.folder import read_settings as read_job
 from cplus.jobs.settings import AdaptConfig, read_yaml
 from cplus.jobs.settings import settings as read_settings
 from cplus.lab.records import RunResult, load_result, save_result
-from cplus.models.gguf import _opened
+from cplus.models.loading import _opened
 from cplus.probes.bank import Bank, Probe, open_journal, seal
 from cplus.probes.build import _block_from_entry
 from cplus.receipts.contents import ModelId, Receipt, RowComparison, RowSet

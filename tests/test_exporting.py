@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from cplus import models as cplus_models
 from cplus.cli.app import app
-from cplus.models import exporting, gguf
+from cplus.models import exporting, loading
 
 PROMPTS = ["Say 12 words.", "Three  spaces   here", "line\n\n1 next", "é ü 漢字", "tabs\tand 007", "?!", "x=1;"]
 Folders = Callable[[str], Path]
@@ -66,7 +66,7 @@ def test_an_exported_model_comes_back_with_the_same_weights_tokens_and_answers(
         assert torch.equal(own.state_dict()[name], value), name
     # and our own reader, tokenizer included
     (tmp_path / "back").mkdir()
-    gguf.convert(tmp_path / "model.gguf", tmp_path / "back")
+    loading.convert(tmp_path / "model.gguf", tmp_path / "back")
     now = cplus_models.load(tmp_path / "back", device="cpu")
     assert now.tokenizer.chat_template == was.tokenizer.chat_template
     for prompt in PROMPTS:

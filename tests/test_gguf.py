@@ -15,7 +15,7 @@ from cplus import models
 from cplus.base import files
 from cplus.data.examples import Choice
 from cplus.data.interfaces import build
-from cplus.models import gguf
+from cplus.models import loading
 
 
 @pytest.fixture
@@ -26,12 +26,11 @@ def cache(tmp_path, monkeypatch):
 
 def test_a_conversion_computes_the_same_and_happens_once_among_many(tiny_llama, tmp_path, cache, monkeypatch):
     path = write_gguf(tiny_llama, tmp_path / "m.gguf")
-    done = []
-    convert = gguf.convert
-    monkeypatch.setattr(gguf, "convert", lambda *arguments, **options: (done.append(1), convert(*arguments, **options)))
+    done, convert = [], loading.convert
+    monkeypatch.setattr(loading, "convert", lambda *given, **options: done.append(1) or convert(*given, **options))
     sha256 = files.sha256_file(path)
     (cache / "models" / f".gguf2-{sha256[:32]}.killed.part").mkdir(parents=True)
-    threads = [threading.Thread(target=gguf.converted, args=(sha256, lambda scratch: path)) for _ in range(4)]
+    threads = [threading.Thread(target=loading.converted, args=(sha256, lambda scratch: path)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -121,7 +120,7 @@ def test_a_matrix_stored_twice_is_kept_from_the_head_and_a_lacking_one_is_refuse
 ):
     tiny = packed_model("qwen2")
     path = write_gguf(tiny, tmp_path / "m.gguf", quantise="token_embd.weight")
-    monkeypatch.setattr(gguf, "_TIED", {files.sha256_file(path)})
+    monkeypatch.setattr(loading, "_TIED", {files.sha256_file(path)})
     model = models.load(path).model
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.equal(model.lm_head.weight, tiny.model.lm_head.weight)
