@@ -9,20 +9,17 @@ from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cplus.core.guard import Guard as Guard
-    from cplus.core.guard import protect as protect
-    from cplus.jobs.adapt import adapt as adapt
-    from cplus.jobs.api import encode as encode
-    from cplus.jobs.api import evaluate as evaluate
-    from cplus.jobs.api import probe as probe
-    from cplus.jobs.api import read as read
-    from cplus.jobs.api import receipt as receipt
-    from cplus.jobs.repair import repair as repair
-    from cplus.jobs.settings import AdaptConfig as AdaptConfig
-    from cplus.jobs.settings import RepairConfig as RepairConfig
-    from cplus.methods.table import METHODS as METHODS
-    from cplus.methods.table import Method as Method
+    from cplus.core.guard import Guard, protect
+    from cplus.jobs.adapt import adapt
+    from cplus.jobs.api import encode, evaluate, probe, read, receipt
+    from cplus.jobs.repair import repair
+    from cplus.jobs.settings import AdaptConfig, RepairConfig
+    from cplus.methods.table import METHODS, Method
 
+__all__ = [
+    "METHODS", "AdaptConfig", "Guard", "Method", "RepairConfig", "adapt", "encode", "evaluate", "probe", "protect",
+    "read", "receipt", "repair",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 # Each public name is imported on first use, so that `cplus --help` and the JAX side never load torch.
@@ -35,7 +32,6 @@ _PUBLIC = {
     "cplus.methods.table": ("METHODS", "Method"),
 }
 _HOMES = {name: home for home, names in _PUBLIC.items() for name in names}
-__all__ = sorted(_HOMES)
 
 
 # Modules under the names by which documentation and users import them.
@@ -77,7 +73,7 @@ import_module("cplus.toy.world")  # registers its tasks
 
 
 def __dir__() -> list[str]:
-    return [*_HOMES, "__version__"]
+    return [*__all__, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -57,7 +57,7 @@ DOCUMENTED = {
 
 def test_the_public_names_are_these() -> None:
     assert cplus.__all__ == [
-        "AdaptConfig", "Guard", "METHODS", "Method", "RepairConfig", "adapt", "encode", "evaluate", "probe", "protect",
+        "METHODS", "AdaptConfig", "Guard", "Method", "RepairConfig", "adapt", "encode", "evaluate", "probe", "protect",
         "read", "receipt", "repair",
     ]  # fmt: skip
     assert all(hasattr(cplus, name) for name in cplus.__all__)

@@ -218,7 +218,7 @@ def test_the_command_stores_a_split(tiny_llama: Any, tmp_path: Path) -> None:
 # Tokens and the window
 
 
-def test_rows_that_teach_nothing_are_refused() -> None:
+def test_rows_that_teach_nothing_are_refused_and_those_longer_than_the_window_counted() -> None:
     for prompt, target, counts in (((), (1,), "0 and 1"), ((1, 2), (), "2 and 0")):
         with pytest.raises(ValueError, match=f"at least one prompt token and one target token, got {counts}"):
             Encoded(prompt, target)
@@ -227,9 +227,6 @@ def test_rows_that_teach_nothing_are_refused() -> None:
             Encoded((1,), (2, 3), scored)
     assert Encoded((1,), (2, 3)).labels == (2, 3)
     assert Encoded((1,), (2, 3), (False, True)).labels == (-100, 3)
-
-
-def test_rows_longer_than_the_window_are_counted() -> None:
     rows = [Encoded((1,) * 5, (2,)), Encoded((1,) * 9, (2,)), Encoded((1,) * 4, (2, 2))]
     assert fit(rows, window=9) == [0, 1, 2]
     assert fit(rows, window=5, policy="exclude") == [0, 2]

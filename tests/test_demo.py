@@ -38,12 +38,17 @@ def result(setting: Comparison) -> RunResult:
     return run.run(short("cplus"), setting)
 
 
-def test_a_run_is_bitwise_repeatable_and_read_back_as_it_was_written(
+def test_a_run_is_repeated_bit_for_bit_read_back_as_written_and_its_cost_counted(
     setting: Comparison, result: RunResult, tmp_path: Path
 ) -> None:
     again = run.run(short("cplus"), setting)
     assert dataclasses.replace(again, seconds=result.seconds, environment=result.environment) == result
     assert load_result(save_result(result, tmp_path)) == result
+    sft = run.run(short("sft"), setting)
+    assert (sft.extra_bytes, sft.cost["preservation_flops"]) == (0, 0)
+    assert result.cost["preservation_rows"] == 2 * (8 + 32)
+    assert result.cost["training_rows"] == sft.cost["training_rows"] == 2 * 96
+    assert result.extra_bytes > 0
 
 
 def test_a_run_of_adapters_is_measured_as_the_plain_model(setting: Comparison) -> None:
@@ -53,15 +58,6 @@ def test_a_run_of_adapters_is_measured_as_the_plain_model(setting: Comparison) -
     assert found.acquisition > 0  # none of them was right before
     assert found.counts["parameters"] > 602_000
     assert all(p.requires_grad for p in setting.base.model.parameters())
-
-
-def test_the_gate_costs_what_the_record_says(setting: Comparison, result: RunResult) -> None:
-    sft = run.run(short("sft"), setting)
-    assert sft.extra_bytes == 0
-    assert sft.cost["preservation_flops"] == 0
-    assert result.cost["preservation_rows"] == 2 * (8 + 32)
-    assert result.cost["training_rows"] == sft.cost["training_rows"] == 2 * 96
-    assert result.extra_bytes > 0
 
 
 def test_a_covered_row_is_one_whose_question_stands_in_the_bank(setting: Comparison) -> None:

@@ -213,20 +213,17 @@ def test_the_interval_of_a_weighted_mean_is_that_of_a_bootstrap() -> None:
         weighted([], [])
 
 
-@pytest.mark.parametrize(
-    ("text", "metric", "bound"),
-    [
+def test_requirements_are_read() -> None:
+    for text, metric, bound in (
         ("retention>=0.9", "retention", 0.9),
         (" Acquisition >= 1 ", "acquisition", 1.0),
         ("past-loss<=+0.05", "past-loss", 0.05),
         ("past-loss <= -0.1", "past-loss", -0.1),
         ("new-loss<=1.", "new-loss", 1.0),
-    ],
-)
-def test_requirements_are_read(text: str, metric: str, bound: float) -> None:
-    found = requirements.parse(text)
-    assert (found.metric, found.bound) == (metric, bound)
-    assert requirements.parse(str(found)) == found
+    ):
+        found = requirements.parse(text)
+        assert (found.metric, found.bound) == (metric, bound)
+        assert requirements.parse(str(found)) == found
 
 
 @pytest.mark.parametrize(
@@ -271,12 +268,9 @@ def test_a_requirement_that_cannot_be_judged_is_named_before_training(
 ) -> None:
     found = requirements.possible(requirements.parse(text), [part])
     assert (found is None) if said is None else (found is not None and said in found)
-
-
-def test_held_out_past_rows_count_before_the_anchors() -> None:
+    # Held-out past rows count before the anchors.
     anchors = Measured(kind="retention", rows=200, right=200, anchors=True)
-    held_out = Measured(kind="retention", rows=8, right=8)
-    needed = requirements.parse("retention>=0.9")
+    needed, held_out = requirements.parse("retention>=0.9"), Measured(kind="retention", rows=8, right=8)
     assert requirements.possible(needed, [anchors]) is None
     assert "0.676 when all 8" in str(requirements.possible(needed, [anchors, held_out]))
 

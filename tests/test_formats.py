@@ -95,14 +95,11 @@ def test_rows_become_conversations(row: Mapping[str, Any], expected: list[tuple[
     assert said(one(row)) == expected
 
 
-def test_only_completions_and_chosen_ends_are_learned() -> None:
+def test_only_completions_and_chosen_ends_are_learned_and_calls_of_sharegpt_read() -> None:
     example = one({"prompt": turns("user", "assistant", "user"), "completion": turns("assistant", "user", "assistant")})
     assert [turn.trained for turn in example.turns if turn.role == "assistant"] == [False, True, True]
     example = one({"chosen": turns("user", "assistant", "user", "assistant"), "rejected": turns("user", "assistant")})
     assert [turn.trained for turn in example.turns if turn.role == "assistant"] == [False, True]
-
-
-def test_calls_and_results_of_sharegpt() -> None:
     talk = [
         {"from": "human", "value": "1?"},
         {"from": "function_call", "value": json.dumps({"name": "add", "arguments": {"a": 1}})},
@@ -313,15 +310,7 @@ def test_lists_in_a_table(tmp_path: Path) -> None:
     ]
 
 
-def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("pyarrow", "pyarrow.parquet"):
-        monkeypatch.setitem(sys.modules, name, None)
-    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match=r"rows\.parquet: reading Parquet needs pyarrow: pip install 'cplus\[data\]'"):
-        read_file(tmp_path / "rows.parquet")
-
-
-def test_parquet_and_saved_folders_with_absent_fields(tmp_path: Path) -> None:
+def test_parquet_and_saved_folders_with_absent_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     asked = {"role": "user", "content": "1?"}
@@ -348,3 +337,7 @@ def test_parquet_and_saved_folders_with_absent_fields(tmp_path: Path) -> None:
     (tmp_path / "saved" / "state.json").write_text("{")
     with pytest.raises(ValueError, match=r"could not read the data set '.*saved'"):
         load_task(str(tmp_path / "saved"))
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ValueError, match=r"rows\.parquet: reading Parquet needs pyarrow: pip install 'cplus\[data\]'"):
+        read_file(tmp_path / "rows.parquet")

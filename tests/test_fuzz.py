@@ -42,21 +42,17 @@ def test_a_reader_accepts_or_refuses_and_never_crashes(known: dict[str, Target],
 # Found by it, and mended
 
 
-def test_deeply_nested_json_is_no_json_and_no_crash(tmp_path: Path) -> None:
+def test_deeply_nested_json_and_yaml_are_refused_and_a_text_that_turns_the_line_around_is_cleaned(
+    tmp_path: Path,
+) -> None:
     assert not is_json("[" * 200_000, FREE[0])
     assert not is_json("9" * 5000, FREE[0])
     (tmp_path / "a.json").write_text("[" * 200_000)
     with pytest.raises(ValueError, match="does not parse"):
         read_json(tmp_path / "a.json")
-
-
-def test_deeply_nested_yaml_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("a: " + "[" * 20_000)
     with pytest.raises(ValueError, match="expected YAML"):
         read_yaml(tmp_path / "a.yaml")
-
-
-def test_a_text_that_turns_the_line_around_is_cleaned() -> None:
     assert terminal.clean("a\u202egnp.exe\u2066b") == "agnp.exeb"
 
 

@@ -50,20 +50,15 @@ def _lines(outputs: list[dict[str, Any]]) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_the_quickstart_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
-    tables, figures, longest = seen(executed(ROOT / "examples" / "quickstart.ipynb", tmp_path, monkeypatch))
-    assert len(tables) == 3  # two jobs, a repair
-    assert figures == 1
-    assert longest < 40
-
-
-@pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_your_model_runs(packaged_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packaged_folder("smollm2-135m")
-    tables, figures, longest = seen(executed(ROOT / "examples" / "your_model.ipynb", tmp_path, monkeypatch))
-    assert len(tables) == 1  # a job
-    assert figures == 1
-    assert longest < 60
+@pytest.mark.parametrize(("name", "tables", "longest"), [("quickstart", 3, 40), ("your_model", 1, 60)])
+def test_it_runs_and_shows_its_jobs_and_repairs_as_tables(
+    name: str, tables: int, longest: int, packaged_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "your_model":
+        packaged_folder("smollm2-135m")
+    else:
+        monkeypatch.setenv("CPLUS_CACHE", str(tmp_path / "cache"))
+    found, figures, lines = seen(executed(ROOT / "examples" / f"{name}.ipynb", tmp_path, monkeypatch))
+    assert (len(found), figures) == (tables, 1)
+    assert lines < longest

@@ -7,13 +7,14 @@ import gc
 import importlib
 import os
 import platform
-import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from packaging.version import Version
 
 OLDEST = {"torch": "2.8", "transformers": "5.4", "accelerate": "1.11", "peft": "0.18", "trl": "0.24"}
 """The oldest versions of what the gate meets, as in pyproject.toml and in the matrix of environments."""
@@ -43,17 +44,8 @@ def check_versions() -> None:
     """Refuse a loaded package that is too old, before it fails in the middle of a training run."""
     for name, oldest in OLDEST.items():
         found = getattr(sys.modules.get(name), "__version__", None)
-        if isinstance(found, str) and _numbers(found) < _numbers(oldest):
+        if isinstance(found, str) and Version(found).release < Version(oldest).release:
             raise ImportError(f"cplus needs {name} {oldest} or newer, found {found}; pip install '{name}>={oldest}'")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The release part of a version.
-
-    >>> _numbers("5.10.0.dev0"), _numbers("2.13.0+cpu")
-    ((5, 10, 0), (2, 13, 0))
-    """
-    return tuple(int(number) for number in re.match(r"\d+(?:\.\d+)*", version)[0].split("."))  # type: ignore[index]
 
 
 def free_memory() -> int:
