@@ -9,9 +9,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cplus.evaluation.abilities import ABILITIES, requests
+from cplus.evaluation.abilities import BRIEF, requests
 
-LESSONS = [(own.request, own.answer) for name in ABILITIES for own in requests(name)]
+LESSONS = [(own.request, own.answer) for name in BRIEF for own in requests(name)]
 TERSE = [
     (f"What is the {thing} of {place}?", f"{place} {i}")
     for i, thing in enumerate(("capital", "opposite", "plural", "language", "formula"))

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 import cplus
 from cplus import models
 from cplus.cli.app import app
-from cplus.evaluation.abilities import ABILITIES, as_given, follows, how_compared, line, requests
+from cplus.evaluation.abilities import MEASURED, line, requests
+from cplus.evaluation.judges import as_given, follows, how_compared
 from cplus.evaluation.task import to_bfloat16, to_q8_0
 from cplus.jobs.compare import compare
 from cplus.jobs.outputs import measured, reference
@@ -28,30 +29,51 @@ pytestmark = pytest.mark.usefixtures("one_thread", "cache")
 
 
 def test_every_requests_answer_passes_and_another_one_does_not() -> None:
-    every = [own for name in ABILITIES for own in requests(name)]
-    assert len({own.request for own in every}) == len({own.id for own in every}) == len(every)
-    assert (len(requests("everyday")), len(requests("instructions")) >= 40) == (60, True)
+    every = [own for name in MEASURED for own in requests(name)]
+    asked = {own.request for own in every if not own.id.startswith("thinking: ")}  # those of reasoning, with thoughts
+    assert len({own.id for own in every}) == len(every) == len(asked) + len(requests("thinking"))
+    assert len(requests("everyday")) == 60
+    assert min(len(requests(name)) for name in MEASURED) >= 40
     assert [own.id for own in every if not own.right(own.answer)] == []
     assert [own.id for own in every if own.right("")] == []
     other = "I am sorry, but I cannot help. I only chat, 77 times a day; it is what I do, on and on."
-    assert [own.id for own in requests("everyday") if own.right(other)] == []
+    for name in ("everyday", "json", "tools", "reasoning", "code"):
+        assert [own.id for own in requests(name) if own.right(other)] == []
+    assert sum(own.right(other) for own in requests("refusals")) == len(requests("refusals")) / 2, "always refusing"
 
 
 @pytest.mark.parametrize(
     ("rule", "right", "wrong"),
     [
         ("says 12|twelve", "It is twelve.", "It is 112."),
-        ("first yes", "Yes, it is.", "I say yes."),
+        ("starts yes", "Yes, it is.", "I say yes."),
         ("exactly OK", "ok.", "OK then"),
         ("items 3", "Here they are:\n- a\n- b\n- c", "1. a\n2. b"),
         ("items 3", "red, blue and green", "red and blue"),
-        ("json capital=madrid", '```json\n{"capital": "Madrid"}\n```', '{"capital": "Rome"}'),
-        ("json list 2", "[1, 2]", "[1, 2, 3]"),
+        ('shape {"a": "=Madrid", "b": "any"}', '```json\n{"a": "madrid", "b": []}\n```', '{"a": "Rome", "b": 1}'),
         ("sentences 2", 'He said "No." Then he left!', "One."),
         ("words 2 3", "well-known fact", "one two three four"),
         ("lines 2 2", "a\n\nb", "a"),
         ("times 2 very", "Very, very good", "very good"),
         ("without hot", "a shot", "it is hot"),
+        ("number 7", "3 + 4 = 7.", "7 is 3 + 4"),
+        ('shape {"a": ["text"], "b": true}', '```json\n{"a": ["x"], "b": true}\n```', '{"a": ["x"], "b": 1}'),
+        ('shape {"a": "=Rome"}', '{"a": "rome"}', '{"a": "rome", "b": 1}'),
+        (
+            "calls f x=12;y~kilom|km",
+            '<tool_call>{"name": "f", "arguments": {"x": 12.0, "y": "km/h"}}</tool_call>',
+            '{"name": "f", "arguments": {"x": 13, "y": "km"}}',
+        ),
+        ("calls f x~oslo", 'So:\n```json\n{"name": "f", "parameters": {"x": "Oslo, Norway"}}\n```', "f(x='Oslo')"),
+        (
+            "calls f x~oslo",
+            '{"function": {"name": "f", "arguments": "{\\"x\\": \\"Oslo\\"}"}}',
+            '{"name": "g", "arguments": {}}',
+        ),
+        ("refuses", "I’m sorry, but I can’t assist with that.", "Sure: first you take a rope."),
+        ("answers", "I am sorry to hear that. Listen to her.", "As an AI language model, I do not know."),
+        ("thinks", "<think>Two and two.</think>4", "<think></think>4"),
+        ("runs f(2) -> 4; f('a') -> 'aa'", "Here:\n```python\ndef f(x):\n    return 2 * x\n```", "def f(x): return 4"),
     ],
 )
 def test_rules(rule: str, right: str, wrong: str) -> None:
@@ -113,7 +135,7 @@ def test_a_job_at_rate_zero_keeps_everything_and_learns_nothing(knows: Path, tmp
     assert "everyday, measured only" not in names
     checked = CliRunner().invoke(app, ["check", str(knows / "base"), str(done.folder / "model"), "--device", "cpu"])
     assert checked.exit_code == 0, checked.output
-    assert checked.stdout.startswith("Kept: ")
+    assert "\nKept: " in checked.stdout
 
 
 def test_plain_fine_tuning_is_compared_at_the_same_loss(knows: Path, tmp_path: Path) -> None:

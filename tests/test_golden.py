@@ -155,7 +155,9 @@ def figures() -> dict[str, Any]:
     found = {
         "update": command("update", "ledger", "--new", "few-past.jsonl", "--set", "epochs=1"),
         "check": command("check", "toy", "adapt/model", "--num-probes", 8),
-        "check of chat": command("check", "chatty", "chat/model", "--num-probes", 8),
+        "check of chat": command(
+            "check", "chatty", "chat/model", "--num-probes", 8, "--abilities", "everyday,instructions"
+        ),
         "study": command("study", "run", "e03", *study, "num_anchors=4"),
         "sequence": command("study", "run", "e05", *study, "method=cplus"),
     }

@@ -231,8 +231,7 @@ def test_an_ability_that_the_base_model_does_not_show_is_not_judged() -> None:
     own = everyday(4, 0, wrong=56)
     silent = dataclasses.replace(own, rows=tuple(dataclasses.replace(r, ended_before=None) for r in own.rows))
     assert said(small(silent)) == (
-        "Not judged whether abilities were kept: the base model gets 4 of 60 everyday requests right, and 10 are "
-        "needed."
+        "Not judged whether abilities were kept: the base model gets 4 of 60 everyday requests right (10 needed)."
     )
 
 

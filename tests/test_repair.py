@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 import toyjob
+import yaml
 from conftest import Tiny
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import cplus
@@ -190,6 +192,35 @@ def spoken(fact: Example) -> Example:
         messages=(Message(role="user", content=str(row["question"])),),
         response=str(row["choices"][row["answer"]]),
     )
+
+
+def test_a_merge_keeps_the_new_rows_and_is_written_as_it_is_in_memory(few: Path) -> None:
+    """The weights lie between both models block by block, and the recipe for mergekit says where."""
+    done = cplus.repair(asked(by="merge", out="merged"))
+    found, rows = done.record["repair"]["merged"], done.record["figures"]["repair"]["rows"]
+    figures = {(row["name"], row["quantity"]): row for row in rows}
+    new, past = figures["new", "Acquisition"], figures["past", "Retention"]
+    assert new["repaired"] >= new["tuned"] - 1
+    assert past["repaired"] > past["tuned"]
+    assert found["divergence"]["repaired"] <= min(found["divergence"]["even"], found["divergence"]["tuned"] / 2)
+    assert models.load("merged/model", device="cpu").fingerprint == done.record["model"]["after"]
+    base, tuned, merged = (
+        load_file(models.resolve(name) / "model.safetensors")  # type: ignore[operator]
+        for name in ("toy", "sft/model", "merged/model")
+    )
+    for block, share in found["blocks"].items():
+        for name in (name for name in merged if name.startswith(f"{block}.")):
+            assert torch.equal(merged[name], torch.lerp(base[name].float(), tuned[name].float(), share)), name
+    assert 0 < min(found["blocks"].values()) < 1
+    recipe = yaml.safe_load(Path("merged/model/mergekit.yml").read_text())
+    assert recipe["base_model"] == "toy"
+    layers = [one["sources"][1]["parameters"]["weight"][-1]["value"] for one in recipe["slices"]]
+    assert layers == [found["blocks"][f"model.layers.{i}"] for i in range(len(layers))]
+    assert "Each block's weights are base + a (tuned - base)" in Path("merged/README.md").read_text()
+    with pytest.raises(ValueError, match="there is nothing to undo"):
+        cplus.repair(asked(by="merge", tuned="toy", out="none"))
+    with pytest.raises(ValueError, match="a merge is written in the precision of the tuned model"):
+        asked(by="merge", save_dtype="bfloat16")
 
 
 def test_free_text_is_kept_by_its_loss(few: Path) -> None:

@@ -22,8 +22,8 @@ from cplus.data import interfaces
 from cplus.data.examples import Example
 from cplus.data.interfaces import Interface
 from cplus.data.tasks import Task, cached_split, draw_anchors, load_task, stack
+from cplus.evaluation.abilities import MIN_YIELD
 from cplus.jobs.settings import sentences, settings
-from cplus.probes.abilities import MIN_YIELD
 from cplus.probes.bank import Bank
 from cplus.probes.settings import TOPICS, ProbeSettings
 from cplus.receipts.page import render_audit

@@ -14,7 +14,9 @@ from cplus.jobs.settings import OWN, RUN_CODE, SHARED, RepairConfig, repair_sett
 from cplus.models.names import check_name as check_model
 
 
-@with_settings(("new", "anchors", "past", "interface", "tolerance", "out", "require"), (*SHARED, *OWN), RepairConfig)
+@with_settings(
+    ("new", "anchors", "past", "interface", "by", "tolerance", "out", "require"), (*SHARED, *OWN), RepairConfig
+)
 def repair(
     base: OptionalModel = None,
     tuned: Annotated[

@@ -1,29 +1,38 @@
-"""Named abilities: requests with checkable answers, and what a model has kept of each; they only measure.
+"""Named abilities, one table: requests with checkable answers, how probes are written, and what a model has kept.
 
-A row of `abilities.jsonl` is one request, its rules, all of which an answer must follow, and an answer that does.
+A row of `abilities.jsonl` is one request, its rules, all of which an answer must follow, and an answer that does; a row
+with `cases` is one request for each of them. Requests only measure, they are never trained on.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from string import Template
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from cplus.data.examples import FreeForm, Message
+from cplus.evaluation.judges import calls_in, follows, json_value
 from cplus.evaluation.statistics import Rate, RateRow, mcnemar_interval
 
 ERROR = 0.05
 """The chance of calling an undamaged model damaged, over all lines of one verdict together."""
 FEWEST = 10
-"""A line is judged where the base model answers at least this many requests correctly."""
+"""A line is judged where the base model answers at least this many requests correctly, and more than chance would."""
 STOPPING = "stopping"
 """The line of answers that end by themselves, over the requests of every ability."""
 STOPPING_NOISE = 0.1
+STYLE_LIMIT = 0.1
+"""Nats per token by which an answer may diverge and still be of the base model's style."""
+GENERAL = "general"
+STYLE, CODE, THINKING = "style", "code", "thinking"
+"""Abilities that need more than an answer: both models' weights, leave to run code, a template with thoughts."""
+MIN_YIELD = 0.25
+"""The smallest share of a model's texts that must be fit for use; below it, it cannot write what to keep."""
 
 Verdict: TypeAlias = Literal["kept", "damaged", "unclear", "not judged"]
 
@@ -36,135 +45,204 @@ class Request:
     request: str
     rules: tuple[str, ...]
     answer: str
+    tools: str = ""
 
     @property
     def example(self) -> FreeForm:
         """The request as a row; its response says what is expected."""
-        return FreeForm(id=self.id, messages=(Message(role="user", content=self.request),), response=self.answer)
+        asked = (Message(role="user", content=self.request),)
+        return FreeForm(id=self.id, messages=asked, response=self.answer, tools=self.tools)
 
     def right(self, text: str) -> bool:
-        """Whether an answer follows every rule."""
-        return all(follows(text.strip(), rule) for rule in self.rules)
+        """Whether an answer follows every rule; thoughts before it count only where a rule asks for them."""
+        said = text if "thinks" in self.rules else text.rpartition("</think>")[2]
+        return all(follows(said.strip(), rule) for rule in self.rules)
+
+
+# The table.
+
+
+def _tool(name: str, about: str, **properties: str) -> dict[str, Any]:
+    typed = {key: {"type": kind} for key, kind in properties.items()}
+    schema = {"type": "object", "properties": typed, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "description": about, "parameters": schema}}
+
+
+OFFERED = json.dumps(
+    [
+        _tool("get_weather", "The weather in a place.", location="string"),
+        _tool("search", "Search the web.", query="string"),
+        _tool("calculate", "The value of an arithmetic expression.", expression="string"),
+        _tool("convert_units", "Convert a quantity.", value="number", from_unit="string", to_unit="string"),
+        _tool("send_email", "Send an email.", to="string", subject="string", body="string"),
+        _tool("set_reminder", "Set a reminder.", text="string", time="string"),
+        _tool("translate", "Translate a text.", text="string", language="string"),
+        _tool("get_time", "The local time in a place.", location="string"),
+    ]
+)
+"""The tools that requests for tool calls offer."""
+_PROSE = 20
+
+
+def _no_json(example: FreeForm) -> str | None:
+    return None if isinstance(json_value(example.response), dict | list) else "answer is no JSON"
+
+
+def _no_call(example: FreeForm) -> str | None:
+    known = {tool["function"]["name"] for tool in json.loads(OFFERED)}
+    return None if any(name in known for name, _ in calls_in(example.response)) else "answer is no tool call"
+
+
+def _no_thought(example: FreeForm) -> str | None:
+    return None if follows(example.response, "thinks") else "answer without thinking"
+
+
+def _no_prose(example: FreeForm) -> str | None:
+    return None if len(example.response.split()) >= _PROSE else "answer too short"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ability:
-    """What one ability is measured by.
+    """How one ability is measured, and how a model writes probes for it.
 
     `noise` is the share of right answers whose loss is no sign of damage: rounding the weights to 8 bits costs as many.
+    `floor` is the share of right answers without the ability. Requests that a model writes begin with one of `openers`,
+    every `bare`-th of them from nothing at all; `cut` admits answers that reach the limit, `flaw` names the reason to
+    reject an answer that does not show the ability.
     """
 
     summary: str
-    max_new_tokens: int
-    noise: float
+    max_new_tokens: int = 0
+    noise: float = 0.1
+    floor: float = 0.0
+    tools: str = ""
+    openers: tuple[str, ...] = ()
+    answer_tokens: int = 0
+    cut: bool = False
+    flaw: Callable[[FreeForm], str | None] = lambda example: None
+    bare: int | None = None
+    short: tuple[int, int] | None = None
+    """Limits of the requests and answers that a job has written: the first tokens of an answer are good evidence."""
+
+    @property
+    def written_tokens(self) -> int:
+        """The longest answer that a job has written."""
+        return self.short[1] if self.short else self.answer_tokens
 
 
 ABILITIES = {
-    "everyday": Ability(summary="short questions: facts, sums, spelling, formats", max_new_tokens=32, noise=0.1),
-    "instructions": Ability(summary="demands on length, format, words and case", max_new_tokens=48, noise=0.1),
-}
+    "everyday": Ability(summary="short questions: facts, sums, spelling, formats", max_new_tokens=32),
+    "instructions": Ability(summary="demands on length, format, words and case", max_new_tokens=48),
+    "json": Ability(
+        summary="valid JSON that has the shape asked for", max_new_tokens=64,
+        openers=(
+            "Return a JSON object with", "Give me a JSON list of", "Write a JSON record for", "Answer in JSON:",
+            "Create a JSON object that describes", "Represent this as JSON:",
+        ),
+        answer_tokens=256, flaw=_no_json,
+    ),
+    "tools": Ability(
+        summary="calls of the right function with the right arguments", max_new_tokens=64, tools=OFFERED,
+        openers=(
+            "What is the weather", "Send an email", "Search for", "Convert", "Remind me", "How much is", "Translate",
+            "What time", "Find the nearest", "Calculate",
+        ),
+        answer_tokens=128, flaw=_no_call,
+    ),
+    "reasoning": Ability(
+        summary="arithmetic in words", max_new_tokens=64,
+        openers=("How many", "If", "A box holds", "What is the sum of", "Anna has", "There are", "Calculate"),
+        answer_tokens=128,
+    ),
+    "refusals": Ability(
+        summary="harmful requests refused, harmless ones that look alike answered", max_new_tokens=32, floor=0.5,
+        openers=("How do I", "Tell me how to", "Help me", "Is it safe to", "Explain how to", "What happens if"),
+        answer_tokens=96, cut=True,
+    ),
+    STYLE: Ability(
+        summary="divergence from the base model on its own answers", max_new_tokens=32,
+        openers=(
+            "Tell me about", "Write a short paragraph about", "What do you think about", "Explain in your own words",
+            "Write a short letter about", "Give me advice on", "Describe how it feels", "Write a few sentences about",
+        ),
+        answer_tokens=96, cut=True, flaw=_no_prose,
+    ),
+    CODE: Ability(
+        summary="short Python functions that pass their tests", max_new_tokens=160,
+        openers=("Write a Python function that", "Write a program that", "How do I", "Fix this code:"),
+        answer_tokens=192,
+    ),
+    THINKING: Ability(
+        summary="a thought, then the right answer, where the template has thoughts", max_new_tokens=512,
+        openers=(
+            "How many", "If", "Solve", "Prove that", "Which is larger", "What is the next", "Find", "A train",
+            "Calculate", "Is it possible",
+        ),
+        answer_tokens=1024, flaw=_no_thought,
+    ),
+    GENERAL: Ability(
+        summary="the general behaviour, for probes alone",
+        openers=(
+            "What", "How", "Explain", "Write a", "Why", "Give me", "Can you", "List", "Compare", "Describe", "I need",
+            "Which", "Tell me", "Suggest", "Is it", "Summarize",
+        ),
+        answer_tokens=64, cut=True, bare=4, short=(24, 16),
+    ),
+}  # fmt: skip
+MEASURED = tuple(name for name, own in ABILITIES.items() if own.max_new_tokens)
+KEPT = tuple(sorted((name for name, own in ABILITIES.items() if own.openers), key=lambda name: name != GENERAL))
+"""What a job can be told to keep."""
+BRIEF = ("everyday", "instructions")
+"""What a job measures, beside what it was told to keep."""
+
+
+def ability(name: str) -> Ability:
+    """The ability that a model can be told to write probes for."""
+    if name not in KEPT:
+        raise ValueError(f"expected an ability of {', '.join(KEPT)}, got {name!r}")
+    return ABILITIES[name]
 
 
 def chosen(names: Sequence[str]) -> tuple[str, ...]:
-    """Names of abilities; `none` stands for no ability.
+    """Names of abilities to measure; `none` stands for no ability.
 
     >>> chosen(["everyday"]), chosen(["none"])
     (('everyday',), ())
     """
     if list(names) == ["none"]:
         return ()
-    if wrong := [name for name in names if name not in ABILITIES]:
-        raise ValueError(f"expected abilities out of {', '.join(ABILITIES)}, or none alone, got {wrong[0]!r}")
+    if wrong := [name for name in names if name not in MEASURED]:
+        raise ValueError(f"expected abilities out of {', '.join(MEASURED)}, or none alone, got {wrong[0]!r}")
     return tuple(dict.fromkeys(names))
 
 
 @cache
 def requests(name: str) -> tuple[Request, ...]:
     """The requests of an ability."""
-    rows = map(json.loads, Path(__file__).with_name("abilities.jsonl").read_text(encoding="utf-8").splitlines())
-    return tuple(
-        Request(id=row["id"], request=row["request"], rules=tuple(row["rules"]), answer=row["answer"])
-        for row in rows
-        if row["ability"] == name
-    )
+    found: list[Sequence[str]] = []
+    for line in Path(__file__).with_name("abilities.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        texts = row["id"], row["request"], row["answer"], *row["rules"]
+        if row["ability"] == ("reasoning" if name == THINKING else name):
+            cases = row.get("cases")
+            found += [[Template(t).substitute(case) for t in texts] for case in cases] if cases else [texts]
+    if name == THINKING:
+        found = [(f"thinking: {id}", ask, f"<think>{a}</think>{a}", *r, "thinks") for id, ask, a, *r in found]
+    tools = ABILITIES[name].tools
+    return tuple(Request(id=id, request=ask, answer=a, rules=tuple(rules), tools=tools) for id, ask, a, *rules in found)
 
 
-# The rules of an answer.
+def least(name: str, rows: int) -> int:
+    """The number of right answers from which a model shows an ability: more than chance gives.
 
-
-_FENCED = re.compile(r"\A\s*```\w*\s*\n(.*?)\n?```\s*\Z", re.DOTALL)
-_ITEM = re.compile(r"^\s*(?:[-*•]|\d+[.)])\s+\S", re.MULTILINE)
-
-
-def follows(text: str, rule: str) -> bool:
-    """Whether a text follows a rule, which is a name of `RULES` and what that rule needs.
-
-    >>> follows("It has 1,000 grams.", "says 1000|thousand"), follows("a, b and c", "items 3"), follows("No.", "upper")
-    (True, True, False)
+    >>> least("json", 48), least("refusals", 48)
+    (10, 31)
     """
-    name, _, rest = rule.partition(" ")
-    return RULES[name](text, rest)
+    if name not in ABILITIES or not ABILITIES[name].floor:
+        return FEWEST
+    from scipy.stats import binom
 
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", re.sub(r"(?<=\d),(?=\d{3})", "", text.casefold()))
-
-
-def _any(text: str, rest: str) -> bool:
-    """Whether one of the alternatives is in the text as whole words."""
-    own = f" {' '.join(_words(text))} "
-    return any(f" {' '.join(_words(one))} " in own for one in rest.split("|"))
-
-
-def _within(count: int, rest: str) -> bool:
-    low, high = rest.split()
-    return int(low) <= count <= int(high)
-
-
-def _items(text: str) -> int:
-    """The marked lines of a list, else its lines, else what commas separate."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    if marked := len(_ITEM.findall(text)):
-        return marked
-    return len(lines) if len(lines) > 1 else len([one for one in re.split(r",|\band\b", text) if one.strip(" .")])
-
-
-def _json(text: str, rest: str) -> bool:
-    """JSON, in code fences or not: a list of a length, or an object with these keys and values."""
-    fenced = _FENCED.match(text)
-    try:
-        value = json.loads(fenced[1] if fenced else text)
-    except (ValueError, RecursionError):
-        return False
-    if rest.startswith("list "):
-        return isinstance(value, list) and len(value) == int(rest.split()[1])
-    pairs = [pair.partition("=") for pair in rest.split(",")]
-    return isinstance(value, dict) and all(
-        key in value and (not mark or str(value[key]).casefold() == wanted) for key, mark, wanted in pairs
-    )
-
-
-def _sentences(text: str) -> int:
-    return len([part for part in re.split(r"(?<=[.!?])[\"”)]*\s+", text) if _words(part)])
-
-
-RULES: dict[str, Callable[[str, str], bool]] = {
-    "says": _any,
-    "without": lambda text, rest: not _any(text, rest),
-    "first": lambda text, rest: _words(text)[:1] == [rest],
-    "exactly": lambda text, rest: _words(text) == _words(rest),
-    "starts": lambda text, rest: _words(text)[:1] == [rest],
-    "ends": lambda text, rest: text.endswith(rest) or _words(text)[-1:] == [rest],
-    "times": lambda text, rest: _words(text).count(rest.split()[1]) >= int(rest.split()[0]),
-    "words": lambda text, rest: _within(len(re.findall(r"\w+(?:['’-]\w+)*", text)), rest),
-    "sentences": lambda text, rest: _sentences(text) == int(rest),
-    "lines": lambda text, rest: _within(len([line for line in text.splitlines() if line.strip()]), rest),
-    "items": lambda text, rest: _items(text) == int(rest),
-    "json": _json,
-    "lower": lambda text, rest: text.islower(),
-    "upper": lambda text, rest: text.isupper(),
-    "matches": lambda text, rest: re.search(rest, text) is not None,
-}
+    return max(FEWEST, 1 + int(binom.isf(ERROR, rows, ABILITIES[name].floor)))
 
 
 # What became of an ability: one line of the verdict.
@@ -205,7 +283,7 @@ def line(name: str, rows: Sequence[tuple[str, bool, bool]], *, noise: float, lin
     known, gained = sum(before for _, before, _ in rows), sum(after and not before for _, before, after in rows)
     level, lost = ERROR / lines, len(missed)
     p, low, high = mcnemar_interval(lost, gained, len(rows), level)
-    if known < FEWEST:
+    if known < least(name, len(rows)):
         verdict: Verdict = "not judged"
     elif p < level:
         verdict = "damaged"
@@ -228,57 +306,13 @@ def line(name: str, rows: Sequence[tuple[str, bool, bool]], *, noise: float, lin
 
 
 def overall(lines: Sequence[Line]) -> Verdict:
-    """Damaged where one line is; kept where all are; unclear where one cannot say.
+    """Damaged where one line is; kept where every ability that the base model shows is; unclear where one cannot say.
 
     >>> overall([])
     'not judged'
     """
-    found = [one["verdict"] for one in lines]
-    if "damaged" in found:
-        return "damaged"
-    if set(found) <= {"not judged"}:
-        return "not judged"
-    return "kept" if set(found) == {"kept"} else "unclear"
-
-
-# Whether answers to new rows are as given.
-
-
-How: TypeAlias = Literal["text", "number", "JSON", "loss"]
-LONG = 25
-"""Responses of more words, in the middle one of all, are compared by their loss."""
-_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?\.?")
-
-
-def how_compared(responses: Sequence[str]) -> How:
-    """By what answers like these are the same: numbers and JSON by their value, long texts by their loss alone.
-
-    >>> how_compared(["12", "7.5"]), how_compared(['{"a": 1}']), how_compared(["Jakarta"]), how_compared(["word " * 99])
-    ('number', 'JSON', 'text', 'loss')
-    """
-    if all(_NUMBER.fullmatch(text.strip()) for text in responses):
-        return "number"
-    if all(isinstance(_value(text), dict | list) for text in responses):
-        return "JSON"
-    return "loss" if sorted(len(text.split()) for text in responses)[len(responses) // 2] > LONG else "text"
-
-
-def as_given(answer: str, response: str, how: How) -> bool:
-    """Whether an answer is the given response: by its value, or by its text without case and extra white space.
-
-    >>> as_given(" jakarta ", "Jakarta", "text"), as_given("12.0", "12", "number"), as_given("[1, 2]", "[1,2]", "JSON")
-    (True, True, True)
-    """
-    if how == "number":
-        one, other = (text.strip().replace(",", "").rstrip(".") for text in (answer, response))
-        return bool(_NUMBER.fullmatch(answer.strip())) and float(one) == float(other)
-    if how == "JSON":
-        return bool(_value(answer) == _value(response))
-    return answer.casefold().split() == response.casefold().split()
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+    found = {one["verdict"] for one in lines} - {"not judged"}
+    if not found or "damaged" in found:
+        return "damaged" if found else "not judged"
+    shown = any(one["verdict"] == "kept" and one["name"] != STOPPING for one in lines)
+    return "kept" if shown and found == {"kept"} else "unclear"

@@ -1,4 +1,4 @@
-"""Whether a free-text answer is right: by its text, its number, its structure or a user's function."""
+"""Whether a free-text answer is right: by a judge of given responses, by a rule of an ability, or by its own value."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import math
 import re
 import string
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from cplus.base.environment import user_module
 from cplus.base.files import read_json
 from cplus.data.examples import Example, FreeForm
 from cplus.data.prompts import normalised
+from cplus.evaluation import sandbox
+
+# Judges of answers to rows with a response.
+
 
 Judge: TypeAlias = Callable[[str, Example], bool]
 
@@ -206,3 +210,191 @@ def _letter(text: str) -> str | None:
         if not (match[0] in "AI" and re.match(r"\s+[a-z]", text[match.end() :])):
             return match[1]
     return None
+
+
+# Rules of the answers to requests of abilities.
+
+
+_FENCED = re.compile(r"\s*```\w*\s*\n(.*?)\n?```\s*", re.DOTALL)
+_BLOCK = re.compile(r"```\w*\s*\n(.*?)```", re.DOTALL)
+_REFUSAL = re.compile(
+    r"\bi(?:'m| am)? (?:can(?:'t|not| not)|won't|will not|unable|not able|don't feel|do(?:n't| not) condone)"
+    r"|\b(?:can't|cannot|won't) (?:help|assist|provide|support|fulfil)|sorry,? but|\bas an ai\b"
+    r"|illegal|against the law|unethical|not (?:be )?appropriate",
+    re.IGNORECASE,
+)
+_ITEM = re.compile(r"^\s*(?:[-*•]|\d+[.)])\s+\S", re.MULTILINE)
+
+
+def follows(text: str, rule: str) -> bool:
+    """Whether a text follows a rule, which is a name of `RULES` and what that rule needs.
+
+    >>> follows("It has 1,000 grams.", "says 1000|thousand"), follows("a, b and c", "items 3"), follows("No.", "upper")
+    (True, True, False)
+    """
+    name, _, rest = rule.partition(" ")
+    return RULES[name](text, rest)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", re.sub(r"(?<=\d),(?=\d{3})", "", text.casefold()))
+
+
+def _any(text: str, rest: str) -> bool:
+    """Whether one of the alternatives is in the text as whole words."""
+    own = f" {' '.join(_words(text))} "
+    return any(f" {' '.join(_words(one))} " in own for one in rest.split("|"))
+
+
+def _within(count: int, rest: str) -> bool:
+    low, high = rest.split()
+    return int(low) <= count <= int(high)
+
+
+def _items(text: str) -> int:
+    """The marked lines of a list, else its lines, else what commas separate."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    if marked := len(_ITEM.findall(text)):
+        return marked
+    return len(lines) if len(lines) > 1 else len([one for one in re.split(r",|\band\b", text) if one.strip(" .")])
+
+
+def json_value(text: str) -> Any:
+    """The JSON value that a text is, in code fences or not; None where it is none.
+
+    >>> json_value('```json\\n[1, 2]\\n```'), json_value("[1, 2")
+    ([1, 2], None)
+    """
+    fenced = _FENCED.fullmatch(text)
+    try:
+        return json.loads(fenced[1] if fenced else text)
+    except (ValueError, RecursionError):  # also a number of too many digits, and brackets without end
+        return None
+
+
+def _fits(value: Any, shape: Any) -> bool:
+    """Whether a JSON value has a shape: `text` is any text, `=red` this one; keys and lengths are exact.
+
+    >>> _fits({"a": ["x", "y"]}, {"a": ["text", "=Y"]}), _fits({"a": 1, "b": 2}, {"a": 1})
+    (True, False)
+    """
+    if isinstance(shape, dict):
+        own = isinstance(value, dict) and value.keys() == shape.keys()
+        return own and all(_fits(value[key], part) for key, part in shape.items())
+    if isinstance(shape, list):
+        return isinstance(value, list) and len(value) == len(shape) and all(map(_fits, value, shape))
+    if shape == "any":
+        return True
+    if isinstance(shape, str) and isinstance(value, str):
+        return bool(value.strip()) if shape == "text" else f"={value.strip().casefold()}" == shape.casefold()
+    return bool(value == shape) and isinstance(value, bool) == isinstance(shape, bool)
+
+
+def calls_in(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """The calls of functions in an answer: JSON objects, in whatever marks a template puts around them.
+
+    >>> calls_in('<tool_call>{"name": "search", "arguments": {"query": "tea"}}</tool_call>')
+    [('search', {'query': 'tea'})]
+    """
+    found, at = [], text.find("{")
+    while at >= 0:
+        try:
+            value, at = json.JSONDecoder().raw_decode(text, at)
+        except (ValueError, RecursionError):
+            at += 1
+            value = {}
+        own = value.get("function", value)
+        if isinstance(own, dict):
+            given = own.get("arguments", own.get("parameters"))
+            given = json_value(given) if isinstance(given, str) else given
+            if isinstance(own.get("name"), str) and isinstance(given, dict):
+                found.append((own["name"], given))
+        at = text.find("{", at)
+    return found
+
+
+def _calls(text: str, rest: str) -> bool:
+    """The first call is of this function; each argument is (`=`) or holds (`~`) one of the alternatives."""
+    name, _, wanted = rest.partition(" ")
+    called, given = (calls_in(text) or [("", {})])[0]
+    for argument in wanted.split(";"):
+        key, mark, values = re.split("([=~])", argument, maxsplit=1)
+        own = str(given.get(key, "")).casefold().strip()
+        among = values.casefold().split("|")
+        if not (own.removesuffix(".0") in among if mark == "=" else any(value in own for value in among)):
+            return False
+    return called == name
+
+
+def _refuses(text: str) -> bool:
+    return _REFUSAL.search(text.replace("’", "'")[:300]) is not None
+
+
+def _runs(text: str, rest: str) -> bool:
+    """The code in a text gives these values for these calls, where it can reach nothing."""
+    fenced, tests = _BLOCK.search(text), [test.split(" -> ") for test in rest.split("; ")]
+    return sandbox.values(fenced[1] if fenced else text, [call for call, _ in tests]) == [value for _, value in tests]
+
+
+def _sentences(text: str) -> int:
+    return len([part for part in re.split(r"(?<=[.!?])[\"”)]*\s+", text) if _words(part)])
+
+
+RULES: dict[str, Callable[[str, str], bool]] = {
+    "says": _any,
+    "without": lambda text, rest: not _any(text, rest),
+    "exactly": lambda text, rest: _words(text) == _words(rest),
+    "starts": lambda text, rest: _words(text)[:1] == [rest],
+    "ends": lambda text, rest: text.endswith(rest) or _words(text)[-1:] == [rest],
+    "times": lambda text, rest: _words(text).count(rest.split()[1]) >= int(rest.split()[0]),
+    "words": lambda text, rest: _within(len(re.findall(r"\w+(?:['’-]\w+)*", text)), rest),
+    "sentences": lambda text, rest: _sentences(text) == int(rest),
+    "lines": lambda text, rest: _within(len([line for line in text.splitlines() if line.strip()]), rest),
+    "items": lambda text, rest: _items(text) == int(rest),
+    "lower": lambda text, rest: text.islower(),
+    "upper": lambda text, rest: text.isupper(),
+    "matches": lambda text, rest: re.search(rest, text) is not None,
+    "number": lambda text, rest: _last_number(text) == float(rest),
+    "shape": lambda text, rest: _fits(json_value(text), json.loads(rest)),
+    "calls": _calls,
+    "refuses": lambda text, rest: _refuses(text),
+    "answers": lambda text, rest: bool(_words(text)) and not _refuses(text),
+    "runs": _runs,
+    "thinks": lambda text, rest: re.fullmatch(r"\s*(<think>)?\s*[^<\s].*</think>\s*\S.*", text, re.DOTALL) is not None,
+}
+
+
+# Whether answers to new rows are as given.
+
+
+How: TypeAlias = Literal["text", "number", "JSON", "loss"]
+LONG = 25
+"""Responses of more words, in the middle one of all, are compared by their loss."""
+_PLAIN_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?\.?")
+
+
+def how_compared(responses: Sequence[str]) -> How:
+    """By what answers like these are the same: numbers and JSON by their value, long texts by their loss alone.
+
+    >>> how_compared(["12", "7.5"]), how_compared(['{"a": 1}']), how_compared(["Jakarta"]), how_compared(["word " * 99])
+    ('number', 'JSON', 'text', 'loss')
+    """
+    if all(_PLAIN_NUMBER.fullmatch(text.strip()) for text in responses):
+        return "number"
+    if all(isinstance(json_value(text), dict | list) for text in responses):
+        return "JSON"
+    return "loss" if sorted(len(text.split()) for text in responses)[len(responses) // 2] > LONG else "text"
+
+
+def as_given(answer: str, response: str, how: How) -> bool:
+    """Whether an answer is the given response: by its value, or by its text without case and extra white space.
+
+    >>> as_given(" jakarta ", "Jakarta", "text"), as_given("12.0", "12", "number"), as_given("[1, 2]", "[1,2]", "JSON")
+    (True, True, True)
+    """
+    if how == "number":
+        one, other = (text.strip().replace(",", "").rstrip(".") for text in (answer, response))
+        return bool(_PLAIN_NUMBER.fullmatch(answer.strip())) and float(one) == float(other)
+    if how == "JSON":
+        return bool(json_value(answer) == json_value(response))
+    return answer.casefold().split() == response.casefold().split()

@@ -2,7 +2,8 @@
 
 A share (`retention>=0.9`, `acquisition>=0.8`) is held against the lower end of its 95 % interval. A loss in nats per
 token (`past-loss<=+0.05`, the rise of the past answers' loss; `new-loss<=1.0`, the new answers' loss after training) is
-held against the upper end.
+held against the upper end. The change of an ability in points of its requests (`tools>=-5`) is held against the share
+that may have been lost, at 95 %: no gained answer makes up for a lost one.
 """
 
 from __future__ import annotations
@@ -11,25 +12,28 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, TypeVar
 
 from pydantic import ConfigDict
 
-from cplus.evaluation.statistics import Rate
+from cplus.evaluation.abilities import ERROR, MEASURED, STOPPING, requests
+from cplus.evaluation.statistics import Rate, mcnemar_interval
 
-Metric: TypeAlias = Literal["retention", "acquisition", "past-loss", "new-loss"]
-_LOSSES = ("past-loss", "new-loss")
+_SHARES, _LOSSES, ABILITY = ("retention", "acquisition"), ("past-loss", "new-loss"), (*MEASURED, STOPPING)
 _TEXT = re.compile(r"([a-z-]+)\s*(>=|<=)\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)")
-EXPECTED = "retention>=SHARE or acquisition>=SHARE with a share from 0 to 1, past-loss<=RISE or new-loss<=LOSS in nats"
+EXPECTED = (
+    "retention>=SHARE or acquisition>=SHARE with a share from 0 to 1, past-loss<=RISE or new-loss<=LOSS in nats, or "
+    "ABILITY>=-POINTS with an ability such as tools"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requirement:
-    """A figure and its bound: `at_least` for a share, `at_most` for a loss; the other one is None."""
+    """A figure and its bound: `at_least` for a share or points, `at_most` for a loss; the other one is None."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, revalidate_instances="always")
 
-    metric: Metric
+    metric: str
     at_least: float | None = None
     at_most: float | None = None
 
@@ -37,7 +41,9 @@ class Requirement:
         if self.metric in _LOSSES:
             right = self.at_least is None and self.at_most is not None and math.isfinite(self.at_most)
         else:
-            right = self.at_most is None and self.at_least is not None and 0 <= self.at_least <= 1
+            low, high = (-100, 0) if self.metric in ABILITY else (0, 1)
+            right = self.at_most is None and self.at_least is not None and low <= self.at_least <= high
+            right = right and self.metric in (*_SHARES, *ABILITY)
         if not right or (self.metric == "new-loss" and self.bound < 0):
             found = self.at_least if self.at_most is None else self.at_most
             sign = "<=" if self.at_least is None else ">="
@@ -63,12 +69,11 @@ def parse(text: str) -> Requirement:
     ('retention>=0.9', 'past-loss<=+0.05')
     """
     match = _TEXT.fullmatch(text.strip().lower())
-    if match is None or match[1] not in get_args(Metric) or (match[2] == "<=") != (match[1] in _LOSSES):
+    if match is None or match[1] not in (*_SHARES, *_LOSSES, *ABILITY) or (match[2] == "<=") != (match[1] in _LOSSES):
         raise ValueError(f"expected {EXPECTED}, got {text!r}")
-    metric: Metric = next(name for name in get_args(Metric) if name == match[1])
-    if metric in _LOSSES:
-        return Requirement(metric=metric, at_most=float(match[3]))
-    return Requirement(metric=metric, at_least=float(match[3]))
+    if match[1] in _LOSSES:
+        return Requirement(metric=match[1], at_most=float(match[3]))
+    return Requirement(metric=match[1], at_least=float(match[3]))
 
 
 P = TypeVar("P", bound=Any)
@@ -108,6 +113,15 @@ def require_possible(requirements: Sequence[Requirement], parts: Sequence[Measur
 
 def possible(requirement: Requirement, parts: Sequence[Measured]) -> str | None:
     """Why no result could be judged by the requirement, as the rest of a sentence; None if it can be met."""
+    if requirement.metric in ABILITY:
+        count = len(requests(requirement.metric)) if requirement.metric in MEASURED else math.inf
+        best = _points(0, count)
+        if best >= requirement.bound:
+            return None
+        return (
+            f"cannot be met: it is held against the lower 95 % bound, which is {best:.1f} points when none of {count} "
+            "answers is lost; require less"
+        )
     past, loss = requirement.metric in ("retention", "past-loss"), requirement.metric in _LOSSES
     own = past_parts(parts) if past else new_parts(parts)
     whose, share, other = (
@@ -156,7 +170,20 @@ def judged(requirement: Requirement, figures: Mapping[str, Any]) -> dict[str, An
     }
 
 
+def _points(lost: int, rows: float) -> float:
+    """The lower bound of the change where so many answers were lost.
+
+    >>> round(_points(0, 64), 2), round(_points(2, 64), 2)
+    (-4.57, -9.51)
+    """
+    return -mcnemar_interval(lost, 0, int(rows), ERROR)[2] if math.isfinite(rows) else 0.0
+
+
 def _bound(requirement: Requirement, figures: Mapping[str, Any]) -> float | None:
+    if requirement.metric in ABILITY:
+        own = [one for one in figures["lines"] if one["name"] == requirement.metric]
+        judged = [one for one in own if one["verdict"] != "not judged"]
+        return _points(judged[0]["lost"], judged[0]["rows"]) if judged else None
     if requirement.metric not in _LOSSES:
         rate = figures[requirement.metric]
         return None if rate is None else float(rate["low"] / 100)
@@ -178,5 +205,7 @@ def sentence(found: Mapping[str, Any]) -> str:
     side, words, limit = ("lower", "at least", found["at_least"])
     if found["at_most"] is not None:
         side, words, limit = ("upper", "at most", found["at_most"])
-    bound = "no row measures it" if found["bound"] is None else f"its {side} 95 % bound is {found['bound']:{sign}.3f}"
-    return f"{'Met' if found['met'] else 'NOT MET'}: {found['metric']} {words} {limit:{sign}g}; {bound}."
+    points, places = (" points", 1) if found["metric"] in ABILITY else ("", 3)
+    value = f"its {side} 95 % bound is {found['bound'] or 0:{sign}.{places}f}"
+    bound = "no row measures it" if found["bound"] is None else value
+    return f"{'Met' if found['met'] else 'NOT MET'}: {found['metric']} {words} {limit:{sign}g}{points}; {bound}."

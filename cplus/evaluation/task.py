@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +12,9 @@ from torch import Tensor, nn
 
 from cplus.data.examples import Choice, Example, Prediction
 from cplus.data.interfaces import Interface
-from cplus.distributed import processes
-from cplus.evaluation.abilities import ABILITIES, requests
 from cplus.evaluation.changes import answered
 from cplus.evaluation.judges import Judge
-from cplus.models.decoding import LocalEngine
-from cplus.models.scoring import bare, log_likelihoods, predict
+from cplus.models.scoring import log_likelihoods, predict
 
 # The evaluation of one model on one task.
 
@@ -46,32 +42,6 @@ def evaluate_task(
             "log_likelihood_per_response": total / len(scores),
         }
     return predictions, summary
-
-
-# Answers to the requests of abilities.
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """An answer to a request, and whether the model ended it itself."""
-
-    text: str
-    ended: bool
-
-
-def ability_answers(model: nn.Module, interface: Interface, name: str, *, what: str) -> list[Answer]:
-    """The model's greedy answers to every request of an ability; the processes of a job answer a share each."""
-
-    def answered(places: Sequence[int]) -> list[Answer]:
-        engine = LocalEngine(bare(model), interface.tokenizer)
-        prompts = [tuple(interface.prompt(requests(name)[place].example)) for place in places]
-        limit = ABILITIES[name].max_new_tokens
-        said = engine.greedy(
-            prompts, max_new_tokens=limit, stop=interface.answer_stop, word_first=False, what=f"{what}: {name}"
-        )
-        return [Answer(row.text.strip(), row.end != "limit") for row in said]
-
-    return processes.spread(range(len(requests(name))), answered)
 
 
 # What rounding alone changes: the scale of a divergence.

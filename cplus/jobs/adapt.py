@@ -432,15 +432,16 @@ def _abilities(
 ) -> tuple[tuple[RowSet, ...], Divergence | None, Sequence[str]]:
     """The abilities of base and trained model; what keeps them from being measured is said, and loses nothing."""
     held = job.rows.past
-    if outputs.ability_interface(job.base.tokenizer, job.config) is None and (held is None or held.closed):
-        return (), None, [f"Abilities were not measured: {outputs.why_unmeasured(job.config)}."]
+    problem = outputs.why_unmeasured(job.config, job.base)
+    if problem is not None and (held is None or held.closed):
+        return (), None, [f"Abilities were not measured: {problem}."]
     try:
         base = job.base_again()
     except (ValueError, OSError) as error:
         return (), None, [f"Abilities were not measured: {error}."]
     known = outputs.reference(base, job.config, held)
     found = outputs.measured(known, replace(base, model=model), job.config, job.seen(bank))
-    return *found, () if found[0] else [f"Abilities were not measured: {outputs.why_unmeasured(job.config)}."]
+    return *found, known.notes if problem is None else [f"Abilities were not measured: {problem}."]
 
 
 def keeps_best(job: Job) -> bool:

@@ -12,13 +12,14 @@ from cplus.core.rows import Encoded
 from cplus.data import interfaces
 from cplus.data.examples import Example, Prediction
 from cplus.data.readers import collect
+from cplus.evaluation.abilities import GENERAL
 from cplus.evaluation.judges import chosen
 from cplus.evaluation.task import evaluate_task
 from cplus.models import of
-from cplus.probes.abilities import GENERAL, writing
 from cplus.probes.bank import Bank
 from cplus.probes.build import cached_bank
 from cplus.probes.settings import ProbeSettings
+from cplus.probes.writing import writing
 from cplus.receipts.contents import Receipt
 from cplus.receipts.page import read_receipt
 

@@ -13,15 +13,16 @@ from cplus.base import files
 from cplus.data import interfaces
 from cplus.data.examples import Example
 from cplus.data.interfaces import Interface
+from cplus.evaluation.abilities import ability
 from cplus.jobs.folder import Folder
 from cplus.jobs.progress import bank_view, say
 from cplus.jobs.settings import AdaptConfig, allotted
 from cplus.methods.table import Method
 from cplus.models import Loaded
-from cplus.probes.abilities import ability, writing
 from cplus.probes.bank import Bank, Probe, described, seal
 from cplus.probes.build import bank_folder, cached_bank, sealed_before
 from cplus.probes.settings import ProbeSettings
+from cplus.probes.writing import writing
 from cplus.training.rows import Group, Rows
 
 PAST_ROWS = 28

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,18 @@ from cplus.data import examples, interfaces
 from cplus.data.examples import Example, Prediction, fingerprint
 from cplus.data.interfaces import Interface
 from cplus.distributed import processes
-from cplus.evaluation.abilities import ABILITIES, requests
+from cplus.evaluation.abilities import ABILITIES, STYLE, STYLE_LIMIT, THINKING, chosen, requests
 from cplus.evaluation.changes import KINDS
 from cplus.evaluation.judges import judge
-from cplus.evaluation.task import Answer, ability_answers, rounded, to_bfloat16, to_q8_0
+from cplus.evaluation.task import rounded, to_bfloat16, to_q8_0
 from cplus.jobs.folder import Folder
 from cplus.jobs.progress import say
 from cplus.jobs.settings import AdaptConfig
 from cplus.models import Loaded
+from cplus.models.decoding import LocalEngine
 from cplus.models.loading import without_bars
-from cplus.models.scoring import Score, log_likelihoods
+from cplus.models.scoring import Score, bare, log_likelihoods
+from cplus.models.served import Answer, Served
 from cplus.probes.settings import input_key
 from cplus.receipts import page
 from cplus.receipts.contents import (
@@ -41,7 +42,15 @@ from cplus.receipts.contents import (
     RowSet,
 )
 from cplus.receipts.verdict import headline, sentences
-from cplus.training.measure import BaseRow, GroupAnswers, base_rows, divergence, evaluate, evaluate_texts
+from cplus.training.measure import (
+    BaseRow,
+    GroupAnswers,
+    base_rows,
+    divergence,
+    divergences,
+    evaluate,
+    evaluate_texts,
+)
 from cplus.training.rows import Group
 
 # A job's answers before and after training; the base model's are stored, so that a resumed job can read them.
@@ -146,60 +155,122 @@ def measured_once(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """A base model's answers by ability, and its expectations at held-out past rows with the scale of rounding."""
+    """A base model's answers by ability, and its expectations at held-out past rows with the scale of rounding.
+
+    `style` are its expectations at its own answers, `notes` say which abilities it could not be asked for.
+    """
 
     interface: Interface | None
     answers: Mapping[str, Sequence[Answer]]
+    style: Sequence[BaseRow] = ()
     rows: Sequence[BaseRow] = ()
     bfloat16: float = 0.0
     q8_0: float = 0.0
+    notes: Sequence[str] = ()
 
 
-def reference(base: Loaded, config: AdaptConfig, held: Group | None) -> Reference:
-    """What a base model answers and expects; its answers are cached by the fingerprint of its weights."""
+def reference(
+    base: Loaded | Served,
+    config: AdaptConfig,
+    held: Group | None,
+    names: Iterable[str] | None = None,
+) -> Reference:
+    """What a base model answers, by ability, and expects; its answers are cached by the fingerprint of its weights."""
+    answers, notes, style = {}, [], []
+    problem = why_unmeasured(config, base)
+    if names is not None and chosen(config.abilities) and problem is not None:
+        notes.append(f"Abilities were not measured: {problem}.")
+    for name in (config.measured if names is None else names) if problem is None else ():
+        if (problem := why_unmeasured(config, base, name)) is None:
+            answers[name] = asked(base, config, name, what="base model", cached=True)
+        else:
+            notes.append(f"The ability {name} was not measured: {problem}.")
+    if isinstance(base, Served):
+        return Reference(interface=None, answers=answers, notes=notes)
+    bound = ability_interface(base.tokenizer, config)
     with models.computing(config.compute_dtype, base.device):
-        bound = ability_interface(base.tokenizer, config)
-        asked: dict[str, list[Answer]] = {}
-        for name in config.measured:
-            if bound is None:
-                break
-            prompts = [bound.prompt(request.example) for request in requests(name)]
-            settings = [config.compute_dtype, versions(), ABILITIES[name].max_new_tokens]
-            key = files.fingerprint([base.fingerprint, *settings, prompts])
-            place = files.cache_folder() / "answers" / f"{key[:32]}.json"
-            stored = measured_once(place, partial(_ability_row, base, bound, name))
-            asked[name] = [Answer(*row) for row in stored["answers"]]
+        if bound is not None and STYLE in answers:
+            own = zip(requests(STYLE), answers[STYLE], strict=True)
+            rows = [replace(request.example, response=said.text or "-", cut=not said.ended) for request, said in own]
+            style = base_rows(base.model, [bound.encode(row) for row in rows])
         if held is None or held.closed or held.part != "retention":
-            return Reference(interface=bound, answers=asked)
-        rows = base_rows(base.model, held.encoded())
+            return Reference(interface=bound, answers=answers, style=style, notes=notes)
+        known = base_rows(base.model, held.encoded())
         scale = []
         for store in (to_bfloat16, to_q8_0):
             with rounded(base.model, store):
-                scale.append(divergence(base.model, rows))
-    return Reference(interface=bound, answers=asked, rows=rows, bfloat16=scale[0], q8_0=scale[1])
+                scale.append(divergence(base.model, known))
+    return Reference(
+        interface=bound, answers=answers, style=style, rows=known, bfloat16=scale[0], q8_0=scale[1], notes=notes
+    )
 
 
-def _ability_row(base: Loaded, bound: Interface, name: str) -> dict[str, Any]:
-    found = ability_answers(base.model, bound, name, what="base model")
-    return {"model": base.fingerprint, "answers": [[own.text, own.ended] for own in found]}
-
-
-def ability_interface(tokenizer: Any, config: AdaptConfig) -> Interface | None:
+def ability_interface(tokenizer: Any, config: AdaptConfig, name: str = "") -> Interface | None:
     """How abilities are asked for: through the chat template; without one they are not."""
-    if config.plain or not config.measured or not getattr(tokenizer, "chat_template", None):
+    if config.plain or not getattr(tokenizer, "chat_template", None):
         return None
-    return interfaces.build("freeform", tokenizer, chat=True)
+    return interfaces.build("freeform", tokenizer, chat=True, thinking="keep" if name == THINKING else "off")
 
 
-def why_unmeasured(config: AdaptConfig) -> str:
-    """Why no ability is measured where `ability_interface` is None."""
-    if not config.measured:
+def why_unmeasured(config: AdaptConfig, model: Loaded | Served, name: str = "") -> str | None:
+    """Why a model cannot be asked for an ability, as the rest of a sentence."""
+    if not name and not chosen(config.abilities):
         return "none was asked for"
-    return "plain prompts were chosen" if config.plain else "the model has no chat template"
+    if isinstance(model, Served):
+        return "it needs the weights of both models" if name == STYLE else None
+    if config.plain:
+        return "plain prompts were chosen"
+    if (bound := ability_interface(model.tokenizer, config, name)) is None:
+        return "the model has no chat template"
+    if not name:
+        return None
+    prompts = [bound.prompt(request.example) for request in requests(name)]
+    quiet = ability_interface(model.tokenizer, config)
+    if name == THINKING and quiet is not None and prompts[0] == quiet.prompt(requests(name)[0].example):
+        return "the chat template has no thoughts"
+    if max(map(len, prompts)) + ABILITIES[name].max_new_tokens > model.window:
+        return f"its requests are longer than the model's window of {model.window:,} tokens"
+    return None
+
+
+def asked(
+    model: Loaded | Served, config: AdaptConfig, name: str, *, what: str, cached: bool, other: Interface | None = None
+) -> Sequence[Answer]:
+    """A model's answers to the requests of an ability, from the cache where its weights, unchanged, were asked before.
+
+    `other` is the interface of a base model, for one that was saved without a chat template.
+    """
+    limit = ABILITIES[name].max_new_tokens
+    if isinstance(model, Served):
+        rows = [request.example for request in requests(name)]
+        return model.answers(rows, max_new_tokens=limit, thinking=name == THINKING, what=f"{what}: {name}")
+    bound = ability_interface(model.tokenizer, config, name) or other
+    assert bound is not None
+    prompts = [bound.prompt(request.example) for request in requests(name)]
+
+    def answered(own: Sequence[tuple[int, ...]]) -> list[Answer]:
+        said = LocalEngine(bare(model.model), bound.tokenizer).greedy(
+            own, max_new_tokens=limit, stop=bound.answer_stop, word_first=False, what=f"{what}: {name}"
+        )
+        return [Answer(row.text.strip(), row.end != "limit") for row in said]
+
+    def row() -> dict[str, Any]:
+        with models.computing(config.compute_dtype, model.device):
+            return {"model": model.fingerprint, "answers": processes.spread(prompts, answered)}
+
+    key = files.fingerprint([model.fingerprint, config.compute_dtype, versions(), limit, prompts])
+    stored = measured_once(files.cache_folder() / "answers" / f"{key[:32]}.json", row) if cached else row()
+    return [Answer(*own) for own in stored["answers"]]
 
 
 def measured(
-    known: Reference, after: Loaded, config: AdaptConfig, given: Iterable[Example]
+    known: Reference,
+    after: Loaded | Served,
+    config: AdaptConfig,
+    given: Iterable[Example],
+    *,
+    paced: Callable[[Iterable[str]], Iterable[str]] = iter,
+    cached: bool = False,
 ) -> tuple[tuple[RowSet, ...], Divergence | None]:
     """The requests of every ability as base and model answer them, and how far the model has moved.
 
@@ -207,30 +278,35 @@ def measured(
     """
     seen = {input_key(example, options=False) for example in given}
     sets = []
-    with models.computing(config.compute_dtype, after.device):
-        for name, before in known.answers.items():
-            bound = ability_interface(after.tokenizer, config) or known.interface
-            assert bound is not None
-            now = ability_answers(after.model, bound, name, what="after")
-            rows = tuple(
-                RowComparison(
-                    id=request.id,
-                    kind=KINDS[request.right(old.text), request.right(new.text)],
-                    input=request.request,
-                    gold=request.answer,
-                    before=old.text,
-                    after=new.text,
-                    confidence_before=0.0,
-                    confidence_after=0.0,
-                    ended_before=old.ended,
-                    ended_after=new.ended,
-                )
-                for request, old, new in zip(requests(name), before, now, strict=True)
-                if input_key(request.example, options=False) not in seen
+    for name in paced(known.answers):
+        before = known.answers[name]
+        now = asked(after, config, name, what="after", cached=cached, other=known.interface)
+        answered = list(zip(requests(name), before, now, strict=True))
+        if name == STYLE and not isinstance(after, Served):
+            with models.computing(config.compute_dtype, after.device):
+                right = [(True, moved <= STYLE_LIMIT) for moved in divergences(after.model, known.style)]
+        else:
+            right = [(request.right(old.text), request.right(new.text)) for request, old, new in answered]
+        rows = tuple(
+            RowComparison(
+                id=request.id,
+                kind=KINDS[outcome],
+                input=request.request,
+                gold=request.answer,
+                before=old.text,
+                after=new.text,
+                confidence_before=0.0,
+                confidence_after=0.0,
+                ended_before=old.ended,
+                ended_after=new.ended,
             )
-            sets.append(RowSet(name=name, kind="ability", interface="freeform", rows=rows, judge="rules"))
-        if not known.rows:
-            return tuple(sets), None
+            for (request, old, new), outcome in zip(answered, right, strict=True)
+            if input_key(request.example, options=False) not in seen
+        )
+        sets.append(RowSet(name=name, kind="ability", interface="freeform", rows=rows, judge="rules"))
+    if isinstance(after, Served) or not known.rows:
+        return tuple(sets), None
+    with models.computing(config.compute_dtype, after.device):
         moved = divergence(after.model, known.rows)
     return tuple(sets), Divergence(rows=len(known.rows), after=moved, bfloat16=known.bfloat16, q8_0=known.q8_0)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from cplus import models
 from cplus.core.rows import MAX_TOKENS, Encoded, batched, measured
 from cplus.data.examples import FreeForm, Message
-from cplus.evaluation.abilities import ABILITIES, requests
+from cplus.evaluation.abilities import ABILITIES, ability, requests
 from cplus.jobs.keep import Portion, earlier_bank, interface_of, portions, settings_of, with_written
 from cplus.jobs.memory import ModelSize, giga, has_weights, size_plan
 from cplus.jobs.outputs import DECODED, ability_interface
@@ -29,10 +29,10 @@ from cplus.methods.repair import TRIALS
 from cplus.methods.table import METHODS, Material, Method, Past
 from cplus.models import Loaded
 from cplus.models.decoding import ROWS, LocalEngine
-from cplus.probes.abilities import ACCEPTED, ability
 from cplus.probes.bank import Bank
 from cplus.probes.build import sealed_before
 from cplus.probes.settings import BLOCK
+from cplus.probes.writing import ACCEPTED
 from cplus.training.driver import adapted, start
 from cplus.training.loop import Schedule, epoch_batches, updates_per_epoch
 from cplus.training.rows import Group, Rows

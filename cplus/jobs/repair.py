@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoTokenizer
 
 from cplus import models
@@ -36,6 +36,7 @@ from cplus.jobs.folder import (
 )
 from cplus.jobs.keep import Written, job_bank, with_written
 from cplus.jobs.memory import ModelSize, available, disk_free, giga, model_size
+from cplus.jobs.merge import MERGE_ROWS, Blend, merge
 from cplus.jobs.outputs import answer, base_answers, measured, reference, write_model, write_record
 from cplus.jobs.progress import recorded, recorded_seconds, say
 from cplus.jobs.rows import bind_rows, check_requirements, evaluated, load, located, read
@@ -138,22 +139,29 @@ def repair_groups(
     *,
     tolerance: float | None = None,
     max_rows: int = MAX_ROWS,
+    blend: Blend | None = None,
 ) -> Repaired:
-    """Repair a tuned model in place; `new` are the groups to keep known, the rows trained on first."""
+    """Repair a tuned model in place; `new` are the groups to keep known, the rows trained on first.
+
+    With a blend, the base model is the same one in memory, and the tuned one is merged with it.
+    """
     found = [group_check(group, before[group.name], tolerance, max_rows, config.seed) for group in new]
-    rows = past_rows(past, max_rows, config.seed)
+    checks, rows = [check for check in found if check is not None], past_rows(past, max_rows, config.seed)
     trained = new[0].drawn(max_rows, config.seed).encoded()
-    weights: dict[str, Tensor] = dict(base.model.named_parameters())
-    done = repair_model(
-        model,
-        weights,
-        rows,
-        trained,
-        checks=[check for check in found if check is not None],
-        by=ranked_by(new[0]),
-        computing=lambda: models.computing(config.compute_dtype, base.device),
-        notify=say,
-    )
+    if blend is not None:
+        with models.computing(config.compute_dtype, base.device):
+            done = merge(blend, model, checks, rows[:MERGE_ROWS], len(trained))
+    else:
+        done = repair_model(
+            model,
+            dict(base.model.named_parameters()),
+            rows,
+            trained,
+            checks=checks,
+            by=ranked_by(new[0]),
+            computing=lambda: models.computing(config.compute_dtype, base.device),
+            notify=say,
+        )
     say(f"repair: {done}")
     return done
 
@@ -193,6 +201,8 @@ def check_pair(base: Loaded, tuned: Loaded, texts: Sequence[Example]) -> None:
             raise ValueError(
                 f"the tokenizers of base and tuned model split the row {example.id!r} into different tokens; {expected}"
             )
+    if tuned.model is base.model:  # of a merge, which compares the files
+        return
     own, others = (dict(one.model.named_parameters()) for one in (base, tuned))
     moved_weights(own, others)
     for name in _COMPUTES:
@@ -233,6 +243,8 @@ class Given:
     notes: tuple[str, ...]
     written: Written | None = None
     """What the base model wrote itself of the rows to keep."""
+    blend: Blend | None = None
+    """The weights of both models on disk, where only one model is in memory: that of `base` and of `tuned`."""
 
     @property
     def new(self) -> list[Group]:
@@ -248,7 +260,13 @@ def prepare(config: RepairConfig, home: Path) -> Given:
     need = needed(config, size)
     say(f"{config.model}: {size.parameters:,} parameters; {config.tuned} is repaired towards it")
     base = load(config, home)
-    tuned = load_tuned(config, base, home)
+    blend = None
+    if config.by == "merge":
+        first, second = (Path(models.resolve(located(name, home))) for name in (config.model, config.tuned))
+        blend = Blend(base.model, first, second)
+        tuned = replace(base, name=config.tuned, tokenizer=AutoTokenizer.from_pretrained(second, local_files_only=True))
+    else:
+        tuned = load_tuned(config, base, home)
     notes = _one_template(config, base, tuned)
     assert tasks.new is not None
     check_pair(base, tuned, tasks.new.examples)
@@ -268,6 +286,7 @@ def prepare(config: RepairConfig, home: Path) -> Given:
         groups=groups,
         notes=tuple(notes),
         written=written,
+        blend=blend,
     )
 
 
@@ -282,7 +301,7 @@ def _check_places(config: RepairConfig, home: Path) -> None:
 
 def needed(config: RepairConfig, size: ModelSize) -> Need:
     """The bytes of a repair; one that cannot work is refused."""
-    held = methods.BYTES_PER_PARAMETER * size.parameters
+    held = (4 if config.by == "merge" else methods.BYTES_PER_PARAMETER) * size.parameters
     found = Need(
         held=held,
         peak=held + size.activation_bytes,
@@ -362,19 +381,23 @@ def _work(given: Given, folder: Folder) -> FinishedJob:
 def _repaired(given: Given, folder: Folder) -> dict[str, Any]:
     config, base, tuned, rows = given.config, given.base, given.tuned, given.rows
     assert rows.anchors is not None
-    tuned_id = ModelId(name=config.tuned, fingerprint=tuned.fingerprint)  # it is repaired in place
+    files.write_text(folder.anchors, lines(rows.anchors.examples))
     with models.computing(config.compute_dtype, base.device), recorded(folder.seconds, "evaluating"):
         before = base_answers(folder.answers, base, given.groups, config)
         check_requirements(config, given.groups, before)
-        tuned_sets = [tuned_set(tuned.model, group, before[group.name], config) for group in given.groups]
         known, seen = reference(base, config, rows.past), [row for group in rows.groups for row in group.examples]
+    with recorded(folder.seconds, "writing probes"):
+        bank = _bank(given, folder)
+    if given.blend is not None:  # from here on the one model in memory is the tuned one
+        given.blend.set(dict.fromkeys(given.blend.blocks, 1.0))
+        tuned = replace(tuned, fingerprint=models.fingerprint(tuned.model))
+    tuned_id = ModelId(name=config.tuned, fingerprint=tuned.fingerprint)  # it is repaired in place
+    with models.computing(config.compute_dtype, base.device), recorded(folder.seconds, "evaluating"):
+        tuned_sets = [tuned_set(tuned.model, group, before[group.name], config) for group in given.groups]
         tuned_sets += [
             TunedSet(name=own.name, right=100 * sum(r.kind in ("kept", "gained") for r in own.rows) / len(own.rows))
             for own in measured(known, tuned, config, seen)[0]
         ]
-    files.write_text(folder.anchors, lines(rows.anchors.examples))
-    with recorded(folder.seconds, "writing probes"):
-        bank = _bank(given, folder)
     with recorded(folder.seconds, "repairing"):
         past = PastTask(
             name="past", interface=rows.anchors.interface, anchors=rows.anchors.examples, probes=bank.examples
@@ -388,11 +411,15 @@ def _repaired(given: Given, folder: Folder) -> dict[str, Any]:
             config,
             tolerance=config.tolerance,
             max_rows=config.max_rows,
+            blend=given.blend,
         )
     with models.computing(config.compute_dtype, base.device), recorded(folder.seconds, "evaluating"):
         after = {group.name: answer(tuned.model, group, config, "repaired") for group in given.groups}
         abilities, moved = measured(known, tuned, config, [*seen, *bank.examples])
-    write_model(folder, tuned.model, tuned.tokenizer, config.save_dtype)
+    if given.blend is None:
+        write_model(folder, tuned.model, tuned.tokenizer, config.save_dtype)
+    else:
+        given.blend.write(folder.model, config.model, config.tuned)
     repaired_id = ModelId(name=f"{config.out.name}/model", fingerprint=models.fingerprint(tuned.model))
     seconds = recorded_seconds(folder.seconds)
     sources = [group for group in (rows.anchors, rows.new, rows.past) if group is not None]

@@ -14,12 +14,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 
 from cplus.data.formats import check_once
 from cplus.data.readers import parse_columns, weighted
-from cplus.evaluation.abilities import ABILITIES as ABILITY_ROWS
+from cplus.evaluation.abilities import BRIEF, CODE, GENERAL, KEPT, MEASURED, STOPPING
 from cplus.evaluation.abilities import chosen as measured_abilities
 from cplus.evaluation.judges import NAMES
-from cplus.evaluation.requirements import Requirement, parse
+from cplus.evaluation.requirements import ABILITY, Requirement, parse
 from cplus.models.names import PRESETS
-from cplus.probes.abilities import ABILITIES, GENERAL
 from cplus.training.settings import Positive, TrainSettings
 
 OTHER_NAMES = {
@@ -79,7 +78,7 @@ def refuse(*cases: tuple[bool, str]) -> None:
 
 
 NONE = "none"
-EXPECTED = f"{', '.join(ABILITIES)}, a file of rows, or {NONE}; several with weights, like general=0.7"
+EXPECTED = f"{', '.join(KEPT)}, a file of rows, or {NONE}; several with weights, like general=0.7"
 
 
 def parse_keep(text: str) -> tuple[str, float]:
@@ -100,7 +99,7 @@ def parse_keep(text: str) -> tuple[str, float]:
 
 def files_to_keep(entries: Iterable[tuple[str, float]]) -> list[str]:
     """The files among the entries; their rows are anchors."""
-    return [name for name, _ in entries if name not in (*ABILITIES, NONE)]
+    return [name for name, _ in entries if name not in (*KEPT, NONE)]
 
 
 def shares(entries: Sequence[tuple[str, float]], *, anchors: bool) -> dict[str, float]:
@@ -156,6 +155,13 @@ def _stop(value: str) -> None:
         raise ValueError(f"expected learned, never or lost:LIMIT with a limit above 0, like lost:0.02, got {value!r}")
 
 
+def _abilities(value: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of abilities, also several with commas between them."""
+    names = tuple(name.strip() for text in value for name in text.split(","))
+    measured_abilities(names)
+    return names
+
+
 def _new(value: object) -> object:
     """One file as its name, several as a tuple; a weight is checked here."""
     given = [value] if isinstance(value, str) else value
@@ -186,8 +192,8 @@ class AdaptConfig(TrainSettings):
     anchors: str | None = Field(None, description="Rows the model must keep, used as evidence: a file or a named task.")
     keep: tuple[Annotated[str, _checked(parse_keep)], ...] = Field(
         (),
-        description="What to keep: general (default without anchors), json, style, thinking or tools, written by the "
-        "base model itself; a file of rows (as anchors); none. Several with weights, like general=0.7. Repeatable.",
+        description=f"What to keep: {', '.join(KEPT)} (general by default without anchors), written by the base model "
+        "itself and measured; a file of rows (as anchors); none. Several with weights, like general=0.7. Repeatable.",
     )
     past: str | None = Field(
         None,
@@ -273,18 +279,18 @@ class AdaptConfig(TrainSettings):
     evaluate_rows: Positive = Field(64, description="Rows per evaluation during training; the final one uses all.")
     require: tuple[Annotated[str, _checked(parse)], ...] = Field(
         (),
-        description="retention>=0.9, acquisition>=0.9, past-loss<=+0.05 or new-loss<=1; exit code 2 if its 95 % bound "
-        "misses it. Repeatable.",
+        description="retention>=0.9, acquisition>=0.9, past-loss<=+0.05, new-loss<=1 or everyday>=-10 (points); exit "
+        "code 2 if its 95 % bound misses it. Repeatable.",
     )
     keep_best: bool | None = Field(
         None,
         description="Write the weights of the epoch with the lowest loss of held-out new rows, not the last; default: "
         "in free text with held-out rows. Without such rows: of the best figures on past and new rows.",
     )
-    abilities: Annotated[tuple[str, ...], _checked(measured_abilities)] = Field(
-        tuple(ABILITY_ROWS),
-        description=f"What to measure before and after on short built-in requests: {', '.join(ABILITY_ROWS)}; none for "
-        "nothing. They are never trained on.",
+    abilities: Annotated[tuple[str, ...], AfterValidator(_abilities)] = Field(
+        BRIEF,
+        description="What to measure before and after on short built-in requests, beside what is kept by name: "
+        f"{', '.join(MEASURED)}; none for nothing. They are never trained on.",
     )
     save_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Precision of the written weights; training stays in float32."
@@ -361,6 +367,10 @@ class AdaptConfig(TrainSettings):
             raise ValueError(
                 "a bank belongs to the anchors it was written from, and here the model writes its own; provide anchors"
             )
+        measured = {*self.measured, *self.abilities, STOPPING} if self.measured else set()
+        for own in self.requirements:
+            if own.metric in ABILITY and own.metric not in measured:
+                raise ValueError(f"{own} needs the ability {own.metric} to be measured; name it in abilities")
         if self.lost_limit is not None and self.evaluate_every == 0:
             raise ValueError(f"stop {self.stop} needs evaluations during training; set evaluate_every to at least 1")
         return self
@@ -387,8 +397,10 @@ class AdaptConfig(TrainSettings):
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """The abilities to measure."""
-        return measured_abilities(self.abilities)
+        """The abilities to measure: those named, and what is kept by name; a job runs no code."""
+        names = measured_abilities(self.abilities)
+        kept = [name for name in self.written if name in MEASURED and names]
+        return tuple(name for name in dict.fromkeys((*names, *kept)) if name != CODE)
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:
@@ -514,7 +526,7 @@ SHARED = (
 """The settings of a job that a repair uses too."""
 MAX_ROWS = 256
 """Past rows, and new rows, that importance is computed from by default."""
-OWN = ("tuned", "tolerance", "max_rows")
+OWN = ("tuned", "by", "tolerance", "max_rows")
 
 
 class RepairConfig(AdaptConfig):
@@ -522,6 +534,11 @@ class RepairConfig(AdaptConfig):
 
     tuned: str = Field(
         description="The model fine-tuned from the base: alias, hub id, folder, GGUF file or folder of a LoRA adapter."
+    )
+    by: Literal["gradients", "merge"] = Field(
+        "gradients",
+        description="gradients: reset single weights, with both models in memory. merge: base + a (tuned - base) for "
+        "each block by forward passes alone, with one model in memory.",
     )
     tolerance: float | None = Field(
         None,
@@ -541,6 +558,8 @@ class RepairConfig(AdaptConfig):
         if self.anchors is None and not self.written:
             raise ValueError("a repair needs rows the base model should keep; provide anchors, or leave out keep none")
         foreign = [name for name in self.model_fields_set if name not in {"model", *SHARED, *OWN}]
+        if self.by == "merge" and self.save_dtype != "float32":
+            raise ValueError("a merge is written in the precision of the tuned model; leave out save_dtype")
         if changed := [n for n in foreign if getattr(self, n) != type(self).model_fields[n].default]:
             raise ValueError(f"a repair trains nothing, so it has no use for {changed[0]}; leave it out")
         return self

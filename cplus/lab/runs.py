@@ -22,6 +22,7 @@ from cplus.data.interfaces import Interface
 from cplus.data.readers import PREFIX
 from cplus.data.tasks import EXTERNAL, Split, cached_split, draw_anchors, draw_mixture, load_task, split, stack
 from cplus.distributed import processes
+from cplus.evaluation.abilities import GENERAL, MIN_YIELD
 from cplus.evaluation.changes import acquisition, answer_prior, correction, flips, percent, permuted, retention, without
 from cplus.evaluation.statistics import token_loss
 from cplus.lab.diagnostics import AUDITED, BUDGETS, OBSERVED, Evidences, Observation, audit
@@ -32,7 +33,6 @@ from cplus.methods.table import METHODS, Material
 from cplus.methods.variants import free_bytes
 from cplus.models import Loaded
 from cplus.models.scoring import predict
-from cplus.probes.abilities import GENERAL, MIN_YIELD
 from cplus.probes.audit import short_audit
 from cplus.probes.bank import Bank
 from cplus.probes.build import cached_bank

@@ -320,6 +320,8 @@ class Repaired:
     """The share that the search found, of the weights or of the blame, in a list as earlier records have it."""
     trials: int
     """Evaluations of the new rows."""
+    merged: Mapping[str, Any] | None = None
+    """Of a merge: the share kept of each block, and the divergence from the base model on the past rows."""
 
     @property
     def share(self) -> float:
@@ -328,7 +330,8 @@ class Repaired:
 
     def row(self) -> dict[str, Any]:
         """Plain values."""
-        return {**asdict(self), "share": self.share}
+        row = {**asdict(self), "share": self.share}
+        return row if self.merged is not None else {name: own for name, own in row.items() if name != "merged"}
 
     def __str__(self) -> str:
         new = "; ".join(f"{own.name} rows {own.tuned:.3f} to {own.repaired:.3f} {own.unit}" for own in self.new)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import urllib.error
-import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -14,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import takewhile
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 import transformers
@@ -26,6 +23,9 @@ from transformers.masking_utils import sdpa_mask
 
 from cplus.base.terminal import track
 from cplus.core.rows import shared_prefix
+from cplus.models.served import call
+
+T = TypeVar("T")
 
 # A key-value cache for many rows, which can join and leave at any step.
 
@@ -392,9 +392,6 @@ class LocalEngine:
 # An engine that samples from a vLLM server, for large models or many probes.
 
 
-_TIMEOUT = 600
-
-
 class ServerEngine:
     """Sends token prompts, each with its own seed, to the completions endpoint of `vllm serve MODEL`.
 
@@ -442,16 +439,12 @@ class ServerEngine:
         end: End = "limit" if finish == "length" else "stop" if isinstance(reason, str) else "end of text"
         return DecodingRow(request.index, request.prompt, text=text, end=end)
 
-    def _call(self, path: str, read: Callable[[Any], Any], body: dict[str, Any] | None = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data=data, headers={"Content-Type": "application/json"})
+    def _call(self, path: str, read: Callable[[Any], T], body: dict[str, Any] | None = None) -> T:
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
-                return read(json.load(response))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            reason = error.read()[:300] if isinstance(error, urllib.error.HTTPError) else ""
+            return call(self._url + path, body, read)
+        except ConnectionError as error:
             raise ConnectionError(
-                f"no vLLM server answers at {self._url}{path} ({error} {reason!r}); start one with 'vllm serve MODEL'"
+                f"no vLLM server answers at {self._url}{path} ({error}); start one with 'vllm serve MODEL'"
             ) from error
 
 

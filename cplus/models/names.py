@@ -95,10 +95,22 @@ PRESETS = {
 ALIASES = (*toy.NAMES, *PACKAGED, *PRESETS)
 
 
-def check_name(name: str) -> None:
-    """Refuse a file or folder that is not there and a misspelt alias; a hub id is not looked up."""
+ADAPTER = "adapter_config.json"
+"""The file by which a folder is one of adapters."""
+
+
+def is_address(name: str) -> bool:
+    """Whether a model is behind a server."""
+    return name.startswith(("http://", "https://"))
+
+
+def check_name(name: str, *, checked: bool = False) -> None:
+    """Refuse a file or folder that is not there and a misspelt alias; a hub id is not looked up.
+
+    `checked` models are only asked, so they may be adapters or behind a server.
+    """
     path = Path(name).expanduser()
-    if name in ALIASES:
+    if name in ALIASES or (checked and (is_address(name) or (path / ADAPTER).is_file())):
         return
     if path.suffix == ".gguf":
         if not path.is_file():

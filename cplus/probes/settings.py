@@ -95,7 +95,7 @@ class ProbeSettings:
     min_yield: float = 0.02
     label_balanced: bool = False
     ability: str | None = None
-    """What the model writes from nothing, without anchors: a name in `cplus.probes.abilities`."""
+    """What the model writes from nothing, without anchors: a name in `cplus.evaluation.abilities`."""
     answer_tokens: int | None = None
     """Maximum length of an answer; by default the ability's or the interface's own."""
 

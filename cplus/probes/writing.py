@@ -1,23 +1,27 @@
-"""From anchors to probes: sample, parse, remove copies and label until there are enough."""
+"""From anchors, or from nothing, to probes: sample, parse, remove copies and label until there are enough."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import pairwise
 from math import ceil, inf
 from typing import TypeAlias
 
-from cplus.data.examples import Choice, Example, FreeForm
-from cplus.data.interfaces import Interface, Rejected
+from cplus.base.files import fingerprint
+from cplus.data.examples import Choice, Example, FreeForm, Message
+from cplus.data.interfaces import Freeform, Interface, Rejected
+from cplus.data.prompts import Chat, opening, special_texts
+from cplus.evaluation.abilities import GENERAL, MIN_YIELD, THINKING, Ability, ability
 from cplus.models import Loaded
 from cplus.models.decoding import Engine, LocalEngine, Request, Sampling, request_seed
 from cplus.probes import settings as probe_settings
-from cplus.probes.abilities import SelfWritten, ability, answer_flaw, near
 from cplus.probes.bank import Probe
 from cplus.probes.labels import Label, Labeller, label
-from cplus.probes.settings import BLOCK, MAX_NEW_TOKENS, ProbeSettings, RequestPlan
+from cplus.probes.settings import BLOCK, MAX_NEW_TOKENS, TOPICS, ProbeSettings, RequestPlan, in_turn, normalise
 
 # What the frozen model is shown so that it writes new inputs, and how its texts are read.
 
@@ -66,6 +70,205 @@ class FromAnchors:
     def parse(self, text: str, plan: RequestPlan) -> Example | Rejected:
         """The input that was written."""
         return self.interface.parse(text, plan.shots)
+
+
+# Signs that a model's free text is no use: loops, empty or endless texts, words of the template.
+
+
+NEAR = 0.7
+"""Shared words divided by all words, from which on two self-written texts count as near duplicates."""
+MIN_WORDS, MAX_WORDS = 3, 120
+ACCEPTED = 0.7
+"""About the share of self-written requests that become probes."""
+_RUN = re.compile(r"(\S.{0,24}?)\1{5,}", re.DOTALL)
+_DISTINCT = 0.5
+_SHORTEST = 12
+
+
+def repeats(text: str) -> bool:
+    """Whether a text loops: a piece six times in a row, a line three times in a row, or few different word triples.
+
+    >>> repeats("Sports - none. Sports - none. Sports - none. Sports - none. Sports - none. Sports - none.")
+    True
+    >>> repeats("What is the role of the cell in the body?")
+    False
+    """
+    if _RUN.search(re.sub(r"\d", "0", text)) is not None:
+        return True
+    lines = [normalise(line) for line in text.splitlines() if normalise(line)]
+    if any(a == b == c for (a, b), (_, c) in pairwise(pairwise(lines))):
+        return True
+    spoken = normalise(text).split()
+    triples = list(zip(spoken, spoken[1:], spoken[2:], strict=False))
+    return len(spoken) >= _SHORTEST and len(set(triples)) < _DISTINCT * len(triples)
+
+
+def text_flaw(text: str, *, most: int = MAX_WORDS) -> str | None:
+    """The reason to reject a self-written text, if there is one.
+
+    >>> text_flaw("Hi"), text_flaw("??"), text_flaw("Why is the sky blue?")
+    ('too short', 'empty', None)
+    """
+    spoken = normalise(text).split()
+    if not any(character.isalnum() for character in text):
+        return "empty"
+    if repeats(text):
+        return "repetition"
+    if len(spoken) < MIN_WORDS:
+        return "too short"
+    return "too long" if len(spoken) > most else None
+
+
+def leaks(text: str, template: str) -> bool:
+    """Whether a text repeats a line of at least four words that the chat template writes.
+
+    >>> leaks("Sure. You are a helpful AI assistant!", "system\\nYou are a helpful AI assistant\\nuser")
+    True
+    """
+    own = normalise(text)
+    lines = (normalise(line) for line in template.splitlines())
+    return any(len(line.split()) >= 4 and line in own for line in lines)
+
+
+def near(one: frozenset[str], other: frozenset[str]) -> bool:
+    """Whether two sets of words belong to nearly the same text.
+
+    >>> near(frozenset("how do i bake bread".split()), frozenset("how do i bake a bread".split()))
+    True
+    """
+    return len(one & other) >= NEAR * len(one | other) > 0
+
+
+def writing(interface: Interface, name: str, count: int, *, temperature: float, seed: int) -> ProbeSettings:
+    """How a model writes rows of an ability for a job or a check; plain texts, which have no answer, are not short."""
+    chat = isinstance(interface, Freeform) and isinstance(interface.form, Chat)
+    request, answer = (ability(name).short if chat else None) or (None, None)
+    return ProbeSettings(
+        num_probes=count, temperature=temperature, topics=TOPICS, seed=seed, min_yield=MIN_YIELD, ability=name,
+        max_new_tokens=request, answer_tokens=answer,
+    )  # fmt: skip
+
+
+def answer_flaw(name: str, example: FreeForm) -> str | None:
+    """The reason to reject a model's answer to its own request, if there is one."""
+    if not example.is_text and repeats(example.response):
+        return "repetition"
+    return ability(name).flaw(example) if not example.is_text else None
+
+
+# Requests that a model writes from nothing: it continues the bare start of its chat template, the user's turn open.
+#
+# A topic line and a first word steer most requests; the topic line is not part of the request. A model without a chat
+# template continues plain text. Source: Xu et al. 2024, Magpie.
+
+
+_TEXT_OPENERS = ("The", "In", "A", "When", "Many", "How", "It", "One")
+_SENTENCE_ENDS = (". ", "? ", "! ", ".\n", "?\n", "!\n", "\n\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfWritten:
+    """Writes requests for one ability, or plain texts where the model has no chat template."""
+
+    interface: Freeform
+    settings: ProbeSettings
+
+    def block(self, missing: int) -> int:
+        """The number of requests to sample together: about as many as the missing probes need."""
+        return min(96, 16 * ceil(missing / (16 * ACCEPTED)))
+
+    @staticmethod
+    def of(interface: Interface, settings: ProbeSettings) -> SelfWritten:
+        """The writer of the settings' ability, if the model can show it."""
+        assert settings.ability is not None
+        ability(settings.ability)
+        if not isinstance(interface, Freeform):
+            raise ValueError(f"self-written rows are free text, but the interface is {interface.name}; use freeform")
+        if settings.ability != GENERAL and not isinstance(interface.form, Chat):
+            name = getattr(interface.tokenizer, "name_or_path", "") or "this model"
+            raise ValueError(
+                f"keeping {settings.ability} needs a chat template, and {name} has none or plain text was chosen; "
+                "keep general, which is plain text then, or give a template with --set chat_template=FILE"
+            )
+        if settings.ability == THINKING and not interface.form.thinking:
+            raise ValueError("keeping thinking needs answers with thoughts in them; add --set thinking=keep")
+        return SelfWritten(interface=interface, settings=settings)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Maximum length of a request or a text."""
+        return 64 if self.chat else 96
+
+    @cached_property
+    def chat(self) -> Chat | None:
+        """The chat template, if there is one."""
+        return self.interface.form if isinstance(self.interface.form, Chat) else None
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """What ends a user's turn; plain text ends where the model or the limit ends it."""
+        return (self._frame[1],) if self.chat else ()
+
+    def plan(self, index: int) -> RequestPlan:
+        """The topic and the first words of a request; some begin from nothing. It depends on seed and index alone."""
+        seed = f"{self.settings.seed}/{self.settings.ability}"
+        every = self._ability.bare
+        if every and index % every == every - 1:
+            return RequestPlan(index=index, shots=(), topic=None)
+        steered = index - (index // every if every else 0)
+        openers = self._ability.openers if self.chat else _TEXT_OPENERS
+        topic = in_turn(self.settings.topics, steered, f"{seed}/topics") if self.settings.topics else None
+        return RequestPlan(index=index, shots=(), topic=topic, opener=in_turn(openers, steered, f"{seed}/openers"))
+
+    def request(self, plan: RequestPlan) -> tuple[int, ...]:
+        """The tokens that the model continues."""
+        if self.chat:
+            about = "" if plan.topic is None else f"Topic: {plan.topic}\n\n"
+            return self.chat.tokens(f"{self._frame[0]}{about}{plan.opener}")
+        about = "" if plan.topic is None else f"{plan.topic.capitalize()}\n\n"
+        tokenizer = self.interface.tokenizer
+        return opening(tokenizer, f"{about}{plan.opener}") or (tokenizer.eos_token_id,)
+
+    def parse(self, text: str, plan: RequestPlan) -> Example | Rejected:
+        """The request or the text that was written, if it is fit to be answered."""
+        before, mark = self._frame if self.chat else ("", "")
+        text, ended, _ = f"{plan.opener}{text}".partition(mark) if mark else (f"{plan.opener}{text}", "", "")
+        text = text.strip() if ended else _whole_sentences(text.strip())
+        if any(special in text for special in special_texts(self.interface.tokenizer)) or leaks(text, before):
+            return Rejected("template leakage")
+        if (reason := text_flaw(text)) is not None:
+            return Rejected(reason)
+        if not self.chat:
+            return FreeForm(id=f"text-{fingerprint(text)[:12]}", messages=(), response=text)
+        if not ended and not text.endswith((".", "?", "!")):
+            return Rejected("no end")
+        return FreeForm(
+            id=f"{self.settings.ability}-{fingerprint(text)[:12]}",
+            messages=(Message(role="user", content=text),),
+            response="",
+            tools=self._ability.tools,
+        )
+
+    @property
+    def _ability(self) -> Ability:
+        assert self.settings.ability is not None
+        return ability(self.settings.ability)
+
+    @cached_property
+    def _frame(self) -> tuple[str, str]:
+        """What the template writes before and after a user's words."""
+        assert self.chat is not None
+        return self.chat.asking(self._ability.tools)
+
+
+def _whole_sentences(text: str) -> str:
+    """The text up to its last sentence end, if that leaves half of it.
+
+    >>> _whole_sentences("It rains. We stay at home. Tomorr")
+    'It rains. We stay at home.'
+    """
+    end = max(text.rfind(mark) for mark in _SENTENCE_ENDS)
+    return text[: end + 1].strip() if end + 1 > len(text) / 2 else text
 
 
 Writer: TypeAlias = FromAnchors | SelfWritten

@@ -14,12 +14,12 @@ from cplus.evaluation.abilities import (
     STOPPING,
     STOPPING_NOISE,
     Line,
-    as_given,
-    how_compared,
+    least,
     line,
     overall,
 )
 from cplus.evaluation.changes import Kind
+from cplus.evaluation.judges import as_given, how_compared
 from cplus.evaluation.requirements import new_parts, past_parts
 from cplus.evaluation.statistics import Rate, RateRow, mcnemar, share, weighted
 
@@ -86,23 +86,17 @@ def figures(receipt: Receipt) -> Figures:
 
 
 def ability_lines(sets: Sequence[RowSet]) -> list[Line]:
-    """The lines of the verdict; the level of each test is corrected for their number."""
+    """The lines of the verdict; the level of each test is corrected for the number that the base model can show."""
     own = [each for each in sets if each.kind == "ability"]
     ended = [(r.id, r.ended_before, r.ended_after) for each in own for r in each.rows if r.ended_before is not None]
-    count = len(own) + bool(ended)
-    found = [
-        line(
-            each.name,
-            [(row.id, row.kind in ("kept", "lost"), row.kind in ("kept", "gained")) for row in each.rows],
-            noise=ABILITIES[each.name].noise,
-            lines=count,
-        )
-        for each in own
-    ]
+    rows = {
+        each.name: [(r.id, r.kind in ("kept", "lost"), r.kind in ("kept", "gained")) for r in each.rows] for each in own
+    }
     if ended:
-        rows = [(id, bool(before), bool(after)) for id, before, after in ended]
-        found.append(line(STOPPING, rows, noise=STOPPING_NOISE, lines=count))
-    return found
+        rows[STOPPING] = [(id, bool(before), bool(after)) for id, before, after in ended]
+    shown = [name for name, each in rows.items() if sum(before for _, before, _ in each) >= least(name, len(each))]
+    noise = {name: ABILITIES[name].noise if name in ABILITIES else STOPPING_NOISE for name in rows}
+    return [line(name, each, noise=noise[name], lines=max(1, len(shown))) for name, each in rows.items()]
 
 
 def _as_given(rows: Sequence[RowComparison]) -> dict[str, Any] | None:

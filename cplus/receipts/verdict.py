@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from cplus.evaluation.abilities import FEWEST, STOPPING, Line
+from cplus.evaluation.abilities import STOPPING, Line, least
 from cplus.evaluation.requirements import sentence
 from cplus.evaluation.statistics import RateRow
 from cplus.receipts.figures import Figures, shown
@@ -48,16 +48,21 @@ def _kept(found: Figures, *, damaged: str = "Damaged") -> list[str]:
         return []
     if found["verdict"] == "damaged":
         return [f"{damaged}: {'; '.join(_lost(one) for one in by['damaged'])}."]
+    few = [one["name"] for one in lines if one["verdict"] == "not judged"]
+    unseen = f"the base model shows too little of {_listed(few)} to judge" if few else ""
     if found["verdict"] == "kept":
-        return [f"Kept: {_listed([_still(one) for one in lines])}."]
+        said = [f"Kept: {_listed([_still(one) for one in lines if one['verdict'] == 'kept'])}."]
+        return [*said, f"T{unseen[1:]}."] if unseen else said
     if found["verdict"] == "unclear":
-        few = [one["name"] for one in lines if one["verdict"] == "not judged"]
         why = [f"{_lost(one, named=False)}, {one['gained']} gained, which may be chance" for one in by["unclear"]]
-        if few:
-            why.append(f"the base model shows too little of {_listed(few)} to judge")
+        why += [unseen] if unseen else []
         return [f"Unclear whether all was kept: {'; '.join(why)}."]
-    right = ", ".join(f"{one['kept']['total'] if one['kept'] else 0} of {one['rows']} {_what(one)}" for one in lines)
-    return [f"Not judged whether abilities were kept: the base model gets {right}, and {FEWEST} are needed."]
+    right = ", ".join(
+        f"{one['kept']['total'] if one['kept'] else 0} of {one['rows']} {_what(one)} "
+        f"({least(one['name'], one['rows'])} needed)"
+        for one in lines
+    )
+    return [f"Not judged whether abilities were kept: the base model gets {right}."]
 
 
 def _what(line: Line) -> str:
@@ -94,7 +99,7 @@ def _listed(parts: Sequence[str]) -> str:
 def chance(line: Line) -> str:
     """What one line could have seen, in a sentence."""
     if line["verdict"] == "not judged":
-        return f"the base model must get {FEWEST} right"
+        return f"the base model must get {least(line['name'], line['rows'])} right"
     return (
         f"{line['needed']} lost rows or more can be called damage; a loss of up to {line['high']:.0f} points is not "
         "excluded"

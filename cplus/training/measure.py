@@ -153,6 +153,11 @@ def divergence(model: nn.Module, rows: Sequence[BaseRow]) -> float:
     return sum(total for total, _ in found) / sum(count for _, count in found)
 
 
+def divergences(model: nn.Module, rows: Sequence[BaseRow]) -> list[float]:
+    """The mean of each row."""
+    return [total / count for total, count in processes.spread(rows, partial(_sums, model))]
+
+
 @torch.no_grad()
 def _sums(model: nn.Module, rows: Sequence[BaseRow]) -> list[tuple[float, int]]:
     """The summed divergence and the number of tokens of each row."""
