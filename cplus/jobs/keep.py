@@ -187,8 +187,8 @@ def job_bank(
             few = replace(settings, num_probes=written.from_given)
             bank = Bank.load(_built(base, anchors.interface, written.given, few))
             probes += bank.probes
-            part = {"keep": "anchors", "probes": len(bank.probes), "drawn_from": bank.manifest["probes_sha256"]}
-            manifest["parts"] = [*manifest["parts"], part]
+            own = {"keep": "anchors", "probes": len(bank.probes), "drawn_from": bank.manifest["probes_sha256"]}
+            manifest["parts"] = [*manifest["parts"], own]
         seal(folder, probes, {**manifest, "anchors": described(anchors.examples)})
     return checked_bank(folder, base, anchors)
 

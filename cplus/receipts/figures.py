@@ -235,6 +235,7 @@ def repaired(repair: Repair, sets: Sequence[Mapping[str, Any]]) -> dict[str, Any
         if (other := tuned.get(own["name"])) is None:
             continue
         kind, before = own["kind"], (own.get("before") or {}).get("percent")
+        found: tuple[str, float | None, float | None, Any]
         if kind == "retention":
             found = ("Retention", 100.0, other.retention, own["retention"])
         elif kind in ("acquisition", "validation"):
