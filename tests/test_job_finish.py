@@ -276,7 +276,7 @@ def test_requests_alone_get_the_models_own_answers(chat: Path, tmp_path: Path, m
     with pytest.raises(ValueError, match=r"requests\.jsonl:1"):
         prepared(free(chat, **given))
 
-    def label(model: Any, engine: Any, interface: Any, examples: Any, **_: Any) -> list[Label | Rejected]:
+    def label(model: Any, interface: Any, examples: Any, **_: Any) -> list[Label | Rejected]:
         own = [Label(interface.with_answer(e, "mauve"), 1.0) for e in examples]
         return [Rejected("answer without end") if found.example.id.endswith("2") else found for found in own]
 
