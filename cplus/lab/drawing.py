@@ -117,17 +117,11 @@ def picture(figure: Any, label: str, paper: str, caption: str, errors: str = "Me
 def line(axis: Any, points: Points, name: str | None, colour: str, marker: str, **more: Any) -> None:
     """One line with its standard errors; a single seed has none."""
     if points:
-        axis.figure.estimates += [found for _, found in points]
-        axis.errorbar(
-            [x for x, _ in points],
-            [found.mean for _, found in points],
-            yerr=[found.error or 0.0 for _, found in points],
-            label=name,
-            color=colour,
-            marker=marker,
-            capsize=2,
-            **{"markersize": 4.5, "linewidth": 1.5, **more},
-        )
+        across, found = [x for x, _ in points], [each for _, each in points]
+        axis.figure.estimates += found
+        errors = [each.error or 0.0 for each in found]
+        look = {"label": name, "color": colour, "marker": marker, "capsize": 2, "markersize": 4.5, "linewidth": 1.5}
+        axis.errorbar(across, [each.mean for each in found], yerr=errors, **{**look, **more})
 
 
 def lines(axis: Any, series: Mapping[str, Points]) -> None:
@@ -255,13 +249,9 @@ def measured_table(
 ) -> Table:
     """A table of measured numbers with the published ones; its caption has the number of seeds."""
     rows = list(rows)
-    return Table(
-        label=label,
-        paper=paper,
-        caption=f"{caption}, {seed_count(each for _, found, _ in rows for each in found)}. {remark}",
-        columns=columns,
-        rows=tuple((*words, *map(cell, found, published)) for words, found, published in rows),
-    )
+    caption = f"{caption}, {seed_count(each for _, found, _ in rows for each in found)}. {remark}"
+    cells = tuple((*words, *map(cell, found, published)) for words, found, published in rows)
+    return Table(label=label, paper=paper, caption=caption, columns=columns, rows=cells)
 
 
 def compare_methods(
@@ -272,11 +262,9 @@ def compare_methods(
     metric: Metric = retained,
 ) -> ComparisonLine:
     """A metric of several methods in one line; without published numbers the comparison is added here."""
-    return ComparisonLine(
-        what,
-        joined([over_seeds(pick(results, method=method), metric) for method in methods]),
-        ADDED_HERE if published is None else joined_numbers([published[method] for method in methods]),
-    )
+    measured = joined([over_seeds(pick(results, method=method), metric) for method in methods])
+    paper = ADDED_HERE if published is None else joined_numbers([published[method] for method in methods])
+    return ComparisonLine(what, measured, paper)
 
 
 def joined(found: Sequence[Estimate | None], *, sign: bool = False) -> str:

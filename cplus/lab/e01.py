@@ -338,12 +338,10 @@ def comparison(found: Collected) -> list[ComparisonLine]:
     recovered_here = ", ".join(f"{model} {shown(each)}" for model, each in shares.items()) or "not run"
     recovered_there = ", ".join(f"{model} {value}" for model, value in FIG_10.numbers.items())
     learned = shown(over_seeds(pick(runs, method="cplus"), summaries.learned))
+    lead = "CPLUS minus each setting's strongest baseline at A = 4 and 8 (points of Retention)"
+    published = f"+{paper['mean gain at A in {4, 8}, Qwen3']:.2f}"
     return [
-        ComparisonLine(
-            "CPLUS minus each setting's strongest baseline at A = 4 and 8 (points of Retention)",
-            shown(gain(family(runs)), sign=True),
-            f"+{paper['mean gain at A in {4, 8}, Qwen3']:.2f}",
-        ),
+        ComparisonLine(lead, shown(gain(family(runs)), sign=True), published),
         ComparisonLine("settings in which CPLUS keeps most", f"{won} of {total}" if total else "not run", led),
         ComparisonLine("SFT's forgetting recovered at A = 4 and 8 (%)", recovered_here, recovered_there),
         ComparisonLine("Acquisition of CPLUS (%)", learned, f"{paper['acquisition']:g}"),

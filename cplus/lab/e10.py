@@ -72,14 +72,12 @@ def _rows(audits: Sequence[dict[str, Any]]) -> list[SummaryRow]:
     budgets = audits[0]["budgets"] if audits else []
     by_budget = {b: [{kind: [audit[kind][i]] for kind in KINDS} for audit in audits] for i, b in enumerate(budgets)}
     by_layer = grouped((layer for audit in audits for layer in audit["layers"]), lambda layer: layer["layer"])
-    return [
-        SummaryRow(
-            at={field: value},
-            figures={words: estimate([_percent(one[kind]) for one in own]) for kind, words in KINDS.items()},
-        )
-        for field, groups in (("num_anchors", by_budget), ("layer", by_layer))
-        for value, own in groups.items()
-    ]
+    rows = []
+    for field, groups in (("num_anchors", by_budget), ("layer", by_layer)):
+        for value, own in groups.items():
+            figures = {words: estimate([_percent(one[kind]) for one in own]) for kind, words in KINDS.items()}
+            rows.append(SummaryRow(at={field: value}, figures=figures))
+    return rows
 
 
 # E10, mask references and layers: agreement with the masks of all past rows (Figs. 14, 15, 17, 18).
