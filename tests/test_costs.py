@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import pytest
 import tiny
@@ -16,15 +16,6 @@ from cplus.training.loop import prepare
 
 AT_MOST = ("distillation", "probe-distillation", "divergence", "divergence-cplus")
 """They keep the base model, or its outputs where those are smaller."""
-
-
-@pytest.fixture
-def small_heap() -> Iterator[None]:
-    """Objects of earlier tests are left out of the count, which walks over all objects many times."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def stored(tensors: Iterable[Tensor]) -> int:
@@ -69,8 +60,9 @@ def inside_a_step(method: Method, base: nn.Module) -> tuple[int, int]:
     return found[-1], reported + int(method.bytes_per_parameter * sum(p.numel() for p in base.parameters()))
 
 
-@pytest.mark.usefixtures("small_heap")
 def test_reported_memory_is_what_is_measured() -> None:
+    gc.collect()
+    gc.freeze()  # objects of earlier tests are left out of the count, which walks over all objects many times
     model = tiny.lm()
     parameters = sum(p.numel() for p in model.parameters())
     plain, _ = inside_a_step(METHODS["sft"], model)
@@ -82,3 +74,4 @@ def test_reported_memory_is_what_is_measured() -> None:
             continue
         # Packing rounds up to a byte per tensor, and a few scalars and small vectors of PEFT stay alive.
         assert measured == pytest.approx(reported, abs=0.08), name
+    gc.unfreeze()

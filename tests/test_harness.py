@@ -79,39 +79,29 @@ def test_a_task_of_the_harness_is_a_task() -> None:
         Choice(id="ice-0001", question="Is ice cold?", choices=("yes", "no"), answer=0),
         Choice(id="ice-0002", question="Is fire cold?", choices=("yes", "no"), answer=1),
     )
-    told = load_task("lm-eval:told")
-    assert told.interface == "freeform"
-    assert [row.response for row in told.examples if isinstance(row, FreeForm)] == ["yes", "no"]
-    wordings = load_task("lm-eval:wordings")
-    assert [row.response for row in wordings.examples if isinstance(row, FreeForm)] == ["yes", "no"]
+    for name in ("told", "wordings"):
+        free = load_task(f"lm-eval:{name}")
+        assert free.interface == "freeform"
+        assert [row.response for row in free.examples if isinstance(row, FreeForm)] == ["yes", "no"]
     assert len(load_task("lm-eval:both").examples) == 4
 
 
 @pytest.mark.usefixtures("harness")
-def test_what_is_no_row_of_question_and_answers_is_refused() -> None:
-    with pytest.raises(ValueError, match="knows no task 'icy'; did you mean ice"):
-        load_task("lm-eval:icy")
-    with pytest.raises(ValueError, match="knows no task 'q'; 'lm-eval ls tasks' lists what there is"):
-        load_task("lm-eval:q")
-    with pytest.raises(ValueError, match="could not read the data of lm-eval:away: the hub is out of reach; check the"):
-        load_task("lm-eval:away")
-    with pytest.raises(ValueError, match="its choices differ in the question; the harness itself can ask it"):
-        load_task("lm-eval:gaps")
-    with pytest.raises(
-        ValueError, match=r"output type is loglikelihood_rolling.*--task lm-eval:stream --through lm-eval"
-    ):
-        load_task("lm-eval:stream")
+def test_what_is_no_row_of_question_and_answers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str, sentence: str, kind: type[Exception] = ValueError) -> None:
+        with pytest.raises(kind, match=sentence):
+            load_task(name)
 
-
-def test_without_the_harness_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    with pytest.raises(
-        ImportError, match=r"lm-eval:ice: this needs lm-evaluation-harness: pip install 'cplus\[lm-eval\]'"
-    ):
-        load_task("lm-eval:ice")
-    with pytest.raises(ValueError, match=r"unknown task 'icebergs'.*or lm-eval:NAME"):
-        load_task("icebergs")
+    refused("lm-eval:icy", "knows no task 'icy'; did you mean ice")
+    refused("lm-eval:q", "knows no task 'q'; 'lm-eval ls tasks' lists what there is")
+    refused("lm-eval:away", "could not read the data of lm-eval:away: the hub is out of reach; check the")
+    refused("lm-eval:gaps", "its choices differ in the question; the harness itself can ask it")
+    refused("lm-eval:stream", r"output type is loglikelihood_rolling.*--task lm-eval:stream --through lm-eval")
+    for name in ("lm_eval", "lm_eval.tasks"):
+        monkeypatch.setitem(sys.modules, name, None)
+    extra = r"lm-eval:ice: this needs lm-evaluation-harness: pip install 'cplus\[lm-eval\]'"
+    refused("lm-eval:ice", extra, ImportError)
+    refused("icebergs", r"unknown task 'icebergs'.*or lm-eval:NAME")
 
 
 def test_the_real_harness_reads_and_asks_a_task_of_its_own(tmp_path: Path, tiny_llama: Any) -> None:

@@ -43,21 +43,16 @@ def seal(record: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("scale", STORED)
-def test_every_stored_record_has_the_name_of_its_settings_and_its_seal(scale: str) -> None:
-    found = list(lines(scale))
+def test_every_stored_record_has_the_name_of_its_settings_its_seal_and_the_first_study(scale: str) -> None:
+    found, first = list(lines(scale)), dict[Any, str]()
     assert [record["spec"] for _, record in found if seal(record) != record["sha256"]] == []
-    names = [record_name(parse_result(record, study).spec) for study, record in found]
+    places = [(parse_result(record, study).spec, study) for study, record in found]
+    names = [record_name(spec) for spec, _ in places]
     assert (len(set(names)), hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()) == STORED[scale]
     assert len(names) == len(set(names))
-
-
-@pytest.mark.parametrize("scale", STORED)
-def test_a_run_of_several_studies_is_stored_with_the_first(scale: str) -> None:
-    first = {}
     for name, study in STUDIES.items():
         first = dict.fromkeys(runs_of(study, SCALES[scale]), name) | first
-    places = {parse_result(record, study).spec: study for study, record in lines(scale)}
-    assert {spec: study for spec, study in places.items() if study != first.get(spec, "other")} == {}
+    assert [(spec, study) for spec, study in places if study != first.get(spec, "other")] == []
 
 
 def result(number: int) -> RunResult:
@@ -94,10 +89,8 @@ def test_a_kill_while_a_line_is_written_loses_no_other(folder: Path) -> None:
     save(result(0), folder)
     killed = "import os, sys; from pathlib import Path; from cplus.lab import runner; from test_records import result;"
     killed += "os.replace = lambda *_: os._exit(9); runner.save(result(1), Path(sys.argv[1]))"
-    assert (
-        subprocess.run([sys.executable, "-c", killed, str(folder)], cwd=Path(__file__).parent, check=False).returncode
-        == 9
-    )
+    done = subprocess.run([sys.executable, "-c", killed, str(folder)], cwd=Path(__file__).parent, check=False)
+    assert done.returncode == 9
     assert len(list(folder.iterdir())) > 1  # what the killed process left
     assert finished(RUNS, folder) == [result(0)]
     save(result(1), folder)

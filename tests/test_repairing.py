@@ -20,6 +20,7 @@ from cplus.methods.after import known_rows
 from cplus.methods.repair import (
     ENOUGH,
     TRIALS,
+    By,
     Check,
     Ranking,
     Unrepairable,
@@ -139,10 +140,11 @@ def test_a_smooth_quantity_is_found_in_few_trials_and_uses_what_it_may(edge: flo
     assert len(tried) <= 2 * TRIALS
 
 
-def test_a_repair_keeps_the_new_rows_and_brings_past_rows_back(pair: tuple[nn.Module, nn.Module]) -> None:
+@pytest.mark.parametrize("by", ["importance", "blame"])
+def test_a_repair_keeps_the_new_rows_and_brings_past_rows_back(pair: tuple[nn.Module, nn.Module], by: By) -> None:
     base, tuned = pair
     model = copy.deepcopy(tuned).train()
-    found = repair_model(model, weights(base), PAST, NEW)
+    found = repair_model(model, weights(base), PAST, NEW, by=by)
     assert model.training
     [new] = found.new
     assert new.repaired <= new.limit == pytest.approx(new.tuned + 0.05 * (new.base - new.tuned))
@@ -150,35 +152,24 @@ def test_a_repair_keeps_the_new_rows_and_brings_past_rows_back(pair: tuple[nn.Mo
     model.eval()
     assert mean_loss(model, NEW, what="") == pytest.approx(new.repaired)
     assert mean_loss(model, PAST, what="") == pytest.approx(found.past.repaired)
-    undone = moved = 0
-    for p, before, after in changes(model, base, tuned):
-        assert bool(((p == before) | (p == after)).all()), "every weight is the base's or the tuned one"
-        undone += int(((p == before) & (before != after)).sum())
-        moved += int((before != after).sum())
-    assert (undone, moved) == (found.undone, found.moved)
-    assert found.share == pytest.approx(found.shares[0], abs=0.01)
-    assert f"{100 * found.share:.1f} % of the moved weights undone" in str(found)
-
-
-def test_blame_undoes_only_what_raised_the_past_loss(pair: tuple[nn.Module, nn.Module]) -> None:
-    base, tuned = pair
-    model, half = copy.deepcopy(tuned), copy.deepcopy(tuned)
-    found = repair_model(model, weights(base), PAST, NEW, by="blame")
-    [new] = found.new
-    assert new.repaired <= new.limit == pytest.approx(new.tuned + 0.05 * (new.base - new.tuned))
-    assert found.past.base < found.past.repaired < found.past.tuned
+    half = copy.deepcopy(tuned)
     with torch.no_grad():
         for p, before, after in changes(half, base, tuned):
             p.copy_(torch.lerp(before, after, 0.5))
-    half.eval()
-    gradients = torch.autograd.grad(answer_losses(half, PAST).mean(), list(half.parameters()))
-    undone, kept = [], []
+    gradients = torch.autograd.grad(answer_losses(half.eval(), PAST).mean(), list(half.parameters()))
+    undone, kept, moved = [], [], 0
     for (p, before, after), gradient in zip(changes(model, base, tuned), gradients, strict=True):
+        assert bool(((p == before) | (p == after)).all()), "every weight is the base's or the tuned one"
         harm = gradient * (after - before)
         undone.append(harm[(p == before) & (before != after)])
         kept.append(harm[p != before])
-    assert sum(own.numel() for own in undone) == found.undone > 0
-    least, most = float(torch.cat(undone).min()), float(torch.cat(kept).max())
+        moved += int((before != after).sum())
+    assert (sum(own.numel() for own in undone), moved) == (found.undone, found.moved)
+    assert f"{100 * found.share:.1f} % of the moved weights undone" in str(found)
+    if by == "importance":
+        assert found.share == pytest.approx(found.shares[0], abs=0.01)
+        return
+    least, most = float(torch.cat(undone).min()), float(torch.cat(kept).max())  # only what raised the past loss
     assert least > 0
     assert least >= most * 0.99  # scores are kept in two bytes
 
@@ -193,25 +184,27 @@ def test_held_out_rows_are_kept_as_well(pair: tuple[nn.Module, nn.Module]) -> No
         assert own.repaired <= own.limit
 
 
-def impossible(measure: Any) -> Check:
-    return Check(name="new", unit="% not known", measure=measure, tolerance=0.0)
-
-
 def test_what_cannot_be_repaired_is_refused_and_left_as_it_was(pair: tuple[nn.Module, nn.Module]) -> None:
     base, tuned = pair
-    model, before = copy.deepcopy(tuned), weights(tuned)
+    model, before, own = copy.deepcopy(tuned), weights(tuned), weights(base)
 
     def exactly_tuned(model: nn.Module) -> float:
         return 0.0 if same(model, before) else 50.0
 
-    cases = [
-        (weights(tuned), NEW, (), "base and tuned model have the same weights"),
-        (weights(base), PAST, (), "has not learned the new rows, so there is nothing to keep"),
-        (weights(base), NEW, (impossible(exactly_tuned),), "no share of the changes can be undone"),
+    impossible = Check(name="new", unit="% not known", measure=exactly_tuned, tolerance=0.0)
+    name, *others = own
+    shorter, missing = own | {name: own[name][:39]}, {each: own[each] for each in others}
+    cases: list[Any] = [
+        (before, PAST, NEW, (), Unrepairable, "base and tuned model have the same weights"),
+        (own, PAST, PAST, (), Unrepairable, "has not learned the new rows, so there is nothing to keep"),
+        (own, PAST, NEW, (impossible,), Unrepairable, "no share of the changes can be undone"),
+        (own, [], NEW, (), ValueError, "expected past and new rows"),
+        (shorter, PAST, NEW, (), ValueError, r"shape of 1 weights: .* is \[39, 16\] in the base and \[40, 16\]"),
+        (missing, PAST, NEW, (), ValueError, "only the tuned model has"),
     ]
-    for own, new, checks, sentence in cases:
-        with pytest.raises(Unrepairable, match=sentence):
-            repair_model(model, own, PAST, new, checks=checks)
+    for base_weights, past, new, checks, kind, sentence in cases:
+        with pytest.raises(kind, match=sentence):
+            repair_model(model, base_weights, past, new, checks=checks)
         assert same(model, before)
 
 
@@ -220,17 +213,13 @@ def test_what_cannot_be_repaired_is_refused_and_left_as_it_was(pair: tuple[nn.Mo
     [(1.0, 1.2, False), (1.0, 0.2, True), (0.1, 0.4, True), (0.1, 0.6, False)],  # a gate may have lowered it to 0.1
 )
 def test_a_repair_may_not_raise_the_past_loss_above_both_models(
-    pair: tuple[nn.Module, nn.Module],
-    monkeypatch: pytest.MonkeyPatch,
-    tuned_loss: float,
-    after: float,
-    helps: bool,
+    pair: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch, tuned_loss: float, after: float, helps: bool
 ) -> None:
     base, tuned = pair
     model, losses = copy.deepcopy(tuned), iter([tuned_loss, 0.5, after])  # tuned, base, repaired
 
-    def loss(*given: Any, what: str) -> float:
-        return next(losses) if what == "repair: past loss" else mean_loss(*given, what=what)
+    def loss(model: nn.Module, rows: Any, *, what: str) -> float:
+        return next(losses) if what == "repair: past loss" else mean_loss(model, rows, what=what)
 
     monkeypatch.setattr("cplus.methods.repair.mean_loss", loss)
     if helps:
@@ -239,18 +228,6 @@ def test_a_repair_may_not_raise_the_past_loss_above_both_models(
     with pytest.raises(Unrepairable, match="does not lower the loss of the past rows"):
         repair_model(model, weights(base), PAST, NEW)
     assert same(model, weights(tuned))
-
-
-def test_models_of_other_shapes_are_refused(pair: tuple[nn.Module, nn.Module]) -> None:
-    base, tuned = pair
-    other = weights(base)
-    name = next(iter(other))
-    with pytest.raises(ValueError, match=r"shape of 1 weights: .* is \[39, 16\] in the base and \[40, 16\]"):
-        repair_model(copy.deepcopy(tuned), other | {name: other[name][:39]}, PAST, NEW)
-    with pytest.raises(ValueError, match="only the tuned model has"):
-        repair_model(copy.deepcopy(tuned), {k: v for k, v in other.items() if k != name}, PAST, NEW)
-    with pytest.raises(ValueError, match="expected past and new rows"):
-        repair_model(copy.deepcopy(tuned), other, [], NEW)
 
 
 def test_a_repair_in_bfloat16_casts_the_weights_of_each_pass(make_tiny: Callable[[str], Any]) -> None:

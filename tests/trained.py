@@ -28,22 +28,11 @@ def features(row: Encoded) -> dict[str, list[int]]:
 
 def arguments(folder: Path, **changes: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "num_train_epochs": EPOCHS,
-        "per_device_train_batch_size": BATCH,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "weight_decay": 0.0,
-        "train_sampling_strategy": "sequential",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "optim": "adamw_torch",
-    }
+        "output_dir": str(folder), "num_train_epochs": EPOCHS, "per_device_train_batch_size": BATCH, "use_cpu": True,
+        "learning_rate": 1e-3, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "weight_decay": 0.0,
+        "train_sampling_strategy": "sequential", "save_strategy": "no", "logging_steps": 1, "report_to": "none",
+        "disable_tqdm": True, "optim": "adamw_torch", "bf16": False,
+    }  # fmt: skip
     return settings | changes
 
 
@@ -52,6 +41,7 @@ def trainer(folder: Path, model: nn.Module | None = None, callbacks: Any = None,
         model=model or tiny.lm(),
         args=TrainingArguments(**arguments(folder, **changes)),
         train_dataset=[features(row) for row in NEW],
+        eval_dataset=[features(row) for row in NEW[:4]],
         data_collator=default_data_collator,
         callbacks=callbacks,
     )
@@ -65,16 +55,10 @@ def ours(clip_norm: float | None = None, schedule: str = "constant", divisor: in
     material = Material(new=NEW, past=(Past(name="past", anchors=ANCHORS, probes=PROBES),))
     prepared = prepare(METHODS["cplus"], optimizer, model, material, seed=0)
     steps = EPOCHS * len(NEW) // BATCH
-    list(
-        adapt(
-            model,
-            optimizer,
-            prepared,
-            schedule=Schedule(epochs=EPOCHS, batch_size=BATCH, clip_norm=clip_norm),
-            seed=0,
-            scheduler=get_scheduler(schedule, optimizer, num_warmup_steps=2, num_training_steps=steps),
-        )
-    )
+    scheduler = get_scheduler(schedule, optimizer, num_warmup_steps=2, num_training_steps=steps)
+    epochs = Schedule(epochs=EPOCHS, batch_size=BATCH, clip_norm=clip_norm)
+    for _ in adapt(model, optimizer, prepared, schedule=epochs, seed=0, scheduler=scheduler):
+        pass
     return model
 
 

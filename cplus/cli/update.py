@@ -68,10 +68,10 @@ def update(
             raise typer.Exit(_CHANGED)
     else:
         with interruptible():
-            done = stages.update(ledger, asked, force=force)
-        told = stages.report(done.ledger)
-        print_json({**told, "kept": done.outcome.kept}) if json else _show(told)
-        if not done.outcome.kept:
+            updated, outcome = stages.update(ledger, asked, force=force)
+        told = stages.report(updated)
+        print_json({**told, "kept": outcome.kept}) if json else _show(told)
+        if not outcome.kept:
             raise typer.Exit(NOT_KEPT)
 
 

@@ -180,7 +180,11 @@ def guard_bytes(
     if method.evidence:
         small = gate is not None and gate.uses == "coefficients"  # which come in bfloat16, gradients in float32
         count = num_anchors if method.vectors == "one per anchor" else 1
-        evidence = _Ones(count, torch.bfloat16 if small else torch.float32)
+        kind = torch.bfloat16 if small else torch.float32
+
+        def evidence(params: Sequence[nn.Parameter], refresh: int) -> Reference:
+            return Reference(vectors=[[torch.ones_like(p, dtype=kind) for p in params] for _ in range(count)])
+
         evidence = Remembered(evidence, method.memory) if method.memory else evidence
     with Guard(optimizer, layer, evidence=evidence, gate=gate, projection=method.projection) as guard:
         if evidence is not None:
@@ -219,43 +223,29 @@ def disk_free(path: Path) -> int:
 # What a job needs with less and less memory, where it cannot run here; from the model's configuration alone.
 
 
-WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
-
-
-@dataclass(frozen=True)
-class _Ones:
-    count: int
-    dtype: torch.dtype
-
-    def __call__(self, params: Sequence[nn.Parameter], refresh: int) -> Reference:
-        return Reference(vectors=[[torch.ones_like(p, dtype=self.dtype) for p in params] for _ in range(self.count)])
-
-
-def lighter(config: AdaptConfig) -> Iterator[dict[str, Any]]:
-    """Changes with which a job needs less and less memory; adapters are tried where they can be trained."""
-    yield {}
-    light = {"gradient_checkpointing": True}
+def lighter(config: AdaptConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Changes with which a job needs less and less memory, in words too; adapters are tried where they can train."""
+    yield "as chosen", {}
+    light, said = {"gradient_checkpointing": True}, "--set gradient_checkpointing=true"
     if not config.gradient_checkpointing:
-        yield light
+        yield said, light
     if config.optimizer == "adamw" and find_spec("bitsandbytes") is not None:
-        yield {**light, "optimizer": "adamw8bit"}
+        yield f"{said} --set optimizer=adamw8bit", {**light, "optimizer": "adamw8bit"}
     if config.lora is None and find_spec("peft") is not None:
-        yield (few := {**light, "lora": Lora(r=16)})
+        few = {**light, "lora": Lora(r=16)}
+        yield f"{said} --lora r=16", few
         if config.load != loading.NAME:
-            yield {**few, "load": loading.NAME}
+            yield f"{said} --lora r=16 --set load={loading.NAME}", {**few, "load": loading.NAME}
 
 
 def size_plan(config: AdaptConfig, method: Method, where: Path | str, reason: str) -> tuple[dict[str, Any], list[str]]:
     """What a job needs that cannot run here, as chosen and with less, in one process; `reason` says why it cannot."""
     size, needs = model_size(config, method, where), {}
-    for changes in lighter(config):
-        own = {"lora": "--lora r=16", "gradient_checkpointing": "--set gradient_checkpointing=true"}
-        text = " ".join(own.get(name, f"--set {name}={value}") for name, value in changes.items()) or "as chosen"
+    for text, changes in lighter(config):
         changed = config.model_copy(update=changes)
-        new = model_size(changed, method, where) if {"lora", "load"} & changes.keys() else size
+        new = model_size(changed, method, where) if "lora" in changes else size
         needs[text] = job_bytes(changed, method, new, config.num_anchors, copies=True)
-    first = asdict(needs["as chosen"])
-    each = ", ".join(f"{name} {value / size.parameters:.2f}" for name, value in first.items())
+    each = ", ".join(f"{name} {value / size.parameters:.2f}" for name, value in asdict(needs["as chosen"]).items())
     lines = [
         f"model      {config.model}: {size.parameters:,} parameters, {size.trainable:,} trained",
         f"bytes      per parameter: {each}",
@@ -270,8 +260,3 @@ def size_plan(config: AdaptConfig, method: Method, where: Path | str, reason: st
         "bytes": {text: {**asdict(found), "total": found.total} for text, found in needs.items()},
     }
     return row, [*lines, f"here       {reason}"]
-
-
-def has_weights(where: Path | str) -> bool:
-    """Whether a model's folder holds weights; one that is not a folder is taken to have them."""
-    return not isinstance(where, Path) or not where.is_dir() or any(any(where.glob(kind)) for kind in WEIGHTS)

@@ -18,7 +18,7 @@ from cplus.core.rows import MAX_TOKENS, Encoded, batched, measured
 from cplus.data.examples import FreeForm, Message
 from cplus.evaluation.abilities import ABILITIES, ability, requests
 from cplus.jobs.keep import Portion, earlier_bank, interface_of, portions, settings_of, with_written
-from cplus.jobs.memory import ModelSize, giga, has_weights, size_plan
+from cplus.jobs.memory import giga, size_plan
 from cplus.jobs.outputs import DECODED, ability_interface
 from cplus.jobs.prepare import TooLarge, preflight, row_of, uses_bank
 from cplus.jobs.progress import duration, memory_used, say
@@ -41,6 +41,7 @@ WITHIN = 1.5
 """The factor on the planned time, up or down, within which the job should end."""
 REQUEST_TOKENS = 20
 """About the length of a request that a model writes itself."""
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 SAVED = 3e8
 """Bytes per second at which checkpoints and models are written, about."""
 _TIMED_ROWS, _TIMED_STEPS, _TIMED_PROMPT = 32, 8, 8
@@ -264,19 +265,12 @@ def padded(rows: Sequence[Encoded]) -> int:
     return sum(measured(batch).padded for batch in batched(rows))
 
 
-def saving_seconds(config: AdaptConfig, size: ModelSize, checkpoint: int, updates: int) -> float:
-    """Seconds to write checkpoints and the model."""
-    saved = 1 + (updates // config.checkpoint_steps if config.checkpoint_steps is not None else 0)
-    kept = 4 * size.trainable * config.epochs * (config.keep_best is not False or config.lost_limit is not None)
-    return (saved * checkpoint + 4 * size.parameters + kept) / SAVED
-
-
 def plan_anywhere(config: AdaptConfig, *, starting: float = 0.0) -> Plan:
     """The job's plan; for a model that is too large for this machine or has no weights here, what fits where."""
     home = Path.cwd()
     where = models.resolve(located(config.model, home))
     try:
-        if has_weights(where):
+        if not (isinstance(where, Path) and where.is_dir()) or any(any(where.glob(kind)) for kind in WEIGHTS):
             return plan(config, starting=starting)
         reason = f"{where} holds no weights, so nothing was timed"
     except TooLarge as error:
@@ -315,7 +309,9 @@ def plan(config: AdaptConfig, *, starting: float = 0.0) -> Plan:
         ranked = past if ranked_by(rows.new) == "blame" else past + new
         trials = (TRIALS + 2) * new * trial_rows(rows.new, MAX_ROWS) / len(few)
         seconds["repairing"] = ranked * pace.update + (3 * past + trials) * pace.read
-    seconds["saving"] = saving_seconds(config, size, need.checkpoint, config.epochs * updates)
+    saved = 1 + (config.epochs * updates // config.checkpoint_steps if config.checkpoint_steps is not None else 0)
+    kept = 4 * size.trainable * config.epochs * (config.keep_best is not False or config.lost_limit is not None)
+    seconds["saving"] = (saved * need.checkpoint + 4 * size.parameters + kept) / SAVED
     # What the process holds besides the weights is measured, too.
     activations = pace.activations * largest_pass(config, method, material)
     evidence = 4 * size.trainable if method.evidence else 0  # a refresh has its gradient beside that of its passes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,11 +68,6 @@ class Ledger:
         found = Folder(self.root)
         return found if found.record.is_file() else None
 
-    @property
-    def next(self) -> StageFolder:
-        """The folder of the next stage, which is not in the ledger yet."""
-        return self.place(len(self.entries) + 1)
-
 
 class StageFolder:
     """The paths of one stage."""
@@ -91,14 +86,9 @@ class StageFolder:
         self.record = self.job / "record.json"
 
 
-def exists(root: Path) -> bool:
-    """Whether the folder contains a ledger."""
-    return (root / NAME).is_file()
-
-
 def read(root: Path) -> Ledger:
     """Read a ledger without verifying it; `problems` does that."""
-    if not exists(root):
+    if not (root / NAME).is_file():
         raise ValueError(f"{root}: expected a ledger with {NAME}; start one with 'cplus update {root} --model ...'")
     raw = files.read_json(root / NAME)
     try:
@@ -116,7 +106,7 @@ def append(ledger: Ledger, *, task: str, before: str, after: str, created: str) 
         task=task,
         before=before,
         after=after,
-        files={name: files.sha256_file(path) for name, path in contents(ledger.next.root)},
+        files={name: files.sha256_file(path) for name, path in contents(ledger.place(len(ledger.entries) + 1).root)},
         created=created,
         previous=ledger.entries[-1].seal if ledger.entries else None,
     )
@@ -135,36 +125,28 @@ def contents(folder: Path) -> Iterator[tuple[str, Path]]:
 
 def problems(ledger: Ledger, *, models: bool = True) -> list[str]:
     """Every deviation from the seals, one sentence each; without `models` only the last stage's model is checked."""
-    found = list(_chain(ledger))
-    for entry in ledger.entries:
-        whole = models or entry is ledger.entries[-1]
-        found += _files(ledger.place(entry.stage).root, entry, whole=whole)
-    return found
-
-
-def _chain(ledger: Ledger) -> Iterator[str]:
+    found: list[str] = []
     before: Entry | None = None
     for number, entry in enumerate(ledger.entries, start=1):
         if entry.stage != number:
-            yield f"entry {number} is marked as stage {entry.stage}: an entry was removed or moved"
+            found.append(f"entry {number} is marked as stage {entry.stage}: an entry was removed or moved")
         if entry.previous != (before.seal if before else None):
-            yield f"stage {number} does not follow the entry that it was sealed after: an entry was changed"
+            found.append(f"stage {number} does not follow the entry that it was sealed after: an entry was changed")
         if before is not None and entry.before != before.after:
-            yield f"stage {number} started from a model other than the one stage {number - 1} ended with"
+            found.append(f"stage {number} started from a model other than the one stage {number - 1} ended with")
         before = entry
     if ledger.head != (before.seal if before else None):
-        yield "the last entry is not the one that was sealed"
-
-
-def _files(folder: Path, entry: Entry, *, whole: bool) -> Iterator[str]:
-    present = dict(contents(folder))
-    for name, sealed in entry.files.items():
-        if name not in present:
-            yield f"stage {entry.stage}: {name} is missing"
-        elif (whole or not name.startswith("job/model/")) and files.sha256_file(present[name]) != sealed:
-            yield f"stage {entry.stage}: {name} was changed"
-    for name in sorted(set(present) - set(entry.files)):
-        yield f"stage {entry.stage}: {name} was added"
+        found.append("the last entry is not the one that was sealed")
+    for entry in ledger.entries:
+        present = dict(contents(ledger.place(entry.stage).root))
+        for name, sealed in entry.files.items():
+            read_it = models or entry is before or not name.startswith("job/model/")
+            if name not in present:
+                found.append(f"stage {entry.stage}: {name} is missing")
+            elif read_it and files.sha256_file(present[name]) != sealed:
+                found.append(f"stage {entry.stage}: {name} was changed")
+        found += [f"stage {entry.stage}: {name} was added" for name in sorted(present.keys() - entry.files)]
+    return found
 
 
 # A ledger in figures: each task's accuracy after each stage. Imports no torch.
@@ -172,8 +154,6 @@ def _files(folder: Path, entry: Entry, *, whole: bool) -> Iterator[str]:
 
 BASE = "base"
 """The rows on which the base model is evaluated; they are not a task of the sequence."""
-Table = Mapping[str, Mapping[str, Kind]]
-"""The outcome of each row in one stage, by set and row id."""
 
 
 def set_name(stage: int) -> str:
@@ -185,45 +165,41 @@ def set_name(stage: int) -> str:
     return f"stage {stage}"
 
 
-def answered(place: StageFolder, new: str, kept: str, external: Sequence[str]) -> dict[str, RowSet]:
-    """The row sets of a finished job's receipt under the ledger's names.
-
-    The ledger's own external sets come first; sets that the user added are omitted.
-    """
-    sets = read_receipt(place.job).sets
-    others = [group for group in sets if group.kind == "external"]
-    own = {"acquisition": new, "retention": kept}
-    named = {own[group.kind]: group for group in sets if group.kind in own}
-    return named | dict(zip(external, others, strict=False))
-
-
 BEFORE, AFTER = ("kept", "lost"), ("kept", "gained")
 """The outcomes of a row that was right before the stage, and after it."""
-
-
-def matrix(found: list[Table]) -> list[list[float | None]]:
-    """Accuracy by stage (the base model first) and task; None if a task was not evaluated.
-
-    A task is also evaluated just before its own stage, which gives its accuracy for the previous stage.
-    """
-    count = len(found)
-    cells: list[list[float | None]] = [[None] * count for _ in range(count + 1)]
-    for stage, table in enumerate(found, start=1):
-        for task in range(1, stage + 1):
-            rows = table[set_name(task)]
-            cells[stage][task - 1] = _share(rows, AFTER)
-            if task == stage:
-                cells[stage - 1][task - 1] = _share(rows, BEFORE)
-    return cells
 
 
 def report(ledger: Ledger) -> dict[str, Any]:
     """The ledger's figures as plain JSON values.
 
+    Accuracy is by stage (the base model first) and task; None if a task was not evaluated. A task is also evaluated
+    just before its own stage, which gives its accuracy for the previous stage.
+
     Paper: App. E.9 (average task accuracy).
     """
-    found: list[Table] = [files.read_json(ledger.place(entry.stage).flips) for entry in ledger.entries]
-    cells = matrix(found)
+    # The outcome of each row, by set and row id.
+    found: list[dict[str, dict[str, Kind]]] = [
+        files.read_json(ledger.place(entry.stage).flips) for entry in ledger.entries
+    ]
+    cells: list[list[float | None]] = [[None] * len(found) for _ in range(len(found) + 1)]
+    stages = []
+    for number, (entry, table) in enumerate(zip(ledger.entries, found, strict=True), start=1):
+        for task in range(1, number + 1):
+            cells[number][task - 1] = _share(table[set_name(task)], AFTER)
+        cells[number - 1][number - 1] = _share(table[set_name(number)], BEFORE)
+        record = files.read_json(ledger.place(number).record)
+        stages.append(
+            {
+                "stage": number,
+                "task": entry.task,
+                "method": record["settings"]["method"],
+                "rows": len(table[set_name(number)]),
+                "acquisition": record["figures"]["acquisition"],
+                "retention": record["figures"]["retention"],
+                "model": entry.after,
+                "created": entry.created,
+            }
+        )
     return {
         "ledger": str(ledger.root),
         "head": ledger.head,
@@ -232,21 +208,7 @@ def report(ledger: Ledger) -> dict[str, Any]:
         "average_accuracy": [average_accuracy(cells, number) for number in range(1, len(found) + 1)],
         "backward_transfer": backward_transfer(cells),
         "base": [_share(table.get(BASE, {}), AFTER) for table in found],
-        "stages": [_stage(ledger, number, len(table[set_name(number)])) for number, table in enumerate(found, start=1)],
-    }
-
-
-def _stage(ledger: Ledger, number: int, rows: int) -> dict[str, Any]:
-    entry, record = ledger.entries[number - 1], files.read_json(ledger.place(number).record)
-    return {
-        "stage": number,
-        "task": entry.task,
-        "method": record["settings"]["method"],
-        "rows": rows,
-        "acquisition": record["figures"]["acquisition"],
-        "retention": record["figures"]["retention"],
-        "model": entry.after,
-        "created": entry.created,
+        "stages": stages,
     }
 
 
@@ -264,55 +226,40 @@ OF_ONE_STAGE = {
 """Settings that belong to one stage; the others default to those of the previous stage."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Updated:
-    """A ledger with its new stage, and the outcome of the stage's job."""
-
-    ledger: Ledger
-    outcome: FinishedJob
-
-
-def update(root: Path, given: Mapping[str, Any], *, force: bool = False) -> Updated:
+def update(root: Path, given: Mapping[str, Any], *, force: bool = False) -> tuple[Ledger, FinishedJob]:
     """Append one stage, or resume it if the same update was interrupted; `force` starts it again."""
     for name in DECIDED:
         if name in given:
             raise ValueError(f"an update sets {name!r} itself; leave it out")
     if given.get("new") is None:
         raise ValueError("expected new: the rows to learn in this stage, a file or a named task")
-    given = {**given, "new": _one_file(given["new"])}
-    _check_place(root, given)
+    # Rows are copied into the ledger, where they have no weights.
+    several = given["new"] if isinstance(given["new"], list | tuple) else [given["new"]]
+    names = [str(name) for name in several if isinstance(name, str | Path)]
+    if len(names) != 1 or weighted(names[0])[0] != names[0]:
+        raise ValueError(
+            f"expected one file of new rows without a weight for a stage, got {given['new']}; join the files"
+        )
+    given = {**given, "new": names[0]}
+    if (root / NAME).is_file() or Ledger(root=root).job is not None:
+        if given.get("model") is not None:
+            raise ValueError(f"{root}: an update continues from the last model here; leave the model out")
+    elif root.exists() and not (
+        root.is_dir() and all(entry.name == "stages" or files.is_left(entry.name) for entry in root.iterdir())
+    ):
+        raise ValueError(f"{root} exists and has no {NAME}, so it is not a ledger; choose another folder")
+    elif given.get("model") is None:
+        raise ValueError(f"{root}: there is no ledger yet; give the first update the model to start from")
     with claimed(Folder(root)):
         files.tidy(root)
-        ledger = read(root) if exists(root) else Ledger(root=root)
+        ledger = read(root) if (root / NAME).is_file() else Ledger(root=root)
         if wrong := problems(ledger, models=False):
             raise ValueError(f"{root}: {wrong[0]}; a ledger that was changed cannot be updated")
-        place = ledger.next
+        place = ledger.place(len(ledger.entries) + 1)
         files.tidy(place.root)
         config = _started(ledger, place, given, force=force)
         outcome = _worked(config, place, given)
-        return Updated(ledger=_sealed(ledger, place, str(given["new"]), outcome), outcome=outcome)
-
-
-def _one_file(new: object) -> str:
-    """The stage's file: its rows are copied into the ledger, where they have no weights."""
-    given = new if isinstance(new, list | tuple) else [new]
-    names = [str(name) for name in given if isinstance(name, str | Path)]
-    if len(names) != 1 or weighted(names[0])[0] != names[0]:
-        raise ValueError(f"expected one file of new rows without a weight for a stage, got {new}; join the files")
-    return names[0]
-
-
-def _check_place(root: Path, given: Mapping[str, Any]) -> None:
-    if exists(root) or Ledger(root=root).job is not None:
-        if given.get("model") is not None:
-            raise ValueError(f"{root}: an update continues from the last model here; leave the model out")
-        return
-    if root.exists() and (
-        not root.is_dir() or any(entry.name != "stages" and not files.is_left(entry.name) for entry in root.iterdir())
-    ):
-        raise ValueError(f"{root} exists and has no {NAME}, so it is not a ledger; choose another folder")
-    if given.get("model") is None:
-        raise ValueError(f"{root}: there is no ledger yet; give the first update the model to start from")
+        return _sealed(ledger, place, names[0], outcome), outcome
 
 
 def _started(ledger: Ledger, place: StageFolder, given: Mapping[str, Any], *, force: bool) -> AdaptConfig:
@@ -346,35 +293,28 @@ def _started(ledger: Ledger, place: StageFolder, given: Mapping[str, Any], *, fo
 
 
 def _rows(ledger: Ledger, place: StageFolder, values: Mapping[str, Any]) -> dict[Path, tuple[Example, ...]]:
-    """The anchors and past rows, by their path in the stage."""
-    if ledger.entries and (values.get("past") is not None or values.get("own_answers")):
+    """The anchors and past rows, by their path in the stage; the last task's anchors are drawn where none are given."""
+    stage, found = len(ledger.entries), dict[Path, tuple[Example, ...]]()
+    if stage and (values.get("past") is not None or values.get("own_answers")):
         raise ValueError(
             "past and own_answers belong to the first update; later updates are evaluated on the rows of earlier tasks"
         )
-    anchors = _anchors(ledger, values)
-    found = {place.anchors: anchors} if anchors else {}
-    if values.get("past") is not None:
-        found[place.past] = load_task(str(values["past"]), values.get("data_dir")).examples
-    elif not ledger.entries and ledger.job is not None and ledger.job.past.is_file():
+    for path, name in ((place.anchors, "anchors"), (place.past, "past")):
+        if values.get(name) is not None:
+            found[path] = load_task(str(values[name]), values.get("data_dir")).examples
+    if stage and place.anchors not in found:
+        known = files.read_json(ledger.place(stage).flips)[set_name(stage)]
+        right = [row for row in read_file(ledger.place(stage).watched) if known.get(row.id) in AFTER]
+        count = int(values.get("num_anchors") or AdaptConfig.model_fields["num_anchors"].default)
+        if not right:
+            raise ValueError(f"stage {stage} answers none of its rows correctly, so there are no anchors; give some")
+        if len(right) < count:
+            say(f"note: stage {stage} answers {len(right)} of its rows correctly; all of them become anchors")
+        drawn = random.Random(int(values.get("seed") or 0)).sample(right, min(count, len(right)))
+        found[place.anchors] = tuple(drawn)
+    if not stage and place.past not in found and ledger.job is not None and ledger.job.past.is_file():
         found[place.past] = tuple(read_file(ledger.job.past))
     return found
-
-
-def _anchors(ledger: Ledger, values: Mapping[str, Any]) -> tuple[Example, ...]:
-    """The anchors of the last task: given, or drawn from its rows that are now right."""
-    if values.get("anchors") is not None:
-        return load_task(str(values["anchors"]), values.get("data_dir")).examples
-    if not ledger.entries:
-        return ()
-    number = len(ledger.entries)
-    known = files.read_json(ledger.place(number).flips)[set_name(number)]
-    right = [row for row in read_file(ledger.place(number).watched) if known.get(row.id) in AFTER]
-    count = int(values.get("num_anchors") or AdaptConfig.model_fields["num_anchors"].default)
-    if not right:
-        raise ValueError(f"stage {number} answers none of its rows correctly, so there are no anchors; give some")
-    if len(right) < count:
-        say(f"note: stage {number} answers {len(right)} of its rows correctly; all of them become anchors")
-    return tuple(random.Random(int(values.get("seed") or 0)).sample(right, min(count, len(right))))
 
 
 def _config(
@@ -422,25 +362,19 @@ def _external(ledger: Ledger) -> list[tuple[str, Path]]:
 
 
 def _worked(config: AdaptConfig, place: StageFolder, given: Mapping[str, Any]) -> FinishedJob:
-    if Folder(place.job).record.is_file():
-        return _whole(resume(place.job, repeated=given), place)
+    """The stage's job, begun or resumed; one that finished before its stage was sealed must match its record."""
+    job = Folder(place.job)
+    if not job.record.is_file():
+        try:
+            return resume(place.job, repeated=given) if job.settings.is_file() else adapt(config)
+        except Interrupted as stop:
+            sentence = str(stop).rpartition(". ")[0]  # without the advice to resume the job by itself
+            raise Interrupted(stop.number, f"{sentence}. Resume it with the same command") from stop
+    outcome, wrong = resume(place.job, repeated=given), None
+    record = outcome.record
     try:
-        begun = Folder(place.job).settings.is_file()
-        return resume(place.job, repeated=given) if begun else adapt(config)
-    except Interrupted as stop:
-        sentence = str(stop).rpartition(". ")[0]  # without the advice to resume the job by itself
-        raise Interrupted(stop.number, f"{sentence}. Resume it with the same command") from stop
-
-
-def _whole(outcome: FinishedJob, place: StageFolder) -> FinishedJob:
-    """The outcome of a job that finished before its stage was sealed, if its model and bank still match its record."""
-    record, job = outcome.record, Folder(place.job)
-    wrong = None
-    try:
-        if (
-            record["bank"] is not None
-            and Bank.load(job.bank).manifest["probes_sha256"] != record["bank"]["probes_sha256"]
-        ):
+        bank = record["bank"]
+        if bank is not None and Bank.load(job.bank).manifest["probes_sha256"] != bank["probes_sha256"]:
             wrong = f"{job.bank} is not the bank of the job"
         elif models.load(place.model, device="cpu").fingerprint != record["model"]["after"]:
             wrong = f"{place.model} is not the model of the job"
@@ -454,14 +388,18 @@ def _whole(outcome: FinishedJob, place: StageFolder) -> FinishedJob:
 def _sealed(ledger: Ledger, place: StageFolder, task: str, outcome: FinishedJob) -> Ledger:
     """Write the outcome of each row, then the ledger entry, which completes the stage."""
     number = len(ledger.entries) + 1
-    kept = set_name(number - 1) if number > 1 else BASE
-    sets = answered(place, set_name(number), kept, [name for name, _ in _external(ledger)])
+    # The receipt's row sets under the ledger's names; its own external sets come first, those the user added are left.
+    own = {"acquisition": set_name(number), "retention": set_name(number - 1) if number > 1 else BASE}
+    found = read_receipt(place.job).sets
+    sets = {own[group.kind]: group for group in found if group.kind in own}
+    external = [group for group in found if group.kind == "external"]
+    sets |= dict(zip([name for name, _ in _external(ledger)], external, strict=False))
     files.write_text(place.watched, lines(_evaluated(place.new, sets[set_name(number)])))
     if number == 1 and BASE in sets:
         source = place.past if place.past.is_file() else place.anchors
         files.write_text(place.base, lines(_evaluated(source, sets[BASE])))
     # Rows without a judgement are omitted.
-    outcomes = {name: {row.id: row.kind for row in own.rows if row.kind is not None} for name, own in sets.items()}
+    outcomes = {name: {row.id: row.kind for row in one.rows if row.kind is not None} for name, one in sets.items()}
     files.write_json(place.flips, outcomes)
     model = outcome.record["model"]
     grown = append(ledger, task=task, before=model["before"], after=model["after"], created=outcome.record["created"])

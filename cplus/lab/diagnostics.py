@@ -23,10 +23,10 @@ import shutil
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from cplus.core.kernels import Signs, sign_of
 from cplus.core.losses import answer_losses
 from cplus.core.rows import Encoded
 from cplus.methods.objectives import mean_backward
-from cplus.methods.table import METHODS, Material, Method
+from cplus.methods.table import METHODS, Material
 from cplus.methods.variants import free_bytes
 from cplus.training.gateshares import layer_of
 from cplus.training.loop import EpochEnded, Event, Prepared, Refreshed, Schedule
@@ -138,60 +138,41 @@ def added(tensors: Sequence[Tensor], quantities: Callable[..., dict[str, Tensor]
     return {name: float(torch.stack([part[name] for part in found]).sum()) for name in found[0]}
 
 
-def masked(theta: Tensor, proposed: Tensor, g_hat: Tensor) -> Sums:
-    """How much of a proposal the binary mask admits, in coordinates and in energy (squared size).
+def admission(theta: Tensor, proposed: Tensor, g_hat: Tensor, c: Tensor) -> Sums:
+    """How much of a proposal the binary mask and the coefficient admit, in coordinates and in energy (squared size).
 
-    Paper: App. E.7.    sum m,    sum m delta^2
+    Paper: App. E.7.    sum m,    sum m delta^2,    sum c,    sum (c delta)^2
     """
 
-    def quantities(t: Tensor, p: Tensor, g: Tensor) -> dict[str, Tensor]:
-        mask, energy = collaborates(g, p - t).double(), (p - t).square()
-        return {"mask": mask, "mask_energy": mask * energy, "energy": energy}
-
-    return {"coordinates": float(theta.numel()), **added((theta, proposed, g_hat), quantities)}
-
-
-def applied(theta: Tensor, proposed: Tensor, c: Tensor) -> Sums:
-    """How much of a proposal the coefficient admits: sum c, and the energy of c * delta."""
-
-    def quantities(t: Tensor, p: Tensor, k: Tensor) -> dict[str, Tensor]:
-        return {"coefficient": k, "coefficient_energy": (k * (p - t)).square()}
-
-    return added((theta, proposed, c), quantities)
-
-
-def masses(theta: Tensor, proposed: Tensor, g_hat: Tensor, c: Tensor, g_past: Tensor) -> Sums:
-    """Harmful mass admitted and safe mass removed, judged by the gradient of all past rows.
-
-    Paper: App. B.    z = g_past * delta;    sum m [z]+,    sum (1 - m) [-z]+,    and the same with c for m
-    """
-
-    def quantities(t: Tensor, p: Tensor, g: Tensor, k: Tensor, past: Tensor) -> dict[str, Tensor]:
-        mask, z = collaborates(g, p - t).double(), past * (p - t)
-        harm, safe = z.clamp(min=0.0), (-z).clamp(min=0.0)
-        return {
-            "harmful": harm,
-            "safe": safe,
-            "mask_harmful": mask * harm,
-            "mask_removed": (1.0 - mask) * safe,
-            "coefficient_harmful": k * harm,
-            "coefficient_removed": (1.0 - k) * safe,
-        }
-
-    return added((theta, proposed, g_hat, c, g_past), quantities)
-
-
-def apart(theta: Tensor, proposed: Tensor, g_hat: Tensor, reference: Tensor) -> float:
-    """The update energy on which two binary masks differ; divided by the whole energy, it is 1 minus the agreement.
-
-    Paper: App. E.11.    sum delta^2 |m - m_reference|
-    """
-
-    def quantities(t: Tensor, p: Tensor, g: Tensor, r: Tensor) -> dict[str, Tensor]:
+    def quantities(t: Tensor, p: Tensor, g: Tensor, k: Tensor) -> dict[str, Tensor]:
         delta = p - t
-        return {"apart": delta.square() * (collaborates(g, delta) - collaborates(r, delta)).abs().double()}
+        mask, energy = collaborates(g, delta).double(), delta.square()
+        admitted = {"mask": mask, "mask_energy": mask * energy, "energy": energy}
+        return {**admitted, "coefficient": k, "coefficient_energy": (k * delta).square()}
 
-    return added((theta, proposed, g_hat, reference), quantities)["apart"]
+    return {"coordinates": float(theta.numel()), **added((theta, proposed, g_hat, c), quantities)}
+
+
+def masses(theta: Tensor, proposed: Tensor, g_hat: Tensor, c: Tensor, past: Tensor, own: Tensor) -> Sums:
+    """Harmful mass admitted and safe mass removed, judged by the gradient of all past rows; and the energy on which the
+    mask differs from the masks of two references.
+
+    Paper: App. B; App. E.11.    z = g_past * delta;    sum m [z]+,    sum (1 - m) [-z]+,    and the same with c for m;
+    sum delta^2 |m - m_reference|
+    """
+
+    def quantities(t: Tensor, p: Tensor, g: Tensor, k: Tensor, cpl: Tensor, own: Tensor) -> dict[str, Tensor]:
+        delta = p - t
+        mask, z, energy = collaborates(g, delta).double(), cpl * delta, delta.square()
+        harm, safe = z.clamp(min=0.0), (-z).clamp(min=0.0)
+        found = {"harmful": harm, "safe": safe, "energy": energy}
+        for kind, kept in (("mask", mask), ("coefficient", k)):
+            found |= {f"{kind}_harmful": kept * harm, f"{kind}_removed": (1.0 - kept) * safe}
+        for name, reference in (("own", own), ("cpl", cpl)):
+            found[f"apart_{name}"] = energy * (mask - collaborates(reference, delta)).abs()
+        return found
+
+    return added((theta, proposed, g_hat, c, past, own), quantities)
 
 
 class LayerSums:
@@ -204,25 +185,24 @@ class LayerSums:
 
     def add(self, position: int, sums: Sums) -> None:
         """Add the sums of one parameter at one step."""
-        _add(self._rows, (self.epoch, self.layers[position]), sums)
+        _add(self._rows.setdefault((self.epoch, self.layers[position]), {}), sums)
 
-    def epochs(self) -> dict[int, Sums]:
-        """The sums over all layers."""
-        found: dict[int, Sums] = {}
-        for (epoch, _), row in self._rows.items():
-            _add(found, epoch, row)
+    def by(self, part: Literal["epoch", "layer"]) -> dict[Any, Sums]:
+        """The sums of each epoch over all layers, or of each layer over all epochs."""
+        found: dict[Any, Sums] = {}
+        for key, row in self._rows.items():
+            _add(found.setdefault(key[part == "layer"], {}), row)
         return found
 
-    def by_layer(self) -> dict[str, Sums]:
-        """The sums over all epochs."""
-        found: dict[str, Sums] = {}
-        for (_, layer), row in self._rows.items():
-            _add(found, layer, row)
-        return found
+    def figures(self, of: Callable[[Sums], Mapping[str, Any]]) -> dict[str, Any]:
+        """The figures of the sums of each epoch and of each layer."""
+        return {
+            f"{part}s": [{part: name, **of(sums)} for name, sums in self.by(part).items()]
+            for part in ("epoch", "layer")
+        }
 
 
-def _add(totals: dict[Any, Sums], key: object, sums: Sums) -> None:
-    total = totals.setdefault(key, {})
+def _add(total: Sums, sums: Sums) -> None:
     for name, value in sums.items():
         total[name] = total.get(name, 0.0) + value
 
@@ -234,33 +214,6 @@ def share(part: float, whole: float) -> float | None:
     (0.25, None)
     """
     return part / whole if whole else None
-
-
-def admitted(sums: Sums) -> dict[str, Any]:
-    """The shares of coordinates and of update energy that the mask and, if applied, the coefficient admitted."""
-    return {
-        kind: {
-            "coordinates": share(sums[kind], sums["coordinates"]),
-            "energy": share(sums[f"{kind}_energy"], sums["energy"]),
-        }
-        for kind in ("mask", "coefficient")
-        if kind in sums
-    }
-
-
-def judged(sums: Sums) -> dict[str, Any]:
-    """Harmful mass admitted and safe mass removed, their shares of the proposals' totals, and the masks' agreement."""
-    kinds = {
-        kind: {
-            "harmful_admitted": sums[f"{kind}_harmful"],
-            "harmful_admitted_share": share(sums[f"{kind}_harmful"], sums["harmful"]),
-            "safe_removed": sums[f"{kind}_removed"],
-            "safe_removed_share": share(sums[f"{kind}_removed"], sums["safe"]),
-        }
-        for kind in ("mask", "coefficient")
-    }
-    agreement = {name: agrees(sums[f"apart_{name}"], sums["energy"]) for name in ("own", "cpl")}
-    return {"harmful": sums["harmful"], "safe": sums["safe"], **kinds, "agreement": agreement}
 
 
 def agrees(apart: float, energy: float) -> float | None:
@@ -293,34 +246,30 @@ NUM_STATES = 7
 NUM_PREVIEWED = 32
 
 
-class Admission:
+class Admission(LayerSums):
     """What the gate admits at every step.
 
     Paper: App. E.7, but over all steps instead of seven states, and also after the smoothing.
     """
 
-    def __init__(self, layers: Sequence[str]) -> None:
-        self.sums = LayerSums(layers)
-
     def __call__(self, position: int, proposal: Proposal, c: Tensor) -> None:
         """Add one step of one tensor."""
-        theta, proposed = proposal.theta, proposal.proposed
-        self.sums.add(position, {**masked(theta, proposed, proposal.sign), **applied(theta, proposed, c)})
+        self.add(position, admission(proposal.theta, proposal.proposed, proposal.sign, c))
 
     def report(self) -> dict[str, Any]:
         """Shares by epoch and by layer."""
-        return by_epoch_and_layer(self.sums, admitted)
+        return self.figures(lambda sums: {kind: admitted(sums, kind) for kind in ("mask", "coefficient")})
 
 
-def by_epoch_and_layer(found: LayerSums, figures: Callable[[Sums], Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures of the sums of each epoch and of each layer."""
+def admitted(sums: Sums, kind: str) -> dict[str, float | None]:
+    """The shares of coordinates and of update energy that the mask or the coefficient admitted."""
     return {
-        "epochs": [{"epoch": epoch, **figures(sums)} for epoch, sums in found.epochs().items()],
-        "layers": [{"layer": layer, **figures(sums)} for layer, sums in found.by_layer().items()],
+        "coordinates": share(sums[kind], sums["coordinates"]),
+        "energy": share(sums[f"{kind}_energy"], sums["energy"]),
     }
 
 
-class References:
+class References(LayerSums):
     """Compares the gate with full-data references: CPL's, which is the gradient of all past rows, and the method's own.
 
     Paper: App. B; App. E.8; App. E.11. CPL's gradient is stored on the device where it has room, else on disk; of the
@@ -328,8 +277,8 @@ class References:
     """
 
     def __init__(self, guard: Guard, layers: Sequence[str], *, cpl: Evidence, own: Evidence) -> None:
+        super().__init__(layers)
         self.guard, self.cpl, self.own = guard, cpl, own
-        self.sums = LayerSums(layers)
         self.shelf = Shelf(5 * sum(p.numel() for p in guard.params), guard.params[0].device)
 
     def refresh(self) -> None:
@@ -341,21 +290,26 @@ class References:
 
     def __call__(self, position: int, proposal: Proposal, c: Tensor) -> None:
         """Add one step of one tensor."""
-        theta, proposed, sign = proposal.theta, proposal.proposed, proposal.sign
-        past, own = (self.shelf[f"{name}-{position}"].to(theta.device) for name in ("cpl", "own"))
-        self.sums.add(
-            position,
-            {
-                **masses(theta, proposed, sign, c, past),
-                "apart_cpl": apart(theta, proposed, sign, past),
-                "apart_own": apart(theta, proposed, sign, own),
-                "energy": masked(theta, proposed, sign)["energy"],
-            },
-        )
+        past, own = (self.shelf[f"{name}-{position}"].to(c.device) for name in ("cpl", "own"))
+        self.add(position, masses(proposal.theta, proposal.proposed, proposal.sign, c, past, own))
 
     def report(self) -> dict[str, Any]:
-        """Masses and agreements by epoch and by layer."""
-        return by_epoch_and_layer(self.sums, judged)
+        """Masses, their shares of the proposals' totals, and the masks' agreement, by epoch and by layer."""
+
+        def judged(sums: Sums) -> dict[str, Any]:
+            kinds = {
+                kind: {
+                    "harmful_admitted": sums[f"{kind}_harmful"],
+                    "harmful_admitted_share": share(sums[f"{kind}_harmful"], sums["harmful"]),
+                    "safe_removed": sums[f"{kind}_removed"],
+                    "safe_removed_share": share(sums[f"{kind}_removed"], sums["safe"]),
+                }
+                for kind in ("mask", "coefficient")
+            }
+            agreement = {name: agrees(sums[f"apart_{name}"], sums["energy"]) for name in ("own", "cpl")}
+            return {"harmful": sums["harmful"], "safe": sums["safe"], **kinds, "agreement": agreement}
+
+        return self.figures(judged)
 
 
 class Coordinates:
@@ -410,10 +364,11 @@ class Geometry:
         """Preview the update at the current parameters and evidence, if this point is one of the chosen ones."""
         if completed not in self.states or any(row["completed_epochs"] == completed for row in self.found):
             return
-        layer_sums = LayerSums([""] * len(self.guard.params))
+        total: Sums = {}
         for i, (theta, proposed) in enumerate(proposals(self.guard.model, self.guard.optimizer, self.rows)):
-            layer_sums.add(i, masked(theta, proposed, self.guard.gating.evidence_at(i)))
-        self.found.append({"completed_epochs": completed, **admitted(layer_sums.epochs()[1])})
+            evidence = self.guard.gating.evidence_at(i)
+            _add(total, admission(theta, proposed, evidence, torch.ones_like(theta)))
+        self.found.append({"completed_epochs": completed, "mask": admitted(total, "mask")})
 
     def report(self) -> list[dict[str, Any]]:
         """One row per point."""
@@ -450,24 +405,35 @@ class Observation:
         self._epochs = schedule.epochs
         if not names:
             return
-        guard = observable(prepared, names)
+        guard, method = prepared.guard, prepared.method
+        if guard is None or guard.gate is None:
+            gated = [name for name, row in METHODS.items() if row.gate is not None]
+            raise ValueError(
+                f"method {method.name!r} has no gate, so {', '.join(names)} have nothing to observe; leave them "
+                f"out, or choose one of {', '.join(gated)}"
+            )
+        if guard.engine.sharded:
+            raise TypeError("diagnostics need whole parameters, but these are sharded; run in one process or with DDP")
         labels = [guard.names.get(id(p), "others") for p in guard.params]
         layers = [layer_of(label) for label in labels]
         if "admission" in names:
             self.taps["admission"] = Admission(layers)
         if "reference" in names:
-            self.taps["reference"] = references(guard, layers, prepared.method, full)
+            if not full.rows("anchors"):
+                raise ValueError("the full-data reference needs past rows, got none")
+            own = method.build_evidence(guard.model, full)
+            assert own is not None  # a method with a gate
+            cpl = METHODS["cpl"].reduction(model=guard.model, sources=METHODS["cpl"].sources(full))
+            self.taps["reference"] = References(guard, layers, cpl=cpl, own=own)
         if "coordinates" in names:
             steps = schedule.epochs * math.ceil(len(full.new) / schedule.batch_size)
             chosen = [step + 1 for step in spread(steps, NUM_SHOWN)]
             at = middle_down_projection(labels)
             size = guard.params[at].numel()
             self.taps["coordinates"] = Coordinates(labels[at], at, size, steps=chosen, seed=seed)
+        guard.observers += [self._timed(tap) for tap in self.taps.values()]
         if "geometry" in names:
             self.taps["geometry"] = Geometry(guard, full.new, epochs=schedule.epochs)
-        for name, tap in self.taps.items():
-            if name != "geometry":
-                guard.observers.append(self._timed(tap))
         self._begin(1)
 
     def __call__(self, event: Event) -> None:
@@ -482,8 +448,8 @@ class Observation:
         return {name: tap.report() for name, tap in self.taps.items()}
 
     def _begin(self, epoch: int) -> None:
-        for name in self.taps.keys() & {"admission", "reference"}:
-            self.taps[name].sums.epoch = epoch
+        for tap in self.taps.values():
+            tap.epoch = epoch
         if "reference" in self.taps:
             self.taps["reference"].refresh()
 
@@ -494,129 +460,6 @@ class Observation:
             self.seconds += time.perf_counter() - started
 
         return observer
-
-
-def observable(prepared: Prepared, names: Sequence[str]) -> Guard:
-    """The guard to observe; methods without a gate and sharded parameters are refused."""
-    guard = prepared.guard
-    if guard is None or guard.gate is None:
-        gated = [name for name, row in METHODS.items() if row.gate is not None]
-        raise ValueError(
-            f"method {prepared.method.name!r} has no gate, so {', '.join(names)} have nothing to observe; leave them "
-            f"out, or choose one of {', '.join(gated)}"
-        )
-    if guard.engine.sharded:
-        raise TypeError("diagnostics need whole parameters, but these are sharded; run in one process or with DDP")
-    return guard
-
-
-def references(guard: Guard, layers: Sequence[str], method: Method, full: Material) -> References:
-    """The tap with CPL's evidence and the method's own, both with every past row as an anchor."""
-    if not full.rows("anchors"):
-        raise ValueError("the full-data reference needs past rows, got none")
-    own = method.build_evidence(guard.model, full)
-    assert own is not None  # a method with a gate
-    cpl = METHODS["cpl"].reduction(model=guard.model, sources=METHODS["cpl"].sources(full))
-    return References(guard, layers, cpl=cpl, own=own)
-
-
-# The masks of all references over one replay of proposals, stored as a few sums per coordinate.
-#
-# With the weights frozen, a reference is one fixed sign per coordinate: plus, minus or zero. All references therefore
-# share three mask trajectories: that of plus (1 where delta <= 0), of minus (1 where delta >= 0) and of zero
-# (always 1), each binary or smoothed. The sums measure the differences between these trajectories.
-
-
-Table: TypeAlias = dict[tuple[int, int], Tensor]
-KEPT = ("up", "down", "opposite", "plus", "minus", "plus_binary", "minus_binary", "ema_plus", "ema_minus")
-"""Sums over steps of delta^2 times [delta > 0], [delta < 0], |c+ - c-|, 1 - c+, 1 - c-, |c+ - m+| and |c- - m-|, and
-the two moving averages; c+ and m+ are the coefficient and the binary mask of a plus reference."""
-
-
-BYTES = 4 * len(KEPT)
-"""Bytes per coordinate of the sums."""
-
-
-def replay(
-    shelf: Shelf, model: nn.Module, optimizer: Optimizer, batches: Sequence[Sequence[Encoded]], *, beta: float
-) -> int:
-    """Propose one update per batch, with the weights frozen and the moments advancing; return the number of updates.
-
-    Paper: App. E.8; App. E.11, a common sequence of proposed updates. The sums are collected where the shelf has them.
-    """
-    for i, p in enumerate(trainable(optimizer)):
-        for name in KEPT:
-            shelf.put(f"{name}-{i}", torch.zeros(p.numel()))
-    t = 0
-    for t, rows in enumerate(batches, start=1):
-        for i, (theta, proposed) in enumerate(proposals(model, optimizer, rows, advance=True)):
-            old, new = theta.reshape(-1), proposed.reshape(-1)
-            for start in range(0, old.numel(), BLOCK):
-                stop = start + BLOCK
-                sums = {name: shelf[f"{name}-{i}"][start:stop] for name in KEPT}
-                delta = new[start:stop].double() - old[start:stop].double()
-                accumulate(sums, delta.to(sums["up"].device), beta=beta, t=t)
-    return t
-
-
-def accumulate(sums: dict[str, Tensor], delta: Tensor, *, beta: float, t: int) -> None:
-    """Add one step's part of a tensor to the sums, in place."""
-    energy, one = delta.square(), torch.ones((), device=delta.device)
-    masks = {"plus": collaborates(one, delta).double(), "minus": collaborates(-one, delta).double()}
-    c = {}
-    for sign, mask in masks.items():
-        average = smooth(sums[f"ema_{sign}"].double(), mask, beta)
-        sums[f"ema_{sign}"].copy_(average)
-        c[sign] = coefficient(average, beta, t)
-    found = {
-        "up": energy * (delta > 0),
-        "down": energy * (delta < 0),
-        "opposite": energy * (c["plus"] - c["minus"]).abs(),
-        "plus": energy * (1.0 - c["plus"]),
-        "minus": energy * (1.0 - c["minus"]),
-        "plus_binary": energy * (c["plus"] - masks["plus"]).abs(),
-        "minus_binary": energy * (c["minus"] - masks["minus"]).abs(),
-    }
-    for name, values in found.items():
-        sums[name].copy_(sums[name].double() + values)
-
-
-def tables(sums: dict[str, Tensor]) -> dict[str, Table]:
-    """The difference between two trajectories at each coordinate, by the signs of their references.
-
-    `binary`: two binary masks. `smoothed`: two smoothed masks. `crossed`: a smoothed and a binary mask.
-    """
-    up, down, plus, minus, opposite = (sums[name] for name in ("up", "down", "plus", "minus", "opposite"))
-    energy, to_plus, to_minus = up + down, sums["plus_binary"], sums["minus_binary"]
-    return {
-        "binary": {(1, -1): energy, (-1, 1): energy, (1, 0): up, (0, 1): up, (-1, 0): down, (0, -1): down},
-        "smoothed": {(1, -1): opposite, (-1, 1): opposite, (1, 0): plus, (0, 1): plus, (-1, 0): minus, (0, -1): minus},
-        "crossed": {
-            (1, 1): to_plus,
-            (1, -1): energy - to_plus,  # the two binary masks are complements wherever delta is not 0
-            (-1, -1): to_minus,
-            (-1, 1): energy - to_minus,
-            (1, 0): plus,
-            (-1, 0): minus,
-            (0, 1): up,
-            (0, -1): down,
-        },
-    }
-
-
-def distance(table: Table, first: Tensor, second: Tensor) -> float:
-    """The energy on which the trajectories of two references' signs differ."""
-    return sum(float(values[(first == a) & (second == b)].sum()) for (a, b), values in table.items())
-
-
-def mean_coefficients(signs: Tensor, sums: dict[str, Tensor]) -> Tensor:
-    """Each coordinate's update-weighted mean of the smoothed mask; 1 where nothing was proposed.
-
-    Paper: App. E.11.    sum_t delta^2 c / sum_t delta^2
-    """
-    energy = sums["up"] + sums["down"]
-    lost = torch.where(signs > 0, sums["plus"], torch.where(signs < 0, sums["minus"], 0.0))
-    return torch.where(energy > 0, 1.0 - lost / energy.clamp(min=torch.finfo(energy.dtype).tiny), 1.0)
 
 
 # The mask audit: the agreement between the masks of few anchors, probes, their blend and all past rows.
@@ -641,6 +484,10 @@ class Evidences:
             raise ValueError("the mask audit compares anchors, probes and past rows, but there are no probes")
 
 
+Side: TypeAlias = tuple[str, bool]
+"""A reference by the name its signs are stored under, and whether its mask is smoothed."""
+
+
 def audit(
     model: nn.Module,
     optimizer: Optimizer,
@@ -651,30 +498,57 @@ def audit(
 ) -> dict[str, Any]:
     """Replay the batches' proposals at the model's weights, which do not change, and compare the references' masks.
 
-    Paper: App. E.8; App. E.11. The optimizer's moments advance, so use a new optimizer.
+    Paper: App. E.8; App. E.11, a common sequence of proposed updates. The optimizer's moments advance, so use a new
+    optimizer.    1 - sum_t delta^2 |m_t - m'_t| / sum_t delta^2
     """
     params, names = trainable(optimizer), {id(p): name for name, p in model.named_parameters()}
     labels = [names.get(id(p), "others") for p in params]
     shelf = Shelf(scratch_bytes(sum(p.numel() for p in params), len(given.anchors)), params[0].device)
-    updates = replay(shelf, model, optimizer, batches, beta=beta)
     keep_signs(shelf, model, params, given)
-    layer_sums = LayerSums([layer_of(label) for label in labels])
-    for i, p in enumerate(params):
-        for sums in compared(shelf, i, p.numel(), given):
-            layer_sums.add(i, sums)
-    whole, at = layer_sums.epochs()[1], middle_down_projection(labels)
+    own = f"anchors_{given.num_anchors}", "probes", f"blend_{given.num_anchors}", "anchors_past", "blend_past"
+    compared = dict(zip(("anchors", "probes", "blend", "past", "past blend"), own, strict=True))
+    pairs: dict[str, tuple[Side, Side]] = {
+        f"{a}/{b}": ((compared[a], False), (compared[b], False)) for a, b in combinations(compared, 2)
+    }
+    for count in given.anchors:
+        pairs[f"cpl_{count}"] = (f"anchors_{count}", False), ("anchors_past", False)
+        pairs[f"cplus_{count}"] = (f"blend_{count}", True), ("blend_past", True)
+        pairs[f"cross_{count}"] = (f"blend_{count}", True), ("anchors_past", False)
+    sides = {side for pair in pairs.values() for side in pair}
+    layer_sums, at, viewed = LayerSums([layer_of(label) for label in labels]), middle_down_projection(labels), View()
+    for t, rows in enumerate(batches, start=1):
+        for i, (theta, proposed) in enumerate(proposals(model, optimizer, rows, advance=True)):
+            for start in range(0, theta.numel(), BLOCK):
+                old, new = (whole.reshape(-1)[start : start + BLOCK].double() for whole in (theta, proposed))
+                delta = (new - old).to(shelf[f"plus-{i}"].device)
+                energy, masks = delta.square(), masks_of(shelf, i, start, delta, sides, beta=beta, t=t)
+                sums = {name: (energy * (masks[a] - masks[b]).abs()).sum() for name, (a, b) in pairs.items()}
+                values = torch.stack([energy.sum(), *sums.values()]).tolist()
+                layer_sums.add(i, dict(zip(("energy", *sums), values, strict=True)))
+                if i == at:
+                    blends = {name: energy * mask for (name, smoothed), mask in masks.items() if smoothed}
+                    viewed.add(start, {"energy": energy, **blends})
+
+    def agreements(sums: Sums) -> dict[str, list[float | None]]:
+        """By number of anchors: CPL with full-data CPL, CPLUS with full-data CPLUS, CPLUS with full-data CPL."""
+        return {
+            kind: [agrees(sums[f"{kind}_{count}"], sums["energy"]) for count in sorted(given.anchors)]
+            for kind in ("cpl", "cplus", "cross")
+        }
+
+    whole = layer_sums.by("epoch")[1]
     return {
-        "updates": updates,
+        "updates": len(batches),
         "past": len(given.past),
         "probes": len(given.probes),
         "budgets": sorted(given.anchors),
-        **agreements(whole, given),
+        **agreements(whole),
         "references": [
             {"first": a, "second": b, "agreement": agrees(whole[f"{a}/{b}"], whole["energy"])}
-            for a, b in combinations(compared_names(given.num_anchors), 2)
+            for a, b in combinations(compared, 2)
         ],
-        "layers": [{"layer": layer, **agreements(sums, given)} for layer, sums in layer_sums.by_layer().items()],
-        "coordinates": {"tensor": labels[at], **coordinates(shelf, at, given)},
+        "layers": [{"layer": layer, **agreements(sums)} for layer, sums in layer_sums.by("layer").items()],
+        "coordinates": {"tensor": labels[at], **viewed.report([*sorted(given.anchors), "past"])},
     }
 
 
@@ -693,70 +567,65 @@ def keep_signs(shelf: Shelf, model: nn.Module, params: Sequence[nn.Parameter], g
             shelf.put(f"anchors_{name}-{i}", Signs.of(g).packed)
             blended = blend(g, shelf[f"gradient-{i}"].to(g.device), given.anchor_weight)
             shelf.put(f"blend_{name}-{i}", Signs.of(blended).packed)
-    for i in range(len(params)):
+    for i, p in enumerate(params):
         del shelf[f"gradient-{i}"]
+        for sign in ("plus", "minus"):
+            shelf.put(f"{sign}-{i}", torch.zeros(p.numel()))
 
 
 def scratch_bytes(parameters: int, budgets: int) -> int:
-    """Bytes of scratch that an audit over so many budgets needs: sums, a gradient, and two bits per reference's sign.
+    """Bytes of scratch of an audit over so many budgets: two averages, a gradient, two bits per reference's sign.
 
-    >>> scratch_bytes(596_049_920, 6) < 30e9  # Qwen3-0.6B with the paper's budgets
+    >>> scratch_bytes(596_049_920, 6) < 10e9  # Qwen3-0.6B with the paper's budgets
     True
     """
-    return parameters * (BYTES + 4) + (2 * (budgets + 1) + 1) * -(-parameters // 4)
+    return 12 * parameters + (2 * (budgets + 1) + 1) * -(-parameters // 4)
 
 
-def compared(shelf: Shelf, position: int, size: int, given: Evidences) -> Iterator[Sums]:
-    """One tensor's energy and the energy on which each pair of references differs, block by block."""
-    for start in range(0, size, BLOCK):
-        stop = start + BLOCK
-        kept = {name: shelf[f"{name}-{position}"][start:stop].double() for name in KEPT}
-        table = tables(kept)
+def masks_of(
+    shelf: Shelf, position: int, start: int, delta: Tensor, sides: Iterable[Side], *, beta: float, t: int
+) -> dict[Side, Tensor]:
+    """Each reference's mask on one step's part of a tensor; the moving averages on the shelf advance.
 
-        def signs(name: str, start: int = start, stop: int = stop) -> Tensor:
-            count = min(stop, size) - start
-            return sign_of(shelf[f"{name}-{position}"][start // 4 : -(-(start + count) // 4)], count)
-
-        full, own = signs("anchors_past"), signs("blend_past")
-        sums = {"energy": float((kept["up"] + kept["down"]).sum())}
-        for count in given.anchors:
-            blended = signs(f"blend_{count}")
-            sums[f"cpl_{count}"] = distance(table["binary"], signs(f"anchors_{count}"), full)
-            sums[f"cplus_{count}"] = distance(table["smoothed"], blended, own)
-            sums[f"cross_{count}"] = distance(table["crossed"], blended, full)
-        for first, second in combinations(compared_names(given.num_anchors).items(), 2):
-            sums[f"{first[0]}/{second[0]}"] = distance(table["binary"], signs(first[1]), signs(second[1]))
-        yield sums
-
-
-def compared_names(num_anchors: int) -> dict[str, str]:
-    """The references of the pairwise comparison, with the names they are stored under."""
-    return {
-        "anchors": f"anchors_{num_anchors}",
-        "probes": "probes",
-        "blend": f"blend_{num_anchors}",
-        "past": "anchors_past",
-        "past blend": "blend_past",
-    }
+    With the weights frozen a reference is one fixed sign per coordinate, so all references share three masks: that of
+    plus (1 where delta <= 0), of minus (1 where delta >= 0) and of zero (always 1), each binary or smoothed.
+    """
+    stop, either = start + delta.numel(), {}
+    for name, sign in (("plus", 1.0), ("minus", -1.0)):
+        mask, kept = collaborates(torch.tensor(sign, device=delta.device), delta).double(), shelf[f"{name}-{position}"]
+        average = smooth(kept[start:stop].double(), mask, beta)
+        kept[start:stop] = average
+        either[sign, False], either[sign, True] = mask, coefficient(average, beta, t)
+    found = {}
+    for name, smoothed in sides:
+        signs = sign_of(shelf[f"{name}-{position}"][start // 4 : -(-stop // 4)], delta.numel())
+        minus = torch.where(signs < 0, either[-1.0, smoothed], 1.0)
+        found[name, smoothed] = torch.where(signs > 0, either[1.0, smoothed], minus)
+    return found
 
 
-def agreements(sums: Sums, given: Evidences) -> dict[str, list[float | None]]:
-    """By number of anchors: CPL with full-data CPL, CPLUS with full-data CPLUS, CPLUS with full-data CPL."""
-    return {
-        kind: [agrees(sums[f"{kind}_{count}"], sums["energy"]) for count in sorted(given.anchors)]
-        for kind in ("cpl", "cplus", "cross")
-    }
+class View:
+    """Sums over the steps at every coordinate of one tensor, block by block."""
 
+    def __init__(self) -> None:
+        self.blocks: dict[int, dict[str, Tensor]] = {}
 
-def coordinates(shelf: Shelf, position: int, given: Evidences) -> dict[str, Any]:
-    """The coordinates of one tensor with the most update energy, and CPLUS's mean mask there, by number of anchors."""
-    sums = {name: shelf[f"{name}-{position}"].cpu().double() for name in ("up", "down", "plus", "minus")}
-    energy = sums["up"] + sums["down"]
-    at = energy.topk(min(NUM_COORDINATES, energy.numel())).indices.sort().values
-    chosen = {name: values[at] for name, values in sums.items()}
-    rows = {}
-    for count in (*sorted(given.anchors), "past"):
-        signs = sign_of(shelf[f"blend_{count}-{position}"].cpu(), energy.numel())
-        means = mean_coefficients(signs[at], chosen)
-        rows[str(count)] = " ".join(f"{value:.3g}" for value in means.tolist())
-    return {"indices": " ".join(map(str, at.tolist())), "cplus": rows}
+    def add(self, start: int, sums: Mapping[str, Tensor]) -> None:
+        """Add one step's part."""
+        kept = self.blocks.setdefault(start, {})
+        for name, values in sums.items():
+            kept[name] = kept[name] + values if name in kept else values
+
+    def report(self, references: Sequence[object]) -> dict[str, Any]:
+        """The coordinates with the most update energy, and CPLUS's mean mask there, by number of anchors.
+
+        Paper: App. E.11.    sum_t delta^2 c / sum_t delta^2, 1 where nothing was proposed
+        """
+        sums = {name: torch.cat([own[name].cpu() for own in self.blocks.values()]) for name in self.blocks[0]}
+        energy = sums["energy"]
+        at = energy.topk(min(NUM_COORDINATES, energy.numel())).indices.sort().values
+        rows = {}
+        for name in references:
+            means = torch.where(energy[at] > 0, sums[f"blend_{name}"][at] / energy[at], 1.0)
+            rows[str(name)] = " ".join(f"{value:.3g}" for value in means.tolist())
+        return {"indices": " ".join(map(str, at.tolist())), "cplus": rows}

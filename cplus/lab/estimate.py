@@ -67,17 +67,14 @@ def updates(spec: Spec) -> int:
     return stages * spec.epochs * -(-(spec.num_new or NEW_ROWS) // spec.batch_size)
 
 
-def similar(spec: Spec, known: Sequence[Result]) -> list[float]:
-    """Seconds per FLOP of finished runs of the same model and kind, and of the same method if there are any."""
-    timed = [r for r in known if "wall_seconds" in r.environment]
-    found = [r for r in timed if r.spec.model == spec.model and type(r.spec) is type(spec)]
-    own = [r for r in found if r.spec.method == spec.method] or found
-    return [r.environment["wall_seconds"] / flops(r.spec) for r in own]
-
-
 def here(specs: Sequence[Spec], known: Sequence[Result]) -> tuple[list[float], str]:
     """The seconds of each run by similar finished ones, else by the speed measured on this device; and the basis."""
-    rates = [similar(spec, known) for spec in specs]
+    timed = [r for r in known if "wall_seconds" in r.environment]
+    rates = []  # seconds per FLOP of runs of the same model and kind, and of the same method if there are any
+    for spec in specs:
+        found = [r for r in timed if r.spec.model == spec.model and type(r.spec) is type(spec)]
+        found = [r for r in found if r.spec.method == spec.method] or found
+        rates.append([r.environment["wall_seconds"] / flops(r.spec) for r in found])
     speed, device = (0.0, "") if all(rates) else measured_speed()
     times = [
         flops(spec) * statistics.median(own) if own else OVERHEAD + flops(spec) / speed
@@ -125,8 +122,6 @@ USABLE = 0.94
 """The share of a device's memory that a process can fill."""
 RESERVE = 2e9
 """Bytes for the driver, the activations (computed again where memory is short) and the logits."""
-WHOLE = ("norm-matched", "shuffled", "mofo")
-"""Methods whose gate compares coordinates with one another, so that their weights cannot be sharded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,42 +155,33 @@ def row_of(spec: Spec) -> Method:
     return spec.settings.row if isinstance(spec, RunSpec) else method(spec.method)
 
 
-def gate_bytes(spec: Spec) -> float:
-    """Bytes per parameter of a run's gate: signs in two bits, moving average, remembered evidence, the step's copy.
-
-    A projection's vectors are left out: where the device has no room for them they are in the host's memory.
-    """
-    row = row_of(spec)
-    if row.gate is None:
-        return 0.0
-    kept = (getattr(row.reduction, "bytes_per_parameter", 0.0) or 0.25) if row.evidence else 0.0  # else signs
-    return float(kept + 4.0 * bool(row.beta) + 4.0 * bool(row.memory) + 4.0)
-
-
 def need(spec: Spec, count: int) -> float:
     """Bytes of a run on each of so many devices: the state is split, and an evaluation needs the whole weights.
+
+    A projection's vectors are left out: where the device has no room for them they are in the host's memory.
 
     >>> about = {"task": "", "interface": "letter", "method": "sft", "seed": 0, "num_anchors": 8, "num_probes": 8}
     >>> spec = RunSpec(model="qwen3-4b", **about)
     >>> round(need(spec, 1) / 1e9), round(need(spec, 2) / 1e9)
     (66, 50)
     """
-    weights, gradients, moments = 4.0, 4.0, 8.0 * (spec.optimizer == "adamw")
-    state = (weights + gradients + moments + gate_bytes(spec)) / count + (weights if count > 1 else 0.0)
+    weights, gradients, moments, row, gate = 4.0, 4.0, 8.0 * (spec.optimizer == "adamw"), row_of(spec), 0.0
+    if row.gate is not None:  # the evidence, by default signs in two bits, average and memory, and the step's copy
+        kept = getattr(row.reduction, "bytes_per_parameter", 0.0) or 0.25
+        gate = kept * bool(row.evidence) + 4.0 * bool(row.beta) + 4.0 * bool(row.memory) + 4.0
+    state = (weights + gradients + moments + gate) / count + (weights if count > 1 else 0.0)
     return RESERVE + PARAMETERS.get(spec.model, 1e9) * state
 
 
-def can_be_sharded(spec: Spec) -> bool:
-    """Whether several devices can share a run: the engine shards runs whose method needs no whole tensors."""
-    row = row_of(spec)
-    whole = row.projection is not None or row.memory > 0 or row.name in WHOLE
-    plain = row.after is None and row.adapter is None and row.objective.bytes_per_parameter == 0
-    return isinstance(spec, RunSpec) and not spec.diagnose and not whole and plain
-
-
 def width(spec: Spec, found: Sequence[Device]) -> int:
-    """The smallest number of devices that a run fits on, 1 where there are none; one that fits on none is refused."""
-    limit = len(found) if found and can_be_sharded(spec) else 1
+    """The smallest number of devices that a run fits on, 1 where there are none; one that fits on none is refused.
+
+    Several devices can share a run whose method needs no whole tensors.
+    """
+    from cplus.training.sharding import needs_whole
+
+    whole = not isinstance(spec, RunSpec) or spec.diagnose or needs_whole(row_of(spec), spec.seed)
+    limit = 1 if whole else max(1, len(found))
     smallest = min((device.memory for device in found), default=math.inf)
     for count in range(1, limit + 1):
         if need(spec, count) <= smallest:

@@ -18,6 +18,7 @@ from cplus.data import readers
 from cplus.data.examples import Choice, Example, fingerprint, lines
 from cplus.data.readers import read_file
 from cplus.data.tasks import PAPER, cached, folder_of
+from cplus.lab.summaries import grouped
 
 QUESTION, OPTION, TEXT = 10, 4, 6
 """Hexadecimal digits of the hashes."""
@@ -48,7 +49,6 @@ class RowKey:
 class PaperSet:
     """A set: its rows as hashes, in order, and the SHA-256 of its content (`cplus.data.examples.fingerprint`)."""
 
-    name: str
     rows: tuple[RowKey, ...]
     sha256: str
 
@@ -58,28 +58,25 @@ def paper_sets() -> Mapping[str, PaperSet]:
     """The four sets by name."""
     raw = json.loads(Path(__file__).with_suffix(".json").read_text())
     return {
-        name: PaperSet(name=name, rows=tuple(map(RowKey.unpacked, own["rows"].split())), sha256=own["sha256"])
+        name: PaperSet(rows=tuple(map(RowKey.unpacked, own["rows"].split())), sha256=own["sha256"])
         for name, own in raw.items()
     }
 
 
 def key_of(example: Choice) -> RowKey:
-    """A row as hashes."""
+    """A row as hashes; copies of one benchmark differ in blanks and case."""
+
+    def short(text: str, digits: int) -> str:
+        return sha256(text.encode()).hexdigest()[:digits]
+
+    texts = (example.question, *example.choices)
+    question, *options = (" ".join(text.split()).casefold() for text in texts)
     return RowKey(
-        question=_short(_plain(example.question), QUESTION),
-        options=tuple(_short(_plain(choice), OPTION) for choice in example.choices),
+        question=short(question, QUESTION),
+        options=tuple(short(option, OPTION) for option in options),
         answer=example.answer,
-        text=_short("\n".join((example.question, *example.choices)), TEXT),
+        text=short("\n".join(texts), TEXT),
     )
-
-
-def _plain(text: str) -> str:
-    """A text without regard to blanks and case, in which copies of one benchmark differ."""
-    return " ".join(text.split()).casefold()
-
-
-def _short(text: str, digits: int) -> str:
-    return sha256(text.encode()).hexdigest()[:digits]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +111,7 @@ class Difference:
 
 
 ANSWER, COUNT = "with another answer", f"with other than {OPTIONS} options"
+OTHER = "with other options or another spelling"
 
 
 def compare(name: str, examples: Sequence[Example]) -> Difference:
@@ -124,7 +122,7 @@ def compare(name: str, examples: Sequence[Example]) -> Difference:
         return whole
     places = _by_question(examples)
     taken: list[int] = []  # in the order of the paper's rows
-    counts = dict.fromkeys(("missing", "extra", ANSWER, COUNT, "with other options or another spelling"), 0)
+    counts = dict.fromkeys(("missing", "extra", ANSWER, COUNT, OTHER), 0)
     for key in wanted.rows:
         at = _best(key, places, taken)
         if at is None:
@@ -137,19 +135,15 @@ def compare(name: str, examples: Sequence[Example]) -> Difference:
         elif set(own.options) == set(key.options) and own.options[own.answer] != key.options[key.answer]:
             counts[ANSWER] += 1
         elif own != key:
-            counts["with other options or another spelling"] += 1
+            counts[OTHER] += 1
     counts["extra"] = len(examples) - len(taken)
     kinds = [f"{count:,} {what}" for what, count in counts.items() if count]
     return replace(whole, kinds=(*kinds, *(["in another order"] if taken != sorted(taken) else [])))
 
 
 def _by_question(examples: Iterable[Example]) -> dict[str, list[tuple[int, RowKey]]]:
-    found: dict[str, list[tuple[int, RowKey]]] = {}
-    for index, example in enumerate(examples):
-        if isinstance(example, Choice):
-            own = key_of(example)
-            found.setdefault(own.question, []).append((index, own))
-    return found
+    pairs = ((index, key_of(example)) for index, example in enumerate(examples) if isinstance(example, Choice))
+    return grouped(pairs, lambda pair: pair[1].question)
 
 
 def _best(
@@ -226,7 +220,14 @@ def build(name: str, data_dir: Path | None = None) -> Difference:
 
     Rows that are missing or have another answer or number of options are an error, and nothing is written.
     """
-    source, rows = _source(name, folder_of(data_dir))
+    folder, place, rows = folder_of(data_dir), PAPER[name].partition("@")[0], list[Example]()
+    if folder is not None:
+        source = str(folder / f"{name}.jsonl")
+        rows += read_file(Path(source))
+    else:
+        source = place.partition(":")[0]
+        for split in SPLITS[name]:
+            rows += readers.read_hub(f"{place}@{split}", name=f"{name}-{split}").examples
     found = select(name, rows)
     difference = compare(name, found)
     if any(kind.endswith(("missing", ANSWER, COUNT)) for kind in difference.kinds):
@@ -237,12 +238,3 @@ def build(name: str, data_dir: Path | None = None) -> Difference:
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_text(path, lines(found))
     return replace(difference, where=path)
-
-
-def _source(name: str, folder: Path | None) -> tuple[str, tuple[Example, ...]]:
-    if folder is not None:
-        path = folder / f"{name}.jsonl"
-        return str(path), tuple(read_file(path))
-    place = PAPER[name].partition("@")[0]
-    parts = (readers.read_hub(f"{place}@{split}", name=f"{name}-{split}") for split in SPLITS[name])
-    return place.partition(":")[0], tuple(example for part in parts for example in part.examples)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,17 @@ def _page_figure(make: Callable[[Collected], Picture], found: Collected, folder:
 
 def _section(own: CollectedStudy, found: Collected, folder: Path) -> dict[str, Any]:
     """The part of the page about one study."""
-    done = {result.spec for result in own.results}
+    done, sums = {result.spec for result in own.results}, Counter[str]()
+    for result in own.results:
+        sums.update(result.cost)
+    wall = sum(float(result.environment.get("wall_seconds", result.seconds)) for result in own.results)
+    costs = {  # of all runs, including those shared with other studies
+        "time of all runs, one after another": cost("wall_seconds", wall),
+        "training": scaled(sums["training_flops"], "FLOP"),
+        "preservation": scaled(sums["preservation_flops"], "FLOP"),
+        "rows trained on": f"{sums['training_rows']:,}",
+        "rows of evidence": f"{sums['preservation_rows']:,}",
+    }
     return {
         "own": own,
         "command": found.command(own.study.name),
@@ -80,26 +91,8 @@ def _section(own: CollectedStudy, found: Collected, folder: Path) -> dict[str, A
         "tables": [make(found) for make in own.study.tables],
         "missing": [run_title(spec) for spec in own.specs if spec not in done],
         "seeds": ", ".join(str(seed) for seed in sorted({result.spec.seed for result in own.results})) or "none",
-        "costs": _costs(own),
+        "costs": list(costs.items()) if done else [],
     }
-
-
-def _costs(own: CollectedStudy) -> list[tuple[str, str]]:
-    """Time and FLOPs of the study's runs, including those shared with other studies."""
-    if not own.results:
-        return []
-    sums: dict[str, int] = {}
-    for result in own.results:
-        for name, value in result.cost.items():
-            sums[name] = sums.get(name, 0) + value
-    wall = sum(float(result.environment.get("wall_seconds", result.seconds)) for result in own.results)
-    return [
-        ("time of all runs, one after another", cost("wall_seconds", wall)),
-        ("training", scaled(sums["training_flops"], "FLOP")),
-        ("preservation", scaled(sums["preservation_flops"], "FLOP")),
-        ("rows trained on", f"{sums['training_rows']:,}"),
-        ("rows of evidence", f"{sums['preservation_rows']:,}"),
-    ]
 
 
 def _environments(found: Collected) -> list[tuple[str, str]]:
@@ -118,29 +111,17 @@ def _environments(found: Collected) -> list[tuple[str, str]]:
 # The summary of all studies as a Markdown table, for the README.
 
 
-COLUMNS = ("study", "question", "verdict", "measured", "published", "command")
-
-
 def markdown(found: Collected) -> str:
     """One line per study: question, verdicts, the first measured and published number, command; then a line for all."""
-    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    rows = [("study", "question", "verdict", "measured", "published", "command")]
     for name, own in found.studies.items():
         first = own.study.comparison(found)[0]
-        cells = (
-            name,
-            own.study.question,
-            own.verdict,
-            f"{first.what}: {first.measured}",
-            first.published,
-            f"`{found.command(name)}`",
-        )
-        lines.append(_line(cells))
-    lines.append(_line(("all", "", found.verdict, "", "", f"`{found.command('all')}`")))
-    return "\n".join(lines) + "\n"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+        measured = f"{first.what}: {first.measured}"
+        rows.append((name, own.study.question, own.verdict, measured, first.published, f"`{found.command(name)}`"))
+    rows.append(("all", "", found.verdict, "", "", f"`{found.command('all')}`"))
+    lines = [" | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows]
+    lines = [f"| {line} |" for line in lines]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) + "\n"
 
 
 # The records of a folder by study; a damaged record is reported and left out.

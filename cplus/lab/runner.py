@@ -22,8 +22,7 @@ from cplus.distributed import processes
 from cplus.lab import SCALES, STUDIES, runs_of
 from cplus.lab.estimate import Device, teams
 from cplus.lab.records import Result, Spec, parse_result, record_name, record_of
-from cplus.lab.summaries import T
-from cplus.lab.summaries import grouped as grouped_by
+from cplus.lab.summaries import T, grouped
 from cplus.training.settings import RunSpec, SequenceSpec, StudySettings
 
 if TYPE_CHECKING:
@@ -113,40 +112,33 @@ def execute(spec: Spec, folder: Path, *, wait: float = 0.0) -> RunOutcome:
 
     Processes that share a run call it together; the first one has the lock and writes.
     """
+    from cplus.lab import runs, sequence
+
+    def known() -> RunOutcome | None:
+        """Why the run is not done now; None if it is, and its lock is then held."""
+        try:
+            held.enter_context(holding(beside(folder / record_name(spec)), wait=wait))
+        except Held:
+            return "running elsewhere"
+        return "already done" if finished([spec], folder) else None
+
     with ExitStack() as held:
-        if (known := processes.shared(lambda: _known(spec, folder, wait, held))) is not None:
-            return known
+        if (outcome := processes.shared(known)) is not None:
+            return outcome
         started = time.perf_counter()
-        found = _run(spec) if isinstance(spec, RunSpec) else _sequence(spec)
+        if isinstance(spec, RunSpec):
+            given = processes.in_turn(lambda: CACHE.comparison(spec))
+            found: Result = runs.run(spec, given)
+        elif processes.size() > 1:
+            raise ValueError(f"a sequence of tasks runs in one process, got {processes.size()}; use a larger device")
+        else:
+            base = CACHE.base(spec.model)
+            found = sequence.run_sequence(spec, base, cache_folder() / "banks", first=CACHE.first(spec))
         took = {"wall_seconds": round(time.perf_counter() - started, 2)}
         placed = {"placed_on": os.environ[PLACED]} if PLACED in os.environ else {}
         if processes.first():
             save(replace(found, environment={**found.environment, **took, **placed}), folder)
         return "done"
-
-
-def _known(spec: Spec, folder: Path, wait: float, held: ExitStack) -> RunOutcome | None:
-    """Why a run is not done now; None if it is, and its lock is then held."""
-    try:
-        held.enter_context(holding(beside(folder / record_name(spec)), wait=wait))
-    except Held:
-        return "running elsewhere"
-    return "already done" if finished([spec], folder) else None
-
-
-def _run(spec: RunSpec) -> Result:
-    from cplus.lab import runs
-
-    given = processes.in_turn(lambda: CACHE.comparison(spec))
-    return runs.run(spec, given)
-
-
-def _sequence(spec: SequenceSpec) -> Result:
-    from cplus.lab import sequence
-
-    if processes.size() > 1:
-        raise ValueError(f"a sequence of tasks runs in one process, got {processes.size()}; use a larger device")
-    return sequence.run_sequence(spec, CACHE.base(spec.model), CACHE.banks, first=CACHE.first(spec))
 
 
 class ProcessCache:
@@ -158,11 +150,6 @@ class ProcessCache:
     def __init__(self) -> None:
         self._base: Loaded | None = None
         self._found: dict[str, dict[Any, Any]] = {}
-
-    @property
-    def banks(self) -> Path:
-        """The folder of banks."""
-        return cache_folder() / "banks"
 
     def base(self, model: str) -> Loaded:
         """The base model; only the last one is kept."""
@@ -181,37 +168,28 @@ class ProcessCache:
         found: T = own[key]
         return found
 
-    def split(self, spec: RunSpec, task: str, *, kept: bool) -> TaskSplit:
-        """A task split by what the base model answers correctly."""
-        from cplus.lab.runs import split_task
-
-        base, key = self.base(spec.model), (kept, task, spec.interface, spec.compute_dtype, spec.num_rows)
-
-        def make() -> TaskSplit:
-            folder = cache_folder() / "splits"
-            return split_task(base, task, spec.interface, folder, spec.compute_dtype, spec.num_rows, kept=kept)
-
-        return self._once("split", key, make)
-
-    def external_task(self, base: Loaded, name: str, spec: RunSpec) -> Group:
-        """An external task with the base model's answers, evaluated once per seed."""
-        from cplus.lab.runs import external_task
-
-        key = name, spec.seed, spec.external_limit, spec.interface, spec.compute_dtype
-        return self._once("external", key, lambda: external_task(base, name, spec))
-
     def comparison(self, spec: RunSpec) -> Comparison:
         """What the methods of a run's comparison share."""
-        return self._once("comparison", without_method(spec), lambda: self._set_up(spec))
+        from cplus.lab import runs
 
-    def _set_up(self, spec: RunSpec) -> Comparison:
-        from cplus.lab.runs import set_up
+        base, folder = self.base(spec.model), cache_folder()
 
-        base, learned = self.base(spec.model), self.split(spec, spec.task, kept=False)
-        kept = self.split(spec, spec.anchor_task, kept=True) if spec.anchor_task else None
-        name = f"{spec.model}-{spec.task}-{spec.seed}".replace("/", "-")
-        with holding(self.banks / f".{name}.lock", wait=3600.0):
-            return set_up(spec, base, learned, self.banks, kept=kept, external=self.external_task)
+        def split(task: str, *, kept: bool) -> TaskSplit:
+            given = task, spec.interface, folder / "splits", spec.compute_dtype, spec.num_rows
+            return self._once("split", (kept, *given), lambda: runs.split_task(base, *given, kept=kept))
+
+        def external(base: Loaded, name: str, spec: RunSpec) -> Group:
+            key = name, spec.seed, spec.external_limit, spec.interface, spec.compute_dtype
+            return self._once("external", key, lambda: runs.external_task(base, name, spec))
+
+        def make() -> Comparison:
+            learned = split(spec.task, kept=False)
+            kept = split(spec.anchor_task, kept=True) if spec.anchor_task else None
+            name = f"{spec.model}-{spec.task}-{spec.seed}".replace("/", "-")
+            with holding(folder / "banks" / f".{name}.lock", wait=3600.0):
+                return runs.set_up(spec, base, learned, folder / "banks", kept=kept, external=external)
+
+        return self._once("comparison", without_method(spec), make)
 
     def first(self, spec: SequenceSpec) -> sequence.Stage:
         """The checkpoint after the first task, which all methods of a sequence share."""
@@ -221,14 +199,8 @@ class ProcessCache:
         return self._once("first", without_method(spec), lambda: sequence.first_stage(spec, base))
 
 
-OF_TRAINING = set(StudySettings.model_fields) | {
-    "evaluate_every",
-    "warmup",
-    "stop_at",
-    "beyond",
-    "stop_loss",
-    "diagnose",
-}
+OF_TRAINING = {*StudySettings.model_fields, "evaluate_every", "warmup", "stop_at", "beyond", "stop_loss", "diagnose"}
+OF_TRAINING -= {"seed", "num_probes", "shots", "temperature", "topics", "compute_dtype"}
 """The settings that differ between the runs of one comparison."""
 
 
@@ -239,8 +211,7 @@ def without_method(spec: Spec) -> Any:
     """
     if isinstance(spec, SequenceSpec):
         return replace(spec, method="sft", num_anchors=0, num_probes=0)
-    kept = {"seed", "num_probes", "shots", "temperature", "topics", "compute_dtype"}
-    return tuple(getattr(spec, each.name) for each in fields(spec) if each.name not in OF_TRAINING - kept)
+    return tuple(getattr(spec, each.name) for each in fields(spec) if each.name not in OF_TRAINING)
 
 
 CACHE = ProcessCache()
@@ -318,7 +289,11 @@ class Processes:
                 for slot in set(range(len(slots))) - {slot for slot, _ in running.values()}:
                     if waiting:
                         taken = {without_method(spec) for _, spec in running.values()}
-                        last[slot] = waiting.pop(_next(waiting, last.get(slot), taken))
+                        # A run of the worker's last setting, else of a setting that no worker has, else the first.
+                        own = without_method(last[slot]) if slot in last else None
+                        shared = list(map(without_method, waiting))
+                        order = [(key != own, key in taken, index) for index, key in enumerate(shared)]
+                        last[slot] = waiting.pop(min(order)[2])
                         running |= {
                             pool.submit(execute, last[slot], folder): (slot, last[slot]) for pool in slots[slot]
                         }
@@ -362,19 +337,6 @@ def stop(worker: Sequence[ProcessPoolExecutor]) -> None:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in running:
             process.terminate()
-
-
-def _next(waiting: Sequence[Spec], last: Spec | None, taken: set[Any]) -> int:
-    """The index of the first run of the worker's last setting, else of a setting no worker has, else 0."""
-    own = None if last is None else without_method(last)
-    free = 0
-    for index, spec in enumerate(waiting):
-        shared = without_method(spec)
-        if shared == own:
-            return index
-        if not free and shared not in taken:
-            free = index
-    return free
 
 
 _JOINED = ExitStack()
@@ -440,7 +402,12 @@ class Cluster:
             executor.update_parameters(name="cplus-study", **rest)
         except NameError as error:
             raise ValueError(f"submitit does not accept these parameters: {error}") from error
-        groups, tasks = grouped(specs), int(rest.get("tasks_per_node", 1))
+        tasks = int(rest.get("tasks_per_node", 1))
+        groups = [
+            own[i : i + RUNS_PER_JOB]
+            for own in grouped(specs, without_method).values()
+            for i in range(0, len(own), RUNS_PER_JOB)
+        ]
         with executor.batch():
             jobs = [executor.submit(RunGroup(group, folder.absolute(), tasks)) for group in groups]
         for job, group in zip(jobs, groups, strict=True):
@@ -449,12 +416,6 @@ class Cluster:
                 yield from job.results()[0]  # every task has the same
             else:
                 yield from (EndedRun(spec=spec, failed=f"job {job.job_id}: {failure}") for spec in group)
-
-
-def grouped(specs: Sequence[Spec]) -> list[list[Spec]]:
-    """Runs of one setting together, at most RUNS_PER_JOB per job."""
-    groups = grouped_by(specs, without_method).values()
-    return [own[i : i + RUNS_PER_JOB] for own in groups for i in range(0, len(own), RUNS_PER_JOB)]
 
 
 def _submitit() -> Any:

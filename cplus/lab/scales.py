@@ -39,6 +39,8 @@ class GridCell:
 class Scale:
     """The size of the studies: the base setting, the grid, and the seeds where the paper has five, three or one.
 
+    The defaults are the paper's.
+
     `small_bank` is the number of probes in the compute comparison, `large_bank` in the rotating bank;
     `aggressive_schedule` is E8's learning rate and epochs; `new_and_anchor_task` is E7's new task and the task of its
     anchors; `sequence_rows` limits the rows of each of E5's tasks; `curve_dtype` is the precision of E6's curves;
@@ -50,14 +52,14 @@ class Scale:
     base: RunSpec
     grid: tuple[GridCell, ...]
     tasks: tuple[str, ...]
-    seeds_where_five: int
-    seeds_where_three: int
-    seeds_where_one: int
-    budgets: tuple[int, ...]
-    small_bank: int
-    large_bank: int
     aggressive_schedule: tuple[float, int]
     new_and_anchor_task: tuple[str, str]
+    seeds_where_five: int = 5
+    seeds_where_three: int = 3
+    seeds_where_one: int = 1
+    budgets: tuple[int, ...] = BUDGETS
+    small_bank: int = 32
+    large_bank: int = 2048
     sequence_rows: int | None = None
     curve_dtype: str = "float32"
     shots: tuple[int, ...] = (2, 4)
@@ -162,7 +164,6 @@ SMOKE = Scale(
     tasks=("harbours", "craftsmen"),
     seeds_where_five=1,
     seeds_where_three=1,
-    seeds_where_one=1,
     budgets=(4, 8),
     small_bank=4,
     large_bank=16,
@@ -182,11 +183,8 @@ DESK = Scale(
         *(GridCell(model=model, task="harbours", lr=TOYS[model], budgets=SCARCE) for model in ("toy-s", "toy-l")),
     ),
     tasks=DOMAINS,
-    seeds_where_five=5,
     seeds_where_three=5,
     seeds_where_one=3,
-    budgets=BUDGETS,
-    small_bank=32,
     large_bank=512,
     aggressive_schedule=(5e-3, 10),
     new_and_anchor_task=("machines", "harbours"),
@@ -220,7 +218,6 @@ DESK_REAL = Scale(
     grid=(GridCell(model="smollm2-135m", task="arc_easy", lr=_SMOLLM.lr, budgets=(8,)),),
     tasks=("arc_easy",),
     seeds_where_five=3,
-    seeds_where_three=3,
     seeds_where_one=0,
     budgets=(8,),
     small_bank=16,
@@ -253,12 +250,6 @@ PAPER = Scale(
         for task in BENCHMARKS
     ),
     tasks=BENCHMARKS,
-    seeds_where_five=5,
-    seeds_where_three=3,
-    seeds_where_one=1,
-    budgets=BUDGETS,
-    small_bank=32,
-    large_bank=2048,
     aggressive_schedule=(1e-5, 10),
     new_and_anchor_task=("medqa", "csqa"),
     temperatures=(0.6, 0.8, 1.0),

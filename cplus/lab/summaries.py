@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
 from cplus.evaluation.statistics import Estimate, estimate
@@ -37,14 +38,8 @@ def grouped(things: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
     return groups
 
 
-def retained(result: RunResult) -> float:
-    """Retention."""
-    return result.retention
-
-
-def learned(result: RunResult) -> float:
-    """Acquisition."""
-    return result.acquisition
+retained: Callable[[RunResult], float] = attrgetter("retention")
+learned: Callable[[RunResult], float] = attrgetter("acquisition")
 
 
 def updates(result: RunResult) -> float:
@@ -119,7 +114,8 @@ def differences(
     left: Iterable[RunResult], right: Iterable[RunResult], metric: Metric = retained
 ) -> dict[Seed, list[float]]:
     """Left minus right where both were run, paired by model, task and seed; a list of values per seed."""
-    ours, theirs = _by_model_and_task(left, metric), _by_model_and_task(right, metric)
+    sides = (grouped(results, lambda result: (result.spec.model, result.spec.task)) for results in (left, right))
+    ours, theirs = ({key: by_seed(own, metric) for key, own in groups.items()} for groups in sides)
     found: dict[Seed, list[float]] = {}
     for key in ours:
         for seed, (one, other) in paired(ours[key], theirs.get(key, {})).items():
@@ -130,11 +126,6 @@ def differences(
 def margin(left: Iterable[RunResult], right: Iterable[RunResult], metric: Metric = retained) -> Estimate | None:
     """Left minus right where both were run: paired by model, task and seed, averaged to one value per seed."""
     return mean_of({seed: statistics.fmean(own) for seed, own in differences(left, right, metric).items()})
-
-
-def _by_model_and_task(results: Iterable[RunResult], metric: Metric) -> dict[tuple[str, str], dict[Seed, float]]:
-    groups = grouped(results, lambda result: (result.spec.model, result.spec.task))
-    return {key: by_seed(own, metric) for key, own in groups.items()}
 
 
 def difference(left: Mapping[Seed, float], right: Mapping[Seed, float]) -> Estimate | None:

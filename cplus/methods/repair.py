@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -59,10 +60,7 @@ class Check:
 
 def loss_check(rows: Sequence[Encoded], *, name: str = "new", tolerance: float = FALL, held_out: bool = False) -> Check:
     """The mean loss per target token must stay within a share of its fall from base to tuned."""
-
-    def measure(model: nn.Module) -> float:
-        return mean_loss(model, rows, what=f"repair: {name} loss")
-
+    measure = partial(mean_loss, rows=rows, what=f"repair: {name} loss")
     return Check(name=name, unit="nats per token", measure=measure, tolerance=tolerance, held_out=held_out)
 
 
@@ -140,21 +138,10 @@ def mean_gradients(
 # The order in which weights are undone: a score per weight, two bytes each, and the weights above a threshold.
 
 
-DAMPING = 1e-3
 _NEVER = -(2**15)
 """The code of a weight that did not move; below that of every score."""
 _CODES = 2**16
 _CHUNK = 2**24
-
-
-def ratio(past: Tensor, new: Tensor) -> Tensor:
-    """F_past / (F_new + 1e-3 mean(F_new)), the mean over the tensor.
-
-    >>> ratio(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 1.0])).tolist()
-    [1.9980019330978394, 0.0]
-    """
-    damping = (DAMPING * new.mean()).clamp(min=torch.finfo(new.dtype).tiny)
-    return past / (new + damping)
 
 
 def encode(scores: Tensor, delta: Tensor) -> Tensor:
@@ -183,9 +170,10 @@ class Ranking:
             for part in torch.split(own.flatten(), _CHUNK):
                 counts += torch.bincount(part.int() - _NEVER, minlength=_CODES).cpu()
         counts[0] = 0  # weights that did not move
-        self._above = counts.flip(0).cumsum(0).flip(0)
-        weighed = counts * _values() if by_sum else counts
-        self._weight = weighed.flip(0).cumsum(0).flip(0)
+        # The score of each code from 0 on, in double precision; 0 for a code that no number has.
+        values = torch.arange(-_NEVER, dtype=torch.int16).view(torch.bfloat16).double().nan_to_num(0.0, posinf=0.0)
+        weighed = counts * torch.cat([torch.zeros_like(values), values]) if by_sum else counts
+        self._above, self._weight = (own.flip(0).cumsum(0).flip(0) for own in (counts, weighed))
 
     def threshold(self, share: float) -> int:
         """The lowest code such that at most this share of the weights, or of the sum, has it or a higher one."""
@@ -195,21 +183,6 @@ class Ranking:
     def count(self, threshold: int) -> int:
         """The number of weights with this code or a higher one."""
         return int(self._above[threshold - _NEVER])
-
-
-def _values() -> Tensor:
-    """The score of each code from 0 on, in double precision; 0 for a code that no number has, and below."""
-    values = torch.arange(-_NEVER, dtype=torch.int16).view(torch.bfloat16).double().nan_to_num(0.0, posinf=0.0)
-    return torch.cat([torch.zeros(-_NEVER, dtype=torch.float64), values])
-
-
-@torch.no_grad()
-def undo(
-    params: Sequence[Tensor], base: Sequence[Tensor], tuned: Sequence[Tensor], codes: Sequence[Tensor], threshold: int
-) -> None:
-    """Write the base's value where a weight's code reaches the threshold, else the tuned one; both are exact."""
-    for p, before, after, own in zip(params, base, tuned, codes, strict=True):
-        p.copy_(torch.where(own >= threshold, before.to(after), after))
 
 
 # A search for the largest share whose effect stays within a tolerance.
@@ -349,6 +322,8 @@ def repair_row(repaired: Repaired | str | None) -> dict[str, Any] | None:
 # Repair a fine-tuned model in memory: from its weights, the base's weights and encoded rows, independent of jobs.
 
 
+DAMPING = 1e-3
+"""The share of a tensor's mean importance of the new rows that is added to each weight's."""
 TOWARDS = 0.7
 """Where on the way from base to tuned the importance of the new rows is computed: at the tuned model it vanishes with
 the loss."""
@@ -367,7 +342,7 @@ def write(params: Sequence[Tensor], values: Iterable[Tensor]) -> None:
         p.copy_(value)
 
 
-def ranking_of(
+def undoing(
     model: nn.Module,
     params: Sequence[nn.Parameter],
     base: Sequence[Tensor],
@@ -376,11 +351,12 @@ def ranking_of(
     new_rows: Sequence[Encoded],
     by: By,
     computing: Computing,
-) -> Ranking:
-    """The order in which weights are undone.
+) -> Callable[[float], int]:
+    """What writes the weights with a share of the changes undone, and returns how many were.
 
-    By importance: F_past / F_new, where the rows depend on the weights most. By blame: the gradient of the past loss
-    times the change, its part in the rise of that loss to first order; weights that did no harm are not undone.
+    By importance: the changes with the highest F_past / (F_new + 1e-3 mean(F_new)), where the past rows depend on the
+    weights most. By blame: those with the highest gradient of the past loss times the change, which is their part in
+    the rise of that loss to first order; weights that did no harm are not undone.
     """
 
     def means(rows: Sequence[Encoded], which: str, *, squared: bool) -> list[Tensor]:
@@ -395,12 +371,24 @@ def ranking_of(
         write(params, on_the_way(HALFWAY))
         gradients = iter(means(past_rows, "past", squared=False))  # used up before the search
         scores = (gradient * delta for gradient, delta in zip(gradients, deltas, strict=True))
-        return Ranking([encode(own, own.clamp(min=0.0)) for own in scores], by_sum=True)
-    write(params, base)
-    past = [own.bfloat16() for own in means(past_rows, "past", squared=True)]
-    write(params, on_the_way(TOWARDS))
-    new = means(new_rows, "new", squared=True)
-    return Ranking([encode(ratio(p.float(), n), delta) for p, n, delta in zip(past, new, deltas, strict=True)])
+        ranking = Ranking([encode(own, own.clamp(min=0.0)) for own in scores], by_sum=True)
+    else:
+        write(params, base)
+        past = [own.bfloat16() for own in means(past_rows, "past", squared=True)]
+        write(params, on_the_way(TOWARDS))
+        codes = []
+        for f_past, f_new, delta in zip(past, means(new_rows, "new", squared=True), deltas, strict=True):
+            damping = (DAMPING * f_new.mean()).clamp(min=torch.finfo(f_new.dtype).tiny)
+            codes.append(encode(f_past.float() / (f_new + damping), delta))
+        ranking = Ranking(codes)
+
+    def undo(share: float) -> int:
+        threshold = ranking.threshold(share)
+        pairs = zip(base, tuned, ranking.codes, strict=True)
+        write(params, (torch.where(own >= threshold, before.to(after), after) for before, after, own in pairs))
+        return ranking.count(threshold)
+
+    return undo
 
 
 def repair_model(
@@ -429,16 +417,15 @@ def repair_model(
     moved = sum(int((before.to(after) != after).sum()) for before, after in zip(base, tuned, strict=True))
     checks, training = checks or (loss_check(new_rows),), model.training
 
+    def value(measure: Callable[[nn.Module], float]) -> float:
+        with computing():
+            return measure(model)
+
     def measured() -> list[float]:
-        values = []
-        for check in checks:
-            with computing():
-                values.append(check.measure(model))
-        return values
+        return [value(check.measure) for check in checks]
 
     def past_loss() -> float:
-        with computing():
-            return mean_loss(model, past_rows, what="repair: past loss")
+        return value(lambda model: mean_loss(model, past_rows, what="repair: past loss"))
 
     def shown(values: Sequence[float]) -> str:
         return ", ".join(f"{c.name} {value:.3f} {c.unit}" for c, value in zip(checks, values, strict=True))
@@ -455,17 +442,15 @@ def repair_model(
                     f"{check.unit} with the base model, {after:.3f} with the tuned one; give the rows it was trained on"
                 )
         limits = [check.limit(b, t) for check, b, t in zip(checks, at_base, at_tuned, strict=True)]
-        ranking = ranking_of(model, params, base, tuned, past_rows, new_rows, by, computing)
+        undo = undoing(model, params, base, tuned, past_rows, new_rows, by, computing)
         found: dict[float, list[float]] = {}
 
         def used(share: float) -> float:
-            threshold = ranking.threshold(share)
-            undo(params, base, tuned, ranking.codes, threshold)
+            undone = undo(share)
             found[share] = measured()
-            most = max(map(used_of, found[share], at_tuned, limits)) if ranking.count(threshold) else math.inf
-            percent = 100 * ranking.count(threshold) / moved
+            most = max(map(used_of, found[share], at_tuned, limits)) if undone else math.inf
             verdict = "kept" if most <= 1 else "too much"
-            notify(f"repair: {percent:.1f} % undone: {shown(found[share])}: {verdict}")
+            notify(f"repair: {100 * undone / moved:.1f} % undone: {shown(found[share])}: {verdict}")
             return most
 
         smooth = all(check.unit == "nats per token" for check in checks)
@@ -475,9 +460,7 @@ def repair_model(
                 "no share of the changes can be undone with the new rows still known (allowed: at most "
                 f"{shown(limits)}); allow more with a larger tolerance, or use the tuned model as it is"
             )
-        threshold = ranking.threshold(share)
-        undo(params, base, tuned, ranking.codes, threshold)
-        past, undone = past_loss(), ranking.count(threshold)
+        undone, past = undo(share), past_loss()
         # A gate may have lowered the past rows' loss below the base's, on the rows it saw.
         if past >= max(past_base, past_tuned):
             raise Unrepairable(
