@@ -22,13 +22,13 @@ from cplus.methods.repair import (
     TRIALS,
     By,
     Check,
-    Ranking,
     Unrepairable,
     encode,
     largest_share,
     loss_check,
     mean_gradients,
     mean_loss,
+    ranked,
     repair_model,
 )
 from cplus.methods.table import Material, Past
@@ -105,13 +105,14 @@ def test_a_share_of_the_moved_weights_or_of_the_blame_is_found_but_for_ties(by_s
     scores = torch.randn(4000).exp() * torch.where(torch.rand(4000) < 0.3, -1.0, 1.0)
     counted = torch.arange(4000) >= 400 if not by_sum else scores > 0  # what did not move, or did no harm, never counts
     tensors = slice(0, 3700), slice(3700, 4000)
-    ranking = Ranking([encode(scores[own], counted[own].float()) for own in tensors], by_sum=by_sum)
+    codes = [encode(scores[own], counted[own].float()) for own in tensors]
+    at, every = ranked(codes, by_sum=by_sum), torch.cat(codes)
     weight = scores.clamp(min=0.0) if by_sum else counted.float()
-    assert ranking.count(ranking.threshold(1.0)) == int(counted.sum())
+    assert at(1.0)[1] == int(counted.sum())
     for share in (0.0, 0.01, 0.3, 0.5, 0.99):
-        threshold = ranking.threshold(share)
-        chosen = torch.cat([codes >= threshold for codes in ranking.codes])
-        assert ranking.count(threshold) == int(chosen.sum())
+        threshold, count = at(share)
+        chosen = every >= threshold
+        assert count == int(chosen.sum())
         # scores of one code go together
         assert 0.93 * share - 0.01 <= float(weight[chosen].sum() / weight.sum()) <= share * 1.005
         if chosen.any():

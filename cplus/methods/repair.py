@@ -157,32 +157,28 @@ def encode(scores: Tensor, delta: Tensor) -> Tensor:
     return torch.where(delta == 0, _NEVER, ordered).to(torch.int16)
 
 
-class Ranking:
-    """Codes of every weight, and how many weights lie above each code, counted exactly and without sorting.
+def ranked(codes: Iterable[Tensor], *, by_sum: bool = False) -> Callable[[float], tuple[int, int]]:
+    """From a share to the lowest code such that at most this share of the weights has it or a higher one, and their
+    number; counted exactly and without sorting.
 
     A share is one of the weights, or with `by_sum`, where all scores are positive, one of the sum of their scores.
     """
+    counts = torch.zeros(_CODES, dtype=torch.int64)
+    for own in codes:
+        for part in torch.split(own.flatten(), _CHUNK):
+            counts += torch.bincount(part.int() - _NEVER, minlength=_CODES).cpu()
+    counts[0] = 0  # weights that did not move
+    # The score of each code from 0 on, in double precision; 0 for a code that no number has.
+    values = torch.arange(-_NEVER, dtype=torch.int16).view(torch.bfloat16).double().nan_to_num(0.0, posinf=0.0)
+    weighed = counts * torch.cat([torch.zeros_like(values), values]) if by_sum else counts
+    above, weight = (own.flip(0).cumsum(0).flip(0) for own in (counts, weighed))
 
-    def __init__(self, codes: Sequence[Tensor], *, by_sum: bool = False) -> None:
-        self.codes = list(codes)
-        counts = torch.zeros(_CODES, dtype=torch.int64)
-        for own in self.codes:
-            for part in torch.split(own.flatten(), _CHUNK):
-                counts += torch.bincount(part.int() - _NEVER, minlength=_CODES).cpu()
-        counts[0] = 0  # weights that did not move
-        # The score of each code from 0 on, in double precision; 0 for a code that no number has.
-        values = torch.arange(-_NEVER, dtype=torch.int16).view(torch.bfloat16).double().nan_to_num(0.0, posinf=0.0)
-        weighed = counts * torch.cat([torch.zeros_like(values), values]) if by_sum else counts
-        self._above, self._weight = (own.flip(0).cumsum(0).flip(0) for own in (counts, weighed))
-
-    def threshold(self, share: float) -> int:
-        """The lowest code such that at most this share of the weights, or of the sum, has it or a higher one."""
+    def at(share: float) -> tuple[int, int]:
         # No score has the last code, which is that of no number, so that even a share of 0 has a threshold.
-        return int((self._weight[1:] <= share * self._weight[0]).nonzero()[0]) + 1 + _NEVER
+        index = int((weight[1:] <= share * weight[0]).nonzero()[0]) + 1
+        return index + _NEVER, int(above[index])
 
-    def count(self, threshold: int) -> int:
-        """The number of weights with this code or a higher one."""
-        return int(self._above[threshold - _NEVER])
+    return at
 
 
 # A search for the largest share whose effect stays within a tolerance.
@@ -371,7 +367,7 @@ def undoing(
         write(params, on_the_way(HALFWAY))
         gradients = iter(means(past_rows, "past", squared=False))  # used up before the search
         scores = (gradient * delta for gradient, delta in zip(gradients, deltas, strict=True))
-        ranking = Ranking([encode(own, own.clamp(min=0.0)) for own in scores], by_sum=True)
+        codes = [encode(own, own.clamp(min=0.0)) for own in scores]
     else:
         write(params, base)
         past = [own.bfloat16() for own in means(past_rows, "past", squared=True)]
@@ -380,13 +376,13 @@ def undoing(
         for f_past, f_new, delta in zip(past, means(new_rows, "new", squared=True), deltas, strict=True):
             damping = (DAMPING * f_new.mean()).clamp(min=torch.finfo(f_new.dtype).tiny)
             codes.append(encode(f_past.float() / (f_new + damping), delta))
-        ranking = Ranking(codes)
+    at = ranked(codes, by_sum=by == "blame")
 
     def undo(share: float) -> int:
-        threshold = ranking.threshold(share)
-        pairs = zip(base, tuned, ranking.codes, strict=True)
+        threshold, count = at(share)
+        pairs = zip(base, tuned, codes, strict=True)
         write(params, (torch.where(own >= threshold, before.to(after), after) for before, after, own in pairs))
-        return ranking.count(threshold)
+        return count
 
     return undo
 
