@@ -250,8 +250,8 @@ def measured_table(
     """A table of measured numbers with the published ones; its caption has the number of seeds."""
     rows = list(rows)
     caption = f"{caption}, {seed_count(each for _, found, _ in rows for each in found)}. {remark}"
-    cells = tuple((*words, *map(cell, found, published)) for words, found, published in rows)
-    return Table(label=label, paper=paper, caption=caption, columns=columns, rows=cells)
+    cells: list[tuple[str | Cell, ...]] = [(*words, *map(cell, found, published)) for words, found, published in rows]
+    return Table(label=label, paper=paper, caption=caption, columns=columns, rows=tuple(cells))
 
 
 def compare_methods(
