@@ -4,9 +4,7 @@ Traced are two updates with the largest pass: torch's fused AdamW, the gate's ke
 The plan adds up what is not held at one time and, on several devices, an evaluation by whole weights.
 """
 
-import tempfile
 import weakref
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -42,21 +40,24 @@ class Live(TorchDispatchMode):
         return found
 
 
+def ones(params: Any, refresh: int) -> evidence.Reference:
+    """A gradient of the past."""
+    return evidence.Reference(vectors=[[torch.ones_like(engine.local(p)) for p in params]])
+
+
 def traced(model: Any, gate: Any, devices: int) -> int:
     """The most bytes that two updates of a model on the meta device hold on one of the devices."""
     dist.init_process_group("fake", rank=0, world_size=devices, store=FakeStore())
-    mesh, ones = init_device_mesh("cpu", (devices,)), torch.ones_like
+    mesh = init_device_mesh("cpu", (devices,))
     stand_in: dict[str, Any] = {"gate": lambda *_: None, "copies": lambda own: [t.clone() for t in own]}
     kernel = patch.multiple(kernels, WORTH_COMPILING=0, can_compile=bool, fits=torch.is_tensor, **stand_in)
-    unread = patch.object(engine.Engine, "check_gradients", lambda *_: None)  # there are no values
-    with kernel, unread, FakeTensorMode(), Live() as live:
+    with kernel, patch.object(engine.Engine, "check_gradients", lambda *_: None), FakeTensorMode(), Live() as live:
         model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype))
         for module in [*model.modules()][::-1] if devices > 1 else []:
             if module is model or type(module).__name__ == "Qwen3DecoderLayer":
                 fully_shard(module, mesh=mesh)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
-        past: Any = lambda own, _: evidence.Reference(vectors=[[ones(engine.local(p)) for p in own]])  # noqa: E731
-        guard.Guard(optimizer, model, evidence=past, gate=gate, refresh_every=2)
+        guard.Guard(optimizer, model, evidence=ones, gate=gate, refresh_every=2)
         live.peak, ids = 0, torch.zeros(8, 256, dtype=torch.long)
         for _ in range(2):
             logits = model(input_ids=ids, logits_to_keep=64, use_cache=False).logits.flatten(0, 1)
@@ -70,21 +71,19 @@ def traced(model: Any, gate: Any, devices: int) -> int:
 
 def measured(shape: tuple[int, ...], devices: int, vocabulary: int = 151936, **changes: Any) -> dict[str, float]:
     """Bytes per parameter, as traced and as planned."""
-    sizes: Any = dict(zip(NAMES, shape, strict=True))
-    config = Qwen3Config(num_key_value_heads=8, head_dim=128, vocab_size=vocabulary, **sizes)
-    with tempfile.TemporaryDirectory() as folder, torch.device("meta"):
-        config.save_pretrained(folder)
-        job = AdaptConfig(model=folder, new="new.jsonl", device="cpu", **changes)
-        row = prepare.row_of(job)
-        size = memory.model_size(job, row, Path(folder))
+    sizes: Any = dict(zip(NAMES, shape, strict=True), num_key_value_heads=8, head_dim=128, vocab_size=vocabulary)
+    config, job = Qwen3Config(**sizes), AdaptConfig(model="qwen3", new="new.jsonl", device="cpu", **changes)
+    row = prepare.row_of(job)
+    with patch.object(memory.AutoConfig, "from_pretrained", lambda *_, **__: config), torch.device("meta"):
+        size = memory.model_size(job, row, "here")
         model = memory.adapted(job, row, AutoModelForCausalLM.from_config(config))
-    plan = memory.job_bytes(job, row, size, 8, copies=True).over(devices)
-    found = {"traced": traced(model, row.build_gate(0), devices), "planned": plan}
-    return {name: count / size.parameters for name, count in found.items()}
+    plan = memory.job_bytes(job, row, size, 8, copies=True).over(devices) / size.parameters
+    return {"traced": traced(model, row.build_gate(0), devices) / size.parameters, "planned": plan}
 
 
 if __name__ == "__main__":
-    asked, kinds = options(__doc__), (("all weights", {}), ("LoRA", {"lora": {"r": 16}}))
-    cases = [(name, kind, own) for name in SHAPES for kind, own in kinds]
-    found = {f"{a}, {b}": {str(n): measured(SHAPES[a], n, **own) for n in (1, 8)} for a, b, own in cases}
-    finish("memory", found, asked.out)
+    found: dict[str, Any] = {}
+    for name, shape in SHAPES.items():
+        found[f"{name}, all weights"] = {str(n): measured(shape, n) for n in (1, 8)}
+        found[f"{name}, LoRA"] = {str(n): measured(shape, n, lora={"r": 16}) for n in (1, 8)}
+    finish("memory", found, options(__doc__).out)
