@@ -209,9 +209,9 @@ class Engine:
             return
         if not gradients[0][1].is_cpu:
             largest = torch.stack(torch._foreach_norm([g for _, g in gradients], math.inf)).max()
-            bad = (~largest.isfinite()).float()
-            bad = self.sum(bad) if self.sharded else bad  # a NaN in one process stops all of them
-            now = torch.where(bad > 0, step, math.inf)
+            infinite = (~largest.isfinite()).float()
+            infinite = self.sum(infinite) if self.sharded else infinite  # a NaN in one process stops all of them
+            now = torch.where(infinite > 0, step, math.inf)
             self._bad_step = now if self._bad_step is None else torch.minimum(self._bad_step, now)
             self.moving = self._bad_step.isinf()
             return

@@ -258,12 +258,6 @@ def gate_numbers(beta: float, t: int) -> tuple[float, ...]:
     return beta, 1.0 - beta, 1.0 - beta**t
 
 
-def advance(ema: Tensor, numbers: Sequence[float]) -> None:
-    """In place: advance the average of a tensor without an update, whose mask is therefore 1 everywhere."""
-    beta, rest, _ = numbers
-    ema.copy_(stored(beta * read(ema) + rest, ema))
-
-
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies of tensors; on the CPU in one buffer of huge pages, since ordinary page faults cost more than the copy."""
     if not all(fits(tensor) and tensor.is_cpu for tensor in tensors):

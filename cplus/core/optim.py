@@ -92,8 +92,9 @@ class AdamW(torch.optim.AdamW):
             for own, sign, average in parts:
                 if armed.params[own[0]] in numbers:
                     self._pass(own, sign, average, numbers[armed.params[own[0]]], armed)
-                elif average is not None:
-                    kernels.advance(average, armed.numbers)
+                elif average is not None:  # nothing is proposed, so the mask is 1 everywhere
+                    beta, rest, _ = armed.numbers
+                    average.copy_(kernels.stored(beta * kernels.read(average) + rest, average))
 
     def _pass(
         self, places: tuple[int, ...], signs: Signs | None, ema: Tensor | None, numbers: kernels.Numbers, armed: Armed
@@ -129,9 +130,13 @@ class AdamW(torch.optim.AdamW):
                 self._counts |= dict(zip(unknown, counts, strict=True))
             if moving:
                 torch._foreach_add_([self.state[p]["step"] for p in moving], 1)
-            for p in moving:
-                self._counts[p] += 1
-                rows.setdefault(step_numbers(group, self._counts[p], armed), []).append(p)
+            (beta1, beta2), lr = group["betas"], float(group["lr"])
+            decay = 1.0 - lr * group["weight_decay"]
+            for p in moving:  # the scalars in the order in which `kernels.adamw` reads them
+                t = self._counts[p] = self._counts[p] + 1
+                step, root = lr / (1.0 - beta1**t), (1.0 - beta2**t) ** -0.5
+                row = (1.0 - beta1, beta2, 1.0 - beta2, decay, step, root, group["eps"], *armed.numbers)
+                rows.setdefault(row, []).append(p)
         known = kernels.on_device(list(rows), armed.params[0].device, armed.moving)
         return {p: own for own, params in zip(known, rows.values(), strict=True) for p in params}
 
@@ -150,14 +155,6 @@ def proposed(theta: Tensor, first: Tensor, second: Tensor, numbers: kernels.Numb
     """The value that the one-pass kernel proposed, computed from the moments it stored."""
     decay, step, root, eps = numbers[3:7]
     return theta * decay - first / (second.sqrt() * root + eps) * step
-
-
-def step_numbers(group: dict[str, Any], t: float, armed: Armed) -> tuple[float, ...]:
-    """The scalars of one step in the order `kernels.adamw` reads them."""
-    beta1, beta2 = group["betas"]
-    lr, decay = float(group["lr"]), group["weight_decay"]
-    step, root = lr / (1.0 - beta1**t), (1.0 - beta2**t) ** -0.5
-    return (1.0 - beta1, beta2, 1.0 - beta2, 1.0 - lr * decay, step, root, group["eps"], *armed.numbers)
 
 
 # What the guard reads of a torch optimizer during its step.
@@ -217,7 +214,9 @@ class MasterAdamW(AdamW):
         for master, p in self._pairs():
             master.grad = None if p.grad is None else p.grad.float()
         try:
-            _hooked_step(self)
+            # torch adds the hooks once it has seen an optimizer of just this class
+            step: Any = AdamW.step
+            (step if getattr(step, "hooked", False) else Optimizer.profile_hook_step(step))(self)
         finally:
             for master, p in self._pairs():
                 master.grad = None
@@ -263,9 +262,3 @@ def _master(p: Any) -> Any:
     master = nn.Parameter(p.detach().float(), p.requires_grad)
     master.in_model = p  # type: ignore[attr-defined]
     return master
-
-
-def _hooked_step(optimizer: AdamW) -> None:
-    """Our AdamW's step with the optimizer's hooks; torch adds them once it has seen an optimizer of just that class."""
-    step: Any = AdamW.step
-    (step if getattr(step, "hooked", False) else Optimizer.profile_hook_step(step))(optimizer)
