@@ -191,8 +191,7 @@ DESK = Scale(
     sequence_rows=1024,
     studies=TOY_STUDIES,
 )
-# Free text, where SFT forgets much: terse answers are taught to a chat model. Chosen on one development setting,
-# `benchmarks/real.py style`, with fewer rows to save time.
+# Free text, where SFT forgets much: terse answers are taught to a chat model.
 _SMOLLM = RunSpec(
     model="smollm2-135m",
     task="arc_easy",
