@@ -1,281 +1,267 @@
-"""The frontier on a chat model: how far the loss of past answers rises where every method has learned equally much.
+"""Free text at equal learning: how far each method moves a chat model elsewhere, and what that costs.
 
-A chat model learns terse answers; past rows are its own answers to other requests, of any kind (`style`) or
-requests for JSON (`format`). Neighbours may choose the rate that suits the reported seeds best, of those declared;
-CPLUS has one rate, named before. The loss of a model's own answers also falls where it only becomes more certain."""
+A chat model learns terse answers. Methods are compared where the loss of held-out new rows has come down to one level:
+by KL(base, tuned) at answers of its own to other requests, which are in no bank, and by FLOPs, of what recurs and of
+what is done once. Each method has a ladder of rates, from which one seed chooses; other seeds report. The loss of past
+answers is only shown: it also falls where a model becomes more certain of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
-from cplus.evaluation.statistics import Estimate, rise
-from cplus.lab.drawing import cell, colour_and_marker, method_name, panels, picture
+from cplus.evaluation.statistics import Estimate
+from cplus.lab.drawing import SOFT, cell, colour_and_marker, method_name, panels, picture
 from cplus.lab.records import RunResult
 from cplus.lab.scales import Scale
 from cplus.lab.study import ADDED_HERE, Claim, Collected, ComparisonLine, Picture, Summary, SummaryRow, Table
-from cplus.lab.summaries import Metric, Seed, by_seed, grouped, mean_of, pick, row, shown
+from cplus.lab.summaries import Metric, Seed, by_seed, flops, grouped, mean_of, pick, row, shown
 from cplus.training.settings import RunSpec
 
-TITLE = "The frontier on a chat model"
-QUESTION = "How much do past answers lose on a chat model where every method has learned equally much?"
+TITLE = "Free text at equal learning"
+QUESTION = "How far does each method move a chat model elsewhere where all have learned equally well, at what cost?"
 
-LEVEL = 0.85
-"""The loss of the new answers, in nats per token, at which methods are compared."""
-NEAR = 1.05
-"""How far above the level a repaired model may be; set after the three repairs in style had been seen."""
-STOP = 0.8
-REPAIRED_FROM = 0.68
-"""A repair may give up 5 % of the fall of the new loss, so training goes on to here before it."""
-EPOCHS = 10
-WARMUP = 0.15
-FIRST_SEED = 5
-"""Seeds below were seen while the setting was made."""
-OURS = "cplus"
-NEIGHBOURS: Mapping[str, tuple[float, ...]] = {
-    "sft": (1.0, 0.5, 2.0),
-    "replay": (1.0, 2.0),
-    "anchor-probe-replay": (1.0,),
-    "freeze-layers": (1.0,),
+SELECTION = 100
+"""The seed that chooses the level and each method's rate, and reports nothing."""
+SEEDS = (101, 102, 103, 104)
+LEVEL: float | None = None
+"""The loss of held-out new rows at which methods are compared: SFT's lowest on the selection seed plus `ABOVE`."""
+ABOVE = 0.1
+EPOCHS = 4
+"""At most; training ends with the epoch that reaches the level."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A method with the rows it keeps, its ladder of rates as multiples of the scale's, and the chosen rate."""
+
+    method: str
+    rates: tuple[float, ...]
+    strength: float | None = None
+    keep: Literal["anchors", "general"] = "general"
+    probes: int = 0
+    best: float | None = None
+
+    def run(self, scale: Scale, seed: int, rate: float, stop: float | None = LEVEL, **rows: str) -> RunSpec:
+        """The run with a seed and a rate."""
+        own = {"method": self.method, "keep": self.keep, "num_probes": self.probes, "strength": self.strength}
+        return scale.at(**own, **rows, seed=seed, lr=scale.base.lr * rate, epochs=EPOCHS, stop_loss=stop)
+
+
+WAYS = {
+    "SFT": Way(method="sft", keep="anchors", rates=(1.0, 2.0, 0.5)),
+    "divergence": Way(method="divergence", probes=48, rates=(2.0, 1.0, 4.0)),
+    "CPLUS": Way(method="cplus", probes=16, rates=(2.0, 1.0, 4.0)),
+    "self-replay": Way(method="self-replay", probes=48, rates=(2.0, 1.0, 4.0)),
+    "divergence, weight 4": Way(method="divergence", strength=4.0, probes=48, rates=(2.0, 1.0)),
+    "divergence and CPLUS": Way(method="divergence-cplus", strength=4.0, probes=16, rates=(2.0, 4.0)),
+    "Replay of anchors": Way(method="replay", keep="anchors", rates=(1.0, 2.0)),
 }
-"""Each neighbour's rates as multiples of the scale's."""
-WORDS = {"anchors": "anchors given", "general": "none given", "both": "both"}
-KEPT = tuple(WORDS)
-FORMAT = "json_requests"
-IN_FORMAT: Mapping[str, tuple[float, ...]] = {"sft": (1.0, 0.5), "replay": (1.0,)}
-"""The neighbours of the second setting."""
-SETTINGS = {"style": (NEIGHBOURS, KEPT), "format": (IN_FORMAT, KEPT[:1])}
-MANY = 96
-"""New rows of a training of common length, against whose time a repair's is held as well."""
-CURVED = {"cplus-curvature": 2.0}
-"""The row whose coefficients are computed once, and its rate as a multiple of the scale's, named before any run."""
+"""A bank has eight more rows than probes, as anchors: 24 for the gate, as `cplus adapt` has it, and 56."""
 
 
 def runs(scale: Scale) -> list[RunSpec]:
-    """Seed by seed: CPLUS with each kind of rows to keep, the neighbours over their rates, and a repair of SFT."""
+    """SFT's ladder, which gives the level; then all ladders on the selection seed and the chosen rates on the others."""
     if scale.base.interface != "freeform":
         return []
-    seeds = range(FIRST_SEED, FIRST_SEED + scale.seeds_where_three)
-    return [
-        *(run for seed in seeds for run in _runs(scale, seed, NEIGHBOURS, KEPT)),
-        *(_run(scale, seed, method, rate) for seed in seeds for method, rate in CURVED.items()),
-        *(run for seed in seeds for run in _runs(scale, seed, IN_FORMAT, KEPT[:1], anchor_task=FORMAT)),
-        _run(scale, FIRST_SEED, "sft-repair", stop_loss=REPAIRED_FROM, num_new=MANY),
-    ]
+    plain = WAYS["SFT"]
+    found = [plain.run(scale, SELECTION, rate, stop=None) for rate in plain.rates]
+    if LEVEL is None:
+        return found
+    ladders = [way.run(scale, SELECTION, rate) for way in WAYS.values() if way != plain for rate in way.rates]
+    return [*found, *ladders, *repeated(scale, SEEDS)]
 
 
-def _runs(
-    scale: Scale, seed: int, neighbours: Mapping[str, tuple[float, ...]], kept: Sequence[str], **changes: Any
-) -> Iterator[RunSpec]:
-    for method, rates in neighbours.items():
-        yield _run(scale, seed, method, rates[0], **changes)
-    for keep in kept:
-        yield _run(scale, seed, OURS, keep=keep, **changes)
-    yield _run(scale, seed, "sft-repair", stop_loss=REPAIRED_FROM, **changes)
-    for method, rates in neighbours.items():
-        for rate in rates[1:]:
-            yield _run(scale, seed, method, rate, **changes)
+def repeated(scale: Scale, seeds: Sequence[int], **rows: str) -> list[RunSpec]:
+    """Every chosen way on these seeds, and with `task` and `anchor_task` on other new and past rows.
 
-
-def _run(scale: Scale, seed: int, method: str, rate: float = 1.0, **changes: Any) -> RunSpec:
-    own = {"epochs": EPOCHS, "warmup": WARMUP, "stop_loss": STOP, "lr": scale.base.lr * rate}
-    return scale.at(**{**own, "seed": seed, "method": method, **changes})
-
-
-def setting(spec: RunSpec) -> str:
-    """What kind of past answers a run has, or that it learns many new ones."""
-    if spec.num_new == MANY:
-        return f"{MANY} new rows"
-    return "format" if spec.anchor_task == FORMAT else "style"
-
-
-def curve(result: RunResult) -> list[tuple[float, float]]:
-    """The losses of new and of past answers, epoch by epoch; after a repair its result is the last point."""
-    points = [(point["new_nll"], point["past_nll"]) for point in result.curve]
-    if result.new_nll is not None and result.past_nll is not None and (result.new_nll, result.past_nll) != points[-1]:
-        points = [points[0], (result.new_nll, result.past_nll)]
-    return points
-
-
-def risen(result: RunResult) -> float | None:
-    """The rise of the past loss where the new loss is at the level; None for a run that does not reach it.
-
-    A repaired model is one point: its own rise, where its new loss is at most 5 % above the level.
+    Other rows have another level, which is not known before: training does not end there.
     """
-    points = curve(result)
-    if result.spec.method.endswith("-repair"):
-        new, past = points[-1]
-        return past - points[0][1] if new <= NEAR * LEVEL else None
-    return rise(points, LEVEL) if min(new for new, _ in points) <= LEVEL else None
+    if SELECTION in seeds:
+        raise ValueError(f"seed {SELECTION} chose the level and the rates, so it cannot report; expected other seeds")
+    stop = None if rows else LEVEL
+    return [way.run(scale, seed, way.best, stop, **rows) for seed in seeds for way in WAYS.values() if way.best]
 
 
-def updates(result: RunResult) -> float | None:
-    """The updates until the level, interpolated; a repair has all updates of its training."""
-    if result.spec.method.endswith("-repair"):
-        return float(result.counts["updates"])
-    per_epoch = result.counts["updates"] / result.curve[-1]["epoch"]
+def way_of(spec: RunSpec) -> str:
+    """The name of the way that a run belongs to."""
+    own = (spec.method, spec.strength, spec.num_probes)
+    return next(name for name, way in WAYS.items() if (way.method, way.strength, way.probes) == own)
+
+
+def level_of(results: Sequence[RunResult]) -> float:
+    """The level of runs on the same rows: fixed before for the study's own, else SFT's lowest loss of any seed."""
+    if LEVEL is not None and all(result.spec.stop_loss or result.spec.seed == SELECTION for result in results):
+        return LEVEL
+    lowest = [min(point["held_nll"] for point in result.curve) for result in pick(results, method="sft")]
+    return max(lowest, default=-math.inf) + ABOVE
+
+
+def at(result: RunResult, level: float) -> dict[str, float] | None:
+    """Epoch, divergence and recurring FLOPs where the held-out loss first reaches the level; None if it never does."""
     for before, after in pairwise(result.curve):
-        if after["new_nll"] <= LEVEL:
-            part = (before["new_nll"] - LEVEL) / (before["new_nll"] - after["new_nll"])
-            return per_epoch * (before["epoch"] + part * (after["epoch"] - before["epoch"]))
+        if after["held_nll"] <= level:
+            part = (before["held_nll"] - level) / (before["held_nll"] - after["held_nll"])
+            here = {name: before[name] + part * (after[name] - before[name]) for name in ("epoch", "divergence")}
+            return {**here, "flops": flops(result) * here["epoch"] / result.curve[-1]["epoch"]}
     return None
 
 
-def share_after_training(result: RunResult) -> float | None:
-    """The time that a method took after training, as a share of the training's; None for one that only trains."""
-    after: float | None = result.diagnostics.get("seconds_after_training")
-    return None if after is None else after / (result.seconds - after)
+def metrics(level: float) -> dict[str, Metric]:
+    """What a table shows of a run; a run that does not reach the level has no divergence and no cost."""
+
+    def point(name: str, scale: float = 1.0) -> Metric:
+        return lambda result: found[name] / scale if (found := at(result, level)) else None
+
+    return {
+        "divergence": point("divergence"),
+        "epochs": point("epoch"),
+        "recurring TFLOP": point("flops", 1e12),
+        "once TFLOP": lambda result: once(result) / 1e12,
+        "total TFLOP": lambda result: (found["flops"] + once(result)) / 1e12 if (found := at(result, level)) else None,
+        "lowest held-out loss": lambda result: min(point["held_nll"] for point in result.curve),
+        "past loss at the end": lambda result: result.past_nll,
+        "exact answers kept": lambda result: result.retention_uncovered,
+        "seconds": lambda result: result.seconds,
+    }
+
+
+def once(result: RunResult) -> float:
+    """FLOPs of what does not recur; a method without a bank has none written."""
+    return sum(result.once.values()) if result.counts["probes"] or result.once.get("after_flops") else 0.0
+
+
+def chosen(results: Sequence[RunResult], level: float) -> dict[str, tuple[float, bool]]:
+    """Each way's rate with the lowest divergence on the selection seed, and whether its ladder ends there."""
+    found = {}
+    for name, own in grouped(pick(results, seed=SELECTION), lambda result: way_of(result.spec)).items():
+        rungs = {result.spec.lr: (at(result, level) or {"divergence": math.inf})["divergence"] for result in own}
+        best = min(rungs, key=rungs.__getitem__)
+        if rungs[best] < math.inf:
+            found[name] = best, best in (min(rungs), max(rungs))
+    return found
 
 
 def summary(mine: Sequence[RunResult]) -> Summary:
-    """A row for each setting, method, kind of rows and rate; claims against each neighbour at its best rate."""
-    rows: list[SummaryRow] = []
-    claims: list[Claim] = []
-    answers: list[str] = []
-    for where in ("style", "format", f"{MANY} new rows"):
-        here = [result for result in mine if setting(result.spec) == where]
-        table = grouped(here, lambda run: (run.spec.method, run.spec.keep, run.spec.lr))
-        rows += map(_row, table.values())
-        if where in SETTINGS:
-            neighbours, kept = SETTINGS[where]
-            best = {name: _best([own for key, own in table.items() if key[0] == name]) for name in neighbours}
-            ours = {f"CPLUS ({WORDS[k]})": by_seed(pick(here, method=OURS, keep=k), risen) for k in kept}
-            claims += [
-                Claim(f"{where}: {who} loses at most half of what {name} loses at its best rate", _halved(theirs, own))
-                for name, theirs in best.items()
-                for who, own in ours.items()
-            ]
-            repaired = by_seed(pick(here, method="sft-repair"), risen)
-            words = f"{where}: repair at least halves what sft loses at its best rate"
-            claims.append(Claim(words, _halved(best["sft"], repaired)))
-            others, gated = (
-                ", ".join(f"{shown(mean_of(own), digits=3)} with {name}" for name, own in groups.items())
-                for groups in (best, ours)
-            )
-            answers.append(f"{where}: {others} at its best rate, {gated}")
-        spare = {seed: 0.5 - share for seed, share in by_seed(here, share_after_training).items()}
-        claims.append(Claim(f"{where}: repair takes at most half of the training's time", mean_of(spare)))
-    where = f"Where the new loss is {LEVEL}, the past loss, which certainty alone lowers, has risen by"
-    return Summary(rows=tuple(rows), answer=f"{where}: {'; '.join(answers)}.", claims=tuple(claims))
+    """A row for each way and rate, those of the selection seed apart; the bars of the default, and its neighbours."""
+    level, rows = level_of(mine), list[SummaryRow]()
+    ends = chosen(mine, level)
+    for (name, rate, choosing), own in grouped(mine, lambda r: (way_of(r.spec), r.spec.lr, _chooses(r))).items():
+        said = "" if any(at(result, level) for result in own) else "does not reach the level"
+        if choosing and ends.get(name) == (rate, True):
+            said = "best at its ladder's end"
+        key = {"way": name, "lr": rate, "seeds": "chooses" if choosing else "reports", "remark": said}
+        rows.append(row(key, own, metrics(level)))
+    reports = grouped([result for result in mine if not _chooses(result)], lambda result: way_of(result.spec))
+    kept, cost = (
+        {name: by_seed(own, metrics(level)[figure]) for name, own in reports.items()}
+        for figure in ("divergence", "total TFLOP")
+    )
+    claims = [
+        Claim(f"{OURS} moves the model at most 0.4 times as far as SFT", _less(kept, "SFT", 0.4)),
+        Claim(f"{OURS} costs at most 1.6 times as much as SFT", _less(cost, "SFT", 1.6)),
+        *(
+            Claim(f"{OURS} moves the model less than {name} at its best rate", _less(kept, name, 1.0))
+            for name, way in WAYS.items()
+            if way.best and name != OURS
+        ),
+    ]
+    said = "; ".join(
+        f"{name} {shown(mean_of(own), digits=3)} for {shown(mean_of(cost[name]))} TFLOP" for name, own in kept.items()
+    )
+    answer = (
+        f"Where the loss of held-out new rows is {level:.2f}, KL(base, tuned) at other requests: {said or 'not run'}."
+    )
+    return Summary(rows=tuple(rows), answer=answer, claims=tuple(claims))
 
 
-def _halved(theirs: Mapping[Seed, float], ours: Mapping[Seed, float]) -> Estimate | None:
-    """How far our rise is below half of theirs, or below theirs where it is a fall, over the seeds of both."""
-    return mean_of({seed: min(lost / 2, lost) - ours[seed] for seed, lost in theirs.items() if seed in ours})
+OURS = "divergence"
+"""The way that the claims are about."""
 
 
-def _best(ladder: Sequence[Sequence[RunResult]]) -> dict[Seed, float]:
-    """The rung with the lowest mean rise, among those that reach the level on most seeds."""
-    reached = [found for own in ladder if (found := by_seed(own, risen))]
-    most = max((len(found) for found in reached), default=0)
-    full = [found for found in reached if len(found) == most]
-    return min(full, key=lambda found: sum(found.values()) / len(found), default={})
+def _chooses(result: RunResult) -> bool:
+    return result.spec.seed == SELECTION
 
 
-COLUMNS: Mapping[str, Metric] = {
-    "rise of past loss": risen,
-    "updates": updates,
-    "new loss at the end": lambda result: result.new_nll,
-    "seconds": lambda result: result.seconds,
-    "share after training": share_after_training,
-}
-
-
-def _row(own: Sequence[RunResult]) -> SummaryRow:
-    first = own[0].spec
-    keep = first.keep if first.num_probes else ""
-    return row({"past": setting(first), "method": first.method, "keep": keep, "lr": first.lr}, own, COLUMNS)
-
-
-# The frontier on a chat model: past against new loss while it learns; not in the paper.
-
-
-LINES = {"anchors": "-", "general": "--", "both": ":"}
-TITLES = {"style": "past: answers of any kind", "format": "past: answers in JSON"}
+def _less(found: Mapping[str, Mapping[Seed, float]], other: str, factor: float) -> Estimate | None:
+    """How far ours is below a factor of another's, over the seeds of both."""
+    ours, theirs = found.get(OURS, {}), found.get(other, {})
+    return mean_of({seed: factor * value - ours[seed] for seed, value in theirs.items() if seed in ours})
 
 
 def fig_chat(found: Collected) -> Picture:
-    """Every run of the scale's own rate as a line from the base model to where it stopped learning."""
-    own = pick(found.studies["chat"].results, lr=found.scale.base.lr)
-    figure, axes = panels(len(TITLES), width=8.4, height=3.6, ylabel="rise of the past answers' loss")
-    for axis, (name, title) in zip(axes, TITLES.items(), strict=True):
-        _draw(axis, [run for run in own if setting(run.spec) == name])
-        axis.set(title=title, xlabel="loss of the new answers (nats a token): learned to the right")
-    seeds = len({run.spec.seed for run in own})
-    caption = (
-        f"A chat model learns terse answers; n = {seeds} seeds. Methods are compared where the new loss is {LEVEL}."
+    """What every way keeps against its cost, at equal learning: the lower and the further left the better."""
+    study = found.studies["chat"]
+    rows = [row for row in study.summary.rows if "divergence" in row.figures]
+    reports = [row for row in rows if row.at["seeds"] == "reports"]
+    figure, [axis] = panels(1, width=6.4, height=3.6, ylabel="KL(base, tuned) elsewhere (nats a token)")
+    for each in reports:
+        colour, marker = colour_and_marker(WAYS[each.at["way"]].method)
+        x, y = each.figures["total TFLOP"], each.figures["divergence"]
+        figure.estimates.append(y)
+        axis.errorbar([x.mean], [y.mean], yerr=[y.error or 0.0], xerr=[x.error or 0.0], color=colour, marker=marker)
+        axis.annotate(each.at["way"], (x.mean, y.mean), (6, 5), textcoords="offset points", color=colour, fontsize=8)
+    others = [row for row in rows if row.at["seeds"] == "chooses"]
+    axis.plot(
+        [row.figures["total TFLOP"].mean for row in others],
+        [row.figures["divergence"].mean for row in others],
+        "o", color=SOFT, alpha=0.4, markersize=3, linestyle="none", label="the ladders on the seed that chose",
+    )  # fmt: skip
+    axis.set(
+        xlabel="TFLOP until equal learning, the writing of the rows to keep included", xlim=(0, None), ylim=(0, None)
     )
-    return picture(figure, "fig:chat", "Added here", caption, "")
-
-
-def _draw(axis: Any, runs: Sequence[RunResult]) -> None:
-    if not runs:
-        return
-    named: set[str] = set()
-    for run in runs:
-        colour, marker = colour_and_marker(run.spec.method)
-        points, label = curve(run), _name(run)
-        axis.plot(
-            [new for new, _ in points],
-            [past - points[0][1] for _, past in points],
-            color=colour,
-            marker=marker,
-            markersize=3,
-            linewidth=1.2,
-            linestyle=LINES[run.spec.keep],
-            label="_" if label in named else label,
-        )
-        named.add(label)
-    axis.axvline(LEVEL, color="#999999", linewidth=0.8, linestyle="--")
-    axis.invert_xaxis()
-    axis.legend(frameon=False, fontsize=7)
-
-
-def _name(run: RunResult) -> str:
-    name = method_name(run.spec.method)
-    return f"{name}, {WORDS[run.spec.keep]}" if run.spec.method == OURS else name
+    caption = (
+        f"How far a chat model has moved elsewhere against what its training cost, where the loss of held-out new rows "
+        f"is {level_of(study.results):.2f}."
+    )
+    return picture(figure, "fig:chat", "Added here", caption)
 
 
 def tab_chat(found: Collected) -> Table:
-    """Every method and rate, the smallest rise of each setting first."""
-    rows = found.studies["chat"].summary.rows
-    rise = "rise of past loss"
-    order = list(dict.fromkeys((*TITLES, *(row.at["past"] for row in rows))))
-    ordered = sorted(
-        rows,
-        key=lambda row: (order.index(row.at["past"]), row.figures[rise].mean if rise in row.figures else math.inf),
+    """Every way and rate, those that report first, the smallest divergence first."""
+    figures = ("divergence", "recurring TFLOP", "once TFLOP", "past loss at the end", "exact answers kept", "seconds")
+    rows = sorted(
+        found.studies["chat"].summary.rows,
+        key=lambda row: (
+            row.at["seeds"] == "chooses",
+            row.figures["divergence"].mean if "divergence" in row.figures else math.inf,
+        ),
     )
+
+    def shown_as(row: SummaryRow, name: str) -> Any:
+        many = name in ("divergence", "past loss at the end")
+        return shown(row.figures.get(name), digits=3) if many else cell(row.figures.get(name))
+
     return Table(
         label="tab:chat",
         paper="Added here",
-        caption=f"The rise of the past answers' loss where the loss of the new answers is {LEVEL}, and what it took.",
-        columns=("past", "method", "rows to keep", "rate", "rise (nats a token)", "updates", "seconds"),
+        caption="KL(base, tuned) at requests that are in no bank, where the held-out new rows are learned equally well.",
+        columns=("way", "rate", "seeds", *figures, "remark"),
         rows=tuple(
             (
-                row.at["past"],
-                method_name(row.at["method"]),
-                WORDS.get(row.at["keep"], "-"),
+                row.at["way"],
                 f"{row.at['lr']:.2g}",
-                shown(row.figures.get(rise), digits=3),
-                cell(row.figures.get("updates")),
-                cell(row.figures.get("seconds")),
+                row.at["seeds"],
+                *(shown_as(row, name) for name in figures),
+                row.at["remark"],
             )
-            for row in ordered
+            for row in rows
         ),
     )
 
 
 def comparison(found: Collected) -> list[ComparisonLine]:
-    """CPLUS with each kind of rows to keep against plain fine-tuning at the same rate."""
-    runs = pick(found.studies["chat"].results, lr=found.scale.base.lr)
-    runs = [run for run in runs if setting(run.spec) == "style"]
-    groups = [pick(runs, method="sft"), *(pick(runs, method=OURS, keep=keep) for keep in KEPT)]
+    """The divergence and the cost of SFT, CPLUS and the way that the claims are about."""
+    rows = {row.at["way"]: row.figures for row in found.studies["chat"].summary.rows if row.at["seeds"] == "reports"}
+    names = ("SFT", "CPLUS", OURS)
     return [
         ComparisonLine(
-            "rise of the past loss at matched learning (style), SFT / CPLUS with anchors / with none given / with both",
-            " / ".join(shown(mean_of(by_seed(own, risen)), digits=3) for own in groups),
+            f"{figure} at equal learning, {' / '.join(names)}",
+            " / ".join(shown(rows.get(name, {}).get(figure), digits=3) for name in names),
             ADDED_HERE,
         )
+        for figure in ("divergence", "total TFLOP")
     ]

@@ -21,11 +21,12 @@ class RunResult:
     questions that are also in the bank, and `retention_uncovered` leaves them out. Only where anchors are of another
     task: `correction`, the share of wrong past-task rows, never trained on, that came right, and `anchors_right`, the
     share of the anchors themselves that are right. `past_nll` and `new_nll` are the mean token losses of past and new
-    answers in nats, of free text only; its `curve` begins with the base model, at epoch 0. `repair` is what a method's
+    answers in nats, of free text only; its `curve` begins with the base model, at epoch 0, and has what methods are
+    compared by. `repair` is what a method's
     repair after training undid, or why it was `refused`; records written before it was kept have None. Of free text
     also: `held_nll`, the loss of new rows that were not trained on, `divergence`, KL(base, tuned) in nats per token at
     past rows that are no anchors and in no bank, and `once`, the FLOPs and seconds of what does not recur: what is read
-    before the first update, and what is done after the last. The bank's writing is not in it.
+    before the first update, what is done after the last, and by estimate the writing of the banks.
     """
 
     spec: RunSpec

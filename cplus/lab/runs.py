@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from cplus import models
-from cplus.base.cost import cost_row
+from cplus.base.cost import Work, cost_row
 from cplus.base.environment import environment
 from cplus.data import interfaces
 from cplus.data.examples import Choice, Example, FreeForm, Message, Prediction
@@ -22,7 +22,7 @@ from cplus.data.interfaces import Interface
 from cplus.data.readers import PREFIX
 from cplus.data.tasks import EXTERNAL, Split, cached_split, draw_anchors, draw_mixture, load_task, split, stack
 from cplus.distributed import processes
-from cplus.evaluation.abilities import GENERAL, MIN_YIELD
+from cplus.evaluation.abilities import GENERAL
 from cplus.evaluation.changes import acquisition, answer_prior, correction, flips, percent, permuted, retention, without
 from cplus.evaluation.statistics import token_loss
 from cplus.lab.diagnostics import AUDITED, BUDGETS, OBSERVED, Evidences, Observation, audit
@@ -37,7 +37,8 @@ from cplus.probes.audit import short_audit
 from cplus.probes.bank import Bank
 from cplus.probes.build import cached_bank
 from cplus.probes.labels import own_answers
-from cplus.probes.settings import TOPICS, ProbeSettings, input_key
+from cplus.probes.settings import input_key
+from cplus.probes.writing import writing
 from cplus.training.driver import Training, begin, build_optimizer
 from cplus.training.loop import EpochEnded, build_schedule, epoch_batches
 from cplus.training.measure import BaseRow, answered, base_rows, changes, divergence
@@ -133,6 +134,8 @@ class Comparison:
     """Free text: what the base model expects at past rows that are no anchors and in no bank."""
     bank: Bank | None = None
     """The sealed bank of the probes, where they were written from the anchors alone."""
+    written: float = 0.0
+    """About the tokens that the base model read and wrote for all its banks, those of rejected rows among them."""
     compute_dtype: str = "float32"
 
     def computing(self) -> AbstractContextManager[None]:
@@ -183,30 +186,30 @@ def set_up(
     right = len(found.past) if spec.all_anchors else spec.num_anchors - spec.wrong_anchors
     anchors = draw_mixture(found, correct=right, wrong=spec.wrong_anchors, seed=spec.seed)
     wrong = _drawn(found.new, spec, "wrong") if kept else ()
-    # A bank written from the anchors, rows written from nothing, or half of the probes from each.
+    asked = found.past
+    if spec.interface == "freeform":
+        # The evaluated rows are the same whether the anchors are given or written.
+        drawn_ids = {example.id for example in draw_anchors(found, spec.num_anchors, spec.seed)}
+        asked = tuple(example for example in asked if example.id not in drawn_ids) or asked
+    # A bank written from the anchors, rows written from nothing as a job's, or half of the probes from each.
     few = {"anchors": 0, "general": spec.num_probes, "both": spec.num_probes // 2}[spec.keep]
-    sealed = None
+    banks_of = []
     if few < spec.num_probes:
         given = replace(spec.settings.probes, num_probes=spec.num_probes - few)
-        sealed = cached_bank(base, interface, anchors, given, banks=banks)
-    probes = sealed.examples if sealed else ()
+        banks_of.append(cached_bank(base, interface, anchors, given, banks=banks))
+    probes = tuple(probe for bank in banks_of for probe in bank.examples)
+    sealed = banks_of[0] if banks_of and spec.keep == "anchors" else None
     if spec.keep != "anchors":
-        settings = ProbeSettings(
-            num_probes=spec.num_anchors + few,
-            temperature=spec.temperature,
-            topics=TOPICS,
-            seed=spec.seed,
-            min_yield=MIN_YIELD,
-            ability=GENERAL,
-        )
-        written = cached_bank(base, interface, (), settings, banks=banks).examples
+        settings = writing(interface, GENERAL, spec.num_anchors + few, temperature=spec.temperature, seed=spec.seed)
+        banks_of.append(cached_bank(base, interface, (), settings, banks=banks))
+        written = banks_of[-1].examples
         anchors = (*(anchors if spec.keep == "both" else ()), *written[: spec.num_anchors])
-        probes, sealed = (*probes, *written[spec.num_anchors :]), None
+        probes = (*probes, *written[spec.num_anchors :])
     new = new_rows(task[1], spec)
     comparison = Comparison(
         base=base,
         new=_known("new", "acquisition", task, new),
-        past=_known("past", "retention", (interface, found), _drawn(found.past, spec, "past")),
+        past=_known("past", "retention", (interface, found), _drawn(asked, spec, "past")),
         split=found,
         anchors=anchors,
         probes=probes,
@@ -214,19 +217,31 @@ def set_up(
         external=tuple((external or external_task)(base, name, spec) for name in spec.external),
         other_task=kept is not None,
         bank=sealed,
+        written=sum(_tokens(interface, bank) for bank in banks_of),
         compute_dtype=spec.compute_dtype,
     )
     if spec.interface != "freeform":
         return comparison
     # The rows that show whether free text generalises, and how far the model moves elsewhere.
     trained, known = ({example.id for example in rows} for rows in (new, anchors))
-    rest = [example for example in task[1].new if example.id not in trained]
-    drawn = random.Random(f"{spec.seed}/held").sample(rest, min(HELD_OUT, len(rest)))
+    # Nearly the same rows for every seed, so that one level of their loss means the same.
+    rows = random.Random("held").sample(task[1].new, len(task[1].new))
+    drawn = [example for example in rows if example.id not in trained][:HELD_OUT]
+    if spec.stop_loss is not None and not drawn:
+        raise ValueError(
+            f"stop_loss is the loss of new rows that are not trained on, but all {len(rows)} are; lower num_new"
+        )
     known |= comparison.covered
     past = [interface.encode(example) for example in comparison.past.examples if example.id not in known]
     with comparison.computing():
         bases = tuple(base_rows(base.model, past))
     return replace(comparison, held=_known("held", "validation", task, drawn) if drawn else None, bases=bases)
+
+
+def _tokens(interface: Interface, bank: Bank) -> float:
+    """About the tokens a bank took: a request is written and then read for its answer, and some are rejected."""
+    rows = [interface.encode(example) for example in bank.examples]
+    return sum(2 * len(row.prompt) + len(row.target) for row in rows) / float(bank.manifest["yield"])
 
 
 def _known(name: str, part: Part, task: TaskSplit, examples: Sequence[Example]) -> Group:
@@ -327,20 +342,23 @@ def _trained(spec: RunSpec, given: Comparison, training: Training) -> RunResult:
 
     curve: list[dict[str, float]] = []
     if spec.evaluate_every and not given.past.closed:  # in free text the losses do not start at a known value
-        begun = _figures(given, given.past.known, given.new.known, given.held.known if given.held else ())
-        curve.append({"epoch": 0.0, **begun, **({"divergence": 0.0} if given.bases else {})})
+        held = {"held_nll": _loss(given.held.known)} if given.held else {}
+        curve.append({"epoch": 0.0, **held, **({"divergence": 0.0} if given.bases else {})})
     for event in training.run(evaluate, lambda point: "learned" if len(learned) > spec.beyond else None):
         if isinstance(event, EpochEnded) and spec.evaluate_every and event.epoch % spec.evaluate_every == 0:
             with training.whole() as whole:
-                curve.append({"epoch": float(event.epoch), **measure(given, whole)})
-            log.done |= spec.stop_loss is not None and curve[-1]["new_nll"] <= spec.stop_loss
+                curve.append(
+                    {"epoch": float(event.epoch), **(measure if given.past.closed else elsewhere)(given, whole)}
+                )
+            log.done |= spec.stop_loss is not None and curve[-1]["held_nll"] <= spec.stop_loss
             model.train()
         observation(event)
     recurring = log.preservation.flops(parameters)
     model = training.finish()
     after = prepared.method.after
     seen = bool(curve) and curve[-1]["epoch"] == log.cursor.epoch - 1 and not (prepared.method.adapter or after)
-    figures = {k: v for k, v in curve[-1].items() if k != "epoch"} if seen else measure(given, model)
+    point = {k: v for k, v in curve[-1].items() if k != "epoch"} if seen else {}
+    figures = point if "retention" in point else measure(given, model, point)
     machine = environment(threads=torch.get_num_threads(), device=str(given.base.device))
     if known := paper_sets().get(task := spec.anchor_task or spec.task):
         same = given.split.data_fingerprint == known.sha256
@@ -374,6 +392,7 @@ def _trained(spec: RunSpec, given: Comparison, training: Training) -> RunResult:
         once={
             "before_flops": log.once.flops(parameters),
             "after_flops": log.preservation.flops(parameters) - recurring,
+            "writing_flops": Work(forward=round(given.written)).flops(parameters),
         },
         seconds=log.seconds - observation.seconds,
         extra_bytes=log.extra_bytes,
@@ -382,23 +401,28 @@ def _trained(spec: RunSpec, given: Comparison, training: Training) -> RunResult:
     )
 
 
-def measure(given: Comparison, model: nn.Module) -> dict[str, float]:
+def measure(given: Comparison, model: nn.Module, known: Mapping[str, float] | None = None) -> dict[str, float]:
     """Retention over the past rows, the same without those the bank covers, and Acquisition over the new rows.
 
-    For free text also the losses, and how far the model has moved from its base on uncovered past rows.
+    For free text also the losses and what is `known` from `elsewhere`.
 
     Paper: Sec. 4.1, Evaluation. Anchors of another task are left out of Retention, as in App. E.4.
     """
     model.eval()
     with given.computing():
-        past, new = answered(model, given.past), answered(model, given.new)
-        found = _figures(given, past, new, answered(model, given.held) if given.held else ())
+        found = _figures(given, answered(model, given.past), answered(model, given.new))
+    return {**found, **(known or elsewhere(given, model))}
+
+
+def elsewhere(given: Comparison, model: nn.Module) -> dict[str, float]:
+    """Of free text: the loss of new rows that are not trained on, and the divergence from the base at uncovered rows."""
+    model.eval()
+    with given.computing():
+        found = {"held_nll": _loss(answered(model, given.held))} if given.held else {}
         return found | ({"divergence": divergence(model, given.bases)} if given.bases else {})
 
 
-def _figures(
-    given: Comparison, past: Sequence[Prediction], new: Sequence[Prediction], held: Sequence[Prediction]
-) -> dict[str, float]:
+def _figures(given: Comparison, past: Sequence[Prediction], new: Sequence[Prediction]) -> dict[str, float]:
     """Retention and Acquisition by these answers; for free text also the losses of the responses."""
     anchors = {example.id for example in given.anchors} if given.other_task else set()
     kept = without(changes(given.past.known, past), anchors)
@@ -408,12 +432,14 @@ def _figures(
         "acquisition": acquisition(changes(given.new.known, new)).percent,
     }
     if not given.past.closed:
-        past = [answer for answer in past if answer.id not in anchors]
-        for name, answers in (("past_nll", past), ("new_nll", new), ("held_nll", held)):
-            if answers:
-                pairs = [pair for answer in answers for pair in zip(answer.scores, answer.num_tokens, strict=True)]
-                found[name] = token_loss((score * count, count) for score, count in pairs)
+        found["past_nll"] = _loss([answer for answer in past if answer.id not in anchors])
+        found["new_nll"] = _loss(new)
     return found
+
+
+def _loss(answers: Sequence[Prediction]) -> float:
+    pairs = [pair for answer in answers for pair in zip(answer.scores, answer.num_tokens, strict=True)]
+    return token_loss((score * count, count) for score, count in pairs)
 
 
 def _of_the_anchors_task(given: Comparison, model: nn.Module) -> dict[str, Any]:

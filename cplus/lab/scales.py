@@ -191,7 +191,7 @@ DESK = Scale(
     sequence_rows=1024,
     studies=TOY_STUDIES,
 )
-# Free text, where SFT forgets much: terse answers are taught to a chat model.
+# Free text, where SFT forgets much: terse answers are taught to a chat model (docs/studies.md).
 _SMOLLM = RunSpec(
     model="smollm2-135m",
     task="arc_easy",
@@ -200,19 +200,21 @@ _SMOLLM = RunSpec(
     method="cplus",
     seed=0,
     num_anchors=8,
-    num_probes=32,
-    num_new=40,
+    num_probes=16,
+    num_new=64,
     lr=3e-5,
     weight_decay=0.0,
     epochs=4,
-    batch_size=4,
+    batch_size=8,
     order="shuffled",
+    warmup=0.1,
     evaluate_every=1,
-    num_past=32,
+    num_rows=200,
+    num_past=24,
 )
 DESK_REAL = Scale(
     name="desk-real",
-    summary="smollm2-135m in free text, at matched learning: one core, about two hours",
+    summary="small real models, in free text at equal learning and on facts: one core, hours",
     base=_SMOLLM,
     grid=(GridCell(model="smollm2-135m", task="arc_easy", lr=_SMOLLM.lr, budgets=(8,)),),
     tasks=("arc_easy",),

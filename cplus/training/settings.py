@@ -206,7 +206,7 @@ class RunSpec(Recipe):
 
     `keep` says what the rows to keep are: `anchors` and probes written from them, rows that the base model writes from
     nothing (`general`), or `both`, half of the probes from each. With `stop_loss` training ends after the first
-    evaluation in which the loss of the new rows is at most this.
+    evaluation in which the loss of new rows that are not trained on is at most this.
 
     With the interface `freeform` an answer is right when it is the row's response, token for token; past rows are the
     base model's own answers to `anchor_task`, and a multiple-choice `task` is taught as questions with terse answers.
