@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cplus import models
+from cplus import lab, models
 from cplus.core.losses import answer_losses
 from cplus.core.rows import Encoded
 from cplus.data.examples import FreeForm, Message
@@ -118,24 +118,28 @@ def test_a_run_knows_both_losses_from_the_base_model_on(given: Comparison, spec:
     result = run(spec, given)
     assert [point["epoch"] for point in result.curve] == [0.0, 1.0, 2.0, 3.0]
     start, end = result.curve[0], result.curve[-1]
-    assert (start["retention"], start["acquisition"]) == (100.0, 0.0)
-    learned = split_task(given.base, spec.task, "freeform")[1].new
-    for name, examples, others, count in (
-        ("past_nll", given.past.examples, given.anchors, len(given.bases)),
-        ("held_nll", learned, given.new.examples, 2),
-    ):
-        asked = [given.past.interface.encode(example) for example in examples if example not in others]
-        scores = log_likelihoods(given.base.model, asked)
-        expected = -sum(score.total for score in scores) / sum(score.num_tokens for score in scores)
-        assert (len(asked), start[name]) == (count, pytest.approx(expected, rel=1e-5))
-    assert end["new_nll"] < start["new_nll"]
-    assert end["past_nll"] > start["past_nll"]
+    anchors = {example.id for example in given.anchors}
+    asked = [given.past.interface.encode(example) for example in given.past.examples]
+    assert anchors.isdisjoint(example.id for example in given.past.examples)
+    trained = {example.id for example in given.new.examples}
+    held = [e for e in split_task(given.base, spec.task, "freeform")[1].new if e.id not in trained]
+    scores = log_likelihoods(given.base.model, [given.new.interface.encode(example) for example in held])
+    expected = -sum(score.total for score in scores) / sum(score.num_tokens for score in scores)
+    assert (len(held), start["held_nll"]) == (2, pytest.approx(expected, rel=1e-5))
+    assert len(given.bases) == len(asked)
     assert start["divergence"] == 0.0 < result.curve[1]["divergence"] < end["divergence"] == result.divergence
-    assert result.once["before_flops"] == result.once["after_flops"] == 0
-    ended = run(replace(spec, stop_loss=result.curve[1]["new_nll"]), given)
-    assert (ended.curve, ended.new_nll) == (result.curve[:2], result.curve[1]["new_nll"])
-    final = {"retention": result.retention, "acquisition": result.acquisition}
-    assert {**final, "past_nll": result.past_nll, "new_nll": result.new_nll}.items() <= end.items()
+    still = run(replace(spec, lr=0.0, epochs=1), given)
+    scores = log_likelihoods(given.base.model, asked)
+    expected = -sum(score.total for score in scores) / sum(score.num_tokens for score in scores)
+    assert (still.retention, still.acquisition) == (100.0, 0.0)
+    assert still.past_nll == pytest.approx(expected, rel=1e-5)
+    assert still.new_nll is not None and result.new_nll < still.new_nll  # noqa: PT018
+    assert result.past_nll > still.past_nll
+    assert result.once == {"before_flops": 0, "after_flops": 0, "writing_flops": 0}
+    level = result.curve[1]["held_nll"]
+    ended = run(replace(spec, stop_loss=level), given)
+    assert level > min(start["held_nll"], end["held_nll"]) or ended.curve == result.curve[:2]
+    assert result.held_nll == end["held_nll"]
     assert result.correction is None
     assert load_result(save_result(result, tmp_path)) == result
     gated = run(replace(spec, method="cpl", evaluate_every=0), given)
@@ -199,15 +203,20 @@ def test_a_repair_of_free_text_keeps_the_new_loss_or_says_why_not(
     spec: RunSpec, given: Comparison, tmp_path: Path
 ) -> None:
     given = replace(given, probes=given.past.examples[:3])
-    plain, repaired = (vars(run(replace(spec, epochs=6, method=own), given)) for own in ("sft", "sft-repair"))
-    limit = plain["new_nll"] + 0.05 * (plain["curve"][0]["new_nll"] - plain["new_nll"])
-    assert plain["new_nll"] < repaired["new_nll"] <= limit * (1 + 1e-6)
-    assert repaired["past_nll"] < plain["past_nll"]
-    assert repaired["curve"][-1]["new_nll"] == plain["curve"][-1]["new_nll"]  # the curve ends before the repair
-    assert 0 < repaired["diagnostics"]["seconds_after_training"] < repaired["seconds"]
-    assert "seconds_after_training" not in plain["diagnostics"]
-    assert plain["repair"] is None
-    assert 0 < repaired["repair"]["undone"] < repaired["repair"]["moved"]
+    plain, repaired = run(replace(spec, epochs=6), given), run(replace(spec, epochs=6, method="sft-repair"), given)
+    assert plain.new_nll is not None and repaired.new_nll is not None  # noqa: PT018
+    assert plain.past_nll is not None and repaired.past_nll is not None  # noqa: PT018
+    still = run(replace(spec, lr=0.0, epochs=1), given)
+    assert still.new_nll is not None
+    limit = plain.new_nll + 0.05 * (still.new_nll - plain.new_nll)
+    assert plain.new_nll < repaired.new_nll <= limit * (1 + 1e-6)
+    assert repaired.past_nll < plain.past_nll
+    assert repaired.curve[-1]["held_nll"] == plain.curve[-1]["held_nll"]  # the curve ends before the repair
+    assert 0 < repaired.diagnostics["seconds_after_training"] < repaired.seconds
+    assert "seconds_after_training" not in plain.diagnostics
+    assert plain.repair is None
+    assert repaired.repair is not None
+    assert 0 < repaired.repair["undone"] < repaired.repair["moved"]
     refused = load_result(save_result(run(replace(spec, lr=0.0, method="sft-repair"), given), tmp_path))
     assert refused.repair == {"refused": "base and tuned model have the same weights, so there is nothing to undo"}
 
@@ -220,7 +229,7 @@ def test_rows_written_from_nothing_take_the_place_of_anchors_or_stand_beside_the
     def written(base: object, interface: object, anchors: Any, settings: Any, **_: object) -> Any:
         asked.append((settings.ability, len(anchors), settings.num_probes))
         rows = [conversation(f"{settings.ability} {i}", "yes") for i in range(settings.num_probes)]
-        return SimpleNamespace(examples=tuple(rows))
+        return SimpleNamespace(examples=tuple(rows), manifest={"yield": 0.5})
 
     monkeypatch.setattr(runs, "cached_bank", written)
     kept = split_task(given.base, spec.anchor_task, "freeform", kept=True)
@@ -236,77 +245,111 @@ def test_rows_written_from_nothing_take_the_place_of_anchors_or_stand_beside_the
     assert both.anchors[:2] == given.anchors
 
 
-def chat_run(
-    method: str, seed: int, curve: list[tuple[float, float]], end: tuple[float, float], **own: Any
-) -> RunResult:
-    spec = chat._run(SCALES["desk-real"], seed, method=method, **own)
-    points = [{"epoch": float(i), "new_nll": new, "past_nll": past} for i, (new, past) in enumerate(curve)]
+def chat_run(way: str, seed: int, curve: list[tuple[float, float]], rate: float = 1.0, **own: Any) -> RunResult:
+    """A run of 100 FLOPs an epoch whose curve has these losses of held-out rows and divergences."""
+    spec = WAYS[way].run(SCALES["desk-real"], seed, rate, **own)
+    points = [{"epoch": float(i), "held_nll": held, "divergence": far} for i, (held, far) in enumerate(curve)]
     return RunResult(
         spec=spec, retention=50.0, retention_uncovered=50.0, acquisition=90.0, external={},
-        counts={"updates": 10 * (len(curve) - 1)}, cost={}, seconds=1.0, extra_bytes=0, curve=points,
-        new_nll=end[0], past_nll=end[1],
+        counts={"updates": 8, "probes": spec.num_probes}, extra_bytes=0, curve=points, seconds=1.0, past_nll=0.5,
+        cost={"training_flops": 8e13 * (len(curve) - 1), "preservation_flops": 2e13 * (len(curve) - 1)},
+        once={"before_flops": 1e12, "writing_flops": 2e12} if spec.num_probes else {},
     )  # fmt: skip
 
 
-def test_the_chat_frontier_takes_each_neighbours_best_rate_and_leaves_out_who_did_not_learn(tmp_path: Path) -> None:
-    lr = SCALES["desk-real"].base.lr
-    found = []
-    for seed in (5, 6, 7):
-        shift = 0.001 * seed
-        fast, slow = [(3.0, 0.5), (0.7, 1.5)], [(3.0, 0.5), (1.85, 0.7), (0.85, 0.9 + shift)]
-        found += [chat_run("sft", seed, fast, fast[-1]), chat_run("sft", seed, slow, slow[-1], lr=lr / 2)]
-        found += [chat_run("replay", seed, [(3.0, 0.5), (0.9, 0.5)], (0.9, 0.5))]  # it never reaches the level
-        found += [chat_run("cplus", seed, [(3.0, 0.5), (0.85, 0.6)], (0.85, 0.6))]
-        found += [chat_run("sft-repair", seed, [(3.0, 0.5), (0.6, 2.0)], (0.8, 0.8), stop_loss=0.68)]
-        found[-1].diagnostics["seconds_after_training"] = 0.2
-        found += [chat_run("sft", seed, [(3.0, 0.1), (0.85, 0.3)], (0.85, 0.3), anchor_task=chat.FORMAT)]
+WAYS = {name: replace(way, best=1.0) for name, way in chat.WAYS.items() if name in ("SFT", "divergence", "CPLUS")} | {
+    "self-replay": replace(chat.WAYS["self-replay"], best=None)
+}
+
+
+@pytest.fixture
+def declared(monkeypatch: pytest.MonkeyPatch) -> list[RunResult]:
+    """A study with a level of 2 in which three ways report on three seeds; CPLUS is best at its ladder's end."""
+    monkeypatch.setattr(chat, "WAYS", WAYS)
+    monkeypatch.setattr(chat, "LEVEL", 2.0)
+    lost = {1.0: 0.3, 2.0: 0.2, 0.5: 0.4, 4.0: 0.5}
+    found = [chat_run("SFT", 100, [(3.0, 0.0), (1.9, lost[rate])], rate, stop=None) for rate in (1.0, 2.0, 0.5)]
+    found += [chat_run("divergence", 100, [(3.0, 0.0), (2.0, lost[rate])], rate, stop=2.0) for rate in (2.0, 1.0, 4.0)]
+    found += [chat_run("self-replay", 100, [(3.0, 0.0), (2.5, 0.1)], rate, stop=2.0) for rate in (2.0, 1.0)]
+    found += [chat_run("CPLUS", 100, [(3.0, 0.0), (2.0, lost[rate])], rate, stop=2.0) for rate in (2.0, 1.0)]
+    for seed in (101, 102, 103):
+        shift = seed / 1000
+        found.append(chat_run("SFT", seed, [(3.0, 0.0), (2.5, 0.2), (1.5, 0.4 + shift)], stop=2.0))
+        found.append(chat_run("divergence", seed, [(3.0, 0.0), (2.0, 0.05 + shift / 10)], stop=2.0))
+        found.append(chat_run("CPLUS", seed, [(3.0, 0.0), (2.0, 0.2)], stop=2.0))
+    return found
+
+
+def test_the_chat_study_compares_at_the_level_and_says_where_a_ladder_ends_or_a_run_does_not_get_there(
+    declared: list[RunResult], tmp_path: Path
+) -> None:
     folder = tmp_path / "desk-real"
-    for result in found:
+    for result in declared:
         runner.save(result, folder)
     collected = collect(folder)
+    assert collected.unknown_records == 0
+    summary = collected.studies["chat"].summary
+    rows = {(row.at["way"], row.at["lr"], row.at["seeds"]): row for row in summary.rows}
+    lr = SCALES["desk-real"].base.lr
+    plain, ours = rows["SFT", lr, "reports"].figures, rows["divergence", lr, "reports"].figures
+    assert plain["divergence"].mean == pytest.approx(0.2 + (0.2 + 0.102) / 2)  # halfway from 2.5 to 1.5
+    assert plain["epochs"].mean == pytest.approx(1.5)
+    assert (plain["recurring TFLOP"].mean, plain["once TFLOP"].mean) == pytest.approx((150, 0))
+    assert (ours["recurring TFLOP"].mean, ours["once TFLOP"].mean) == pytest.approx((100, 3))
+    remarks = {key: row.at["remark"] for key, row in rows.items() if row.at["remark"]}
+    assert remarks == {
+        ("CPLUS", 2 * lr, "chooses"): "best at its ladder's end",
+        ("self-replay", 2 * lr, "chooses"): "does not reach the level",
+        ("self-replay", lr, "chooses"): "does not reach the level",
+        ("SFT", 2 * lr, "chooses"): "best at its ladder's end",
+    }
+    assert "divergence" not in rows["self-replay", lr, "chooses"].figures
+    verdicts = {claim.says: claim for claim in summary.claims}
+    assert verdicts["divergence moves the model at most 0.4 times as far as SFT"].verdict == "holds"
+    assert verdicts["divergence costs at most 1.6 times as much as SFT"].verdict == "holds"
+    ahead = verdicts["divergence moves the model less than CPLUS at its best rate"]
+    assert (ahead.verdict, ahead.margin and round(ahead.margin.mean, 4)) == ("holds", 0.1398)
+    assert ahead.interval is not None
+    assert "2.00" in summary.answer and "SFT 0.351 ± 0.000 for 150.0 ± 0.0 TFLOP" in summary.answer  # noqa: PT018
     picture, paths = draw(fig_chat, collected, tmp_path)
-    assert picture.caption.endswith("n = 3 seeds. Methods are compared where the new loss is 0.85.")
+    assert picture.caption.endswith("Means and standard errors, n = 3 seeds.")
     assert {path.suffix for path in paths} == {".svg", ".png"}
-    [style] = comparison_lines(collected)
-    assert style.measured == "0.935 ± 0.000 / 0.100 ± 0.000 / not run / not run"
-    named = [row[:2] for row in tab_chat(collected).rows]
-    assert named[-2:] == [("style", "Replay"), ("format", "SFT")]  # Replay has no rise
-    summary = STUDIES["chat"].summary(found)
-    half = "CPLUS (anchors given) loses at most half of what"
-    assert {
-        f"style: {half} sft loses at its best rate": "holds",
-        f"style: {half} replay loses at its best rate": "not run",
-        "style: repair at least halves what sft loses at its best rate": "fails",
-        "style: repair takes at most half of the training's time": "holds",
-        f"format: {half} sft loses at its best rate": "not run",
-    }.items() <= {claim.says: claim.verdict for claim in summary.claims}.items()
-    rows = {(row.at["method"], row.at["lr"]): row.figures for row in summary.rows if row.at["past"] == "style"}
-    for (method, rate, figure), mean in {
-        ("sft", lr / 2, "rise of past loss"): 0.406,
-        ("sft", lr / 2, "updates"): 20.0,
-        ("sft", lr, "updates"): 10 * (3.0 - 0.85) / (3.0 - 0.7),
-        ("sft-repair", lr, "updates"): 10.0,
-        ("sft-repair", lr, "rise of past loss"): 0.3,
-        ("sft-repair", lr, "share after training"): 0.25,
-    }.items():
-        assert rows[method, rate][figure].mean == pytest.approx(mean)
-    assert chat.risen(chat_run("sft-repair", 5, [(3.0, 0.5), (0.6, 2.0)], (0.9, 0.8), stop_loss=0.68)) is None
-    assert "rise of past loss" not in rows["replay", lr]
-    for words in (
-        "style: 0.406 ± 0.001 with sft, not run with replay",
-        "at its best rate, 0.100 ± 0.000 with CPLUS (anchors given)",
-        "format: 0.200 ± 0.000 with sft",
+    table = tab_chat(collected)
+    assert [row[0] for row in table.rows[:3]] == ["divergence", "CPLUS", "SFT"]
+    assert [row[-1] for row in table.rows[-2:]] == ["does not reach the level"] * 2
+    lines = comparison_lines(collected)
+    assert [line.measured for line in lines][1] == "150.000 ± 0.000 / 103.000 ± 0.000 / 103.000 ± 0.000"
+
+
+def test_the_chat_study_is_repeated_on_other_seeds_and_rows(
+    declared: list[RunResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale, study = SCALES["desk-real"], STUDIES["chat"]
+    same = lab.repeated(study, scale, "201, 202", new=None, past=None)
+    assert {(spec.method, spec.seed, spec.stop_loss) for spec in same} == {
+        (name, seed, 2.0) for name in ("sft", "divergence", "cplus") for seed in (201, 202)
+    }
+    other = lab.repeated(study, scale, "201", new="mine.jsonl", past="asked.jsonl")
+    assert {(spec.task, spec.anchor_task, spec.stop_loss) for spec in other} == {("mine.jsonl", "asked.jsonl", None)}
+    runs = [
+        chat_run("SFT", seed, [(3.0, 0.0), (low, 0.3)], stop=None, task="m.jsonl") for seed, low in ((1, 1.0), (2, 1.2))
+    ]
+    assert "is 1.30, KL" in study.summary(runs).answer  # SFT's lowest, where every seed reaches it, plus a tenth
+    for name, seeds, message in (
+        ("chat", "100,201", "seed 100 chose the level and the rates, so it cannot report"),
+        ("chat", "", "--seeds must be whole numbers like 201,202, got ''"),
+        ("facts", "201", "facts at scale desk-real has no runs to repeat on other seeds; expected chat"),
     ):
-        assert words in summary.answer
+        with pytest.raises(ValueError, match=message):
+            lab.repeated(STUDIES[name], scale, seeds, new=None, past=None)
 
 
-@pytest.mark.parametrize(("ours", "verdict"), [(-0.07, "fails"), (-0.2, "holds")])
-def test_where_a_neighbours_past_loss_falls_ours_must_fall_further(ours: float, verdict: str) -> None:
-    found = []
-    for seed, shift in zip((5, 6, 7), (0.0, 0.001, 0.002), strict=True):
-        for method, rise in (("replay", -0.1), ("cplus", ours)):
-            curve = [(3.0, 0.5), (0.85, 0.5 + rise + shift)]
-            found.append(chat_run(method, seed, curve, curve[-1], anchor_task=chat.FORMAT))
-    verdicts = {claim.says: claim.verdict for claim in STUDIES["chat"].summary(found).claims}
-    half = "CPLUS (anchors given) loses at most half of what replay loses at its best rate"
-    assert verdicts[f"format: {half}"] == verdict
+def test_what_the_chat_study_chose_is_what_its_records_say() -> None:
+    results = collect(Path(__file__).parent.parent / "results" / "desk-real").studies["chat"].results
+    plain = [run for run in results if run.spec.method == "sft" and run.spec.seed == chat.SELECTION]
+    assert chat.LEVEL is not None
+    assert round(min(point["held_nll"] for run in plain for point in run.curve) + chat.ABOVE, 2) == chat.LEVEL
+    found = {name: rate / SCALES["desk-real"].base.lr for name, (rate, _) in chat.chosen(results, chat.LEVEL).items()}
+    assert {name: pytest.approx(rate) for name, rate in found.items() if chat.WAYS[name].best} == {
+        name: way.best for name, way in chat.WAYS.items() if way.best
+    }

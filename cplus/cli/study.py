@@ -69,6 +69,11 @@ def run(
         list[str] | None,
         typer.Option(help="Only runs with this setting, e.g. method=cplus or task=csqa; may be repeated."),
     ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="Repeat the study's chosen runs on other seeds, e.g. 201,202,203 (chat).")
+    ] = None,
+    new: Annotated[str | None, typer.Option(help="With --seeds: other new rows, a file or a named task.")] = None,
+    past: Annotated[str | None, typer.Option(help="With --seeds: other requests to keep the answers to.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the missing runs and their estimated time.")] = False,
     machine: Annotated[
         str | None,
@@ -86,9 +91,10 @@ def run(
     chosen, size = lab.studies_named(name), lab.scale_named(scale)
     folder = out / size.name
     extra = [method(each).name for each in also or ()]
-    runs = {
-        each.name: lab.matching(lab.with_further_methods(lab.runs_of(each, size), extra), only or ()) for each in chosen
-    }
+    runs = {each.name: lab.runs_of(each, size) for each in chosen}
+    if seeds or new or past:
+        runs = {each.name: lab.repeated(each, size, seeds or "", new=new, past=past) for each in chosen}
+    runs = {each: lab.matching(lab.with_further_methods(own, extra), only or ()) for each, own in runs.items()}
     specs = list(dict.fromkeys(spec for own in runs.values() for spec in own))
     if slurm:
         executor: Cluster | Processes = Cluster(logs=folder / "slurm", parameters=_parameters(slurm))

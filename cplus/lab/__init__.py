@@ -42,6 +42,18 @@ def runs_of(study: Study, scale: Scale) -> list[Spec]:
     return list(dict.fromkeys(study.runs(scale)))
 
 
+def repeated(study: Study, scale: Scale, seeds: str, *, new: str | None, past: str | None) -> list[Spec]:
+    """The study's chosen runs on other seeds, given as 201,202, and on other rows."""
+    if study.repeated is None or study.name not in scale.studies:
+        able = ", ".join(name for name, other in STUDIES.items() if other.repeated)
+        raise ValueError(f"{study.name} at scale {scale.name} has no runs to repeat on other seeds; expected {able}")
+    if not all(seed.strip().isdigit() for seed in seeds.split(",")):
+        raise ValueError(f"--seeds must be whole numbers like 201,202, got {seeds!r}")
+    rows = {"task": new, "anchor_task": past}
+    rows = {name: value for name, value in rows.items() if value}
+    return list(study.repeated(scale, [int(seed) for seed in seeds.split(",")], **rows))
+
+
 def with_further_methods(specs: Sequence[Spec], methods: Sequence[str]) -> list[Spec]:
     """The runs, and for each run of CPLUS with default settings the same run of these further methods."""
     plain = [
@@ -74,6 +86,7 @@ __all__ = [
     "Spec",
     "Summary",
     "matching",
+    "repeated",
     "runs_of",
     "scale_named",
     "studies_named",

@@ -166,6 +166,8 @@ class Study:
     figures: tuple[Callable[[Collected], Picture], ...]
     tables: tuple[Callable[[Collected], Table], ...]
     comparison: Callable[[Collected], list[ComparisonLine]]
+    repeated: Callable[..., Sequence[Spec]] | None = None
+    """The runs with what the study chose on other seeds and other rows, where it has such."""
 
 
 def study_of(module: ModuleType) -> Study:
@@ -182,6 +184,7 @@ def study_of(module: ModuleType) -> Study:
         figures=tuple(make for name, make in own.items() if name.startswith("fig_")),
         tables=tuple(make for name, make in own.items() if name.startswith("tab_")),
         comparison=own["comparison"],
+        repeated=own.get("repeated"),
     )
 
 
