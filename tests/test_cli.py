@@ -39,6 +39,7 @@ def test_commands_and_options_are_the_ones_that_are_written_down() -> None:
 
 
 MISSPELT = (
+    ("study run chat --scale desk-real --seeds 100", "seed 100 chose the level and the rates, so it cannot report"),
     ("adapt toyy --new harbours --anchors harbours", "unknown model 'toyy'; did you mean toy"),
     ("adapt toy --set split=harbors", "unknown task 'harbors'; did you mean harbours?"),
     ("adapt toy --new harbours --set external=arc_eazy", "unknown task 'arc_eazy'; did you mean arc_easy or"),

@@ -67,9 +67,6 @@ FIELDS: dict[str, Callable[[RunResult], float | None]] = {
     "covered": lambda run: 100 * run.counts["overlap"] / run.counts["past"],
     "of the bank": lambda run: 100 * run.counts["overlap"] / run.counts["probes"],
     "kept": lambda run: run.retention * run.counts["asked"] / 100,
-    "risen": chats.risen,
-    "until": chats.updates,
-    "time of repair": chats.share_after_training,
 }
 """Figures that follow from a record; others are its fields."""
 
@@ -124,9 +121,17 @@ def demo(method: str, field: str = "retention") -> Seeds:
     return Seeds({row["seed"]: row[field] for row in bench("demo-all", "rows") if row["method"] == method})
 
 
-def chat(method: str, keep: str = "anchors", field: str = "risen", **settings: Any) -> Seeds:
-    given = {"lr": 3e-5, "anchor_task": "instruct_short", "num_new": 40, **settings}
-    return by_seed(pick(results("desk-real").studies["chat"].results, method=method, keep=keep, **given), field)
+def chat(way: str, figure: str = "divergence", rate: float = 0.0) -> Seeds:
+    """A way of the chat study at its chosen rate on the seeds that report, or a rung of its ladder."""
+    assert chats.LEVEL is not None
+    found, runs = chats.metrics(chats.LEVEL)[figure], results("desk-real").studies["chat"].results
+    own = [run for run in runs if chats.way_of(run.spec) == way and (run.spec.seed == chats.SELECTION) == bool(rate)]
+    return Seeds({run.spec.seed: found(run) for run in own if not rate or math.isclose(run.spec.lr, rate)})
+
+
+def ratio(own: Seeds, other: Seeds) -> Seeds:
+    """Ours as a multiple of another's, seed by seed."""
+    return Seeds({seed: value / other[seed] for seed, value in own.items()})
 
 
 def facts(method: str, field: str = "retention", model: str = "gemma-3-270m") -> Seeds:
@@ -142,7 +147,7 @@ def listed(*values: float) -> tuple[float, ...]:
 
 
 NAMES = {
-    **{f.__name__: f for f in (bench, sft, budget, tuned, above, rotated, demo, chat, facts, each)},
+    **{f.__name__: f for f in (bench, sft, budget, tuned, above, rotated, demo, chat, ratio, facts, each)},
     **dict.fromkeys(("setting", "published", "formula"), listed),
     "mean": lambda *found: [seeds.estimate.mean for seeds in flat(found, keep=Seeds)],
     "span": lambda found: (min(found), max(found)),

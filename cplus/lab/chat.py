@@ -53,11 +53,13 @@ class Way:
 
 WAYS = {
     "SFT": Way(method="sft", keep="anchors", rates=(1.0, 2.0, 0.5), best=1.0),
-    "divergence": Way(method="divergence", probes=48, rates=(2.0, 1.0, 4.0)),
+    "divergence, weight 2": Way(method="divergence", strength=2.0, probes=48, rates=(2.0, 1.0)),
     "CPLUS": Way(method="cplus", probes=16, rates=(2.0, 1.0, 4.0)),
     "self-replay": Way(method="self-replay", probes=48, rates=(2.0, 1.0, 4.0)),
+    "divergence, weight 1": Way(method="divergence", strength=1.0, probes=48, rates=(2.0, 1.0)),
     "divergence, weight 4": Way(method="divergence", strength=4.0, probes=48, rates=(2.0, 1.0)),
-    "divergence and CPLUS": Way(method="divergence-cplus", strength=4.0, probes=16, rates=(2.0, 4.0)),
+    "divergence, weight 16": Way(method="divergence", probes=48, rates=(2.0,)),
+    "divergence and CPLUS": Way(method="divergence-cplus", strength=2.0, probes=16, rates=(2.0, 4.0)),
     "Replay of anchors": Way(method="replay", keep="anchors", rates=(1.0, 2.0)),
 }
 """A bank has eight more rows than probes, as anchors: 24 for the gate, as `cplus adapt` has it, and 56."""
@@ -178,7 +180,7 @@ def summary(mine: Sequence[RunResult]) -> Summary:
     return Summary(rows=tuple(rows), answer=answer, claims=tuple(claims))
 
 
-OURS = "divergence"
+OURS = "divergence, weight 2"
 """The way that the claims are about."""
 
 
