@@ -56,7 +56,7 @@ class Way:
 WAYS = {
     "SFT": Way(method="sft", keep="anchors", rates=(0.5, 1.0, 2.0), best=0.5),
     "divergence, weight 2": Way(method="divergence", strength=2.0, probes=16, rates=(2.0, 1.0), best=2.0),
-    "CPLUS": Way(method="cplus", probes=16, rates=(2.0, 1.0, 4.0)),
+    "CPLUS": Way(method="cplus", probes=16, rates=(2.0, 1.0, 4.0), best=2.0),
     "self-replay": Way(method="self-replay", probes=16, rates=(2.0, 1.0, 4.0)),
     "divergence, weight 1": Way(method="divergence", strength=1.0, probes=16, rates=(2.0, 1.0)),
     "divergence, weight 4": Way(method="divergence", strength=4.0, probes=16, rates=(2.0, 1.0)),
