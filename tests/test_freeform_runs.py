@@ -257,8 +257,12 @@ def chat_run(way: str, seed: int, curve: list[tuple[float, float]], rate: float 
     )  # fmt: skip
 
 
-WAYS = {name: replace(way, best=1.0) for name, way in chat.WAYS.items() if name in ("SFT", "divergence", "CPLUS")} | {
-    "self-replay": replace(chat.WAYS["self-replay"], best=None)
+LADDER = (2.0, 1.0, 4.0)
+WAYS = {
+    "SFT": replace(chat.WAYS["SFT"], best=1.0),
+    chat.OURS: replace(chat.WAYS[chat.OURS], best=1.0, rates=LADDER),
+    "CPLUS": replace(chat.WAYS["CPLUS"], best=1.0),
+    "self-replay": replace(chat.WAYS["self-replay"], best=None),
 }
 
 
@@ -267,15 +271,16 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> list[RunResult]:
     """A study with a level of 2 in which three ways report on three seeds; CPLUS is best at its ladder's end."""
     monkeypatch.setattr(chat, "WAYS", WAYS)
     monkeypatch.setattr(chat, "LEVEL", 2.0)
+    monkeypatch.setattr(chat, "FIRST_LEVEL", 2.0)
     lost = {1.0: 0.3, 2.0: 0.2, 0.5: 0.4, 4.0: 0.5}
     found = [chat_run("SFT", 100, [(3.0, 0.0), (1.9, lost[rate])], rate, stop=None) for rate in (1.0, 2.0, 0.5)]
-    found += [chat_run("divergence", 100, [(3.0, 0.0), (2.0, lost[rate])], rate, stop=2.0) for rate in (2.0, 1.0, 4.0)]
+    found += [chat_run(chat.OURS, 100, [(3.0, 0.0), (2.0, lost[rate])], rate, stop=2.0) for rate in LADDER]
     found += [chat_run("self-replay", 100, [(3.0, 0.0), (2.5, 0.1)], rate, stop=2.0) for rate in (2.0, 1.0)]
     found += [chat_run("CPLUS", 100, [(3.0, 0.0), (2.0, lost[rate])], rate, stop=2.0) for rate in (2.0, 1.0)]
     for seed in (101, 102, 103):
         shift = seed / 1000
         found.append(chat_run("SFT", seed, [(3.0, 0.0), (2.5, 0.2), (1.5, 0.4 + shift)], stop=2.0))
-        found.append(chat_run("divergence", seed, [(3.0, 0.0), (2.0, 0.05 + shift / 10)], stop=2.0))
+        found.append(chat_run(chat.OURS, seed, [(3.0, 0.0), (2.0, 0.05 + shift / 10)], stop=2.0))
         found.append(chat_run("CPLUS", seed, [(3.0, 0.0), (2.0, 0.2)], stop=2.0))
     return found
 
@@ -291,7 +296,7 @@ def test_the_chat_study_compares_at_the_level_and_says_where_a_ladder_ends_or_a_
     summary = collected.studies["chat"].summary
     rows = {(row.at["way"], row.at["lr"], row.at["seeds"]): row for row in summary.rows}
     lr = SCALES["desk-real"].base.lr
-    plain, ours = rows["SFT", lr, "reports"].figures, rows["divergence", lr, "reports"].figures
+    plain, ours = rows["SFT", lr, "reports"].figures, rows[chat.OURS, lr, "reports"].figures
     assert plain["divergence"].mean == pytest.approx(0.2 + (0.2 + 0.102) / 2)  # halfway from 2.5 to 1.5
     assert plain["epochs"].mean == pytest.approx(1.5)
     assert (plain["recurring TFLOP"].mean, plain["once TFLOP"].mean) == pytest.approx((150, 0))
@@ -305,9 +310,9 @@ def test_the_chat_study_compares_at_the_level_and_says_where_a_ladder_ends_or_a_
     }
     assert "divergence" not in rows["self-replay", lr, "chooses"].figures
     verdicts = {claim.says: claim for claim in summary.claims}
-    assert verdicts["divergence moves the model at most 0.4 times as far as SFT"].verdict == "holds"
-    assert verdicts["divergence costs at most 1.6 times as much as SFT"].verdict == "holds"
-    ahead = verdicts["divergence moves the model less than CPLUS at its best rate"]
+    assert verdicts[f"{chat.OURS} moves the model at most 0.4 times as far as SFT"].verdict == "holds"
+    assert verdicts[f"{chat.OURS} costs at most 1.6 times as much as SFT"].verdict == "holds"
+    ahead = verdicts[f"{chat.OURS} moves the model less than CPLUS at its best rate"]
     assert (ahead.verdict, ahead.margin and round(ahead.margin.mean, 4)) == ("holds", 0.1398)
     assert ahead.interval is not None
     assert "2.00" in summary.answer and "SFT 0.351 ± 0.000 for 150.0 ± 0.0 TFLOP" in summary.answer  # noqa: PT018
@@ -315,7 +320,7 @@ def test_the_chat_study_compares_at_the_level_and_says_where_a_ladder_ends_or_a_
     assert picture.caption.endswith("Means and standard errors, n = 3 seeds.")
     assert {path.suffix for path in paths} == {".svg", ".png"}
     table = tab_chat(collected)
-    assert [row[0] for row in table.rows[:3]] == ["divergence", "CPLUS", "SFT"]
+    assert [row[0] for row in table.rows[:3]] == [chat.OURS, "CPLUS", "SFT"]
     assert [row[-1] for row in table.rows[-2:]] == ["does not reach the level"] * 2
     lines = comparison_lines(collected)
     assert [line.measured for line in lines][1] == "150.000 ± 0.000 / 103.000 ± 0.000 / 103.000 ± 0.000"
