@@ -415,7 +415,7 @@ def measure(given: Comparison, model: nn.Module, known: Mapping[str, float] | No
 
 
 def elsewhere(given: Comparison, model: nn.Module) -> dict[str, float]:
-    """Of free text: the loss of new rows that are not trained on, and the divergence from the base at uncovered rows."""
+    """Of free text: the loss of new rows that are not trained on, and the divergence at uncovered past rows."""
     model.eval()
     with given.computing():
         found = {"held_nll": _loss(answered(model, given.held))} if given.held else {}
