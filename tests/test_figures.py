@@ -131,7 +131,12 @@ def chat(way: str, figure: str = "divergence", rate: float = 0.0) -> Seeds:
 
 def ratio(own: Seeds, other: Seeds) -> Seeds:
     """Ours as a multiple of another's, seed by seed."""
-    return Seeds({seed: value / other[seed] for seed, value in own.items()})
+    return Seeds({seed: value / other[seed] for seed, value in own.items() if seed in other})
+
+
+def less(own: Seeds, other: Seeds) -> Seeds:
+    """Ours less another's, on the seeds of both."""
+    return Seeds({seed: value - other[seed] for seed, value in own.items() if seed in other})
 
 
 def facts(method: str, field: str = "retention", model: str = "gemma-3-270m") -> Seeds:
@@ -147,7 +152,7 @@ def listed(*values: float) -> tuple[float, ...]:
 
 
 NAMES = {
-    **{f.__name__: f for f in (bench, sft, budget, tuned, above, rotated, demo, chat, ratio, facts, each)},
+    **{f.__name__: f for f in (bench, sft, budget, tuned, above, rotated, demo, chat, ratio, less, facts, each)},
     **dict.fromkeys(("setting", "published", "formula"), listed),
     "mean": lambda *found: [seeds.estimate.mean for seeds in flat(found, keep=Seeds)],
     "span": lambda found: (min(found), max(found)),

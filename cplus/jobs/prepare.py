@@ -32,7 +32,7 @@ from cplus.training.sharding import needs_whole
 # Settings that choose themselves, each with its reason.
 
 
-FREE_TEXT = {"method": "divergence", "strength": 2.0}
+FREE_TEXT: Mapping[str, str | float] = {"method": "divergence", "strength": 2.0}
 """How free text is learned where the model writes the rows to keep, and at twice the rate: the study `chat`."""
 NOT_THERE = ("method", "preset", "anchor_weight", "beta", "ema", "strength", "bank", "lora", "repair")
 """Settings that are the user's own choice of a method, or with which the study has no run."""
