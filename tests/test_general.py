@@ -118,11 +118,11 @@ def test_an_ability_that_the_model_cannot_show_is_refused_with_a_remedy(tiny_lla
 def test_answers_must_show_the_ability() -> None:
     fenced = '```json\n{"a": [1]}\n```'
     call = '<tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call>'
-    good = {"json": fenced, "tools": call, "thinking": "<think>hm</think>Yes.", "style": "word " * 25}
+    good = {"json": fenced, "tools": call, "thinking": "<think>hm</think>Yes.", "style": " ".join(map(str, range(25)))}
     bad = {"json": "{a: 1}", "tools": '{"name": "fly", "arguments": {}}', "thinking": "Yes.", "style": "Yes."}
     for name in good:
-        assert abilities.ABILITIES[name].flaw(asked("?", good[name])) is None
-        assert abilities.ABILITIES[name].flaw(asked("?", bad[name])) is not None
+        assert answer_flaw(name, asked("?", good[name])) is None
+        assert answer_flaw(name, asked("?", bad[name])) == abilities.ABILITIES[name].unlike
     assert answer_flaw("general", asked("?", "Yes it is so. " * 9)) == "repetition"
 
 

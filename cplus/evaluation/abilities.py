@@ -16,7 +16,7 @@ from string import Template
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from cplus.data.examples import FreeForm, Message
-from cplus.evaluation.judges import calls_in, follows, json_value
+from cplus.evaluation.judges import calls_in, follows, json_value, unfenced
 from cplus.evaluation.statistics import Rate, RateRow, mcnemar_interval
 
 ERROR = 0.05
@@ -81,24 +81,8 @@ OFFERED = json.dumps(
     ]
 )
 """The tools that requests for tool calls offer."""
+_NAMES = {tool["function"]["name"] for tool in json.loads(OFFERED)}
 _PROSE = 20
-
-
-def _no_json(example: FreeForm) -> str | None:
-    return None if isinstance(json_value(example.response), dict | list) else "answer is no JSON"
-
-
-def _no_call(example: FreeForm) -> str | None:
-    known = {tool["function"]["name"] for tool in json.loads(OFFERED)}
-    return None if any(name in known for name, _ in calls_in(example.response)) else "answer is no tool call"
-
-
-def _no_thought(example: FreeForm) -> str | None:
-    return None if follows(example.response, "thinks") else "answer without thinking"
-
-
-def _no_prose(example: FreeForm) -> str | None:
-    return None if len(example.response.split()) >= _PROSE else "answer too short"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +91,8 @@ class Ability:
 
     `noise` is the share of right answers whose loss is no sign of damage: rounding the weights to 8 bits costs as many.
     `floor` is the share of right answers without the ability. Requests that a model writes begin with one of `openers`,
-    every `bare`-th of them from nothing at all; `cut` admits answers that reach the limit, `flaw` names the reason to
-    reject an answer that does not show the ability.
+    every `bare`-th of them from nothing at all; `cut` admits answers that reach the limit, and an answer that does not
+    show the ability by `shown` is rejected as `unlike`.
     """
 
     summary: str
@@ -119,7 +103,8 @@ class Ability:
     openers: tuple[str, ...] = ()
     answer_tokens: int = 0
     cut: bool = False
-    flaw: Callable[[FreeForm], str | None] = lambda example: None
+    unlike: str = ""
+    shown: Callable[[str], bool] = lambda text: True
     bare: int | None = None
     short: tuple[int, int] | None = None
     """Limits of the requests and answers that a job has written: the first tokens of an answer are good evidence."""
@@ -139,7 +124,8 @@ ABILITIES = {
             "Return a JSON object with", "Give me a JSON list of", "Write a JSON record for", "Answer in JSON:",
             "Create a JSON object that describes", "Represent this as JSON:",
         ),
-        answer_tokens=256, flaw=_no_json,
+        answer_tokens=256, unlike="answer is no JSON",
+        shown=lambda text: isinstance(json_value(unfenced(text)), dict | list),
     ),
     "tools": Ability(
         summary="calls of the right function with the right arguments", max_new_tokens=64, tools=OFFERED,
@@ -147,7 +133,8 @@ ABILITIES = {
             "What is the weather", "Send an email", "Search for", "Convert", "Remind me", "How much is", "Translate",
             "What time", "Find the nearest", "Calculate",
         ),
-        answer_tokens=128, flaw=_no_call,
+        answer_tokens=128, unlike="answer is no tool call",
+        shown=lambda text: any(name in _NAMES for name, _ in calls_in(text)),
     ),
     "reasoning": Ability(
         summary="arithmetic in words", max_new_tokens=64,
@@ -165,7 +152,7 @@ ABILITIES = {
             "Tell me about", "Write a short paragraph about", "What do you think about", "Explain in your own words",
             "Write a short letter about", "Give me advice on", "Describe how it feels", "Write a few sentences about",
         ),
-        answer_tokens=96, cut=True, flaw=_no_prose,
+        answer_tokens=96, cut=True, unlike="answer too short", shown=lambda text: len(text.split()) >= _PROSE,
     ),
     CODE: Ability(
         summary="short Python functions that pass their tests", max_new_tokens=160,
@@ -178,7 +165,7 @@ ABILITIES = {
             "How many", "If", "Solve", "Prove that", "Which is larger", "What is the next", "Find", "A train",
             "Calculate", "Is it possible",
         ),
-        answer_tokens=1024, flaw=_no_thought,
+        answer_tokens=1024, unlike="answer without thinking", shown=lambda text: follows(text, "thinks"),
     ),
     GENERAL: Ability(
         summary="the general behaviour, for probes alone",

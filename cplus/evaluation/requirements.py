@@ -69,11 +69,10 @@ def parse(text: str) -> Requirement:
     ('retention>=0.9', 'past-loss<=+0.05')
     """
     match = _TEXT.fullmatch(text.strip().lower())
-    if match is None or match[1] not in (*_SHARES, *_LOSSES, *ABILITY) or (match[2] == "<=") != (match[1] in _LOSSES):
+    if match is None:
         raise ValueError(f"expected {EXPECTED}, got {text!r}")
-    if match[1] in _LOSSES:
-        return Requirement(metric=match[1], at_most=float(match[3]))
-    return Requirement(metric=match[1], at_least=float(match[3]))
+    number, most = float(match[3]), match[2] == "<="
+    return Requirement(metric=match[1], at_least=None if most else number, at_most=number if most else None)
 
 
 P = TypeVar("P", bound=Any)

@@ -301,7 +301,10 @@ def _check_places(config: RepairConfig, home: Path) -> None:
 
 def needed(config: RepairConfig, size: ModelSize) -> Need:
     """The bytes of a repair; one that cannot work is refused."""
-    held = (4 if config.by == "merge" else methods.BYTES_PER_PARAMETER) * size.parameters
+    each, what = methods.BYTES_PER_PARAMETER, "both models and the importance"
+    if config.by == "merge":
+        each, what = 4, "the model"
+    held = each * size.parameters
     found = Need(
         held=held,
         peak=held + size.activation_bytes,
@@ -311,8 +314,8 @@ def needed(config: RepairConfig, size: ModelSize) -> Need:
     )
     if found.held > found.available:
         raise ValueError(
-            f"repairing {config.model} needs {giga(found.held)} GB for both models and the importance, but "
-            f"{giga(found.available)} GB are free; use a machine with more memory"
+            f"repairing {config.model} needs {giga(found.held)} GB for {what}, but {giga(found.available)} GB are "
+            "free; use a machine with more memory"
         )
     if found.disk > found.free:
         raise ValueError(

@@ -151,9 +151,11 @@ def writing(interface: Interface, name: str, count: int, *, temperature: float, 
 
 def answer_flaw(name: str, example: FreeForm) -> str | None:
     """The reason to reject a model's answer to its own request, if there is one."""
-    if not example.is_text and repeats(example.response):
+    if example.is_text:
+        return None
+    if repeats(example.response):
         return "repetition"
-    return ability(name).flaw(example) if not example.is_text else None
+    return None if ability(name).shown(example.response) else ability(name).unlike
 
 
 # Requests that a model writes from nothing: it continues the bare start of its chat template, the user's turn open.
