@@ -118,7 +118,10 @@ def test_an_ability_that_the_model_cannot_show_is_refused_with_a_remedy(tiny_lla
 def test_answers_must_show_the_ability() -> None:
     fenced = '```json\n{"a": [1]}\n```'
     call = '<tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call>'
-    good = {"json": fenced, "tools": call, "thinking": "<think>hm</think>Yes.", "style": " ".join(map(str, range(25)))}
+    prose = (
+        "The old man went down to the harbour each morning, because he liked how boats smell of salt and far places."
+    )
+    good = {"json": fenced, "tools": call, "thinking": "<think>hm</think>Yes.", "style": prose}
     bad = {"json": "{a: 1}", "tools": '{"name": "fly", "arguments": {}}', "thinking": "Yes.", "style": "Yes."}
     for name in good:
         assert answer_flaw(name, asked("?", good[name])) is None
