@@ -18,7 +18,7 @@ from cplus import models
 from cplus.core.losses import divergences
 from cplus.jobs.folder import Folder
 from cplus.jobs.memory import Footprint, ModelSize
-from cplus.jobs.prepare import choose, rate_by_size, stored
+from cplus.jobs.prepare import choose, preflight, rate_by_size, stored
 from cplus.jobs.rows import read
 from cplus.jobs.settings import CHOSEN, AdaptConfig, settings
 from cplus.methods.table import METHODS
@@ -70,6 +70,39 @@ def test_what_is_not_given_is_chosen_with_a_reason(tmp_path: Path, monkeypatch: 
     assert chosen(tmp_path, monkeypatch, free=50, bf16=True, **given, **quick)[1] == {}
     with pytest.raises(ValueError, match=r"the default learning rate is AdamW's, but the optimizer is sgd; provide lr"):
         chosen(tmp_path, monkeypatch, free=50, optimizer="sgd")
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "divergence"),
+        ({"keep": "general", "past": "free.jsonl"}, "divergence"),
+        ({"method": "cplus"}, "cplus"),
+        ({"beta": 0.5}, "cplus"),
+        ({"lora": "r=4"}, "cplus"),
+        ({"anchors": "free.jsonl"}, "cplus"),
+        ({"keep": ("general", "free.jsonl")}, "cplus"),
+        ({"new": "harbours", "interface": "cloze"}, "cplus"),
+    ],
+)
+def test_free_text_with_nothing_given_to_keep_is_learned_beside_its_divergence(
+    tmp_path: Path, changes: dict[str, Any], name: str
+) -> None:
+    (tmp_path / "free.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    config = settings({"model": "toy", "new": "free.jsonl", "out": tmp_path / "out", "device": "cpu", **changes})
+    found = preflight(config, tmp_path)
+    why = {own.name: own for own in found.chosen}
+    plain = rate_by_size(601_536, adapters=config.lora is not None)
+    if name == "cplus":
+        assert (found.method.name, found.config.method, found.config.lr) == ("cplus", "cplus", plain)
+        assert not {"method", "strength"} & why.keys()
+        return
+    assert (found.method.name, found.config.method, found.config.strength) == ("divergence", "divergence", 2.0)
+    assert found.config.lr == 2 * plain
+    assert "at equal learning a chat model moved less than under cplus, or as far, at less cost" in why["method"].why
+    assert "twice that for divergence" in why["lr"].why
+    again = preflight(found.config, tmp_path)  # as a job that is resumed
+    assert (again.method.name, again.config, again.chosen) == ("divergence", found.config, ())
 
 
 # The divergence from the base model

@@ -19,7 +19,7 @@ from cplus.distributed.processes import Interrupted, Interruption
 from cplus.jobs import outputs
 from cplus.jobs.checkpoint import Checkpoints
 from cplus.jobs.folder import FinishedJob, Folder, claimed, read_finished, read_settings
-from cplus.jobs.prepare import Job, prepare, with_own_rows
+from cplus.jobs.prepare import Job, prepare, stored, with_own_rows
 from cplus.jobs.progress import TrainingView
 from cplus.probes.bank import Bank
 from cplus.receipts.contents import Beside
@@ -61,6 +61,8 @@ def compared(job: Job, record: Mapping[str, Any], interruption: Interruption) ->
     """Plain fine-tuning up to the job's loss of held-out, else trained, rows; of multiple choice, its Acquisition."""
     begun, base, figures, place = time.monotonic(), job.base, record["figures"], job.folder.beside
     config = job.config.model_copy(update={"method": "sft", "repair": False, **dict.fromkeys(OF_METHOD)})
+    if {"method", "lr"} <= {own.name for own in stored(job.folder.settings)} and config.lr is not None:
+        config = config.model_copy(update={"lr": config.lr / 2})  # a rate chosen for the method is not SFT's
     new, group = job.rows.new, job.rows.validation or job.rows.new
     asked = {own.name: own for own in (new, group)}
     share, loss, _ = measure.FIGURES[group.part]

@@ -32,6 +32,10 @@ from cplus.training.sharding import needs_whole
 # Settings that choose themselves, each with its reason.
 
 
+FREE_TEXT: Mapping[str, str | float] = {"method": "divergence", "strength": 2.0}
+"""How free text is learned where the model writes the rows to keep, and at twice the rate: the study `chat`."""
+NOT_THERE = ("method", "preset", "anchor_weight", "beta", "ema", "strength", "bank", "lora", "repair")
+"""Settings that are the user's own choice of a method, or with which the study has no run."""
 RATE, SIZE = 3e-5, 135e6
 """The rate that was found on a model of this size; others get it times the root of the ratio of the sizes."""
 LOWEST, HIGHEST = 1e-6, 1e-3
@@ -87,11 +91,28 @@ def epochs_by_rows(num_new: int, batch_size: int, most: int) -> int:
     return max(FEWEST_EPOCHS, min(most, wanted))
 
 
+def is_free(tasks: Tasks) -> bool:
+    """Whether the new rows are free text."""
+    return tasks.new is not None and not isinstance(tasks.new.examples[0], Choice)
+
+
+def choose_method(config: AdaptConfig, tasks: Tasks) -> tuple[Chosen, ...]:
+    """What keeps most by our own measurements of the kind of rows that the job has; else the method stays CPLUS."""
+    only_written = config.written and config.anchors is None and not config.kept
+    own = config.model_fields_set.intersection(NOT_THERE)
+    if own or not only_written or not is_free(tasks) or world.started()[1] > 1 or config.optimizer != "adamw":
+        return ()
+    why = "free text, and the model writes the rows to keep: at equal learning a chat model moved less than under cplus"
+    return tuple(
+        Chosen(name=name, value=value, why=f"{why}, or as far, at less cost") for name, value in FREE_TEXT.items()
+    )
+
+
 def choose(
-    config: AdaptConfig, tasks: Tasks, size: ModelSize, need: Footprint
+    config: AdaptConfig, tasks: Tasks, size: ModelSize, need: Footprint, better: tuple[Chosen, ...] = ()
 ) -> tuple[AdaptConfig, tuple[Chosen, ...]]:
-    """The settings with everything chosen that was not given."""
-    given, found = config.model_fields_set, []
+    """The settings with everything chosen that was not given, after the method."""
+    given, found = config.model_fields_set, list(better)
     if config.lr is None:
         if config.optimizer != "adamw":
             raise ValueError(
@@ -100,11 +121,11 @@ def choose(
         adapters = config.lora is not None
         why = f"by the size of the model, {_size(size.parameters)}: {RATE:g} at {_size(int(SIZE))}, by the root of the "
         why += "ratio" + f", and {ADAPTERS} times that for adapters" * adapters
-        found.append(Chosen(name="lr", value=rate_by_size(size.parameters, adapters=adapters), why=why))
-    rows = () if tasks.new is None else tasks.new.examples
-    free = bool(rows) and not isinstance(rows[0], Choice)
-    if free and "epochs" not in given and config.stop != "never":
-        count = len(rows)
+        why += f", and twice that for {better[0].value}" if better else ""
+        rate = rate_by_size(size.parameters, adapters=adapters) * (2 if better else 1)
+        found.append(Chosen(name="lr", value=rate, why=why))
+    if tasks.new is not None and is_free(tasks) and "epochs" not in given and config.stop != "never":
+        count = len(tasks.new.examples)
         epochs = epochs_by_rows(count, config.batch_size, config.epochs)
         updates = epochs * updates_per_epoch(count, config.batch_size)
         why = f"{updates} updates of {config.batch_size} of the {count} new rows at most, fewer if all is learned"
@@ -161,13 +182,15 @@ def preflight(config: AdaptConfig, home: Path) -> Preflight:
     if config.load == loading.NAME:
         loading.check(device)
     tasks = read(config, method, home)
+    if better := choose_method(config, tasks):
+        method = row_of(config.model_copy(update={own.name: own.value for own in better}))
     name = located(config.model, home)
     if name.endswith(".gguf") and Path(name).is_file():
         check_packed(Path(name), device)
     size = model_size(config, method, models.resolve(name))
     anchors = config.num_anchors if tasks.anchors is None else len(tasks.anchors.examples)
     anchors += sum(len(task.examples) for task in tasks.kept)
-    config, chosen = choose(config, tasks, size, footprint(config, method, size, anchors))
+    config, chosen = choose(config, tasks, size, footprint(config, method, size, anchors), better)
     need = footprint(config, method, size, anchors)
     if need.held > need.available:
         raise TooLarge(

@@ -63,7 +63,11 @@ class TrainSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
-    method: str = Field("cplus", description="Name from 'cplus methods', or python:module:ROW for your own.")
+    method: str = Field(
+        "cplus",
+        description="Name from 'cplus methods', or python:module:ROW for your own; not given, free text with no rows "
+        "to keep has divergence.",
+    )
     anchor_weight: Share | None = Field(
         None, description="Weight of the anchors against the probes in the evidence; default: the method's own, 0.5."
     )
