@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from cplus.base import files
+from cplus.base.terminal import track
 from cplus.core.rows import Encoded
 from cplus.jobs.progress import say
 from cplus.methods.repair import Check, Levels, Repaired, Unrepairable, mean_loss
@@ -161,7 +162,7 @@ def merge(blend: Blend, model: nn.Module, checks: Sequence[Check], past: Sequenc
         return max((value - tuned) / max(limit - tuned, 1e-9) for value, tuned, limit in used)
 
     gains, costs = {}, {}
-    for block in moved:
+    for block in track(moved, "merge: each block undone alone"):
         values = measured({block: 0.0})
         gains[block], costs[block] = max(0.0, whole - divergence()), max(_LEAST, cost(values))
     scale = sum(gains.values()) / sum(costs.values())
