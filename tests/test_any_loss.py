@@ -89,6 +89,12 @@ def test_rows_of_tokens_are_one_case() -> None:
     assert list(found.losses.values()) == pytest.approx(list(expected.losses.values()))
 
 
+def test_rows_of_tokens_are_refused_for_models_that_do_not_predict_them() -> None:
+    model = CASES["encoder-decoder"]().model
+    with pytest.raises(TypeError, match="T5ForConditionalGeneration is an encoder and a decoder; pass evidence="):
+        protect(AdamW(model.parameters()), model, anchors=tiny.rows(4, seed=1))
+
+
 def test_nothing_of_the_users_is_disturbed() -> None:
     case = classifier()
     model = case.model

@@ -43,7 +43,7 @@ def test_the_example_says_every_setting_and_its_default() -> None:
         ({"lora": "16"}, "lora: expected r=16 or r=16,alpha=32"),
         ({"lora": "r=16,rank=3"}, "'lora.rank' is not a setting"),
         ({"require": ["forgetting<=0.1"]}, "expected retention>=SHARE or acquisition>=SHARE"),
-        ({"require": ["retention>=90"]}, "in nats, got 'retention>=90'"),
+        ({"require": ["retention>=90"]}, "got 'retention>=90'"),
         ({"split": "harbours"}, "either new (rows to learn) or split"),
         ({"new": None}, "either new (rows to learn) or split"),
         ({"new": None, "split": "harbours", "anchors": "b.jsonl"}, "split draws anchors and past rows itself"),

@@ -224,8 +224,6 @@ def preflight(config: AdaptConfig, home: Path) -> Preflight:
 def row_of(config: AdaptConfig) -> Method:
     """The method's row with the job's blend and smoothing."""
     row, lora = config.row, config.lora
-    if config.ema is None and config.preset != "paper" and row.beta and row.ema == "float32":
-        row = replace(row, ema="uint8")
     brought = paper(config.model) if config.preset == "paper" else {}
     for name in () if uses_bank(config, row) else ("bank", "num_probes", "shots", "temperature", "topics"):
         default = AdaptConfig.model_fields[name].default

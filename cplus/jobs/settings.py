@@ -6,6 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,6 +19,7 @@ from cplus.evaluation.abilities import BRIEF, CODE, GENERAL, KEPT, MEASURED, STO
 from cplus.evaluation.abilities import chosen as measured_abilities
 from cplus.evaluation.judges import NAMES
 from cplus.evaluation.requirements import ABILITY, Requirement, parse
+from cplus.methods.table import Method
 from cplus.models.names import PRESETS
 from cplus.training.settings import Positive, TrainSettings
 
@@ -374,6 +376,13 @@ class AdaptConfig(TrainSettings):
         if self.lost_limit is not None and self.evaluate_every == 0:
             raise ValueError(f"stop {self.stop} needs evaluations during training; set evaluate_every to at least 1")
         return self
+
+    @property
+    def row(self) -> Method:
+        """The method's row; the gate's average takes one byte where nothing else is asked."""
+        row = super().row
+        small = self.ema is None and self.preset != "paper" and row.beta and row.ema == "float32"
+        return replace(row, ema="uint8") if small else row
 
     @property
     def written(self) -> dict[str, float]:
