@@ -115,7 +115,7 @@ def test_the_paper_map_has_a_row_with_command_and_drawing_for_every_item_of_the_
     }
     assert set(rows) == {item.split(": ")[0] for item in ITEMS}
     for item, (command, file, function) in rows.items():
-        named = re.findall(r"cplus study run (e\d\d)", command)
+        named = re.findall(r"`(e\d\d)`", command)
         assert all(name in STUDIES for name in named), item
         assert named or item in ("Fig. 2", "Table 2")  # the overview and the index need no run
         assert f"def {function}(" in (ROOT / file).read_text(), item

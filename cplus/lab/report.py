@@ -112,13 +112,13 @@ def _environments(found: Collected) -> list[tuple[str, str]]:
 
 
 def markdown(found: Collected) -> str:
-    """One line per study: question, verdicts, the first measured and published number, command; then a line for all."""
-    rows = [("study", "question", "verdict", "measured", "published", "command")]
+    """One line per study: question, verdicts, the first measured and published number; then a line for all."""
+    rows = [("study", "question", "verdict", "measured", "published")]
     for name, own in found.studies.items():
         first = own.study.comparison(found)[0]
         measured = f"{first.what}: {first.measured}"
-        rows.append((name, own.study.question, own.verdict, measured, first.published, f"`{found.command(name)}`"))
-    rows.append(("all", "", found.verdict, "", "", f"`{found.command('all')}`"))
+        rows.append((name, own.study.question, own.verdict, measured, first.published))
+    rows.append(("all", "", found.verdict, "", ""))
     lines = [" | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows]
     lines = [f"| {line} |" for line in lines]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) + "\n"
