@@ -1,9 +1,8 @@
 """The size of the project: each figure has a ceiling, and ceilings only ever fall.
 
-Lower a ceiling with the figure. The frontier at equal cost and named abilities may together add at most 700 lines of
-code, 5 modules, 5 options and 1,100 lines of tests to these figures; the verdict has used the rest of that reserve. The
-core's ceiling rose once, by 47 lines, so that a step no longer waits for the device, and that beside the package by 95,
-for the kernels compiled without a GPU.
+Lower a ceiling with the figure. Of the reserve for the verdict, the frontier at equal cost and named abilities (1,200
+lines of code, 8 modules, 6 options, 1,500 lines of tests) the options and all but 3 modules are used; new code is paid for
+by removal.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from cplus.cli import app
 
 ROOT = Path(__file__).parent.parent
 CEILINGS = {
-    "code lines": 22_410,
-    "code lines outside lab": 17_385,
-    "code lines in core": 1_862,
-    "modules": 145,
+    "code lines": 22_105,
+    "code lines outside lab": 17_483,
+    "code lines in core": 1_856,
+    "modules": 146,
     "entries": 15,
     "verbs": 16,
     "options of adapt": 28,
-    "options": 112,
-    "test lines": 23_081,
-    "code lines beside the package": 2_545,
+    "options": 118,
+    "test lines": 22_310,
+    "code lines beside the package": 2_526,
 }
 BESIDE = ("benchmarks", "tools", "examples")
 SILENT = {

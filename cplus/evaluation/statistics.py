@@ -191,15 +191,6 @@ def crossing(curve: Sequence[LossPoint], level: float) -> float:
     raise ValueError(f"expected a curve that falls to {level}, got one from {curve[0][0]} to {lowest}")
 
 
-def rise(curve: Sequence[LossPoint], level: float) -> float:
-    """How much higher the loss on past answers is at the level than at the first evaluation.
-
-    >>> rise([(3.0, 1.0), (1.0, 2.0)], 2.0)
-    0.5
-    """
-    return crossing(curve, level) - curve[0][1]
-
-
 # Figures for tasks learned one after another: pure functions of an accuracy matrix and of the rows' histories.
 
 
