@@ -1,8 +1,8 @@
 """The size of the project: each figure has a ceiling, and ceilings only ever fall.
 
 Lower a ceiling with the figure. Of the reserve for the verdict, the frontier at equal cost and named abilities (1,200
-lines of code, 8 modules, 6 options, 1,500 lines of tests) the options and all but 3 modules are used; new code is paid for
-by removal.
+lines of code, 8 modules, 6 options, 1,500 lines of tests) the options and all but 3 modules are used; new code is paid
+for by removal.
 """
 
 from __future__ import annotations
