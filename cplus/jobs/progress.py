@@ -28,7 +28,7 @@ _NAMES = {
     "retention": "Retention {:.1f} %",
     "new_nll": "new {:.3f} nats per token",
     "past_nll": "past {:.3f} nats per token",
-    "divergence": "KL {:.3f} from the base model",
+    "divergence": "KL {:.3f} on new rows",
 }
 
 
