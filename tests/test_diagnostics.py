@@ -424,7 +424,7 @@ def test_a_run_is_the_same_with_all_diagnostics_and_its_record_stays_small(
 ) -> None:
     spec, given = setting
     weights, measure = [], runs.measure
-    monkeypatch.setattr(runs, "measure", lambda g, m: weights.append(flat(m.parameters())) or measure(g, m))
+    monkeypatch.setattr(runs, "measure", lambda g, m, *known: weights.append(flat(m.parameters())) or measure(g, m, *known))
     plain = runs.run(spec, given)
     asked = dataclasses.replace(spec, diagnose=(*OBSERVED, "audit"))
     observed = runs.run(asked, given)
