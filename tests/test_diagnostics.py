@@ -424,7 +424,12 @@ def test_a_run_is_the_same_with_all_diagnostics_and_its_record_stays_small(
 ) -> None:
     spec, given = setting
     weights, measure = [], runs.measure
-    monkeypatch.setattr(runs, "measure", lambda g, m, *known: weights.append(flat(m.parameters())) or measure(g, m, *known))
+
+    def measured(given: Comparison, model: Any, *known: Any) -> dict[str, float]:
+        weights.append(flat(model.parameters()))
+        return measure(given, model, *known)
+
+    monkeypatch.setattr(runs, "measure", measured)
     plain = runs.run(spec, given)
     asked = dataclasses.replace(spec, diagnose=(*OBSERVED, "audit"))
     observed = runs.run(asked, given)
