@@ -273,3 +273,18 @@ def test_a_page_with_one_other_digit_is_refused(page: str) -> None:
         assert problems(page, text.replace(written(page)[1], written(page)[1].replace("1", "2", 1))) != []
     assert problems(page, f"{text}\nIt keeps 12.5 of them.\n") != []
     assert problems(page, f"{text}\nIt keeps 12 % of them.\n") != []
+
+
+def test_the_answers_in_the_readme_are_those_of_the_record() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    _, _, rest = text.partition("| request | base model | plain fine-tuning | `cplus adapt` |\n")
+    table = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in rest.partition("\n\n")[0].splitlines()[1:]
+    ]
+    known = {row["request"]: row for row in bench("before-after", "lost")}
+    assert len(table) >= 3
+    for request, *answers in table:
+        recorded = [known[request][who].replace("\n", " ") for who in ("base", "sft", "ours")]
+        assert [own.startswith(answer.removesuffix(" ...")) for own, answer in zip(recorded, answers, strict=True)] == [
+            True
+        ] * 3

@@ -27,8 +27,8 @@ CEILINGS = {
     "verbs": 16,
     "options of adapt": 28,
     "options": 118,
-    "test lines": 22_330,
-    "code lines beside the package": 2_545,
+    "test lines": 22_331,
+    "code lines beside the package": 2_541,
 }
 BESIDE = ("benchmarks", "tools", "examples")
 SILENT = {

@@ -1,23 +1,17 @@
-"""The receipt in the README: the top of its page as Chromium shows it, and the answers that one of its models lost.
+"""The before and after of the README: what plain fine-tuning and `cplus adapt` left of a model's everyday answers.
 
-python tools/docs_receipt.py out docs/receipt.png benchmarks/results/before-after.json     # of a job with --compare sft
+python tools/before_after.py out benchmarks/results/before-after.json     # of a job with --compare sft
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from browser import browser
 
-WIDTH, HEIGHT = 980, 385
-
-
-def main(job: Path, picture: Path, answers: Path) -> None:
-    """Keep the first screen of a finished job's receipt, and the figures of both models with what either lost."""
+def main(job: Path, answers: Path) -> None:
+    """Keep the figures of both models of a finished job, and the everyday answers that either lost."""
     record = json.loads((job / "record.json").read_text(encoding="utf-8"))
     ours, plain = record["receipt"], record["receipt"]["beside"]
     found = {
@@ -41,12 +35,7 @@ def main(job: Path, picture: Path, answers: Path) -> None:
         if "lost" in (row["kind"], beside[row["id"]]["kind"])
     ]
     answers.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    with browser() as tab:
-        tab.size(WIDTH, HEIGHT)
-        tab.media(scheme="light")
-        tab.open(job / "receipt.html")
-        picture.write_bytes(base64.b64decode(tab.call("Page.captureScreenshot", format="png")["data"]))
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:4]))
+    main(*map(Path, sys.argv[1:3]))
