@@ -241,7 +241,7 @@ def render(record: Any) -> str:
     every = [row for own in receipt.sets for row in own.rows]
     table = []
     for place, own in enumerate(receipt.sets):
-        asked = own.kind not in ("acquisition", "validation")  # whose answers are looked at without a judge
+        asked = own.kind not in ("acquisition", "validation")  # whose answers are evaluated without a judge
         for row in own.rows:
             outcome = row.kind if own.judged else state(row) if asked else None
             table.append([place, outcome or "unjudged", *(getattr(row, name) for name in _COLUMNS)])
